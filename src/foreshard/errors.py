@@ -1,0 +1,78 @@
+"""The exceptions foreshard raises, and the exit code of each.
+
+ForeshardError (1, internal fault)
+    SpecError (2)           bad input, invalid plan: carries file, key, value, rule, fix
+        ExtraMissingError   an optional library is needed; names the extra
+    InfeasibleError (3)     no plan fits memory or divisibility: names what binds and the nearest change
+    LimitError (4)          plans exist, none meets a stated limit
+    AccuracyError (5)       validation is worse than the stated limit
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ForeshardError(Exception):
+    """Anything foreshard raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | None = None,
+        key: str | None = None,
+        value: Any = None,
+        rule: str | None = None,
+        fix: str | None = None,
+    ):
+        self.what, self.file, self.key, self.value, self.rule, self.fix = what, file, key, value, rule, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Join where, what, the rule and the fix into one line."""
+        where = ": ".join(part for part in (self.file, self.key) if part)
+        tail = " ".join(f"{part.rstrip('.')}." for part in (self.what, self.rule, self.fix) if part)
+        return f"{where}: {tail}" if where else tail
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error object that ``--json`` prints."""
+        return {
+            "code": self.exit_code,
+            "what": self.what,
+            "file": self.file,
+            "key": self.key,
+            "value": self.value if isinstance(self.value, int | float | bool | None) else str(self.value),
+            "rule": self.rule,
+            "fix": self.fix,
+        }
+
+
+class SpecError(ForeshardError):
+    """Bad input: what (value), the rule it breaks, and the fix."""
+
+    exit_code = 2
+
+
+class ExtraMissingError(SpecError):
+    """An optional library is not installed; the fix names the extra."""
+
+
+class InfeasibleError(ForeshardError):
+    """Nothing fits: names the binding constraint and the nearest change that fits."""
+
+    exit_code = 3
+
+
+class LimitError(ForeshardError):
+    """Plans exist, but none meets a stated limit."""
+
+    exit_code = 4
+
+
+class AccuracyError(ForeshardError):
+    """Predictions are further from the measurements than allowed."""
+
+    exit_code = 5
