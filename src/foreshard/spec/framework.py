@@ -1,0 +1,59 @@
+"""What a training framework does at a release: capabilities only, no time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Capabilities of one framework at one release (booleans, dtypes, names), with source.
+
+    attention : unfused | fa1 | fa2 | fa3 | cudnn
+    elementwise : eager | jit | fused | compiled   how norms, activations and residuals run
+    host : name of the host-launch class (catalog/data/training_constants.json)
+    nccl : era of the collective library, old | 2.1x | 2.2x
+    grad_bytes, grad_reduce_bytes : bytes of a main gradient, and of one on the wire
+    master_bytes, moment_bytes : bytes of the master weight, and of one Adam moment
+    grads_accumulate_fused : weight-gradient products add straight into the main gradient
+    tp_overlap, grad_overlap, param_gather_overlap, p2p_overlap, expert_overlap : what is hidden by default
+    fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
+    cuda_graphs : none | partial | full
+    grouped_gemm : experts run in one launch; False = one product per local expert
+    dispatcher : allgather | alltoall | deepep | hybridep
+    cross_entropy : unfused | native | te | eager | chunked
+    fp8_params : weights are stored and gathered in 8 bit
+    memory : name of the memory profile
+    """
+
+    name: str
+    release: str = ""
+    attention: str = "cudnn"
+    elementwise: str = "fused"
+    host: str = "megatron-core"
+    nccl: str = "2.2x"
+    default_zero: int = 1
+    grad_bytes: int = 4
+    grad_reduce_bytes: int = 4
+    master_bytes: int = 4
+    moment_bytes: int = 4
+    grads_accumulate_fused: bool = True
+    tp_overlap: bool = False
+    grad_overlap: bool = False
+    param_gather_overlap: bool = False
+    p2p_overlap: bool = True
+    expert_overlap: bool = False
+    fsdp: str = "none"
+    cuda_graphs: str = "none"
+    grouped_gemm: bool = True
+    dispatcher: str = "alltoall"
+    cross_entropy: str = "te"
+    fp8_params: bool = False
+    vocab_multiple: int = 128
+    memory: str = "megatron-core"
+    source: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name and release, as `--framework` takes it."""
+        return f"{self.name}@{self.release}" if self.release else self.name

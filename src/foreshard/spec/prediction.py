@@ -1,0 +1,96 @@
+"""The answer: what a step costs in time, memory, money and energy, broken into parts that sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foreshard.spec.plan import Plan
+
+TIME_PARTS = (
+    "compute",
+    "recompute",
+    "tensor_comm",
+    "context_comm",
+    "expert_comm",
+    "pipeline_comm",
+    "bubble",
+    "data_comm",
+    "optimizer",
+    "host",
+    "straggler",
+)
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "comm_buffers", "reserved")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Peak bytes on the fullest rank; `breakdown_bytes` sums to `peak_bytes` (allocated plus reserved)."""
+
+    peak_bytes: float
+    peak_allocated_bytes: float
+    peak_rank: int
+    capacity_bytes: float
+    fits: bool
+    breakdown_bytes: Mapping[str, float]
+    per_stage_peak_bytes: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Money:
+    """US dollars; None where no price is known, never zero."""
+
+    usd_per_step: float | None
+    usd_per_1b_tokens: float | None
+    usd_total: float | None
+    price_date: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One predicted training step. Times are exposed seconds on the critical rank."""
+
+    step_time_s: float
+    step_time_interval_s: tuple[float, float]
+    interval: float
+    tokens_per_s: float
+    samples_per_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    mfu_causal: float
+    mfu_bf16: float | None
+    hfu: float
+    time_breakdown_s: Mapping[str, float]
+    memory: Memory
+    cost: Money
+    energy_j_per_step: float
+    goodput: float | None
+    bottleneck: str
+    plan: Plan
+    model: str
+    cluster: str
+    framework: str
+    engine: str
+    costs: str
+    fidelity: str
+    evidence: str
+    assumptions: tuple[str, ...]
+    explain: Mapping[str, str] = field(default_factory=dict)
+    catalog_version: str = ""
+    predict_s: float = 0.0
+    schema_version: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of the contract."""
+        out = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "memory", "cost")}
+        out["step_time_interval_s"] = list(self.step_time_interval_s)
+        out["assumptions"] = list(self.assumptions)
+        out["time_breakdown_s"] = dict(self.time_breakdown_s)
+        out["explain"] = dict(self.explain)
+        out["memory"] = asdict(self.memory) | {
+            "per_stage_peak_bytes": [list(row) for row in self.memory.per_stage_peak_bytes]
+        }
+        out["cost"] = asdict(self.cost)
+        out["plan"] = self.plan.to_dict()
+        return out
