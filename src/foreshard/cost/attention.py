@@ -1,0 +1,174 @@
+"""Time of attention: fused (flash) kernels, and the unfused chain of products and softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from foreshard.cost.elementwise import stream_s
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.kernels import KernelModel
+
+BACKWARD_FLOPS = 2.5
+"""Flash backward does five products where forward does two (Dao et al. 2022, algorithm 4)."""
+
+# Score traffic of the unfused chain, bytes per score in 16 bit: read and write, mask of one byte.
+_SOFTMAX_FORWARD_BYTES, _SOFTMAX_BACKWARD_BYTES, _DROPOUT_BYTES = 4.0, 6.0, 5.0
+
+
+def attended_pairs(q_len: Any, kv_len: Any, *, causal: Any, window: Any = 0) -> np.ndarray:
+    """Query-key pairs of one head that are not masked, the queries being the last of the keys.
+
+    Parameters
+    ----------
+    q_len, kv_len : array_like
+    causal : array_like of bool
+        A query sees keys up to its own position.
+    window : array_like
+        Keys a query sees on each masked side, 0 or None for all.
+
+    Returns
+    -------
+    ndarray of float64; a causal square counts half its area, as FLOP conventions do.
+
+    Source
+    ------
+    Area under the mask; derived in docs/derivations/kernels.md.
+    """
+    q_len, kv_len = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
+    reach = np.asarray(0.0 if window is None else window, dtype=np.float64)
+    reach = np.where(reach > 0, reach, np.inf)
+    unseen = np.maximum(kv_len - q_len, 0.0)
+    triangle = _seen_up_to(kv_len, reach) - _seen_up_to(unseen, reach)
+    band = q_len * np.minimum(kv_len, 2.0 * reach)
+    return np.where(causal, triangle, band)
+
+
+def _seen_up_to(position: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """Return the integral of min(position, reach)."""
+    seen = np.minimum(position, reach)
+    return seen * (position - 0.5 * seen)
+
+
+def flash_attention_forward_s(
+    batch: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    q_len: Any,
+    kv_len: Any,
+    head_dim: Any,
+    value_head_dim: Any,
+    kernels: KernelModel,
+    *,
+    causal: Any,
+    window: Any = 0,
+) -> np.ndarray:
+    """Seconds of one fused attention forward: two products over the pairs that are not masked.
+
+    Each query row costs its pairs plus `attn_s0`/2 more, so the share of the peak reaches half of
+    `attn_fwd_eff` at a causal sequence of `attn_s0`. Never less than moving q, k, v and the output.
+
+    Parameters
+    ----------
+    batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_head_dim : array_like
+        On this rank; any zero gives 0 seconds.
+    kernels : KernelModel
+    causal, window
+        As in :func:`attended_pairs`.
+
+    Returns
+    -------
+    ndarray of float64, seconds
+
+    Source
+    ------
+    Derived in docs/derivations/kernels.md; fitted on aiconfigurator prefill attention.
+    """
+    pairs = attended_pairs(q_len, kv_len, causal=causal, window=window)
+    rows = np.asarray(batch, dtype=np.float64) * num_heads
+    dims = np.asarray(head_dim, dtype=np.float64) + value_head_dim
+    work = rows * dims * 2.0 * (pairs + 0.5 * kernels.attn_s0 * np.asarray(q_len))
+    compute_s = work / (kernels.bf16_peak_flops_per_s * kernels.attn_fwd_eff)
+    moved = 2.0 * dims * (rows * q_len + np.asarray(batch) * num_kv_heads * kv_len)
+    memory_s = moved / (kernels.stream_eff * kernels.memory_bytes_per_s)
+    return np.where(
+        rows * pairs * dims > 0, np.maximum(compute_s, memory_s) + kernels.attn_launch_s, 0.0
+    )
+
+
+def flash_attention_backward_s(
+    batch: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    q_len: Any,
+    kv_len: Any,
+    head_dim: Any,
+    value_head_dim: Any,
+    kernels: KernelModel,
+    *,
+    causal: Any,
+    window: Any = 0,
+) -> np.ndarray:
+    """Seconds of one fused attention backward: 2.5 times the forward work at a lower share of the peak.
+
+    Parameters as in :func:`flash_attention_forward_s`.
+
+    Returns
+    -------
+    ndarray of float64, seconds
+
+    Source
+    ------
+    Five products against two: Dao et al. 2022, algorithm 4; ratio in docs/derivations/kernels.md.
+    """
+    forward_s = flash_attention_forward_s(
+        batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_head_dim, kernels,
+        causal=causal, window=window,
+    )  # fmt: skip
+    busy_s = (forward_s - kernels.attn_launch_s) * (BACKWARD_FLOPS / kernels.attn_bwd_ratio)
+    return np.where(forward_s > 0, busy_s + kernels.attn_launch_s, 0.0)
+
+
+def unfused_attention_s(
+    batch: Any,
+    num_heads: Any,
+    q_len: Any,
+    kv_len: Any,
+    head_dim: Any,
+    kernels: KernelModel,
+    *,
+    dropout: Any,
+    backward: bool,
+) -> np.ndarray:
+    """Seconds of attention as separate kernels: batched products, one softmax kernel, dropout.
+
+    The scores are computed in full, mask or not. Backward does four products, forward two.
+
+    Parameters
+    ----------
+    batch, num_heads, q_len, kv_len, head_dim : array_like
+        On this rank; any zero gives 0 seconds.
+    kernels : KernelModel
+    dropout : array_like of bool
+        Whether the probabilities pass a dropout kernel.
+    backward : bool
+
+    Returns
+    -------
+    ndarray of float64, seconds
+
+    Source
+    ------
+    Score traffic: read and write of 16-bit scores (4 bytes forward, 6 backward), dropout 5 bytes more.
+    """
+    count = np.asarray(batch, dtype=np.float64) * num_heads
+    scores_s = gemm_s(q_len, kv_len, head_dim, kernels, sixteen_bit=True, batch=count)
+    values_s = gemm_s(q_len, head_dim, kv_len, kernels, sixteen_bit=True, batch=count)
+    scores = count * q_len * kv_len
+    softmax_bytes = _SOFTMAX_BACKWARD_BYTES if backward else _SOFTMAX_FORWARD_BYTES
+    dropped = np.asarray(dropout, dtype=bool)
+    traffic_s = stream_s(scores * softmax_bytes, kernels)
+    traffic_s = traffic_s + np.where(dropped, stream_s(scores * _DROPOUT_BYTES, kernels), 0.0)
+    products_s = (scores_s + values_s) * (2.0 if backward else 1.0)
+    return np.where(scores * np.asarray(head_dim) > 0, products_s + traffic_s, 0.0)

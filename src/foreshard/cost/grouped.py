@@ -1,0 +1,53 @@
+"""Time of the expert products of a mixture-of-experts layer: many products of one shape but few rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.kernels import KernelModel
+
+
+def grouped_gemm_s(
+    tokens: Any,
+    num_groups: Any,
+    n: Any,
+    k: Any,
+    kernels: KernelModel,
+    *,
+    bytes_per_element: Any = 2,
+    imbalance: Any = 1.0,
+    looped: bool = False,
+) -> np.ndarray:
+    """Seconds of `num_groups` products (tokens / num_groups, k) with (k, n), one per local expert.
+
+    Parameters
+    ----------
+    tokens : array_like
+        Routed tokens on this rank over all its experts; zero gives 0 seconds.
+    num_groups : array_like
+        Local experts; experts beyond the tokens get none and cost nothing.
+    n, k : array_like
+    kernels : KernelModel
+    imbalance : array_like, >= 1
+        Tokens of the busiest rank over the mean: multiplies `tokens`.
+    looped : bool
+        One launch per expert instead of one grouped kernel: no expert fills the idle processors of another.
+
+    Returns
+    -------
+    ndarray of float64, seconds
+
+    Source
+    ------
+    Derived in docs/derivations/kernels.md; fitted on the fused MoE kernels of aiconfigurator.
+    """
+    tokens = np.asarray(tokens, dtype=np.float64) * imbalance
+    active = np.minimum(np.asarray(num_groups, dtype=np.float64), np.ceil(tokens))
+    rows = tokens / np.maximum(active, 1.0)
+    if looped:
+        return gemm_s(rows, n, k, kernels, bytes_per_element=bytes_per_element) * active
+    grouped_s = gemm_s(rows, n, k, kernels, bytes_per_element=bytes_per_element, batch=active)
+    return grouped_s / kernels.grouped_eff
