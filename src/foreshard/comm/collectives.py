@@ -1,0 +1,143 @@
+"""Closed-form times of collectives, vectorised over plans.
+
+Sizes are the bytes that nccl-tests prints: the whole buffer of an all-reduce or broadcast, the gathered
+output of an all-gather, the input of a reduce-scatter, a rank's whole buffer in an all-to-all, the message
+of a send. All numeric arguments broadcast; results are float64 seconds; one rank or no bytes is 0.
+Derivation, constants and their data: ``docs/derivations/collectives.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreshard.comm.fabric import Fabric
+
+Times = NDArray[np.float64]
+
+
+def _spread(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> tuple[Any, Any, Any]:
+    """Return ranks, members in one scale-up domain, and domains of a strided group."""
+    ranks = np.maximum(np.asarray(num_ranks, dtype=float), 1.0)
+    inside = np.minimum(ranks, np.maximum(1.0, np.floor(fabric.domain / np.asarray(stride, dtype=float))))
+    return ranks, inside, np.ceil(ranks / inside)
+
+
+def _scale(inside: Any, fabric: Fabric) -> Any:
+    """Return the factor on link bandwidth from the number of ranks on it."""
+    if not np.any(fabric.scaling):
+        return 1.0
+    return (np.maximum(inside, 2.0) / 2.0) ** fabric.scaling
+
+
+def _nic_share(inside: Any, fabric: Fabric) -> Any:
+    """Return NIC bytes/s that a group's members in one domain reach together."""
+    return inside * fabric.nic_bytes_per_s / fabric.per_node
+
+
+def _pipelined_s(latency_s: Any, transfer_s: Any, ramp: Any) -> Any:
+    """Return latency + transfer + the cost of filling the pipeline, 2 sqrt(latency * transfer)."""
+    return latency_s + transfer_s + 2.0 * ramp * np.sqrt(latency_s * transfer_s)
+
+
+def _finish(time_s: Any, num_bytes: Any, ranks: Any) -> Times:
+    """Zero the time where nothing moves."""
+    return np.where((num_bytes > 0.0) & (ranks > 1.0), time_s, 0.0)
+
+
+def _ring_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric, *, passes: float, eff: Any) -> Any:
+    """Return the time of ``passes`` trips of the ring: 2 for all-reduce, 1 for gather, scatter."""
+    ranks, inside, domains = spread
+    bus = fabric.intra_bytes_per_s * eff * _scale(inside, fabric)
+    # Every byte of a ring passes every edge, so the NIC edge carries the same bytes as an NVLink edge.
+    bus = np.where(domains > 1.0, np.minimum(bus, _nic_share(inside, fabric) * fabric.nic_ring_eff), bus)
+    bus = np.where(inside > 1.0, bus, _nic_share(inside, fabric) * fabric.nic_ring_eff)
+    wire = num_bytes * (passes * (ranks - 1.0) + fabric.copy) / ranks
+    across = np.where(domains > 1.0, domains - 1.0, 0.0)
+    hops_s = passes * ((ranks - 1.0 - across) * fabric.intra_latency_s + across * fabric.nic_latency_s)
+    return _pipelined_s(fabric.launch_s + hops_s, wire / bus, fabric.ramp)
+
+
+def _tree_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric) -> Any:
+    """Return an all-reduce by tree over domains, reduced in the switch or along a chain inside each."""
+    _, inside, domains = spread
+    switched = (fabric.in_network > 0.0) & (inside > 2.0)
+    link = fabric.intra_bytes_per_s * _scale(inside, fabric)
+    local = num_bytes * np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, 1.0 / fabric.ring_eff) / link
+    local = np.where(inside > 1.0, local, 0.0)
+    # A double binary tree sends each byte of the domain out twice, less the root's edge.
+    across = 2.0 * (1.0 - 1.0 / domains) * num_bytes / (_nic_share(inside, fabric) * fabric.nic_tree_eff)
+    start = np.where(switched, fabric.switch_launch_s, fabric.launch_s + 2.0 * (inside - 1.0) * fabric.intra_latency_s)
+    latency = start + 2.0 * np.ceil(np.log2(domains)) * fabric.nic_latency_s
+    ramp = np.where(switched, fabric.switch_ramp, fabric.ramp)
+    tree = _pipelined_s(latency, np.maximum(local, across), ramp)
+    return np.where(switched | (domains > 1.0), tree, np.inf)
+
+
+def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
+    """Return the time of an all-reduce: the faster of ring and tree (in-switch inside a domain).
+
+    Parameters
+    ----------
+    num_bytes
+        Bytes of the buffer.
+    num_ranks, stride
+        Ranks of the group, and their distance in cluster order.
+    fabric
+        What the group runs on; fields may be arrays of the same rows.
+    """
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    spread = _spread(num_ranks, stride, fabric)
+    ring = _ring_s(num_bytes, spread, fabric, passes=2.0, eff=fabric.ring_eff)
+    if np.any(fabric.in_network) or np.any(spread[2] > 1.0):
+        ring = np.minimum(ring, _tree_s(num_bytes, spread, fabric))
+    return _finish(ring, num_bytes, spread[0])
+
+
+def all_gather_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
+    """Return the time of an all-gather of ``num_bytes`` gathered output, by ring."""
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    spread = _spread(num_ranks, stride, fabric)
+    return _finish(_ring_s(num_bytes, spread, fabric, passes=1.0, eff=fabric.gather_eff), num_bytes, spread[0])
+
+
+def reduce_scatter_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
+    """Return the time of a reduce-scatter of ``num_bytes`` input, by ring."""
+    return all_gather_s(num_bytes, num_ranks, stride, fabric)
+
+
+def all_to_all_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
+    """Return the time of an all-to-all: direct sends, links and NIC busy at once."""
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    ranks, inside, domains = _spread(num_ranks, stride, fabric)
+    link = fabric.intra_bytes_per_s * fabric.exchange_eff * _scale(inside, fabric)
+    local = num_bytes * (inside - 1.0 + fabric.exchange_copy) / ranks / link
+    nic = _nic_share(1.0, fabric) * fabric.nic_exchange_eff
+    transfer = np.maximum(local, num_bytes * (ranks - inside) / ranks / nic)
+    latency = fabric.exchange_launch_s + (ranks - 1.0) * fabric.exchange_hop_s
+    latency = latency + np.where(domains > 1.0, fabric.nic_latency_s, 0.0)
+    return _finish(_pipelined_s(latency, transfer, fabric.exchange_ramp), num_bytes, ranks)
+
+
+def broadcast_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
+    """Return the time of a broadcast: a pipelined chain through all ranks."""
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    ranks, inside, domains = _spread(num_ranks, stride, fabric)
+    bus = fabric.intra_bytes_per_s * fabric.gather_eff * _scale(inside, fabric)
+    nic = _nic_share(inside, fabric) * fabric.nic_ring_eff
+    bus = np.where(domains > 1.0, np.where(inside > 1.0, np.minimum(bus, nic), nic), bus)
+    hops = (ranks - domains) * fabric.intra_latency_s + (domains - 1.0) * fabric.nic_latency_s
+    return _finish(_pipelined_s(fabric.launch_s + hops, num_bytes / bus, fabric.ramp), num_bytes, ranks)
+
+
+def send_s(num_bytes: ArrayLike, crosses_node: ArrayLike, fabric: Fabric) -> Times:
+    """Return the time of one message between neighbours, over the link or the sender's share of the NIC."""
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    crosses = np.asarray(crosses_node, dtype=bool)
+    link = fabric.intra_bytes_per_s * fabric.exchange_eff
+    nic = _nic_share(1.0, fabric) * fabric.nic_exchange_eff
+    latency = fabric.exchange_launch_s + np.where(crosses, fabric.nic_latency_s, 0.0)
+    transfer = num_bytes / np.where(crosses, np.minimum(link, nic), link)
+    return np.where(num_bytes > 0.0, _pipelined_s(latency, transfer, fabric.exchange_ramp), 0.0)
