@@ -1,0 +1,122 @@
+"""Hugging Face ``config.json`` to `Model`, by model_type; counts equal those of transformers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from foreshard.catalog import hf_decoders, hf_encoders, hf_gpt, hf_moe
+from foreshard.catalog.hf_reader import Reader
+from foreshard.errors import SpecError
+from foreshard.spec.model import Model
+
+FAMILIES: dict[str, Callable[[Reader], Model]] = {
+    "bert": hf_encoders.bert,
+    "bloom": hf_gpt.bloom,
+    "deepseek_v2": hf_moe.deepseek,
+    "deepseek_v3": hf_moe.deepseek,
+    "falcon": hf_gpt.falcon,
+    "gemma": hf_decoders.gemma,
+    "gemma2": hf_decoders.gemma2,
+    "gemma3_text": hf_decoders.gemma3,
+    "gpt2": hf_gpt.gpt2,
+    "gpt_neo": hf_gpt.gpt_neo,
+    "gpt_neox": hf_gpt.gpt_neox,
+    "gpt_oss": hf_moe.gpt_oss,
+    "kimi_k2": hf_moe.deepseek,
+    "llama": hf_decoders.llama,
+    "llama4_text": hf_moe.llama4,
+    "mistral": hf_decoders.mistral,
+    "mixtral": hf_moe.mixtral,
+    "mpt": hf_gpt.mpt,
+    "nemotron": hf_decoders.nemotron,
+    "opt": hf_gpt.opt,
+    "phi3": hf_decoders.phi3,
+    "qwen2": hf_decoders.qwen2,
+    "qwen2_moe": hf_moe.qwen2_moe,
+    "qwen3": hf_decoders.qwen3,
+    "qwen3_moe": hf_moe.qwen3_moe,
+    "t5": hf_encoders.t5,
+    "vit": hf_encoders.vit,
+}
+NOT_MODELLED = {
+    "gemma3": "a vision tower beside the text model; give its text_config with model_type gemma3_text",
+    "jamba": "a hybrid of Mamba and attention",
+    "llama4": "a vision tower beside the text model; give its text_config with model_type llama4_text",
+    "mamba": "a state-space model",
+    "mamba2": "a state-space model",
+    "nemotron_h": "a hybrid of Mamba and attention",
+    "qwen3_next": "a hybrid of linear and full attention",
+}
+MAX_CONFIG_BYTES = 4 * 2**20
+
+
+def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None = None) -> Model:
+    """Return the model of a Hugging Face configuration.
+
+    Parameters
+    ----------
+    config : mapping
+        What ``config.json`` holds.
+    name : str
+        Name of the model.
+    file : str, optional
+        Path for error messages.
+
+    Raises
+    ------
+    SpecError
+        For an unknown model_type and for missing or impossible values.
+    """
+    reader = Reader(_mapping(config, name, file), name, file)
+    model_type = reader.text("model_type")
+    if model_type in NOT_MODELLED:
+        raise reader.error(
+            "model_type", model_type, f"{model_type} is not modelled", f"It is {NOT_MODELLED[model_type]}"
+        )
+    if model_type not in FAMILIES:
+        shown = model_type[:60]
+        near = difflib.get_close_matches(shown, FAMILIES, n=1)
+        raise reader.error(
+            "model_type",
+            shown,
+            f"unknown model_type {shown!r}",
+            f"Known: {', '.join(FAMILIES)}",
+            f"Did you mean {near[0]!r}?" if near else None,
+        )
+    return FAMILIES[model_type](reader)
+
+
+def _mapping(config: Any, name: str, file: str | None) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    raise SpecError(
+        f"a {type(config).__name__} where an object was expected",
+        file=file or name,
+        rule="A config.json is one JSON object",
+    )
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the parsed ``config.json`` at `path`."""
+    path = Path(path)
+    rule = "A model is a catalog name, a config.json or module.py:factory"
+    try:
+        if path.is_dir():
+            raise SpecError("is a directory", file=str(path), rule=rule, fix="Name the config.json in it")
+        size = path.stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise SpecError(
+                f"{size} bytes", file=str(path), value=size, rule=f"A config.json has at most {MAX_CONFIG_BYTES}"
+            )
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as error:  # absent, unreadable, a NUL in the name, or not UTF-8
+        raise SpecError(f"cannot be read ({error})", file=str(path), rule=rule) from None
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"is not JSON ({error})", file=str(path), rule="A config.json is one JSON object") from None
+    return dict(_mapping(config, path.name, str(path)))

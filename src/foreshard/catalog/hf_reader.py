@@ -1,0 +1,137 @@
+"""Typed access to a Hugging Face ``config.json``: every bad key becomes a `SpecError` that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from foreshard.errors import SpecError
+
+MAX_LAYERS = 4096
+MAX_SIZE = 2**24  # widths, vocabularies, experts: above every published model by a wide margin
+MAX_POSITIONS = 2**31
+
+_ABSENT = object()
+
+
+class Reader:
+    """One configuration with the file it came from; null counts as absent, as in transformers."""
+
+    __slots__ = ("assumptions", "config", "file", "name")
+
+    def __init__(self, config: Mapping[str, Any], name: str, file: str | None):
+        self.config, self.name, self.file = config, name, file
+        self.assumptions: list[str] = []
+
+    def error(self, key: str, value: Any, what: str, rule: str, fix: str | None = None) -> SpecError:
+        """Return the error for one key."""
+        return SpecError(what, file=self.file or self.name, key=key, value=value, rule=rule, fix=fix)
+
+    def _find(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for key in keys:
+            if self.config.get(key) is not None:
+                return key, self.config[key]
+        if default is _ABSENT:
+            spelled = " or ".join(keys)
+            raise self.error(keys[0], None, "missing key", f"This model_type needs {spelled}", f"Add {keys[0]}")
+        return keys[0], default
+
+    def size(
+        self, *keys: str, default: Any = _ABSENT, minimum: int = 1, maximum: int = MAX_SIZE
+    ) -> int:
+        """Return a whole number under the first of these keys that is present."""
+        key, value = self._find(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, _short(value), f"{_short(value)} is not a whole number", "Sizes are integers")
+        if not minimum <= value <= maximum:
+            rule = f"{key} is between {minimum} and {maximum}"
+            raise self.error(key, _short(value), f"{_short(value)} is out of range", rule)
+        return value
+
+    def layers(self, *keys: str, **kwargs: Any) -> int:
+        """Return a number of layers."""
+        return self.size(*keys, maximum=MAX_LAYERS, **kwargs)
+
+    def positions(self, *keys: str, default: Any = _ABSENT) -> int:
+        """Return a sequence length; a default is recorded as an assumption."""
+        length = self.size(*keys, default=default, maximum=MAX_POSITIONS)
+        if all(self.config.get(key) is None for key in keys):
+            self.assumptions.append(f"{keys[0]} not stated: {length}")
+        return length
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
+        key, value = self._find((key,), default)
+        if not isinstance(value, bool):
+            raise self.error(key, _short(value), f"{_short(value)} is not true or false", "A switch is a boolean")
+        return value
+
+    def fraction(self, *keys: str, default: float = 0.0) -> float:
+        """Return a number in [0, 1)."""
+        key, value = self._find(keys, default)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not 0 <= value < 1:
+            raise self.error(key, _short(value), f"{_short(value)} is not a rate", f"{key} is in [0, 1)")
+        return float(value)
+
+    def text(self, key: str, default: Any = _ABSENT) -> str:
+        """Return a string."""
+        key, value = self._find((key,), default)
+        if not isinstance(value, str):
+            raise self.error(key, _short(value), f"{_short(value)} is not a string", f"{key} is a name")
+        return value
+
+    def list(self, key: str) -> list[Any] | None:
+        """Return a list, or None when absent."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self.error(key, _short(value), f"{_short(value)} is not a list", f"{key} is a list")
+        return value
+
+    def nested(self, key: str) -> Reader:
+        """Return a reader of an object under `key` (an empty one when absent)."""
+        value = self.config.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.error(key, _short(value), f"{_short(value)} is not an object", f"{key} is an object")
+        return Reader(value, self.name, self.file)
+
+    def heads(self, hidden: int, *keys: str) -> int:
+        """Return a number of heads that divides the hidden size."""
+        heads = self.size(*keys)
+        if hidden % heads:
+            rule = f"The hidden size {hidden} is a multiple of the heads unless head_dim is given"
+            raise self.error(keys[0], heads, f"{heads} heads", rule)
+        return heads
+
+    def kv_heads(self, heads: int, *keys: str, default: int | None = None) -> int:
+        """Return a number of key/value heads that divides the query heads."""
+        kv_heads = self.size(*keys, default=default or heads)
+        if heads % kv_heads:
+            raise self.error(keys[0], kv_heads, f"{kv_heads} key/value heads", f"They divide the {heads} heads")
+        return kv_heads
+
+    def layer_windows(self, num_layers: int, window: int, sliding: list[bool]) -> list[int]:
+        """Return the attention window of each layer: `layer_types` where present, else the family's rule."""
+        types = self.list("layer_types")
+        if types is None:
+            return [window * slides for slides in sliding]
+        if len(types) != num_layers or any(not isinstance(entry, str) for entry in types):
+            rule = f"layer_types names the attention of each of the {num_layers} layers"
+            raise self.error("layer_types", _short(types), f"{len(types)} entries", rule)
+        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown:
+            rule = "Modelled are full_attention and sliding_attention"
+            raise self.error("layer_types", _short(unknown[0]), f"{_short(unknown[0])} is not modelled", rule)
+        return [window * (entry == "sliding_attention") for entry in types]
+
+
+def _short(value: Any) -> str:
+    """Return the value as text, cut to a readable length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else text[:57] + "..."
