@@ -1,0 +1,104 @@
+"""Loops over tasks and dependencies: plain Python that numba can also compile unchanged.
+
+Every argument is a preallocated list or a one-dimensional array; both are only indexed. No expression
+here depends on evaluation order of sums, so both ways give the same bits.
+"""
+
+from __future__ import annotations
+
+
+def execute(
+    duration_s,
+    resource_indptr,
+    resource_tasks,
+    indptr,
+    indices,
+    lag_s,
+    start_s,
+    end_s,
+    order,
+    head,
+    cursor,
+    free_s,
+    waiter,
+    next_waiter,
+    stack,
+):
+    """Fill start_s, end_s and order; return how many tasks could run.
+
+    Each resource walks its own list. At an unfinished dependency it goes to sleep on that dependency and is
+    woken when it ends, so every task and every dependency is visited once. ``end_s`` and ``waiter`` come in
+    as -1, ``head`` as the start of each list, ``cursor`` as the first dependency of each first task.
+    """
+    has_lag = len(lag_s) > 0
+    done = 0
+    for first in range(len(resource_indptr) - 1):
+        stack[0] = first
+        top = 1
+        while top > 0:
+            top -= 1
+            resource = stack[top]
+            position = head[resource]
+            last = resource_indptr[resource + 1]
+            edge = cursor[resource]
+            now_s = free_s[resource]
+            while position < last:
+                task = resource_tasks[position]
+                edges_end = indptr[task + 1]
+                while edge < edges_end:
+                    before = indices[edge]
+                    ready_s = end_s[before]
+                    if ready_s < 0.0:
+                        next_waiter[resource] = waiter[before]
+                        waiter[before] = resource
+                        break
+                    if has_lag:
+                        ready_s += lag_s[edge]
+                    if ready_s > now_s:
+                        now_s = ready_s
+                    edge += 1
+                if edge < edges_end:
+                    break
+                start_s[task] = now_s
+                now_s += duration_s[task]
+                end_s[task] = now_s
+                order[done] = task
+                done += 1
+                sleeper = waiter[task]
+                while sleeper >= 0:
+                    stack[top] = sleeper
+                    top += 1
+                    sleeper = next_waiter[sleeper]
+                position += 1
+                if position < last:
+                    edge = indptr[resource_tasks[position]]
+            head[resource] = position
+            cursor[resource] = edge
+            free_s[resource] = now_s
+    return done
+
+
+def slack_backwards(order, resource_next, indptr, indices, lag_s, start_s, end_s, slack_s):
+    """Lower slack_s, which comes in as makespan minus end, from the last task to the first.
+
+    The gaps between tasks are differences of the same numbers that the executor compared, so a chain without
+    gaps has a slack of exactly zero.
+    """
+    has_lag = len(lag_s) > 0
+    for k in range(len(order) - 1, -1, -1):
+        task = order[k]
+        after = resource_next[task]
+        slack = slack_s[task]
+        if after >= 0:
+            through = slack_s[after] + (start_s[after] - end_s[task])
+            if through < slack:
+                slack = through
+                slack_s[task] = slack
+        for edge in range(indptr[task], indptr[task + 1]):
+            before = indices[edge]
+            ready_s = end_s[before]
+            if has_lag:
+                ready_s += lag_s[edge]
+            through = slack + (start_s[task] - ready_s)
+            if through < slack_s[before]:
+                slack_s[before] = through
