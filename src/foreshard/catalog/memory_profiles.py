@@ -1,0 +1,92 @@
+"""Memory profiles: which bytes a framework keeps on the device, read from its source code.
+
+The dtypes of gradients, master weights and moments are capabilities of the framework entry
+(`spec.framework`); a profile adds what is kept beside them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foreshard.errors import SpecError
+
+_FILE = Path(__file__).parent / "data" / "memory_profiles.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """What one framework keeps on a device beyond weights, gradients and optimizer states.
+
+    dummy_wgrads : TransformerEngine caches one 16-bit gradient of each distinct weight shape
+    weights_are_master : weights are kept as an fp32 shard which is the master copy (FSDP)
+    lazy_gradients : gradients exist from their backward to the step only
+    extra_gradient_bytes : bytes per parameter of a second copy of the gradients
+    step_bytes : fp32 temporary of the optimizer step, bytes per parameter this rank updates
+    bucket_bytes : flat buffer of the gradient reduction
+    gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
+    unit_bytes : transient bytes per element of the largest gathered unit, zero 3
+    eager_mlp : the gated activation runs as separate kernels and saves one more tensor
+    eager_norm : norms run as separate fp32 kernels and save two fp32 copies
+    slack : reserved over allocated bytes of the caching allocator, less 1
+    context_bytes : CUDA context and loaded kernels
+    communicator_bytes : buffers of one NCCL communicator
+    """
+
+    name: str
+    dummy_wgrads: bool = False
+    weights_are_master: bool = False
+    lazy_gradients: bool = False
+    extra_gradient_bytes: float = 0.0
+    step_bytes: float = 0.0
+    bucket_bytes: float = 0.0
+    gathered_elements: float = 0.0
+    unit_bytes: float = 0.0
+    eager_mlp: bool = False
+    eager_norm: bool = False
+    slack: float = 0.04
+    context_bytes: float = 0.75 * 2**30
+    communicator_bytes: float = 544 * 2**20
+    source: str = ""
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    with _FILE.open("rb") as stream:
+        return tomllib.load(stream)
+
+
+def memory_profile_names() -> tuple[str, ...]:
+    """Return the names of the memory profiles, in the order of the file."""
+    return tuple(_table())
+
+
+@cache
+def memory_profile(name: str) -> MemoryProfile:
+    """Return the memory profile of that name.
+
+    Raises
+    ------
+    SpecError
+        If no profile has that name.
+    """
+    table = _table()
+    if name not in table:
+        near = get_close_matches(name, table, n=1)
+        raise SpecError(
+            f"unknown memory profile {name!r}",
+            key="memory",
+            value=name,
+            rule=f"Profiles are {', '.join(table)}",
+            fix=f"Did you mean {near[0]!r}?" if near else None,
+        )
+    entry = dict(table[name])
+    parent = entry.pop("parent", None)
+    if parent is not None:
+        base = memory_profile(parent)
+        entry = {f.name: getattr(base, f.name) for f in fields(base)} | entry
+    return MemoryProfile(**(entry | {"name": name}))

@@ -1,0 +1,184 @@
+"""Peak bytes of one rank of a stage: weights, gradients, optimizer states, activations, temporaries.
+
+Everything is arithmetic over rows (one row = one plan and stage), so a thousand plans cost what one does.
+The terms are derived in docs/derivations/memory.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
+from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, stage_activations
+from foreshard.cost.memory_states import stage_states
+
+if TYPE_CHECKING:
+    from foreshard.spec.framework import Framework
+    from foreshard.spec.model import Block
+
+MAX_ALL_TO_ALL_PEERS = 7
+ALL_TO_ALL_PAIR_BYTES = 32 * 12 * 2**20
+"""Send and receive FIFO of one peer: 32 channels of 12 MiB (NCCL 2.30 transport/p2p.cc; nccl#1685)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """What one rank of a stage holds and does; every numeric field is a float or an array over rows.
+
+    kinds : block kinds with the number of their layers on the rank, all chunks together
+    vocab : rows of the embedding, padded as the framework pads them
+    in_flight : micro-batches whose activations each layer holds at the peak (fractional when interleaved)
+    micro_batch : samples per micro-batch on one data-parallel rank
+    dp : ranks over which dense states are replicated or sharded (context-parallel ranks included)
+    expert_dp : the same for experts
+    shard_size : ranks that share one copy of the sharded states, at most dp
+    state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
+    activation_bytes_per_element : 2 in 16 bit and below, 4 in fp32
+    fp8, fp4 : matrix products run in 8 or 4 bit
+    """
+
+    kinds: tuple[tuple[Block, Any], ...]
+    has_embedding: Any
+    has_head: Any
+    hidden: Any
+    vocab: Any
+    tied: Any = 0
+    in_flight: Any = 1
+    num_micro_batches: Any = 1
+    micro_batch: Any = 1
+    seq_len: Any
+    tp: Any = 1
+    cp: Any = 1
+    ep: Any = 1
+    etp: Any = 1
+    dp: Any = 1
+    expert_dp: Any = 1
+    shard_size: Any = 1
+    zero: Any = 1
+    sp: Any = 0
+    activation_bytes_per_element: Any = 2
+    fp8: Any = 0
+    fp4: Any = 0
+    recompute: Recompute = field(default_factory=lambda: NO_RECOMPUTE)
+    offload_optimizer: Any = 0
+    offload_activations: Any = 0
+    state_bytes: Any = 8
+    outer_params: Any = 0
+    """Parameters of embedding and head beyond their matrices (positions, norms)."""
+    embedding_trainable: Any = 1
+    head_trainable: Any = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes at the peak of each row; the parts sum to `peak`, all but `reserved` to `allocated`."""
+
+    parameters: Any
+    gradients: Any
+    optimizer: Any
+    activations: Any
+    temporary: Any
+    comm_buffers: Any
+    reserved: Any
+    outside: Any
+    """Part of `reserved` that the caching allocator does not hold: device context and NCCL buffers."""
+
+    @property
+    def allocated(self) -> Any:
+        """Bytes of live tensors, as torch.cuda.max_memory_allocated reports them."""
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.temporary + self.comm_buffers
+
+    @property
+    def peak(self) -> Any:
+        """Bytes the device has given away, as nvidia-smi reports them."""
+        return self.allocated + self.reserved
+
+    @property
+    def cached(self) -> Any:
+        """Bytes the caching allocator holds, as torch.cuda.max_memory_reserved reports them."""
+        return self.peak - self.outside
+
+
+def optimizer_state_bytes(optimizer: str, moment_bytes: float = 4.0) -> float:
+    """Return the bytes of optimizer moments per parameter; the master weight is not among them.
+
+    Parameters
+    ----------
+    optimizer : str, one of `spec.plan.OPTIMIZERS`
+    moment_bytes : float, bytes of one Adam moment
+
+    Source
+    ------
+    AdamW keeps two moments; bitsandbytes' 8-bit Adam keeps two bytes and two fp32 scales per block of 256
+    (bitsandbytes optim/optimizer.py); Adafactor without momentum keeps a row and a column per matrix,
+    less than 1 % of a byte; SGD keeps one momentum.
+    """
+    return {
+        "adamw": 2 * moment_bytes,
+        "adamw-8bit": 2 + 2 * 4 / 256,
+        "adafactor": 0.01,
+        "sgd": moment_bytes,
+    }[optimizer]
+
+
+def stage_memory(
+    load: StageLoad, framework: Framework, profile: MemoryProfile | None = None
+) -> MemoryParts:
+    """Return the peak bytes of a rank, by part.
+
+    The peak is the largest of three moments: the first backward of the deepest pipeline fill (all
+    activations, no lazy gradients), the end of the last backward (all gradients), and the optimizer step.
+
+    Parameters
+    ----------
+    load : StageLoad
+        Rows to price.
+    framework : Framework
+    profile : MemoryProfile, optional
+        Default: the one the framework names.
+
+    Returns
+    -------
+    MemoryParts, bytes
+
+    Source
+    ------
+    docs/derivations/memory.md; validated in tests/validation/test_memory.py.
+    """
+    profile = profile or memory_profile(framework.memory)
+    states = stage_states(load, framework, profile)
+    acts = stage_activations(load, framework, profile)
+    lazy = profile.lazy_gradients * (np.asarray(load.num_micro_batches) <= 1)
+    first_gradients = states.gradients * (1 - lazy)
+    working = states.working + acts.temporary
+    at_backward = first_gradients + acts.saved + np.maximum(working, acts.logits)
+    at_end = states.gradients + acts.one_layer + working
+    at_step = states.gradients + states.step
+    extra = np.maximum(np.maximum(at_backward, at_end), at_step)
+    backward = at_backward >= extra
+    gradients = np.where(backward, first_gradients, states.gradients)
+    saved = np.where(backward, acts.saved, np.where(at_end >= extra, acts.one_layer, 0.0))
+    allocated = states.parameters + states.optimizer + states.buffers + extra
+    outside = _outside_bytes(load, profile)
+    return MemoryParts(
+        parameters=states.parameters + 0 * extra,
+        gradients=gradients,
+        optimizer=states.optimizer + 0 * extra,
+        activations=saved,
+        temporary=extra - gradients - saved,
+        comm_buffers=states.buffers + 0 * extra,
+        reserved=profile.slack * allocated + outside,
+        outside=outside + 0 * extra,
+    )
+
+
+def _outside_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
+    """Return context and NCCL buffers: one communicator per degree in use, one FIFO per expert peer."""
+    pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
+    groups = (np.asarray(load.tp) > 1) * 1 + (np.asarray(load.dp) > 1) + (np.asarray(load.cp) > 1) + pipelined
+    peers = np.minimum(np.asarray(load.ep) - 1, MAX_ALL_TO_ALL_PEERS)
+    return profile.context_bytes + profile.communicator_bytes * groups + ALL_TO_ALL_PAIR_BYTES * peers

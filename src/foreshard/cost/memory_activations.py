@@ -1,0 +1,190 @@
+"""Bytes that the forward saves for the backward, what recompute keeps of them, and the peaks beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foreshard.spec.plan import check_recompute
+
+if TYPE_CHECKING:
+    from foreshard.catalog.memory_profiles import MemoryProfile
+    from foreshard.cost.memory import StageLoad
+    from foreshard.spec.framework import Framework
+    from foreshard.spec.model import Block
+
+LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "chunked": 14.0 / 8, "fused": 2.0}
+"""Peak bytes per element of the logits, by cross-entropy path (docs/derivations/memory.md, logits)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """A recompute rule in numbers; every field is a float or an array over rows.
+
+    full : share of the layers that keep only their input
+    unit : layers per recomputed unit, which keeps one input
+    the others : 0/1, that module is recomputed
+    """
+
+    full: Any = 0.0
+    unit: Any = 1.0
+    core_attn: Any = 0.0
+    mlp: Any = 0.0
+    layernorm: Any = 0.0
+    moe: Any = 0.0
+    moe_act: Any = 0.0
+    shared_experts: Any = 0.0
+    mla_up_proj: Any = 0.0
+    op: Any = 0.0
+
+    @staticmethod
+    def stack(rules: Sequence[Recompute]) -> Recompute:
+        """Return one rule with an array over the given rules in every field."""
+        return Recompute(**{f.name: np.array([getattr(r, f.name) for r in rules]) for f in fields(Recompute)})
+
+
+NO_RECOMPUTE = Recompute()
+
+
+def recompute_of(text: str, num_layers: int) -> Recompute:
+    """Return the numbers of a recompute rule as a plan writes it.
+
+    Parameters
+    ----------
+    text : str
+        `none`, `full[:uniform:N|:block:N]`, `selective[:MODULE(+MODULE)*]` or `every-N`.
+    num_layers : int
+        Blocks of one chunk of the stage: `block:N` and `every-N` count in it.
+    """
+    text = check_recompute(text)
+    head, _, rest = text.partition(":")
+    layers = max(num_layers, 1)
+    if head == "none":
+        return NO_RECOMPUTE
+    if head.startswith("every-"):
+        return Recompute(full=(layers // int(head[6:])) / layers)
+    if head == "selective":
+        return Recompute(**{module: 1.0 for module in rest.split("+")})
+    kind, _, count = rest.partition(":")
+    if kind == "block":
+        return Recompute(full=min(int(count), layers) / layers)
+    return Recompute(full=1.0, unit=min(float(count or 1), layers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes per rank: saved over all layers in flight, one layer's, and the peaks of backward and loss."""
+
+    saved: Any
+    one_layer: Any
+    temporary: Any
+    logits: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """Tokens of a micro-batch on the rank: `norm` where sequence-parallel, `split` inside tensor-parallel."""
+
+    norm: Any
+    split: Any
+    element: Any
+    gemm_input: Any
+    low: Any
+
+
+def _tokens(load: StageLoad) -> _Tokens:
+    tokens = np.asarray(load.micro_batch) * load.seq_len / load.cp
+    element = load.activation_bytes_per_element
+    return _Tokens(
+        norm=tokens / (1 + load.sp * (np.asarray(load.tp) - 1)),
+        split=tokens / load.tp,
+        element=element,
+        gemm_input=element - load.fp8 * (element - 1) - load.fp4 * (element - 0.5625),
+        low=np.maximum(load.fp8, load.fp4),
+    )
+
+
+def _attention_saved(block: Block, n: _Tokens, load: StageLoad, unfused: bool) -> tuple[Any, Any]:
+    """Return what attention saves beyond its norm, and what recomputing its core saves of it."""
+    out = block.num_heads * block.value_head_dim
+    keep = n.element * (block.query_width + block.kv_width + out) + n.low * n.gemm_input * out
+    drop = block.dropout > 0
+    score = n.element * (1 + drop) + drop
+    core = block.num_heads * load.seq_len * score if unfused else 4 * block.num_heads
+    saved = n.split * (keep + core)
+    if block.kv_lora:
+        latent = 2 * (block.q_lora + block.kv_lora) + block.rope_head_dim
+        saved = saved + n.element * n.norm * latent
+    return saved, n.split * core
+
+
+def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, eager: bool) -> tuple[Any, Any]:
+    """Return what one MLP of that width saves beyond its input, and its activation output alone."""
+    inner = n.element * (1 + block.gated + (eager and block.gated))
+    act = n.gemm_input * width * tokens
+    return inner * width * tokens + act, act
+
+
+def _layer(block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: MemoryProfile) -> tuple[Any, Any]:
+    """Return bytes one layer saves per micro-batch without full recompute, and its backward's temporaries."""
+    rule, h = load.recompute, block.hidden
+    norms = 1 if block.parallel else 2
+    norm_out = norms * n.gemm_input * n.norm * h * (1 - rule.layernorm)
+    norm_in = norms * (n.element + 6 * profile.eager_norm) * n.norm * h
+    masks = 2 * (block.dropout > 0) * n.norm * h
+    attention, core = _attention_saved(block, n, load, unfused)
+    saved = norm_in + norm_out + masks + attention - core * rule.core_attn
+    if block.kv_lora:
+        saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)
+    peak = 3 * core if unfused else 0.0
+    if block.ffn:
+        inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile.eager_mlp)
+        saved = saved + inner * (1 - rule.mlp)
+        peak = np.maximum(peak, n.element * (2 + block.gated) * block.ffn * n.split + rule.mlp * inner)
+    if block.num_experts:
+        routed = block.top_k * n.split * load.etp
+        inner, act = _mlp_saved(block, n, block.expert_ffn / load.etp, routed, profile.eager_mlp)
+        kept = inner - rule.moe_act * act + routed * (n.gemm_input * h + 4) + 8 * block.num_experts * n.norm
+        shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile.eager_mlp)
+        saved = saved + (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
+        grads = n.element * (2 + block.gated) * block.expert_ffn / load.etp * routed
+        peak = np.maximum(peak, grads + rule.moe * (kept + shared))
+    return saved, peak
+
+
+def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Activations:
+    """Return saved activations and their temporaries on one rank.
+
+    Parameters
+    ----------
+    load : StageLoad
+    framework : Framework
+    profile : MemoryProfile
+
+    Returns
+    -------
+    Activations, bytes
+    """
+    n = _tokens(load)
+    unfused = framework.attention == "unfused"
+    rule = load.recompute
+    kept_input = n.element * n.norm * np.asarray(load.hidden) / rule.unit
+    saved = one_layer = temporary = 0.0
+    for block, count in load.kinds:
+        layer, peak = _layer(block, n, load, unfused, profile)
+        here = np.asarray(count) > 0
+        mixed = rule.full * kept_input + (1 - rule.full) * layer
+        saved = saved + count * mixed
+        one_layer = np.maximum(one_layer, here * mixed)
+        again = (rule.full > 0) * (layer * rule.unit)
+        temporary = np.maximum(temporary, here * (peak + again))
+    logits = LOGIT_BYTES[framework.cross_entropy] * n.split * load.vocab * load.has_head
+    return Activations(
+        saved=saved * load.in_flight * (1 - load.offload_activations * (rule.full >= 1)),
+        one_layer=one_layer,
+        temporary=temporary,
+        logits=logits,
+    )

@@ -1,0 +1,146 @@
+"""Bytes that stay through the step: weights, gradients, optimizer states, and what handles them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from foreshard.catalog.memory_profiles import MemoryProfile
+    from foreshard.cost.memory import StageLoad
+    from foreshard.spec.framework import Framework
+    from foreshard.spec.model import Block
+
+FP8_WORKSPACE_BYTES = 2.0
+"""Row-wise and column-wise 8-bit copy of a weight, cached over the step (TransformerEngine module/linear.py)."""
+FP4_WORKSPACE_BYTES = 2 * (0.5 + 1 / 16)
+"""The same in NVFP4: half a byte, and one 8-bit scale per 16 elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes per rank; `working` is alive in a backward only, `step` in the optimizer step only."""
+
+    parameters: Any
+    gradients: Any
+    optimizer: Any
+    buffers: Any
+    working: Any
+    step: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Elements:
+    """Parameters on the rank before data-parallel sharding."""
+
+    dense: Any
+    expert: Any
+    outer: Any
+    dense_trained: Any
+    expert_trained: Any
+    largest_unit: Any
+
+
+def _replicated(block: Block) -> float:
+    """Parameters that every tensor-parallel rank holds whole: norms, router, biases, latent down-projections."""
+    down = (block.kv_lora > 0) * block.hidden * (block.q_lora + block.kv_lora + block.rope_head_dim)
+    other = block.attention_params - block.attention_matmul_params
+    return block.norm_total_params + block.router_params + other + down
+
+
+def _elements(load: StageLoad) -> _Elements:
+    tp = np.asarray(load.tp)
+    experts_over = np.asarray(load.ep) * load.etp
+    dense = expert = dense_trained = expert_trained = largest = 0.0
+    for block, count in load.kinds:
+        whole = _replicated(block)
+        experts = block.num_experts * block.expert_params
+        split = block.num_params - block.lora_params - experts - whole
+        one_dense = whole + split / tp
+        one_expert = experts / experts_over
+        adapters = block.lora_params / tp
+        trained = 0 if block.frozen else 1
+        dense = dense + count * (one_dense + adapters)
+        expert = expert + count * one_expert
+        dense_trained = dense_trained + count * (trained * one_dense + adapters)
+        expert_trained = expert_trained + count * trained * one_expert
+        largest = np.maximum(largest, (one_dense + one_expert) * (np.asarray(count) > 0))
+    table = np.asarray(load.vocab) * load.hidden / tp
+    head = load.has_head * (1 - load.tied * load.has_embedding)
+    outer = table * (load.has_embedding + head) + load.outer_params
+    trained = table * (load.has_embedding * load.embedding_trainable + head * load.head_trainable)
+    return _Elements(
+        dense=dense,
+        expert=expert,
+        outer=outer,
+        dense_trained=dense_trained + trained + load.outer_params * load.embedding_trainable,
+        expert_trained=expert_trained,
+        largest_unit=np.maximum(largest, table * np.maximum(load.has_embedding, load.has_head)),
+    )
+
+
+def _dummy_wgrad_elements(load: StageLoad) -> Any:
+    """Elements of one gradient per distinct weight shape; kinds with equal shapes share them."""
+    tp = np.asarray(load.tp)
+    attention = mlp = shared = expert = 0.0
+    for block, count in load.kinds:
+        here = (np.asarray(count) > 0) * (not block.frozen)
+        attention = np.maximum(attention, here * block.attention_matmul_params)
+        mlp = np.maximum(mlp, here * block.mlp_params)
+        shared = np.maximum(shared, here * block.shared_params)
+        expert = np.maximum(expert, here * (block.num_experts > 0) * block.expert_params)
+    head = load.has_head * np.asarray(load.vocab) * load.hidden * load.head_trainable
+    return (attention + mlp + shared + head) / tp + expert / load.etp
+
+
+def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) -> States:
+    """Return weights, gradients, optimizer states and their buffers on one rank.
+
+    Parameters
+    ----------
+    load : StageLoad
+    framework : Framework
+    profile : MemoryProfile
+
+    Returns
+    -------
+    States, bytes
+    """
+    have = _elements(load)
+    zero = np.asarray(load.zero)
+    shard, expert_shard = load.shard_size, np.maximum(np.asarray(load.expert_dp) * load.shard_size / load.dp, 1)
+
+    def over(level: int) -> tuple[Any, Any]:
+        split = zero >= level
+        return 1 / np.where(split, shard, 1), 1 / np.where(split, expert_shard, 1)
+
+    element = load.activation_bytes_per_element
+    low = load.fp8 * FP8_WORKSPACE_BYTES + load.fp4 * FP4_WORKSPACE_BYTES
+    weight = 4.0 if profile.weights_are_master else element
+    block_weight = np.where(framework.fp8_params & (low > 0), low, weight + low)
+    dense3, expert3 = over(3)
+    dense2, expert2 = over(2)
+    dense1, expert1 = over(1)
+    parameters = (have.dense * block_weight + have.outer * weight) * dense3 + have.expert * block_weight * expert3
+
+    gradient = framework.grad_bytes + profile.extra_gradient_bytes
+    gradients = gradient * (have.dense_trained * dense2 + have.expert_trained * expert2)
+
+    updated = have.dense_trained * dense1 + have.expert_trained * expert1
+    master = framework.master_bytes * (element < 4) * (not profile.weights_are_master)
+    optimizer = (master + load.state_bytes) * updated * (1 - load.offload_optimizer)
+
+    sharded = zero >= 3
+    unit = profile.unit_bytes * have.largest_unit
+    live = element * np.minimum(have.dense + have.outer, profile.gathered_elements)
+    dummy = 2 * _dummy_wgrad_elements(load) if profile.dummy_wgrads else 0.0
+    return States(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
+        working=sharded * np.maximum(unit, live),
+        step=profile.step_bytes * updated,
+    )
