@@ -1,0 +1,117 @@
+"""The table of training frameworks by release, read from `data/frameworks.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.framework import Framework
+
+CHOICES = {
+    "attention": ("unfused", "fa1", "fa2", "fa3", "cudnn"),
+    "elementwise": ("eager", "jit", "fused", "compiled"),
+    "nccl": ("old", "2.1x", "2.2x"),
+    "fsdp": ("none", "fsdp1", "fsdp2", "megatron-fsdp", "zero3"),
+    "cuda_graphs": ("none", "partial", "full"),
+    "dispatcher": ("allgather", "alltoall", "deepep", "hybridep"),
+    "cross_entropy": ("unfused", "native", "te", "eager", "chunked"),
+}
+
+
+def _inherited(entry: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the entry over the keys of its base; the source is never inherited."""
+    base = known[entry["base"]] if "base" in entry else {}
+    kept = {key: value for key, value in base.items() if key not in ("name", "release", "source")}
+    return {**kept, **{key: value for key, value in entry.items() if key != "base"}}
+
+
+def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Framework, ...]:
+    """Return the frameworks that a TOML text describes, in its order.
+
+    Raises
+    ------
+    SpecError
+        On an unknown key, base or choice, or an entry without source.
+    """
+    names = {field.name for field in fields(Framework)}
+    known: dict[str, dict[str, Any]] = {}
+    table = []
+    for entry in tomllib.loads(text).get("framework", []):
+        label = f"{entry.get('name')}@{entry['release']}" if entry.get("release") else str(entry.get("name"))
+        unknown = sorted(set(entry) - names - {"base"})
+        if unknown or not entry.get("source"):
+            raise SpecError(
+                f"unknown key {unknown[0]!r}" if unknown else "no source",
+                file=file,
+                key=label,
+                rule="an entry has the fields of Framework, base, and a source",
+            )
+        if entry.get("base", label) not in {*known, label}:
+            raise SpecError(f"unknown base {entry['base']!r}", file=file, key=label, rule="a base comes before")
+        full = _inherited(entry, known)
+        for key, choices in CHOICES.items():
+            if key in full and full[key] not in choices:
+                raise SpecError(
+                    f"{full[key]!r} is not valid", file=file, key=f"{label}.{key}", rule=f"one of {', '.join(choices)}"
+                )
+        known[label] = full
+        table.append(Framework(**full))
+    return tuple(table)
+
+
+@cache
+def frameworks() -> tuple[Framework, ...]:
+    """Return every framework and release of the catalog, oldest release of a name first."""
+    text = files("foreshard.catalog").joinpath("data/frameworks.toml").read_text(encoding="utf-8")
+    return parse_frameworks(text)
+
+
+@cache
+def load_framework(label: str) -> Framework:
+    """Return the framework that `name` or `name@release` stands for; a blank release is the newest.
+
+    Parameters
+    ----------
+    label : str
+        As `--framework` takes it.
+
+    Raises
+    ------
+    SpecError
+        For a name or release the catalog does not hold, with a suggestion.
+
+    Examples
+    --------
+    >>> load_framework("megatron-bridge@26.06").grouped_gemm
+    True
+    """
+    name, _, release = label.partition("@")
+    releases = {entry.release: entry for entry in frameworks() if entry.name == name}
+    if not releases:
+        names = list(dict.fromkeys(entry.name for entry in frameworks()))
+        near = get_close_matches(name.lower(), names, n=1)
+        raise SpecError(
+            f"unknown framework {name!r}",
+            key="framework",
+            value=label,
+            rule=f"Known frameworks: {', '.join(names)}",
+            fix=f"Did you mean {near[0]!r}?" if near else None,
+        )
+    if not release:
+        return list(releases.values())[-1]
+    if release not in releases:
+        known = [text for text in releases if text]
+        near = get_close_matches(release, known, n=1, cutoff=0.4)
+        raise SpecError(
+            f"unknown release {release!r} of {name}",
+            key="framework",
+            value=label,
+            rule=f"Known releases: {', '.join(known) or 'none, give the name alone'}",
+            fix=f"Did you mean {name}@{near[0]}?" if near else f"Use {name}",
+        )
+    return releases[release]
