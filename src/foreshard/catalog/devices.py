@@ -1,0 +1,208 @@
+"""The devices foreshard knows, and the one each name in a table or on a command line means."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.device import Device
+
+# Words that tables add to a device name without changing which device is meant: makers, systems, marketing.
+_NOISE = frozenset(
+    "nvidia amd intel google aws habana huawei instinct tesla geforce radeon gpu gpus dell hgx dgx nv smc 1cc chip "
+    "accelerator cloud per lambdacloud graphics generation edition blackwell hopper ampere ac cts dlc gen4 gen5 node".split()
+)
+_FORMS = {"pcie": "pcie", "sxm": "sxm", "sxm2": "sxm", "sxm3": "sxm3", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "sxm"}
+_FORMS |= {"oam": "oam"}
+_MEMORY = re.compile(r"([0-9]{1,4})(?:g|gb|gib)")
+_BARE_MEMORY = re.compile(r"(?:12|16|24|32|40|48|64|80|94|96|128|141|144|180|186|192)")
+_MEMORY_TYPE = re.compile(r"hbm[0-9]?e?|gddr[0-9]x?")
+# Parts in brackets that name a system or a power limit: "(DGX A100)", "(400W)", "(lower TDP)" stays.
+_BRACKETS = re.compile(r"\((?:[^()]*\b(?:dgx|hgx|aws|azure|gcp)\b[^()]*|[0-9]+\s*w)\)")
+_MAX_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Label:
+    """What a name may say about a device: its family, form, memory sizes (GB) and memory type."""
+
+    family: str
+    form: str
+    sizes_gb: frozenset[int]
+    memory_type: str
+
+
+def _read(name: str) -> str:
+    return files("foreshard.catalog").joinpath("data", name).read_text(encoding="utf-8")
+
+
+@cache
+def _rows() -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(_read("devices.json")))
+
+
+@cache
+def devices() -> Mapping[str, Device]:
+    """Return every known device by canonical name."""
+    names = [field.name for field in fields(Device)]
+    made = {}
+    for row in _rows():
+        values = {name: row[name] for name in names}
+        values["peak_flops_per_s"] = MappingProxyType(values["peak_flops_per_s"])
+        made[row["name"]] = Device(**values)
+    return MappingProxyType(made)
+
+
+@cache
+def _labels() -> Mapping[str, _Label]:
+    return {
+        row["name"]: _Label(
+            family=row["family"],
+            form=row["form"],
+            sizes_gb=frozenset(row["sizes_gb"]),
+            memory_type=row["memory_type"],
+        )
+        for row in _rows()
+    }
+
+
+UNRESOLVABLE: Mapping[str, str]  # read on first use, see __getattr__
+
+
+@cache
+def _aliases() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(_read("device_aliases.toml"))
+
+
+def __getattr__(name: str) -> Any:
+    """Read UNRESOLVABLE, {name in the measured tables: why it names no device}, when first asked for."""
+    if name == "UNRESOLVABLE":
+        return MappingProxyType(_aliases()["unresolvable"])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def normalise(name: str) -> str:
+    """Return a name in lower case with words joined by one hyphen, without trade marks and systems.
+
+    Examples
+    --------
+    >>> normalise("NVIDIA A100-SXM4-80GB (400W)")
+    'nvidia-a100-sxm4-80gb'
+    """
+    text = re.sub(r"\((?:r|tm)\)", " ", name.lower())
+    return "-".join(word for word in re.split(r"[\s_,/-]+", _BRACKETS.sub(" ", text)) if word)
+
+
+def _words(key: str) -> tuple[str, str | None, int | None, str | None]:
+    """Split a normalised name into (family words, form, memory GB, memory type)."""
+    family, form, memory, memory_type = [], None, None, None
+    for word in re.split(r"[-()]+", key):
+        if not word or word in _NOISE:
+            continue
+        sized = _MEMORY.fullmatch(word)
+        if word in _FORMS and form is None:
+            form = _FORMS[word]
+        elif sized and memory is None:
+            memory = int(sized[1])
+        elif _BARE_MEMORY.fullmatch(word) and family and memory is None:
+            memory = int(word)
+        elif _MEMORY_TYPE.fullmatch(word):
+            memory_type = word
+        else:
+            family.append(word)
+    return "-".join(family), form, memory, memory_type
+
+
+def _matches(key: str) -> list[str]:
+    """Return the devices whose family, form, memory and memory type agree with all that the name says."""
+    family, form, memory, memory_type = _words(key)
+    return [
+        name
+        for name, label in _labels().items()
+        if family in (label.family, name)
+        and form in (None, label.form)
+        and (memory is None or memory in label.sizes_gb)
+        and memory_type in (None, label.memory_type)
+    ]
+
+
+def _short(key: str) -> str:
+    """Return the name rewritten as family-form-memory, the spelling that the alias table uses."""
+    family, form, memory, _ = _words(key)
+    return "-".join(part for part in (family, form, memory and f"{memory}gb") if part)
+
+
+@cache
+def _find(name: str) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Return (canonical name, what it assumes, candidates when there is no one device)."""
+    if len(name) > _MAX_CHARS or name in _aliases()["unresolvable"]:
+        return None, None, ()
+    key = normalise(name)
+    exact, assumed = _aliases()["exact"], _aliases()["assumed"]
+    for spelling in (key, _short(key)):
+        if spelling in exact:
+            return exact[spelling], None, ()
+    found = _matches(key)
+    if len(found) == 1:
+        return found[0], None, ()
+    if _short(key) in found:
+        return _short(key), None, ()
+    for spelling in (key, _short(key)):
+        if spelling in assumed and (not found or assumed[spelling][0] in found):
+            return assumed[spelling][0], f"device '{name}': {assumed[spelling][1]}", ()
+    return None, None, tuple(found)
+
+
+def resolve_device(name: str) -> Device:
+    """Return the one device a name means.
+
+    Canonical names are lower case (``h100-sxm``, ``a100-sxm-40gb``); names as tables and drivers write them
+    (``NVIDIA A100-SXM4-80GB``, ``Dell H200 NVL``) resolve too. A name that leaves form or memory open
+    resolves only where the alias table says to what; `device_assumption` then returns that sentence.
+
+    Raises
+    ------
+    SpecError
+        If no device or several have that name; the fix names candidates.
+
+    Examples
+    --------
+    >>> resolve_device("NVIDIA H100 80GB HBM3").name
+    'h100-sxm'
+    """
+    if name in devices():
+        return devices()[name]
+    canonical, _, candidates = _find(name)
+    if canonical is None:
+        raise _unknown(name, candidates)
+    return devices()[canonical]
+
+
+def device_assumption(name: str) -> str | None:
+    """Return what resolving this name assumes, or None when the name says all."""
+    return None if name in devices() else _find(name)[1]
+
+
+def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:
+    shown = name if len(name) <= _MAX_CHARS else name[:_MAX_CHARS] + "..."
+    key = _short(normalise(name[:_MAX_CHARS]))
+    near = list(candidates) or get_close_matches(key, [*devices(), *_aliases()["exact"]], n=3, cutoff=0.6)
+    why = _aliases()["unresolvable"].get(name)
+    listed = " or ".join(repr(one) for one in near)
+    hint = f"{'Write ' + listed + '.' if candidates else 'Did you mean ' + listed + '?'} " if near else ""
+    return SpecError(
+        f"device name '{shown}' fits several devices" if candidates else f"unknown device '{shown}'",
+        key="device",
+        value=shown,
+        rule=f"It is {why}" if why else "A device name means one device of the catalog",
+        fix=f"{hint}See 'foreshard devices'",
+    )

@@ -1,0 +1,122 @@
+"""Cluster: nodes of devices, their network and price; ranks are device indices in cluster order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foreshard.spec.device import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Equal nodes in a row.
+
+    Attributes
+    ----------
+    count, per_node : int
+        Nodes, and devices in each.
+    nic_bytes_per_s, nic_latency_s : float
+        Whole node, one direction; one-way latency of a message between nodes.
+    usd_per_h : float or None
+        Per node; None when no price is known.
+    price_date : str or None
+        Date of a catalog price as its source writes it; None for a price the user gave, or no price.
+    rack : str or None
+    nvlink_domain : int
+        Largest number of consecutive devices that share the device links (NVLink, xGMI, ICI): `per_node`
+        on boards with such links, 72 on nvl72 across nodes, 1 when devices meet only over PCIe.
+    """
+
+    count: int
+    device: Device
+    per_node: int
+    nic_bytes_per_s: float
+    nic_latency_s: float
+    usd_per_h: float | None = None
+    price_date: str | None = None
+    rack: str | None = None
+    nvlink_domain: int
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of the group."""
+        return self.count * self.per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The fabric between nodes: its kind and the ratio of edge to core bandwidth (>= 1)."""
+
+    kind: str = "flat"
+    oversubscription: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A link between two racks, one direction."""
+
+    between: tuple[str, str]
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Groups of nodes in order, the network that joins them, and what was assumed to describe them."""
+
+    name: str
+    nodes: tuple[NodeGroup, ...]
+    network: Network = Network()  # noqa: RUF009 (frozen)
+    links: tuple[Link, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices; ranks are 0 to this minus 1."""
+        return sum(group.num_devices for group in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes of all groups."""
+        return sum(group.count for group in self.nodes)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the distinct devices in order of first appearance."""
+        return tuple({group.device.name: group.device for group in self.nodes}.values())
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Return whether every node has the same devices, count per node and NIC."""
+        return len({(g.device.name, g.per_node, g.nic_bytes_per_s, g.nvlink_domain) for g in self.nodes}) == 1
+
+    @property
+    def usd_per_h(self) -> float | None:
+        """Return the price of the whole cluster, or None when any group has none."""
+        prices = [group.usd_per_h for group in self.nodes]
+        if any(price is None for price in prices):
+            return None
+        return sum(group.count * price for group, price in zip(self.nodes, prices, strict=True))
+
+    def node_group_of(self, rank: int) -> NodeGroup:
+        """Return the group whose device has this rank."""
+        return self._locate(rank)[0]
+
+    def device_of(self, rank: int) -> Device:
+        """Return the device of this rank."""
+        return self._locate(rank)[0].device
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the rank's node, counted over all groups."""
+        group, nodes_before, inside = self._locate(rank)
+        return nodes_before + inside // group.per_node
+
+    def _locate(self, rank: int) -> tuple[NodeGroup, int, int]:
+        """Return (group, nodes before it, rank inside it)."""
+        nodes_before, inside = 0, rank
+        for group in self.nodes:
+            if 0 <= inside < group.num_devices:
+                return group, nodes_before, inside
+            nodes_before += group.count
+            inside -= group.num_devices
+        raise IndexError(f"rank {rank} is not in 0..{self.num_devices - 1}")

@@ -1,0 +1,109 @@
+"""Device: what one accelerator can do, as its datasheet and its driver state it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from foreshard.errors import SpecError
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+
+# The peak that bounds the matrix products of a training precision.
+_PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
+# Block-scaled formats need hardware scaling, not only the narrow type: OCP MX in Blackwell and CDNA4,
+# NVFP4 in NVIDIA's Blackwell and Rubin only.
+_MX_ARCHS = ("blackwell", "rubin", "cdna4")
+_NVFP4_ARCHS = ("blackwell", "rubin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator as a framework sees it.
+
+    Attributes
+    ----------
+    name : str
+        Canonical lower-case name, with form and memory where it matters.
+    vendor, arch, form : str
+        Lower case: ``nvidia``, ``hopper``, ``sxm``.
+    year : int
+    peak_flops_per_s : mapping
+        Dense peaks by type: fp64 fp32 tf32 fp16 bf16 fp8 fp4 int8. A missing key means not supported
+        or not published. With tensor cores, the matrix rate.
+    memory_bytes : float
+        Datasheet memory; "80 GB" there is 80 GiB.
+    capacity_bytes : float
+        What the driver reports to a process where known, else `memory_bytes`.
+    memory_bytes_per_s : float
+    num_sms : int
+        Streaming multiprocessors, compute units or cores; 0 when not published.
+    clock_hz, l2_bytes : float
+        Boost clock and last private cache; 0 when not published.
+    link : str
+        Name of the device-to-device link, empty when none.
+    link_bytes_per_s : float
+        Per device, one direction, all links together; 0 when none.
+    pcie_bytes_per_s, tdp_w : float
+        One direction to the host; board power. 0 when not published.
+    source : str
+    verified : bool
+        False when the values were recalled from a datasheet and not checked against a second source.
+    notes : str
+    """
+
+    name: str
+    vendor: str
+    arch: str
+    form: str
+    year: int
+    peak_flops_per_s: Mapping[str, float]
+    memory_bytes: float
+    capacity_bytes: float
+    memory_bytes_per_s: float
+    num_sms: int
+    clock_hz: float
+    l2_bytes: float
+    link: str
+    link_bytes_per_s: float
+    pcie_bytes_per_s: float
+    tdp_w: float
+    source: str
+    verified: bool
+    notes: str = ""
+
+    def supports(self, precision: str) -> bool:
+        """Return whether the device multiplies matrices in a training precision in hardware."""
+        if precision == "mxfp8" and self.arch not in _MX_ARCHS:
+            return False
+        if precision == "nvfp4" and (self.vendor != "nvidia" or self.arch not in _NVFP4_ARCHS):
+            return False
+        return precision in PRECISIONS and _PEAK_OF.get(precision, precision) in self.peak_flops_per_s
+
+    def peak(self, precision: str) -> float:
+        """Return the dense peak of matrix products in a training precision.
+
+        Parameters
+        ----------
+        precision : str
+            One of `PRECISIONS`.
+
+        Returns
+        -------
+        float, FLOP/s
+
+        Raises
+        ------
+        SpecError
+            If the device lacks that precision; the fix names what it has.
+        """
+        if not self.supports(precision):
+            has = ", ".join(name for name in PRECISIONS if self.supports(name)) or "no known precision"
+            raise SpecError(
+                f"{self.name} has no {precision}",
+                key="precision",
+                value=precision,
+                rule="The precision of the matrix products must be one the device computes in hardware",
+                fix=f"Use one of: {has}",
+            )
+        return self.peak_flops_per_s[_PEAK_OF.get(precision, precision)]

@@ -1,0 +1,182 @@
+"""Human quantities in, SI floats out, and back.
+
+Inside foreshard every quantity is an SI float whose unit is in its name. Strings with units exist only
+at the edge (TOML, flags, tables for people); this file reads and writes them. Bits appear only here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+
+from foreshard.errors import SpecError
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}
+_TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME |= {"d": 86400.0}
+_EXAMPLE = {
+    "bytes": "80 GiB",
+    "bytes_per_s": "400 Gb/s",
+    "s": "5 us",
+    "flops": "6 TFLOP",
+    "flops_per_s": "312 TFLOP/s",
+    "w": "700 W",
+    "j": "3.6 MJ",
+    "hz": "1980 MHz",
+    "usd": "20 USD",
+    "usd_per_h": "98.32 USD/h",
+}
+_QUANTITY = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL)
+# Longer text is never a quantity; echoing it would drown the error message.
+_MAX_CHARS = 64
+
+
+def _scaled(prefixes: Mapping[str, float], *units: str) -> dict[str, float]:
+    return {prefix + unit: scale for unit in units for prefix, scale in prefixes.items()}
+
+
+@cache
+def _units_of(dimension: str) -> Mapping[str, float]:
+    """Return {unit as written: factor to SI} of one dimension."""
+    sizes = _scaled(_DECIMAL | _BINARY, "B")
+    bits = _scaled(_DECIMAL | _BINARY, "b", "bit")
+    rates = {unit + "/s": scale for unit, scale in sizes.items()}
+    rates |= {unit + "/s": scale / 8 for unit, scale in bits.items()}
+    rates |= {unit: scale / 8 for unit, scale in _scaled(_DECIMAL, "bps").items()}
+    tables: dict[str, Mapping[str, float]] = {
+        "bytes": sizes,
+        "bytes_per_s": rates,
+        "s": _TIME,
+        "flops": _scaled(_DECIMAL, "FLOP"),
+        "flops_per_s": _scaled(_DECIMAL, "FLOP/s", "FLOPS"),
+        "w": _scaled(_DECIMAL, "W"),
+        "j": _scaled(_DECIMAL, "J") | {"Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9},
+        "hz": _scaled(_DECIMAL, "Hz"),
+        "usd": {"USD": 1.0, "$": 1.0},
+        "usd_per_h": {"USD/h": 1.0, "$/h": 1.0},
+    }
+    return tables[dimension]
+
+
+def parse(text: object, dimension: str) -> float:
+    """Return a quantity written with its unit as a float in SI units.
+
+    Units are case sensitive where case carries meaning: ``Gb/s`` is bits, ``GB/s`` bytes; ``GB`` is 1e9
+    bytes, ``GiB`` 2**30.
+
+    Parameters
+    ----------
+    text : str
+        A non-negative number and a unit, for instance ``"80 GiB"``, ``"400 Gb/s"``, ``"5 us"``.
+    dimension : str
+        ``bytes``, ``bytes_per_s``, ``s``, ``flops``, ``flops_per_s``, ``w``, ``j``, ``hz``, ``usd`` or
+        ``usd_per_h``.
+
+    Returns
+    -------
+    float, in the unit the dimension names
+
+    Raises
+    ------
+    SpecError
+        If the text is no such quantity, has no unit, is negative or is not finite.
+
+    Examples
+    --------
+    >>> parse("400 Gb/s", "bytes_per_s")
+    50000000000.0
+    >>> parse("2 KiB", "bytes")
+    2048.0
+    """
+    rule = f"A quantity in {dimension} is a non-negative number with a unit"
+    fix = f"Write it like '{_EXAMPLE[dimension]}'"
+    if not isinstance(text, str):
+        raise SpecError(f"{text!r:.{_MAX_CHARS}} has no unit", value=text, rule=rule, fix=fix)
+    match = _QUANTITY.fullmatch(text) if len(text) <= _MAX_CHARS else None
+    if match is None:
+        raise SpecError(f"cannot read '{text:.{_MAX_CHARS}}'", value=text[:_MAX_CHARS], rule=rule, fix=fix)
+    number, unit = match.groups()
+    if unit is None:
+        raise SpecError(f"'{text.strip()}' has no unit", value=text, rule=rule, fix=fix)
+    scale = _units_of(dimension).get(unit)
+    if scale is None:
+        raise SpecError(f"unknown unit '{unit}'", value=text, rule=rule, fix=_unit_fix(unit, dimension))
+    value = float(number) * scale
+    if not math.isfinite(value) or value < 0:
+        raise SpecError(f"'{text.strip()}' is out of range", value=text, rule=rule, fix=fix)
+    return value
+
+
+def _unit_fix(unit: str, dimension: str) -> str:
+    known = _units_of(dimension)
+    near = [name for name in known if name.lower() == unit.lower()] or get_close_matches(unit, known, n=2)
+    meant = " or ".join(f"'{name}'" for name in near[:2])
+    return f"Did you mean {meant}?" if near else f"Write it like '{_EXAMPLE[dimension]}'"
+
+
+def _format(value: float, scales: list[tuple[float, str]], digits: int = 3) -> str:
+    """Write value in the largest unit that keeps it >= 1 after rounding to `digits` significant digits."""
+    if not math.isfinite(value):
+        return f"{value} {scales[-1][1]}"
+    rounded = float(f"{value:.{digits}g}")
+    scale, unit = scales[-1]
+    for scale, unit in scales:  # noqa: B007
+        if abs(float(f"{value / scale:.{digits}g}")) >= 1 or rounded == 0:
+            break
+    if rounded == 0:
+        scale, unit = next((pair for pair in scales if pair[0] == 1.0), scales[-1])
+    shown = float(f"{value / scale:.{digits}g}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(shown)))) if shown else 0
+    return f"{shown:.{decimals}f} {unit}" if 1e-3 <= abs(shown) < 1e5 or shown == 0 else f"{shown:.{digits - 1}e} {unit}"
+
+
+def _descending(units: Mapping[str, float], suffix: str) -> list[tuple[float, str]]:
+    return sorted(((scale, prefix + suffix) for prefix, scale in units.items()), reverse=True)
+
+
+def format_bytes(value_bytes: float) -> str:
+    """Write a size in binary units, three significant digits.
+
+    Examples
+    --------
+    >>> format_bytes(80 * 2**30)
+    '80.0 GiB'
+    """
+    return _format(value_bytes, _descending(_BINARY | {"": 1.0}, "B"))
+
+
+def format_seconds(value_s: float) -> str:
+    """Write a duration in the unit that suits it, three significant digits.
+
+    Examples
+    --------
+    >>> format_seconds(0.01834)
+    '18.3 ms'
+    """
+    return _format(value_s, [(_TIME[unit], unit) for unit in ("d", "h", "min", "s", "ms", "us", "ns")])
+
+
+def format_rate(value_bytes_per_s: float) -> str:
+    """Write a bandwidth in decimal bytes per second, three significant digits.
+
+    Examples
+    --------
+    >>> format_rate(50e9)
+    '50.0 GB/s'
+    """
+    return _format(value_bytes_per_s, _descending(_DECIMAL, "B/s"))
+
+
+def format_flops(value_flops_per_s: float) -> str:
+    """Write a rate of floating-point operations, three significant digits.
+
+    Examples
+    --------
+    >>> format_flops(989e12)
+    '989 TFLOP/s'
+    """
+    return _format(value_flops_per_s, _descending(_DECIMAL, "FLOP/s"))
