@@ -144,7 +144,9 @@ def in_flight(
     return np.array([np.cumsum(change[order[:, 0]]).max() for order in orders])
 
 
-def _checked_group_size(schedule: str, stages: int, micro_batches: int, chunks: int, group: int | None) -> int:
+def _checked_group_size(
+    schedule: str, stages: int, micro_batches: int, chunks: int, group: int | None
+) -> int:
     if schedule not in MODELLED_SCHEDULES:
         what = "not modelled yet" if schedule in KNOWN_SCHEDULES else "unknown"
         raise SpecError(
@@ -155,7 +157,7 @@ def _checked_group_size(schedule: str, stages: int, micro_batches: int, chunks: 
         )
     for key, count in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         if count < 1:
-            raise SpecError(f"{count} {key} in a pipeline", key=key, value=count, rule="At least one is needed")
+            raise SpecError(f"{count} {key} in a pipeline", key=key, value=count, rule="At least one is due")
     if schedule == "interleaved":
         return _checked_interleaving(stages, micro_batches, chunks, group)
     if chunks != 1:

@@ -1,0 +1,337 @@
+"""Lowering of one pipeline: ops and transfers of a schedule as tasks with dependencies.
+
+``pipeline_shape`` is what the schedule and the counts decide, cached; ``pipeline_durations`` fills in the
+times; ``add_pipeline`` puts both into a program that may hold more; ``pipeline_program`` does all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from foreshard.graph.program import Kind, Program, ProgramBuilder
+from foreshard.graph.schedules import Op, stage_order, warm_up_counts
+
+STREAMS = ("compute", "send_forward", "send_backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineShape:
+    """A lowered pipeline without durations.
+
+    Tasks are the ops stage by stage, then the transfers. Resources are the compute stream of every stage,
+    then its stream to the next stage, then its stream to the previous one.
+
+    Attributes
+    ----------
+    resource, kind, stage, chunk, micro_batch : ndarray, shape (T,)
+        A transfer carries the labels of the op it follows.
+    edge_task, edge_before : ndarray, shape (E,)
+        Task ``edge_task[e]`` starts after ``edge_before[e]``.
+    ops : ndarray, shape (4, num_stages, num_chunks, num_micro_batches)
+        Task of each op, indexed by ``Op``; -1 where the schedule has no such op.
+    last : tuple of ndarray
+        Per stage the tasks after which the stage has nothing left to compute or to wait for.
+    """
+
+    resource: np.ndarray
+    kind: np.ndarray
+    stage: np.ndarray
+    chunk: np.ndarray
+    micro_batch: np.ndarray
+    edge_task: np.ndarray
+    edge_before: np.ndarray
+    ops: np.ndarray
+    last: tuple[np.ndarray, ...]
+    resource_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineTasks:
+    """Where the tasks of one pipeline lie in a program: ``ops`` and ``last`` as in ``PipelineShape``.
+
+    ``compute`` is the resource on which each stage computes, shape (num_stages,).
+    """
+
+    ops: np.ndarray
+    last: tuple[np.ndarray, ...]
+    compute: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def pipeline_shape(
+    schedule: str,
+    *,
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    overlap_p2p: bool = False,
+    overlap_warm_up: bool = False,
+) -> PipelineShape:
+    """Lower a schedule to tasks, transfers and dependencies.
+
+    Parameters
+    ----------
+    overlap_p2p : bool
+        True: a transfer starts when its op ends, on its own stream, and only the op that needs it waits.
+        False: a transfer occupies both ends. It starts when both stages have reached it and neither goes on
+        before it has ended; sends and receives that Megatron issues as one call start together. Megatron
+        overlaps only ``interleaved``; zero-bubble runtimes always do.
+    overlap_warm_up : bool
+        Overlap ``interleaved`` outside its steady state too (``overlap_p2p_comm_warmup_flush``).
+
+    Source
+    ------
+    megatron/core/pipeline_parallel/schedules.py: send_forward_recv_backward and its siblings.
+    """
+    orders = stage_order(
+        schedule,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+    )
+    num_ops = len(orders[0])
+    op, chunk, micro_batch = np.concatenate(orders).astype(np.int64).T
+    stage = np.repeat(np.arange(num_stages), num_ops)
+    ops = np.full((4, num_stages, num_chunks, num_micro_batches), -1)
+    ops[op, stage, chunk, micro_batch] = np.arange(len(op))
+    source, target = _transfers(op, stage, chunk, micro_batch, ops)
+    backward = op[source] != Op.FORWARD
+    if schedule == "interleaved":
+        warm_up = warm_up_counts(
+            schedule,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            num_chunks=num_chunks,
+            group_size=group_size,
+        )
+        ends = _interleaved_ends(source, target, backward, num_ops, np.array(warm_up), overlap_p2p)
+        hold = not (overlap_p2p and overlap_warm_up)
+    else:
+        ends = _plain_ends(source, target, backward, num_ops)
+        hold = not overlap_p2p
+    transfer = len(op) + np.arange(len(source))
+    edges, pending = _edges(ends, source, target, transfer, num_ops, hold)
+    last = [np.append(pending[pending[:, 0] == i, 1], (i + 1) * num_ops - 1) for i in range(num_stages)]
+    return PipelineShape(
+        resource=np.concatenate([stage, stage[source] + num_stages * (1 + backward)]),
+        kind=np.concatenate([op, np.where(backward, Kind.SEND_BACKWARD, Kind.SEND_FORWARD)]),
+        stage=np.concatenate([stage, stage[source]]),
+        chunk=np.concatenate([chunk, chunk[source]]),
+        micro_batch=np.concatenate([micro_batch, micro_batch[source]]),
+        edge_task=edges[:, 0],
+        edge_before=edges[:, 1],
+        ops=ops,
+        last=tuple(last),
+        resource_names=tuple(f"stage{i}.{stream}" for stream in STREAMS for i in range(num_stages)),
+    )
+
+
+def _transfers(
+    op: np.ndarray, stage: np.ndarray, chunk: np.ndarray, micro_batch: np.ndarray, ops: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Op that sends and op that needs it, for every activation and gradient that leaves a stage."""
+    num_stages, num_chunks = ops.shape[1:3]
+    to = chunk * num_stages + stage + np.where(op == Op.FORWARD, 1, -1)  # virtual stage
+    sends = (op != Op.BACKWARD_WEIGHT) & (to >= 0) & (to < num_stages * num_chunks) & (num_stages > 1)
+    source = np.flatnonzero(sends)
+    to = to[source]
+    return source, ops[op[source], to % num_stages, to // num_stages, micro_batch[source]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ends:
+    """When the two ends of each transfer communicate, if they hold their stage while they do.
+
+    Call g of a stage lies before op g of that stage. A second receive follows the send of its call, other
+    receives start with it.
+    """
+
+    send_call: np.ndarray
+    receive_call: np.ndarray
+    receive_second: np.ndarray
+    send_holds: np.ndarray
+    receive_holds: np.ndarray
+
+
+def _plain_ends(source: np.ndarray, target: np.ndarray, backward: np.ndarray, num_ops: int) -> _Ends:
+    send_call, receive_call = source % num_ops + 1, target % num_ops
+    # a send and a receive with the same neighbour are one call; else the send comes first
+    num_stages = max(source.max(initial=0), target.max(initial=0)) // num_ops + 1
+    sends_backward = np.full((num_stages, num_ops + 1), -1)
+    sends_backward[source // num_ops, send_call] = backward
+    return _Ends(
+        send_call=send_call,
+        receive_call=receive_call,
+        receive_second=sends_backward[target // num_ops, receive_call] == backward,
+        send_holds=np.ones(len(source), dtype=bool),
+        receive_holds=np.ones(len(source), dtype=bool),
+    )
+
+
+def _interleaved_ends(
+    source: np.ndarray,
+    target: np.ndarray,
+    backward: np.ndarray,
+    num_ops: int,
+    warm_up: np.ndarray,
+    overlap: bool,
+) -> _Ends:
+    def is_steady(task: np.ndarray) -> np.ndarray:
+        position, first = task % num_ops, warm_up[task // num_ops]
+        return (position >= first) & (position < num_ops - first)
+
+    send_steady, receive_steady = is_steady(source), is_steady(target)
+    position, warm = target % num_ops, warm_up[target // num_ops]
+    all_warm_up = 2 * warm == num_ops
+    # the last warm-up call receives the first steady forward, the last steady call the backward after it
+    receive_free = (receive_steady & (backward | (position > warm))) | (
+        backward & (position == num_ops - warm) & ~all_warm_up
+    )
+    # without overlap one steady call serves a forward and the backward after it
+    joined = not overlap
+    return _Ends(
+        send_call=source % num_ops + 1 + (send_steady & ~backward & joined),
+        receive_call=position - (receive_steady & backward & joined),
+        receive_second=backward & all_warm_up & (position == warm),
+        send_holds=~send_steady | joined,
+        receive_holds=~receive_free | joined,
+    )
+
+
+def _edges(
+    ends: _Ends, source: np.ndarray, target: np.ndarray, transfer: np.ndarray, num_ops: int, hold: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Dependencies (task, before), and (stage, transfer) of what a stage waits for after its last op."""
+    send_holds, receive_holds = ends.send_holds & hold, ends.receive_holds & hold
+    send_stage, receive_stage = source // num_ops, target // num_ops
+    sent = np.full((max(send_stage.max(initial=0), receive_stage.max(initial=0)) + 1, num_ops + 1), -1)
+    sent[send_stage[send_holds], ends.send_call[send_holds]] = transfer[send_holds]
+    sent_before = sent[receive_stage, ends.receive_call]
+    second = receive_holds & ends.receive_second & (sent_before >= 0)
+    edges = [
+        (transfer[~send_holds], source[~send_holds]),
+        (target[~receive_holds], transfer[~receive_holds]),
+        (transfer[second], sent_before[second]),
+    ]
+    pending = []
+    for holds, starts_call, stage, call in (
+        (send_holds, send_holds, send_stage, ends.send_call),
+        (receive_holds, receive_holds & ~second, receive_stage, ends.receive_call),
+    ):
+        first = starts_call & (call > 0)
+        edges.append((transfer[first], (stage * num_ops + call - 1)[first]))
+        followed = holds & (call < num_ops)
+        edges.append(((stage * num_ops + call)[followed], transfer[followed]))
+        final = holds & (call == num_ops)
+        pending.append((stage[final], transfer[final]))
+    return np.concatenate([np.stack(pair, axis=1) for pair in edges]), np.concatenate(
+        [np.stack(pair, axis=1) for pair in pending]
+    )
+
+
+def pipeline_durations(
+    shape: PipelineShape,
+    *,
+    forward_s: ArrayLike,
+    backward_s: ArrayLike | None = None,
+    backward_input_s: ArrayLike | None = None,
+    backward_weight_s: ArrayLike | None = None,
+    send_forward_s: ArrayLike = 0.0,
+    send_backward_s: ArrayLike = 0.0,
+) -> np.ndarray:
+    """Return the duration of every task of a lowered pipeline.
+
+    Parameters
+    ----------
+    forward_s, backward_s, backward_input_s, backward_weight_s : array_like, seconds
+        Shape (num_stages,), (num_stages, num_chunks) or (num_stages, num_chunks, num_micro_batches), or one
+        number. A schedule that splits the backward needs the last two, the others need ``backward_s``.
+    send_forward_s, send_backward_s : array_like, seconds
+        One number, or one per boundary: entry i is between stage i and stage i + 1 and, with several
+        chunks, the last between the last stage and the first.
+
+    Returns
+    -------
+    ndarray, shape (T,), float64
+    """
+    full = shape.ops.shape[1:]
+    duration_s = np.empty(len(shape.kind))
+    by_op = (forward_s, backward_s, backward_input_s, backward_weight_s)
+    for op, given in zip(Op, by_op, strict=True):
+        at = shape.kind == op
+        if given is None:
+            if at.any():
+                raise ValueError(f"the schedule needs durations for {op.name.lower()}")
+            continue
+        table = np.asarray(given, dtype=np.float64)
+        table = np.broadcast_to(table.reshape(table.shape + (1,) * (3 - table.ndim)), full)
+        duration_s[at] = table[shape.stage[at], shape.chunk[at], shape.micro_batch[at]]
+    num_boundaries = max(full[0] - (full[1] == 1), 1)
+    for kind, given in ((Kind.SEND_FORWARD, send_forward_s), (Kind.SEND_BACKWARD, send_backward_s)):
+        at = shape.kind == kind
+        boundary = (shape.stage[at] - (kind == Kind.SEND_BACKWARD)) % full[0]
+        duration_s[at] = np.broadcast_to(np.asarray(given, dtype=np.float64), (num_boundaries,))[boundary]
+    return duration_s
+
+
+def add_pipeline(
+    builder: ProgramBuilder, shape: PipelineShape, durations_s: np.ndarray, *, group: int = 0
+) -> PipelineTasks:
+    """Append a lowered pipeline to a program; its resources carry the group in their name."""
+    names = np.array([builder.resource(f"group{group}.{name}") for name in shape.resource_names])
+    tasks = builder.add_many(
+        names[shape.resource],
+        durations_s,
+        kind=shape.kind,
+        group=group,
+        stage=shape.stage,
+        chunk=shape.chunk,
+        micro_batch=shape.micro_batch,
+    )
+    first = int(tasks[0])
+    builder.depend(shape.edge_task + first, shape.edge_before + first)
+    return PipelineTasks(
+        ops=np.where(shape.ops >= 0, shape.ops + first, -1),
+        last=tuple(last + first for last in shape.last),
+        compute=names[: len(shape.last)],
+    )
+
+
+def pipeline_program(
+    *,
+    schedule: str,
+    num_micro_batches: int,
+    forward_s: ArrayLike,
+    group_size: int | None = None,
+    overlap_p2p: bool = False,
+    overlap_warm_up: bool = False,
+    **durations_s: ArrayLike,
+) -> Program:
+    """Return the program of one pipeline; the shape of ``forward_s`` tells its stages and chunks.
+
+    Other keywords are those of ``pipeline_shape`` and ``pipeline_durations``.
+
+    Examples
+    --------
+    >>> pipeline_program(schedule="1f1b", num_micro_batches=2, forward_s=[1.0, 1.0], backward_s=2.0)
+    <Program: 12 tasks on 6 resources, 12 dependencies>
+    """
+    num_stages, num_chunks = (*np.shape(forward_s), 1)[:2]
+    shape = pipeline_shape(
+        schedule,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        overlap_p2p=overlap_p2p,
+        overlap_warm_up=overlap_warm_up,
+    )
+    builder = ProgramBuilder()
+    add_pipeline(builder, shape, pipeline_durations(shape, forward_s=forward_s, **durations_s))
+    return builder.build()
