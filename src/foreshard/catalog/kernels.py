@@ -21,13 +21,13 @@ from foreshard.errors import SpecError
 if TYPE_CHECKING:
     from foreshard.spec.device import Device
 
-ATTENTION_KERNELS = ("fa1", "fa2", "fa3", "cudnn", "te")
+ATTENTION_KERNELS = ("fa1", "fa2", "fa3", "cudnn", "te", "trtllm")
 FIDELITIES = ("datasheet", "zero-shot")
 
-# Which peak the matrix products of a training precision use; block-scaled formats share their base rate.
-MATRIX_PEAK = {
-    "fp32": "fp32", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16",
-    "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4", "fp4": "fp4",
+# Curve of the matrix products of a training precision; block-scaled formats share that of their width.
+_CURVE = {
+    "fp32": "fp32", "tf32": "16bit", "fp16": "16bit", "bf16": "16bit",
+    "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4",
 }  # fmt: skip
 
 
@@ -45,21 +45,31 @@ class KernelModel:
     memory_bytes_per_s: Any
     num_sms: Any
     gemm_eff: Any
-    """Share of the peak inside a full wave of the largest tile."""
+    """Share of the peak in the main loop of the largest tile."""
     gemm_k0: Any
     """Length of k that prologue and epilogue of a tile are worth."""
-    gemm_wave: Any
-    """0: waves may be partial; 1: the last wave costs a whole one."""
+    gemm_split_k: Any
+    """Length of k beyond which idle processors share one tile."""
     gemm_tile_penalty: Any
-    """Exponent of the loss of tiles smaller than 256 x 128."""
-    gemm_launch_s: Any
+    """Exponent of the loss of tiles smaller than 128 x 256."""
+    gemm_sag: Any
+    """Extra time share of long products, as the clock falls to the power limit."""
     gemm_memory_eff: Any
+    """Achievable share of the memory bandwidth in matrix products."""
+    gemm_exposed: Any
+    """Share of the shorter of computing and moving that the longer does not hide."""
+    gemm_launch_s: Any
     gemm16_eff: Any
     gemm16_k0: Any
+    gemm16_split_k: Any
     attn_fwd_eff: Any
-    """Share of the 16-bit peak of flash attention on long sequences."""
+    """Share of the 16-bit peak of flash attention forward, long sequences, head dimension 128."""
     attn_s0: Any
-    """Sequence length at which flash attention reaches half of `attn_fwd_eff`."""
+    """Causal sequence length that the fixed cost of a query row is worth."""
+    attn_tail: Any
+    """Longest query tiles that run after the processors have begun to idle."""
+    attn_d0: Any
+    """Head dimensions that the exponential of a score is worth."""
     attn_bwd_ratio: Any
     """Backward efficiency over forward efficiency."""
     attn_launch_s: Any
@@ -107,22 +117,8 @@ def kernel_evidence(device: Device, precision: str) -> str:
         ``fitted`` on kernels of this device, ``architecture`` on others of its architecture, or
         ``datasheet``: no measurement of the architecture, generic shares of the datasheet values.
     """
-    _matrix_peak(device, precision)
-    return _find(kernel_constants()["gemm"][_curve(precision)], device)[1]
-
-
-def _curve(precision: str) -> str:
-    peak = MATRIX_PEAK[precision]
-    return peak if peak in ("fp32", "fp8", "fp4") else "16bit"
-
-
-def _matrix_peak(device: Device, precision: str) -> float:
-    if precision not in MATRIX_PEAK:
-        raise SpecError(
-            f"unknown precision {precision!r}", key="precision", value=precision,
-            rule=f"one of {', '.join(MATRIX_PEAK)}",
-        )  # fmt: skip
-    return float(device.peak(MATRIX_PEAK[precision]))
+    _check("precision", precision, tuple(_CURVE))
+    return _find(kernel_constants()["gemm"][_CURVE[precision]], device)[1]
 
 
 def _sixteen_bit_peak(device: Device) -> float:
@@ -132,7 +128,12 @@ def _sixteen_bit_peak(device: Device) -> float:
 
 
 def kernel_model(
-    device: Device, precision: str, *, attention: str = "fa2", fidelity: str = "zero-shot"
+    device: Device,
+    precision: str,
+    *,
+    attention: str = "fa2",
+    fidelity: str = "zero-shot",
+    sustained: bool = True,
 ) -> KernelModel:
     """Return the kernel constants of a device for matrix products in `precision`.
 
@@ -142,61 +143,59 @@ def kernel_model(
     precision : str
         fp32, tf32, fp16, bf16, fp8, mxfp8 or nvfp4; the device must have a peak for it.
     attention : str
-        Flash attention kernel: fa1, fa2, fa3, cudnn or te.
+        Flash attention kernel: fa1, fa2, fa3, cudnn, te, or trtllm (prefill of TensorRT-LLM).
     fidelity : str
         ``datasheet`` uses no fitted constant: every kernel runs at the datasheet rates.
+    sustained : bool
+        True: the device is busy all the time, as in training, and every product runs at the clock the
+        power limit allows. False: a kernel timed alone, which slows down only when it is long.
+
+    Raises
+    ------
+    SpecError
+        If the device has no peak for the precision, or a name is unknown.
 
     Source
     ------
     ``docs/derivations/kernels.md``; fitted by ``scripts/fit_kernels.py``.
     """
-    if attention not in ATTENTION_KERNELS:
-        raise SpecError(
-            f"unknown attention kernel {attention!r}", key="attention", value=attention,
-            rule=f"one of {', '.join(ATTENTION_KERNELS)}",
-        )  # fmt: skip
-    if fidelity not in FIDELITIES:
-        raise SpecError(
-            f"unknown fidelity {fidelity!r}", key="fidelity", value=fidelity,
-            rule=f"one of {', '.join(FIDELITIES)}",
-        )  # fmt: skip
+    _check("precision", precision, tuple(_CURVE))
+    _check("attention", attention, ATTENTION_KERNELS)
+    _check("fidelity", fidelity, FIDELITIES)
     rates = {
-        "peak_flops_per_s": _matrix_peak(device, precision),
+        "peak_flops_per_s": float(device.peak(precision)),
         "bf16_peak_flops_per_s": _sixteen_bit_peak(device),
         "memory_bytes_per_s": float(device.memory_bytes_per_s),
         "num_sms": float(device.num_sms or 1),
     }
     if fidelity == "datasheet":
         return KernelModel(**rates, **_IDEAL)
+    return KernelModel(**rates, **_fitted(device, precision, attention, sustained))
+
+
+def _fitted(device: Device, precision: str, attention: str, sustained: bool) -> dict[str, float]:
+    """Return every fitted field of the device."""
     constants = kernel_constants()
-    gemm = _find(constants["gemm"][_curve(precision)], device)[0]
+    gemm = _find(constants["gemm"][_CURVE[precision]], device)[0]
     gemm16 = _find(constants["gemm"]["16bit"], device)[0]
-    flash = _find(constants["attention"][attention], device)[0]
-    stream = _find(constants["stream"], device)[0]
-    grouped = _find(constants["grouped"], device)[0]
-    return KernelModel(
-        **rates,
-        gemm_eff=gemm["eff"],
-        gemm_k0=gemm["k0"],
-        gemm_wave=gemm["wave"],
-        gemm_tile_penalty=gemm["tile_penalty"],
-        gemm_launch_s=gemm["launch_s"],
-        gemm_memory_eff=gemm["memory_eff"],
-        gemm16_eff=gemm16["eff"],
-        gemm16_k0=gemm16["k0"],
-        attn_fwd_eff=flash["fwd_eff"],
-        attn_s0=flash["s0"],
-        attn_bwd_ratio=flash["bwd_ratio"],
-        attn_launch_s=flash["launch_s"],
-        stream_eff=stream["eff"],
-        stream_launch_s=stream["launch_s"],
-        grouped_eff=grouped["eff"],
-    )
+    values = {f"gemm_{name}": value for name, value in gemm.items()}
+    values |= {f"gemm16_{name}": gemm16[name] for name in ("eff", "k0", "split_k")}
+    values |= {f"attn_{name}": v for name, v in _find(constants["attention"][attention], device)[0].items()}
+    values |= {f"stream_{name}": v for name, v in _find(constants["stream"], device)[0].items()}
+    values |= {f"grouped_{name}": v for name, v in _find(constants["grouped"], device)[0].items()}
+    if sustained:
+        values["gemm_eff"] /= 1.0 + gemm["sag"]
+        values["gemm16_eff"] /= 1.0 + gemm16["sag"]
+        values["gemm_sag"] = 0.0
+    return values
 
 
-_IDEAL = {
-    "gemm_eff": 1.0, "gemm_k0": 0.0, "gemm_wave": 0.0, "gemm_tile_penalty": 0.0, "gemm_launch_s": 0.0,
-    "gemm_memory_eff": 1.0, "gemm16_eff": 1.0, "gemm16_k0": 0.0, "attn_fwd_eff": 1.0, "attn_s0": 0.0,
-    "attn_bwd_ratio": 1.0, "attn_launch_s": 0.0, "stream_eff": 1.0, "stream_launch_s": 0.0,
-    "grouped_eff": 1.0,
+def _check(key: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise SpecError(f"unknown {key} {value!r}", key=key, value=value, rule=f"one of {', '.join(known)}")
+
+
+_IDEAL = {f.name: 0.0 for f in fields(KernelModel)[4:]} | {
+    "gemm_eff": 1.0, "gemm_split_k": 1e30, "gemm_memory_eff": 1.0, "gemm16_eff": 1.0, "gemm16_split_k": 1e30,
+    "attn_fwd_eff": 1.0, "attn_bwd_ratio": 1.0, "stream_eff": 1.0, "grouped_eff": 1.0,
 }  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import KernelModel
+from foreshard.cost.kernels import QUERY_TILE, KernelModel
 
 BACKWARD_FLOPS = 2.5
 """Flash backward does five products where forward does two (Dao et al. 2022, algorithm 4)."""
@@ -66,8 +66,9 @@ def flash_attention_forward_s(
 ) -> np.ndarray:
     """Seconds of one fused attention forward: two products over the pairs that are not masked.
 
-    Each query row costs its pairs plus `attn_s0`/2 more, so the share of the peak reaches half of
-    `attn_fwd_eff` at a causal sequence of `attn_s0`. Never less than moving q, k, v and the output.
+    Each query row costs its pairs plus half of `attn_s0`; the exponential of a score costs `attn_d0`
+    head dimensions; the last `attn_tail` query tiles of full length find the other processors idle.
+    Never less than moving q, k, v and the output.
 
     Parameters
     ----------
@@ -85,16 +86,19 @@ def flash_attention_forward_s(
     ------
     Derived in docs/derivations/kernels.md; fitted on aiconfigurator prefill attention.
     """
+    q_len = np.asarray(q_len, dtype=np.float64)
     pairs = attended_pairs(q_len, kv_len, causal=causal, window=window)
     rows = np.asarray(batch, dtype=np.float64) * num_heads
     dims = np.asarray(head_dim, dtype=np.float64) + value_head_dim
-    work = rows * dims * 2.0 * (pairs + 0.5 * kernels.attn_s0 * np.asarray(q_len))
-    compute_s = work / (kernels.bf16_peak_flops_per_s * kernels.attn_fwd_eff)
+    longest = np.minimum(q_len, QUERY_TILE) * np.minimum(kv_len, 2.0 * pairs / np.maximum(q_len, 1.0))
+    work = rows * (pairs + 0.5 * kernels.attn_s0 * q_len) + kernels.attn_tail * kernels.num_sms * longest
+    # Normalised so that a head dimension of 128 costs its own products.
+    flops = work * (dims + 2.0 * kernels.attn_d0) * (256.0 / (128.0 + kernels.attn_d0))
+    compute_s = flops / (kernels.bf16_peak_flops_per_s * kernels.attn_fwd_eff)
     moved = 2.0 * dims * (rows * q_len + np.asarray(batch) * num_kv_heads * kv_len)
     memory_s = moved / (kernels.stream_eff * kernels.memory_bytes_per_s)
-    return np.where(
-        rows * pairs * dims > 0, np.maximum(compute_s, memory_s) + kernels.attn_launch_s, 0.0
-    )
+    busy_s = np.maximum(compute_s, memory_s) + kernels.attn_launch_s
+    return np.where(rows * pairs * dims > 0, busy_s, 0.0)
 
 
 def flash_attention_backward_s(

@@ -98,7 +98,7 @@ def cross_entropy_bytes(num_logits: Any, *, fused: Any = False) -> Any:
     Unfused 14: 16-bit logits read (2), fp32 copy written (4) and read for the sum of exponentials (4),
     read once more and 16-bit gradient written (2 + 2). Fused 6: two reads and a write in 16 bit.
 
-    Source: PHYSICS finding that 14 bytes per logit fits pipelined runs; counted in docs/derivations/kernels.md.
+    Source: counted in docs/derivations/kernels.md; 14 also fits pipelined training runs.
     """
     return num_logits * np.where(fused, 6.0, 14.0)
 

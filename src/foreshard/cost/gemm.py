@@ -1,4 +1,4 @@
-"""Time of a matrix product: tiles, waves of tiles over the processors, memory roof, launch."""
+"""Time of a matrix product: tiles, tiles shared over the processors, memory, clock, launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.cost.kernels import TILES, KernelModel
+from foreshard.cost.kernels import CLOCK_SAG_S, TILES, KernelModel
 
 _LARGEST_TILE = max(rows * columns for rows, columns in TILES)
 
@@ -23,9 +23,10 @@ def gemm_s(
 ) -> np.ndarray:
     """Seconds of `batch` products of (m, k) with (k, n): 2 m n k FLOP each.
 
-    The output is cut in tiles; the tiles fill the processors in waves; a tile costs k plus a fixed
-    k0 multiply-adds per output. The fastest of a few tile shapes is taken, as the library would.
-    The result never falls when m, n, k or batch grows, nor when a peak or the bandwidth falls.
+    The output is cut in tiles that share the processors; a tile costs k plus a fixed k0 multiply-adds per
+    output, and never less than its longest unsplit run. The best of a few tile shapes is taken, as the
+    library would. Computing and moving overlap up to `gemm_exposed` of the shorter. The result never
+    falls when m, n, k or batch grows, nor when a peak or the bandwidth falls.
 
     Parameters
     ----------
@@ -48,36 +49,36 @@ def gemm_s(
     ------
     Derived in docs/derivations/kernels.md; fitted on aiconfigurator, NeuSight and MAMF tables.
     """
-    m, n, k, batch = (np.asarray(a, dtype=np.float64) for a in (m, n, k, batch))
-    compute_s = _waves(m, n, batch, kernels) * _wave_s(k, kernels, sixteen_bit)
-    moved = (m * k + k * n + m * n) * (batch * bytes_per_element)
-    memory_s = moved / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s)
-    busy_s = np.maximum(compute_s, memory_s)
-    return np.where(m * n * k * batch > 0, busy_s + kernels.gemm_launch_s, 0.0)
+    m, n, k, batch = (np.asarray(size, dtype=np.float64) for size in (m, n, k, batch))
+    compute_s = _compute_s(m, n, k, batch, kernels, sixteen_bit)
+    if np.any(kernels.gemm_sag):
+        compute_s = compute_s * (1.0 + kernels.gemm_sag * (compute_s / (compute_s + CLOCK_SAG_S)))
+    outputs = m * n
+    moved = (k * (m + n) + outputs) * batch
+    memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))
+    busy_s = np.maximum(compute_s, memory_s) + kernels.gemm_exposed * np.minimum(compute_s, memory_s)
+    return np.where(outputs * k * batch > 0, busy_s + kernels.gemm_launch_s, 0.0)
 
 
-def _waves(m: np.ndarray, n: np.ndarray, batch: np.ndarray, kernels: KernelModel) -> np.ndarray:
-    """Return waves in units of the largest tile at full speed, of the best tile shape."""
-    penalty = np.asarray(kernels.gemm_tile_penalty, dtype=np.float64)
-    per_processor = batch / kernels.num_sms
-    best: np.ndarray | None = None
-    for rows, columns in TILES:
-        tiles = np.ceil(m * (1.0 / rows))
-        tiles *= np.ceil(n * (1.0 / columns))
-        waves = tiles * per_processor
-        if np.any(kernels.gemm_wave):
-            waves += kernels.gemm_wave * (np.ceil(waves) - waves)
-        area = rows * columns / _LARGEST_TILE
-        waves = np.maximum(waves, 1.0) * area ** (1.0 - penalty)
-        best = waves if best is None else np.minimum(best, waves)
-    assert best is not None
-    return best
-
-
-def _wave_s(k: np.ndarray, kernels: KernelModel, sixteen_bit: bool) -> np.ndarray:
-    """Return the seconds of one wave of the largest tile."""
+def _compute_s(
+    m: np.ndarray, n: np.ndarray, k: np.ndarray, batch: np.ndarray, kernels: KernelModel, sixteen_bit: bool
+) -> np.ndarray:
+    """Return the seconds in the arithmetic units, of the best tile shape."""
     if sixteen_bit:
-        rate, k0 = kernels.bf16_peak_flops_per_s * kernels.gemm16_eff, kernels.gemm16_k0
+        rate = kernels.bf16_peak_flops_per_s * kernels.gemm16_eff
+        k0, split_k = kernels.gemm16_k0, kernels.gemm16_split_k
     else:
-        rate, k0 = kernels.peak_flops_per_s * kernels.gemm_eff, kernels.gemm_k0
-    return (k + k0) * (2.0 * _LARGEST_TILE * kernels.num_sms / rate)
+        rate = kernels.peak_flops_per_s * kernels.gemm_eff
+        k0, split_k = kernels.gemm_k0, kernels.gemm_split_k
+    tile_s = 2.0 * _LARGEST_TILE * kernels.num_sms / rate  # of one multiply-add per output on one processor
+    run_s = (k + k0) * (batch * (tile_s / kernels.num_sms))
+    longest_s = (np.minimum(k, split_k) + k0) * tile_s
+    shape_loss = 1.0 - np.asarray(kernels.gemm_tile_penalty, dtype=np.float64)
+    best_s: np.ndarray | None = None
+    for rows, columns in TILES:
+        tiles = np.ceil(m * (1.0 / rows)) * np.ceil(n * (1.0 / columns))
+        area = rows * columns / _LARGEST_TILE
+        time_s = np.maximum(tiles * run_s, longest_s) * area**shape_loss
+        best_s = time_s if best_s is None else np.minimum(best_s, time_s)
+    assert best_s is not None
+    return best_s
