@@ -110,7 +110,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
             raise SpecError(
-                f"{size} bytes", file=str(path), value=size, rule=f"A config.json has at most {MAX_CONFIG_BYTES}"
+                f"{size} bytes",
+                file=str(path),
+                value=size,
+                rule=f"A config.json has at most {MAX_CONFIG_BYTES}",
             )
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:  # absent, unreadable, a NUL in the name, or not UTF-8
@@ -118,5 +121,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"is not JSON ({error})", file=str(path), rule="A config.json is one JSON object") from None
+        raise SpecError(
+            f"is not JSON ({error})", file=str(path), rule="A config.json is one JSON object"
+        ) from None
     return dict(_mapping(config, path.name, str(path)))

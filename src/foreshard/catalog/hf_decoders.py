@@ -66,7 +66,10 @@ def llama(reader: Reader) -> Model:
 def mistral(reader: Reader) -> Model:
     """Mistral: llama with a sliding window in every layer."""
     block = Block(
-        **attention_sizes(reader), ffn=reader.size("intermediate_size"), gated=True, window=_sliding_window(reader)
+        **attention_sizes(reader),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        window=_sliding_window(reader),
     )
     return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
 
@@ -137,7 +140,10 @@ def gemma3(reader: Reader) -> Model:
 def phi3(reader: Reader) -> Model:
     """Phi-3: fused projections, same counts as llama."""
     block = Block(
-        **attention_sizes(reader), ffn=reader.size("intermediate_size"), gated=True, window=_sliding_window(reader)
+        **attention_sizes(reader),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        window=_sliding_window(reader),
     )
     return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
 

@@ -158,7 +158,9 @@ def mpt(reader: Reader) -> Model:
     sizes = _sizes(reader, ("d_model", "hidden_size"), ("n_heads", "num_attention_heads"))
     sizes["norm_params"] = 1
     if not reader.flag("no_bias", True):
-        raise reader.error("no_bias", False, "MPT with biases is not modelled", "Published MPT models have none")
+        raise reader.error(
+            "no_bias", False, "MPT with biases is not modelled", "Published MPT models have none"
+        )
     ratio = reader.size("expansion_ratio", default=4)
     block = Block(**sizes, ffn=ratio * sizes["hidden"], dropout=reader.fraction("resid_pdrop"))
     blocks = (block,) * reader.layers("n_layers", "num_hidden_layers")

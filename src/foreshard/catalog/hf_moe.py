@@ -9,7 +9,9 @@ from foreshard.catalog.hf_reader import Reader
 from foreshard.spec.model import Block, Model
 
 
-def _experts(reader: Reader, width: str, *count: str, used: tuple[str, ...] = ("num_experts_per_tok",)) -> dict:
+def _experts(
+    reader: Reader, width: str, *count: str, used: tuple[str, ...] = ("num_experts_per_tok",)
+) -> dict:
     num_experts = reader.size(*count)
     top_k = reader.size(*used)
     if top_k > num_experts:
@@ -91,7 +93,9 @@ def deepseek(reader: Reader) -> Model:
     sparse = Block(**attention, **experts, gated=True, shared_ffn=shared)
     extra = reader.layers("num_nextn_predict_layers", default=0, minimum=0)
     if extra:
-        reader.assumptions.append(f"{extra} next-token module(s) trained; not in num_params, as in transformers")
+        reader.assumptions.append(
+            f"{extra} next-token module(s) trained; not in num_params, as in transformers"
+        )
     blocks = (dense,) * dense_layers + (sparse,) * (layers - dense_layers)
     return finish(reader, blocks, tied=False, num_next_token=extra)
 
@@ -104,7 +108,10 @@ def gpt_oss(reader: Reader) -> Model:
     block = dict(
         sizes,
         **_experts(
-            reader, "intermediate_size", "num_local_experts", used=("num_experts_per_tok", "experts_per_token")
+            reader,
+            "intermediate_size",
+            "num_local_experts",
+            used=("num_experts_per_tok", "experts_per_token"),
         ),
         gated=True,
         qkv_bias=bias,

@@ -34,16 +34,18 @@ class Reader:
                 return key, self.config[key]
         if default is _ABSENT:
             spelled = " or ".join(keys)
-            raise self.error(keys[0], None, "missing key", f"This model_type needs {spelled}", f"Add {keys[0]}")
+            raise self.error(
+                keys[0], None, "missing key", f"This model_type needs {spelled}", f"Add {keys[0]}"
+            )
         return keys[0], default
 
-    def size(
-        self, *keys: str, default: Any = _ABSENT, minimum: int = 1, maximum: int = MAX_SIZE
-    ) -> int:
+    def size(self, *keys: str, default: Any = _ABSENT, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         """Return a whole number under the first of these keys that is present."""
         key, value = self._find(keys, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, _short(value), f"{_short(value)} is not a whole number", "Sizes are integers")
+            raise self.error(
+                key, _short(value), f"{_short(value)} is not a whole number", "Sizes are integers"
+            )
         if not minimum <= value <= maximum:
             rule = f"{key} is between {minimum} and {maximum}"
             raise self.error(key, _short(value), f"{_short(value)} is out of range", rule)
@@ -64,7 +66,9 @@ class Reader:
         """Return a boolean."""
         key, value = self._find((key,), default)
         if not isinstance(value, bool):
-            raise self.error(key, _short(value), f"{_short(value)} is not true or false", "A switch is a boolean")
+            raise self.error(
+                key, _short(value), f"{_short(value)} is not true or false", "A switch is a boolean"
+            )
         return value
 
     def fraction(self, *keys: str, default: float = 0.0) -> float:
@@ -110,7 +114,9 @@ class Reader:
         """Return a number of key/value heads that divides the query heads."""
         kv_heads = self.size(*keys, default=default or heads)
         if heads % kv_heads:
-            raise self.error(keys[0], kv_heads, f"{kv_heads} key/value heads", f"They divide the {heads} heads")
+            raise self.error(
+                keys[0], kv_heads, f"{kv_heads} key/value heads", f"They divide the {heads} heads"
+            )
         return kv_heads
 
     def layer_windows(self, num_layers: int, window: int, sliding: list[bool]) -> list[int]:

@@ -86,9 +86,7 @@ class Block:
         )
         bias = self.qkv_bias * qkv_channels + self.proj_bias * self.hidden
         norms = self.qk_norm * 2 * self.head_dim * self.norm_params + self.q_lora + self.kv_lora
-        return (
-            self.attention_matmul_params + (bias + norms) * (1 + self.cross_attention) + self.other_params
-        )
+        return self.attention_matmul_params + (bias + norms) * (1 + self.cross_attention) + self.other_params
 
     def _mlp_matmul_params(self, width: int) -> int:
         return (2 + self.gated) * self.hidden * width
@@ -324,7 +322,9 @@ class Model:
             gradient_flows = gradient_flows or block.trainable_params > 0
         head = self._head_flops(seq_len) - 2 * self.embedding_matmul_params
         flops += head * (gradient_flows + (not self.head_frozen))
-        flops += 2 * self.embedding_matmul_params * (not self.embedding_frozen)  # no gradient of the input data
+        flops += (
+            2 * self.embedding_matmul_params * (not self.embedding_frozen)
+        )  # no gradient of the input data
         return flops + 2 * self._next_token_flops(seq_len, causal)
 
 
@@ -439,7 +439,10 @@ def decoder(
         max_seq_len=max_seq_len,
         learned_positions=learned_positions,
         embedding_dim=embedding_dim,
-        embedding_params=vocab * width + projection + learned_positions * first.hidden + embedding_norm * norm,
+        embedding_params=vocab * width
+        + projection
+        + learned_positions * first.hidden
+        + embedding_norm * norm,
         embedding_matmul_params=projection,
         head_params=vocab * width + projection,
         head_matmul_params=vocab * width + projection,

@@ -1,0 +1,95 @@
+"""A decoder from the dimensions that tables print, and what they leave open."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.model import Block, Model, decoder
+
+DEFAULT_SEQ_LEN = 2048
+
+
+@functools.cache
+def _style(name: str) -> Mapping[str, Any]:
+    """Return what dimensions leave open: norms, biases, positions, tying."""
+    gpt = {"norm_params": 2, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+    styles = {
+        "gpt": {"block": gpt, "learned": True, "tied": True},  # Megatron-LM GPT
+        "llama": {"block": {"norm_params": 1}, "learned": False, "tied": False},
+        "nemotron": {"block": {"norm_params": 2}, "learned": False, "tied": False},
+    }
+    return styles[name]
+
+
+def model_from_dims(
+    name: str,
+    n_layers: int,
+    hidden: int,
+    ffn: int,
+    n_heads: int,
+    n_kv_heads: int,
+    vocab: int,
+    gated: bool,
+    n_experts: int = 0,
+    topk: int = 0,
+    seq_len: int = DEFAULT_SEQ_LEN,
+    *,
+    head_dim: int | None = None,
+    shared_ffn: int = 0,
+    dense_layers: int = 0,
+    dense_ffn: int = 0,
+    style: str | None = None,
+    tied: bool | None = None,
+    num_norms: int = 2,
+    source: str = "",
+    assumptions: tuple[str, ...] = (),
+) -> Model:
+    """Return a decoder from the dimensions a table prints.
+
+    What dimensions do not say follows from the style: a gated MLP makes it llama-like (RMS norms, no biases,
+    untied), a plain one GPT-like as in Megatron-LM (layer norms, biases, learned positions, tied). With
+    experts, `ffn` is the width of one expert and `dense_ffn` that of the leading `dense_layers`.
+    """
+    sizes = {"n_layers": n_layers, "hidden": hidden, "ffn": ffn, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    for key, value in (sizes | {"vocab": vocab, "seq_len": seq_len}).items():
+        if value < 1:
+            raise SpecError(f"{name}: {key} {value}", key=key, value=value, rule="Dimensions are positive")
+    if n_heads % n_kv_heads or (head_dim is None and hidden % n_heads) or topk > n_experts:
+        raise SpecError(
+            f"{name}: {n_heads} heads, {n_kv_heads} key/value heads, {topk} of {n_experts} experts",
+            key="n_heads",
+            value=n_heads,
+            rule="Key/value heads divide heads, heads divide hidden, top-k is at most the experts",
+        )
+    chosen = _style(style or ("llama" if gated else "gpt"))
+    width = head_dim or hidden // n_heads
+    attention = {
+        "hidden": hidden,
+        "num_heads": n_heads,
+        "num_kv_heads": n_kv_heads,
+        "head_dim": width,
+        "value_head_dim": width,
+        "gated": gated,
+        "num_norms": num_norms,
+        **chosen["block"],
+    }
+    if n_experts:
+        block = Block(
+            **attention, ffn=0, num_experts=n_experts, top_k=topk, expert_ffn=ffn, shared_ffn=shared_ffn
+        )
+    else:
+        block = Block(**attention, ffn=ffn)
+    dense = Block(**attention, ffn=dense_ffn or ffn)
+    return decoder(
+        name=name,
+        blocks=(dense,) * dense_layers + (block,) * (n_layers - dense_layers),
+        vocab=vocab,
+        tied_embeddings=chosen["tied"] if tied is None else tied,
+        max_seq_len=seq_len,
+        learned_positions=seq_len if chosen["learned"] else 0,
+        source=source,
+        assumptions=assumptions,
+    )

@@ -1,0 +1,168 @@
+"""The model of one row of a table of measurements, from its name, its dimensions and its notes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from foreshard.catalog.model_dims import model_from_dims
+from foreshard.catalog.model_names import find_model
+from foreshard.errors import SpecError
+from foreshard.spec.model import Model, lora
+
+DIMENSIONS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab")
+LORA_RANK = 16
+
+
+def resolve_row_model(row: Mapping[str, str]) -> Model:
+    """Return the model of a table row.
+
+    The catalog answers when it knows the name and agrees with every dimension the row states; fewer layers
+    make a slice of it. Otherwise the model is built from the row's dimensions.
+
+    Parameters
+    ----------
+    row : mapping
+        Columns model, n_layers, hidden, ffn_hidden, n_heads, n_kv_heads, vocab, seq_len, n_experts, topk,
+        gated_mlp, notes, in_other; blank where the source is silent.
+
+    Raises
+    ------
+    SpecError
+        If the model is not modelled, or neither the catalog nor the row gives its dimensions.
+    """
+    stated = row.get("model", "").strip()
+    known = find_model(stated) or find_model(_plain_name(stated))
+    notes = f"{row.get('notes', '')} {row.get('in_other', '')}"
+    seq_len = _whole(row, "seq_len") or 0
+    if known is not None and _agrees(known, row):
+        model = _sliced(known, _whole(row, "n_layers") or known.num_layers, notes)
+        model = _with_positions(model, seq_len or model.max_seq_len)
+    else:
+        model = _from_columns(row, stated, seq_len)
+    model = _with_next_token(model, stated, notes)
+    return lora(model, _lora_rank(stated)) if _is_lora(stated, notes) else model
+
+
+def _plain_name(stated: str) -> str:
+    """Return the name without remarks in brackets, adapters and cuts."""
+    plain = re.sub(r"\([^)]*\)", "", stated)
+    return re.sub(r"\bLoRA\b.*", "", plain, flags=re.IGNORECASE).strip()
+
+
+def _whole(row: Mapping[str, str], column: str) -> int | None:
+    """Return a whole number, or None where the cell is blank."""
+    cell = (row.get(column) or "").strip()
+    if not cell:
+        return None
+    try:
+        value = float(cell)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e9 or value != int(value):
+        raise SpecError(
+            f"{cell[:40]!r} is no dimension",
+            file=row.get("id"),
+            key=column,
+            value=cell[:40],
+            rule="Whole, positive",
+        )
+    return int(value)
+
+
+def _agrees(model: Model, row: Mapping[str, str]) -> bool:
+    """Whether the row states nothing else than the catalog, up to leaving layers out."""
+    block = model.blocks[-1]
+    wanted = {
+        "hidden": model.hidden,
+        "n_heads": block.num_heads,
+        "n_kv_heads": block.num_kv_heads,
+        "vocab": model.vocab,
+        "ffn_hidden": block.expert_ffn or block.ffn,
+        "n_experts": block.num_experts or None,
+        "topk": block.top_k or None,
+    }
+    same = all((stated := _whole(row, column)) is None or stated == wanted[column] for column in wanted)
+    return same and (_whole(row, "n_layers") or 1) <= model.num_layers
+
+
+def _sliced(model: Model, num_layers: int, notes: str) -> Model:
+    """Return the model cut to `num_layers`, with as many leading dense layers as the notes say."""
+    if num_layers == model.num_layers:
+        return model
+    dense = sum(block.num_experts == 0 for block in model.blocks[:num_layers])
+    said = re.search(r"(\d+) dense layer", notes)
+    if said and model.blocks[-1].num_experts:
+        dense = min(int(said.group(1)), dense)
+    leading = model.blocks[:dense] if model.blocks[-1].num_experts else ()
+    rest = num_layers - len(leading)
+    tail = model.blocks[-rest:] if rest else ()
+    return replace(
+        model,
+        name=f"{model.name} ({num_layers} layers)",
+        blocks=leading + tail,
+        num_next_token=0,
+        assumptions=(*model.assumptions, f"{num_layers} of {model.num_layers} layers"),
+    )
+
+
+def _with_positions(model: Model, seq_len: int) -> Model:
+    """Return the model for this sequence; a table of learned positions has one row per position."""
+    if not model.learned_positions or model.learned_positions >= seq_len:
+        return replace(model, max_seq_len=seq_len)
+    more = (seq_len - model.learned_positions) * model.hidden
+    return replace(
+        model,
+        max_seq_len=seq_len,
+        learned_positions=seq_len,
+        embedding_params=model.embedding_params + more,
+    )
+
+
+def _from_columns(row: Mapping[str, str], stated: str, seq_len: int) -> Model:
+    sizes = {column: _whole(row, column) for column in DIMENSIONS}
+    blank = [column for column, value in sizes.items() if value is None]
+    if blank == ["n_kv_heads"]:
+        sizes["n_kv_heads"] = sizes["n_heads"]
+    elif blank:
+        raise SpecError(
+            f"{stated!r} is not in the catalog with these dimensions and the row leaves some blank",
+            file=row.get("id"),
+            key=blank[0],
+            value="",
+            rule=f"Blank: {', '.join(blank)}",
+        )
+    head_dim = re.search(r"\bhead_dim (\d+)(?!/)\b", row.get("notes", ""))
+    return model_from_dims(
+        stated,
+        *(sizes[column] for column in DIMENSIONS),
+        gated=row.get("gated_mlp", "").strip().lower() == "true",
+        n_experts=_whole(row, "n_experts") or 0,
+        topk=_whole(row, "topk") or 0,
+        head_dim=int(head_dim.group(1)) if head_dim else None,
+        source="dimensions in the row",
+        assumptions=("norms, biases and tying follow from the kind of MLP",),
+        **({"seq_len": seq_len} if seq_len else {}),
+    )
+
+
+def _with_next_token(model: Model, stated: str, notes: str) -> Model:
+    """Return the model with the multi-token-prediction modules the row states."""
+    said = re.search(r"mtp_num_layers=(\d+)", notes)
+    if "w/o MTP" in stated:
+        return replace(model, num_next_token=0)
+    return replace(model, num_next_token=int(said.group(1))) if said else model
+
+
+def _is_lora(stated: str, notes: str) -> bool:
+    return (
+        bool(re.search(r"\blora\b", stated, re.IGNORECASE))
+        or notes.lstrip().startswith("LoRA")
+        or "; LoRA" in notes
+    )
+
+
+def _lora_rank(stated: str) -> int:
+    said = re.search(r"\br(\d+)\b", stated)
+    return int(said.group(1)) if said else LORA_RANK

@@ -1,0 +1,120 @@
+"""The model a user names: by catalog name, by ``config.json``, by factory."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foreshard.catalog.hf import model_from_config, read_config
+from foreshard.catalog.model_dims import model_from_dims
+from foreshard.catalog.model_names import find_model, models
+from foreshard.catalog.model_rows import resolve_row_model
+from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
+from foreshard.spec.model import Model
+
+__all__ = ["find_model", "load_model", "model_from_dims", "models", "resolve_row_model"]
+
+
+def load_model(text: str | Path) -> Model:
+    """Return the model a user names.
+
+    Parameters
+    ----------
+    text : str or Path
+        A catalog name, the path of a Hugging Face ``config.json``, or ``module.py:factory``. The factory
+        takes no arguments and returns a `Model`, a configuration dict or a ``torch.nn.Module``.
+
+    Raises
+    ------
+    SpecError
+        If nothing of that name is known, or the file is no valid configuration.
+    """
+    text = str(text)
+    module, colon, factory = text.rpartition(":")
+    if colon and module.endswith(".py"):
+        return _from_factory(Path(module), factory)
+    model = find_model(text)
+    if model:
+        return model
+    if text.endswith(".json") or "/" in text or "\0" in text or Path(text).is_file():
+        return model_from_config(read_config(text), name=_config_name(Path(text)), file=text)
+    near = difflib.get_close_matches(text.lower()[:100], models(), n=3, cutoff=0.5)
+    raise SpecError(
+        f"unknown model {text[:100]!r}",
+        key="model",
+        value=text[:100],
+        rule="A model is a catalog name, a config.json or module.py:factory",
+        fix=f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'",
+    )
+
+
+def _config_name(path: Path) -> str:
+    """Return the name of the folder of a ``config.json``, else that of the file."""
+    return path.resolve().parent.name if path.stem == "config" else path.stem
+
+
+def _from_factory(path: Path, factory: str) -> Model:
+    if not path.is_file():
+        raise SpecError("no such file", file=str(path), key="model", rule="MODEL may be module.py:factory")
+    made = _call(path, factory)
+    if isinstance(made, Model):
+        return made
+    if isinstance(made, Mapping):
+        return model_from_config(made, name=factory, file=f"{path}:{factory}")
+    return _from_torch(made, f"{path}:{factory}")
+
+
+def _call(path: Path, factory: str) -> Any:
+    """Run the user's module and its factory; what goes wrong in it is bad input, not our fault."""
+    spec = importlib.util.spec_from_file_location(f"_foreshard_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+        made = getattr(module, factory)
+        return made()
+    except ForeshardError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ExtraMissingError(
+            f"needs {error.name}", file=str(path), fix="pip install 'foreshard[run]' has torch"
+        ) from error
+    except Exception as error:
+        raise SpecError(
+            f"{factory}() failed: {type(error).__name__}: {error}",
+            file=str(path),
+            key="model",
+            value=factory,
+            rule="The factory is a function without arguments in that file",
+        ) from error
+    finally:
+        sys.modules.pop(spec.name, None)
+
+
+def _from_torch(made: Any, where: str) -> Model:
+    try:
+        import torch
+    except ImportError as error:
+        raise ExtraMissingError(
+            "reading a module needs torch", file=where, fix="pip install 'foreshard[run]'"
+        ) from error
+    if not isinstance(made, torch.nn.Module):
+        raise SpecError(
+            f"returned a {type(made).__name__}",
+            file=where,
+            rule="A factory returns a Model, a config dict or a torch.nn.Module",
+        )
+    config = getattr(made, "config", None)
+    if hasattr(config, "to_dict"):
+        return model_from_config(config.to_dict(), name=type(made).__name__, file=where)
+    raise SpecError(
+        f"{type(made).__name__} is a module without a transformers config",
+        file=where,
+        rule="Modules of one's own are not modelled",
+        fix="Return a foreshard Model or a config dict",
+    )
