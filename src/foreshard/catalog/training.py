@@ -1,0 +1,103 @@
+"""Constants of training steps: what kernels and collectives alone do not show.
+
+Each is a physical quantity with a range; `scripts/fit_training.py` fits them on the measured runs named in
+``data/training_constants.json``, once on all of them and once for each family left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foreshard.errors import SpecError
+
+HOST_CLASSES = ("megatron-2020", "megatron-deepspeed", "megatron-core", "eager", "compiled")
+_FILE = Path(__file__).parent / "data" / "training_constants.json"
+
+
+def _term(start: float, low: float, high: float, meaning: str) -> Any:
+    return field(default=start, metadata={"low": low, "high": high, "meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConstants:
+    """One value per physical term; metadata holds the range a fit may use and what the term means."""
+
+    gemm_derate: float = _term(1.16, 1.0, 1.6, "16-bit matrix products in training over isolated ones")
+    gemm_derate_hopper: float = _term(1.0, 0.8, 1.4, "further factor on Hopper, whose clocks fall under load")
+    gemm_derate_blackwell: float = _term(1.0, 0.8, 1.4, "further factor on Blackwell")
+    gemm_derate_8bit: float = _term(1.16, 0.9, 1.6, "8- and 4-bit matrix products in training over isolated ones")
+    flash_forward: float = _term(1.15, 0.8, 1.8, "flash attention forward in training over isolated")
+    flash_backward: float = _term(1.15, 0.8, 1.8, "flash attention backward in training over isolated")
+    flash_old_on_new: float = _term(2.4, 1.0, 3.5, "FlashAttention-2 on Hopper and later over its own kernels")
+    unfused: float = _term(1.0, 0.5, 2.0, "attention as separate kernels in training over isolated")
+    eager_traffic: float = _term(1.3, 0.5, 3.0, "elementwise traffic of eager kernels over ideal fusion")
+    fused_traffic: float = _term(1.0, 0.4, 2.0, "elementwise traffic of fused kernels over ideal fusion")
+    cast_traffic: float = _term(1.3, 0.0, 3.0, "8-bit cast traffic over one read and one write")
+    grad_accumulate: float = _term(1.9, 0.0, 3.0, "traffic of fp32 gradient accumulation over read and write")
+    loss_traffic: float = _term(1.0, 0.3, 3.0, "traffic of the loss over its kernels' operands")
+    tensor_comm: float = _term(1.0, 0.8, 1.6, "tensor-parallel collectives in training over isolated")
+    tensor_hidden: float = _term(0.85, 0.3, 1.0, "share of tensor-parallel time hidden when overlap is on")
+    pipeline_comm: float = _term(1.0, 0.4, 2.5, "stage-to-stage messages in training over isolated")
+    pipeline_hidden: float = _term(0.5, 0.0, 1.0, "share of interleaved stage messages hidden")
+    data_comm: float = _term(1.1, 0.7, 2.0, "gradient collectives in training over isolated")
+    data_hidden: float = _term(0.75, 0.3, 1.0, "largest share of gradient collectives that overlap hides")
+    fsdp_contention: float = _term(0.35, 0.0, 0.6, "slowdown per second of overlapped gather or scatter")
+    expert_comm: float = _term(1.2, 0.7, 3.0, "expert all-to-all in training over isolated")
+    expert_imbalance: float = _term(1.3, 1.0, 2.0, "routed tokens of the fullest rank over the mean")
+    host_megatron_2020: float = _term(500e-6, 100e-6, 900e-6, "host seconds of a layer forward, 2020 code")
+    host_megatron_deepspeed: float = _term(1060e-6, 500e-6, 1500e-6, "host seconds of a layer forward")
+    host_megatron_core: float = _term(500e-6, 100e-6, 1200e-6, "host seconds of a layer forward")
+    host_eager: float = _term(600e-6, 100e-6, 1200e-6, "host seconds of a layer forward, eager PyTorch")
+    host_compiled: float = _term(150e-6, 20e-6, 400e-6, "host seconds of a layer forward, compiled")
+    host_backward: float = _term(1.15, 0.8, 1.6, "host time of a backward over a forward")
+    host_tensor: float = _term(0.0, 0.0, 0.5, "share more host time with tensor parallelism")
+    host_softmax: float = _term(470e-6, 0.0, 900e-6, "host seconds more per layer when softmax is not fused")
+    host_expert: float = _term(230e-6, 0.0, 400e-6, "host seconds per local expert of a layer pass, looped")
+    host_moe: float = _term(600e-6, 0.0, 3000e-6, "host seconds more of a mixture-of-experts layer pass")
+    step_fixed: float = _term(5e-3, 0.0, 60e-3, "seconds of a step outside layers: clipping, logging, sync")
+    step_per_layer: float = _term(0.3e-3, 0.0, 1e-3, "seconds of the optimizer per layer on the rank")
+    jitter: float = _term(0.006, 0.0, 0.02, "slowdown per doubling of devices beyond 8")
+    host_sharpness: float = _term(6.0, 2.0, 12.0, "exponent that joins device and host time")
+
+
+def term_metadata() -> Mapping[str, Mapping[str, Any]]:
+    """Return low, high and meaning of every constant."""
+    return {f.name: f.metadata for f in fields(TrainingConstants)}
+
+
+@cache
+def _file() -> dict[str, Any]:
+    if not _FILE.exists():
+        return {"all": {}, "without": {}}
+    return json.loads(_FILE.read_text(encoding="utf-8"))
+
+
+@cache
+def training_constants(exclude: str | None = None) -> TrainingConstants:
+    """Return the shipped constants, or those fitted without one family.
+
+    Raises
+    ------
+    SpecError
+        When no constants were fitted without that family.
+    """
+    data = _file()
+    if exclude is None:
+        return TrainingConstants(**data["all"])
+    if exclude not in data["without"]:
+        known = sorted(data["without"])
+        near = get_close_matches(exclude, known, n=1)
+        raise SpecError(
+            f"no constants were fitted without {exclude!r}",
+            key="--exclude-calibration",
+            value=exclude,
+            rule=f"families are {', '.join(known)}",
+            fix=f"Did you mean {near[0]!r}?" if near else None,
+        )
+    return TrainingConstants(**data["without"][exclude])

@@ -1,0 +1,50 @@
+"""Dollars of a step, of a billion tokens and of a whole run."""
+
+from __future__ import annotations
+
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.prediction import Money
+
+
+def money(
+    cluster: Cluster,
+    step_time_s: float,
+    tokens_per_step: float,
+    *,
+    tokens: float | None = None,
+    usd_per_device_hour: float | None = None,
+) -> Money:
+    """Return what the time of all nodes costs; a whole cluster is paid, idle devices too.
+
+    Parameters
+    ----------
+    cluster : Cluster
+    step_time_s : float, seconds
+    tokens_per_step : float
+    tokens : float, optional
+        Tokens of the whole run; without it there is no total.
+    usd_per_device_hour : float, optional
+        Overrides the prices of the cluster.
+
+    Returns
+    -------
+    Money
+        None where a price is missing.
+    """
+    rate, date = cluster.usd_per_h, _price_date(cluster)
+    if usd_per_device_hour is not None:
+        rate, date = usd_per_device_hour * cluster.num_devices, None
+    if rate is None:
+        return Money(usd_per_step=None, usd_per_1b_tokens=None, usd_total=None, price_date=None)
+    step = rate * step_time_s / 3600.0
+    return Money(
+        usd_per_step=step,
+        usd_per_1b_tokens=step * 1e9 / tokens_per_step,
+        usd_total=None if tokens is None else step * tokens / tokens_per_step,
+        price_date=date,
+    )
+
+
+def _price_date(cluster: Cluster) -> str | None:
+    dates = [group.price_date for group in cluster.nodes if group.price_date]
+    return min(dates) if dates else None

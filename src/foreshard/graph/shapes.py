@@ -1,0 +1,158 @@
+"""Sizes of one layer and of the rank that runs it, as numbers or as arrays over many plans.
+
+A `LayerShape` holds what a block's operations need; a `RankShape` how a rank executes it. Every field is
+a float or an ndarray, so that the same formulas price one stage or a batch of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+
+from foreshard.spec.model import Block
+
+T = TypeVar("T")
+
+
+def stack(items: Sequence[T]) -> T:
+    """Return one dataclass whose fields are float arrays of shape (len(items),)."""
+    first = items[0]
+    return type(first)(
+        **{f.name: np.array([getattr(item, f.name) for item in items], dtype=np.float64) for f in fields(first)}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What the operations of one transformer block need: widths, counts and flags (0 or 1)."""
+
+    hidden: Any
+    query_width: Any
+    key_width: Any
+    value_width: Any  # channels of the attention output
+    kv_width: Any  # channels of all keys plus all values
+    num_heads: Any
+    num_kv_heads: Any
+    head_dim: Any
+    value_head_dim: Any
+    q_lora: Any
+    kv_lora: Any
+    rope_head_dim: Any
+    window: Any
+    causal: Any
+    cross_attention: Any
+    qk_norm: Any
+    dropout: Any
+    num_norms: Any
+    ffn: Any
+    gated: Any
+    num_experts: Any
+    top_k: Any
+    expert_ffn: Any
+    shared_ffn: Any
+    lora_rank: Any
+    lora_attention: Any  # how many of q, k, v, o carry an adapter, in units of one hidden-to-width matrix
+    lora_mlp: Any
+    frozen: Any
+    dense_params: Any  # all parameters but the experts'
+    expert_params: Any  # of all routed experts
+    trainable: Any  # share of the dense parameters that get a gradient
+
+
+def layer_shape(block: Block) -> LayerShape:
+    """Return the numbers that pricing needs of a block."""
+    expert = (2 + block.gated) * block.hidden * block.expert_ffn * block.num_experts if block.num_experts else 0
+    dense = block.num_params - expert
+    mla = block.kv_lora > 0
+    attention = {"q", "k", "v", "o"} & set(block.lora_targets)
+    return LayerShape(
+        hidden=block.hidden,
+        query_width=block.num_heads * block.head_dim,
+        key_width=block.num_kv_heads * block.head_dim,
+        value_width=block.num_heads * block.value_head_dim,
+        kv_width=(block.num_heads if mla else block.num_kv_heads) * (block.head_dim + block.value_head_dim),
+        num_heads=block.num_heads,
+        num_kv_heads=block.num_heads if mla else block.num_kv_heads,
+        head_dim=block.head_dim,
+        value_head_dim=block.value_head_dim,
+        q_lora=block.q_lora,
+        kv_lora=block.kv_lora,
+        rope_head_dim=block.rope_head_dim,
+        window=block.window,
+        causal=block.causal,
+        cross_attention=block.cross_attention,
+        qk_norm=block.qk_norm,
+        dropout=block.dropout > 0,
+        num_norms=block.num_norms,
+        ffn=block.ffn,
+        gated=block.gated,
+        num_experts=block.num_experts,
+        top_k=block.top_k,
+        expert_ffn=block.expert_ffn,
+        shared_ffn=block.shared_ffn,
+        lora_rank=block.lora_rank,
+        lora_attention=len(attention),
+        lora_mlp=len(block.lora_targets) - len(attention),
+        frozen=block.frozen,
+        dense_params=dense,
+        expert_params=expert,
+        trainable=min(1.0, block.trainable_params / max(1, block.num_params)),
+    )
+
+
+NO_LAYER = LayerShape(**{f.name: 0.0 for f in fields(LayerShape)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What is run forward twice: the share of layers in full, and parts of every layer (0 or 1)."""
+
+    full: Any = 0.0
+    core_attn: Any = 0.0
+    mlp: Any = 0.0
+    layernorm: Any = 0.0
+    moe: Any = 0.0
+    moe_act: Any = 0.0
+    shared_experts: Any = 0.0
+    mla_up_proj: Any = 0.0
+    op: Any = 0.0
+
+
+def recompute_shape(text: str, num_layers: float) -> Recompute:
+    """Return the numbers of a recompute rule on a rank with `num_layers` blocks (all chunks).
+
+    `full:block:N` recomputes the first N layers of the rank; `every-N` one layer in N.
+    """
+    head, _, rest = text.partition(":")
+    if head == "full":
+        kind, _, count = rest.partition(":")
+        share = min(1.0, int(count) / max(1.0, num_layers)) if kind == "block" else 1.0
+        return Recompute(full=share)
+    if head.startswith("every-"):
+        return Recompute(full=1.0 / int(head[6:]))
+    if head == "selective":
+        return Recompute(**{module: 1.0 for module in (rest or "core_attn").split("+")})
+    return Recompute()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShape:
+    """How a rank executes layers: degrees, tokens, precision; dp counts every data-parallel rank."""
+
+    tp: Any
+    cp: Any
+    ep: Any
+    etp: Any
+    dp: Any  # ranks that hold the same dense weights apart from cp
+    sp: Any
+    zero: Any
+    shard: Any  # ranks a ZeRO/FSDP state is cut over
+    micro_batch: Any  # samples per rank and micro-batch
+    seq_len: Any
+    low: Any  # 1 when the linear layers run in 8 or 4 bit
+    four_bit: Any
+    matrix_bytes: Any  # bytes of an operand of the linear layers
+    sync_stride: Any  # distance between data-parallel ranks in cluster order

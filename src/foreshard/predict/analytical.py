@@ -1,0 +1,218 @@
+"""Engine `analytical`: closed formulas over a batch of pipelines.
+
+A pipeline takes its slowest stage m times, plus one passage of the others (divided by the virtual
+chunks); what gradient and weight collectives do not hide behind one micro-batch is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
+from foreshard.cost.elementwise import stream_s
+from foreshard.predict.batch import Batch
+from foreshard.predict.formula import EndTimes, LayerTimes, end_times, layer_times
+from foreshard.spec.prediction import TIME_PARTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch on each distinct stage, shape (stages, pipelines)."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    parts: dict[str, np.ndarray]  # sum to `total`
+    total: np.ndarray
+    weight: np.ndarray  # weight-gradient part of backward, what zero-bubble schedules move
+    params: np.ndarray  # trained parameters of a rank, dense and expert
+    expert_params: np.ndarray
+    all_params: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step for each pipeline, shape (pipelines,); parts sum to `total`."""
+
+    total: np.ndarray
+    parts: dict[str, np.ndarray]
+    stage: np.ndarray  # index of the stage that sets the pace
+
+
+def stage_times(batch: Batch) -> StageTimes:
+    """Return what one micro-batch costs on each distinct stage, collectives inside it included."""
+    p, machine = batch.pipeline, batch.machine
+    ends = end_times(p.hidden, p.vocab, p.head_rows, machine, frozen=p.head_frozen, heads=p.heads)
+    shape = batch.multiplicity.shape
+    parts = {name: np.zeros(shape) for name in TIME_PARTS}
+    forward, backward, weight, host = (np.zeros(shape) for _ in range(4))
+    params, experts, every = (np.zeros(shape) for _ in range(3))
+    for kind, count in zip(batch.kinds, batch.counts, strict=True):
+        times = layer_times(kind, machine, batch.recompute)
+        _add_layers(parts, times, count)
+        forward += count * times.forward_s
+        backward += count * times.backward_s
+        weight += count * times.backward_weight
+        host += count * (times.host_forward + times.host_backward)
+        trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
+        params += count * times.dense_params * trained
+        experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
+        every += count * (times.dense_params + times.expert_params)
+        _add_fsdp(parts, batch, times, count)
+    _add_ends(parts, batch, ends)
+    forward += batch.has_embedding * ends.embedding_forward + batch.has_head * (
+        ends.head_forward + ends.head_tensor / 2
+    )
+    backward += batch.has_embedding * ends.embedding_backward + batch.has_head * (
+        ends.head_backward + ends.head_tensor / 2
+    )
+    table = p.hidden * p.vocab / machine.rank.tp
+    matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
+    params = params + matrices * table * (1.0 - p.head_frozen)
+    every = every + matrices * table
+    _add_messages(parts, batch)
+    device = sum(parts.values())
+    q = machine.constants.host_sharpness
+    ratio = host / np.maximum(device, 1e-12)
+    parts["host"] = device * ((1.0 + ratio**q) ** (1.0 / q) - 1.0)
+    return StageTimes(
+        forward=forward,
+        backward=backward,
+        parts=parts,
+        total=device + parts["host"],
+        weight=weight,
+        params=params,
+        expert_params=experts,
+        all_params=every,
+    )
+
+
+def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarray) -> None:
+    """Add the tasks of `count` layers to the parts of a stage."""
+    parts["compute"] += count * (times.forward + times.backward_input + times.backward_weight)
+    parts["recompute"] += count * times.recompute
+    parts["tensor_comm"] += count * (times.tensor_forward + times.tensor_backward + times.tensor_recompute)
+    parts["context_comm"] += count * (times.context_forward + times.context_backward)
+    parts["expert_comm"] += count * (times.expert_forward + times.expert_backward + times.expert_recompute)
+
+
+def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> None:
+    """Add embedding and head to the stages that hold them."""
+    first, last = batch.has_embedding, batch.has_head
+    parts["compute"] += first * (ends.embedding_forward + ends.embedding_backward)
+    parts["compute"] += last * (ends.head_forward + ends.head_backward)
+    parts["tensor_comm"] += first * ends.embedding_tensor + last * ends.head_tensor
+
+
+def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray) -> None:
+    """Add what gathering weights and scattering gradients of each layer leaves exposed."""
+    rank, traits, fabric = batch.machine.rank, batch.machine.traits, batch.machine.fabric
+    c = batch.machine.constants
+    sharded = rank.zero >= 3
+    if not np.any(sharded):
+        return
+    params = times.dense_params + times.expert_params
+    gather = all_gather_s(traits.param_bytes * params, rank.shard, rank.sync_stride, fabric) * c.data_comm
+    scatter = reduce_scatter_s(traits.grad_reduce_bytes * params, rank.shard, rank.sync_stride, fabric) * c.data_comm
+    replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
+    shard_bytes = traits.grad_reduce_bytes * params / rank.shard
+    scatter = scatter + all_reduce_s(shard_bytes, replicas, rank.sync_stride * rank.shard, fabric) * c.data_comm
+    exposed = 0.0
+    for busy, moved in ((times.forward_s, gather), (times.backward_s, gather + scatter)):
+        overlapped = np.maximum(busy + c.fsdp_contention * np.minimum(busy, moved), moved) - busy
+        exposed = exposed + np.where(traits.grad_overlap > 0, overlapped, moved)
+    parts["data_comm"] += count * exposed * sharded
+
+
+def _add_messages(parts: dict[str, np.ndarray], batch: Batch) -> None:
+    """Add the stage-to-stage messages of a micro-batch that nothing hides."""
+    p, machine = batch.pipeline, batch.machine
+    rank, c = machine.rank, machine.constants
+    own = rank.micro_batch * rank.seq_len / rank.cp / np.where(rank.sp > 0, rank.tp, 1.0)
+    one = send_s(2.0 * own * p.hidden, p.crosses_node, machine.fabric) * c.pipeline_comm
+    hidden = np.where((p.num_chunks > 1) & (machine.traits.p2p_overlap > 0), c.pipeline_hidden, 0.0)
+    parts["pipeline_comm"] += np.where(p.num_stages > 1, 2.0 * p.num_chunks * one * (1.0 - hidden), 0.0)
+
+
+def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
+    """Return seconds per stage that gradient reduction and weight gathering leave exposed after a step."""
+    rank, traits, fabric = batch.machine.rank, batch.machine.traits, batch.machine.fabric
+    c = batch.machine.constants
+    dense_ranks = rank.dp * rank.cp
+    expert_ranks = np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
+    exposed = 0.0
+    for params, ranks, stride in (
+        (stage.params, dense_ranks, rank.sync_stride),
+        (stage.expert_params, expert_ranks, rank.ep * rank.etp),
+    ):
+        if not np.any(params):
+            continue
+        grads = traits.grad_reduce_bytes * params
+        reduce = np.where(
+            rank.zero >= 1,
+            reduce_scatter_s(grads, ranks, stride, fabric),
+            all_reduce_s(grads, ranks, stride, fabric),
+        )
+        gather = np.where(rank.zero >= 1, all_gather_s(traits.param_bytes * params, ranks, stride, fabric), 0.0)
+        exposed = exposed + _unhidden(reduce * c.data_comm, stage.backward, traits.grad_overlap, c.data_hidden)
+        exposed = exposed + _unhidden(gather * c.data_comm, stage.forward, traits.param_gather_overlap, c.data_hidden)
+    exposed = np.where(rank.zero >= 3, 0.0, exposed)
+    table = traits.grad_bytes * batch.pipeline.hidden * batch.pipeline.vocab / rank.tp
+    ends = np.maximum(batch.has_embedding, batch.has_head) * batch.pipeline.tied
+    tied = all_reduce_s(table, 2.0, fabric.domain * batch.pipeline.crosses_node + rank.tp, fabric) * ends
+    return exposed + np.where(batch.pipeline.num_stages > 1, tied, 0.0)
+
+
+def _unhidden(moved: Any, behind: Any, overlaps: Any, limit: float) -> Any:
+    """Return what is left of `moved` seconds when up to `limit` of it can run behind `behind` seconds."""
+    return moved - overlaps * np.minimum(limit * moved, behind)
+
+
+def _optimizer(batch: Batch, stage: StageTimes) -> np.ndarray:
+    """Return seconds of the optimizer and of what a step does once, per stage."""
+    rank, c = batch.machine.rank, batch.machine.constants
+    dense = stage.params / np.where(rank.zero >= 1, rank.shard, 1.0)
+    expert_ranks = np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
+    experts = stage.expert_params / np.where(rank.zero >= 1, expert_ranks, 1.0)
+    moved = batch.machine.traits.optimizer_bytes * (dense + experts)
+    layers = sum(batch.counts)
+    return stream_s(moved, batch.machine.kernels) + c.step_fixed + c.step_per_layer * layers
+
+
+def step_times(batch: Batch) -> StepTimes:
+    """Return the step time of every pipeline and its parts on the rank that sets the pace.
+
+    Returns
+    -------
+    StepTimes
+        Arrays of shape (pipelines,).
+
+    Source
+    ------
+    docs/derivations/step.md.
+    """
+    p = {name: np.asarray(getattr(batch.pipeline, name))[0] for name in batch.pipeline.__slots__}
+    stage = stage_times(batch)
+    present = batch.multiplicity > 0
+    total = np.where(present, stage.total, -1.0)
+    slowest = total.argmax(0)
+    columns = np.arange(total.shape[1])
+    t_max = total[slowest, columns]
+    # Zero-bubble H1 fills idle time with weight gradients: only forward + input - weight stays open.
+    passage = np.where(p["zero_bubble"] > 0, np.maximum(stage.total - 2.0 * stage.weight, 0.0), stage.total)
+    once = (passage * batch.multiplicity).sum(0) - passage[slowest, columns]
+    m = p["num_micro_batches"]
+    parts = {name: m * value[slowest, columns] for name, value in stage.parts.items()}
+    parts["bubble"] = once / p["num_chunks"]
+    sync = np.where(present, _gradient_sync(batch, stage), 0.0)
+    optimizer = np.where(present, _optimizer(batch, stage), 0.0)
+    tail = sync + optimizer
+    latest = tail.argmax(0)
+    parts["data_comm"] = parts["data_comm"] + sync[latest, columns]
+    parts["optimizer"] = optimizer[latest, columns]
+    busy = m * t_max + parts["bubble"] + tail[latest, columns]
+    doublings = np.maximum(0.0, np.log2(np.maximum(p["num_devices"], 1.0) / 8.0))
+    parts["straggler"] = batch.machine.constants.jitter * doublings * busy
+    return StepTimes(total=busy + parts["straggler"], parts=parts, stage=slowest)

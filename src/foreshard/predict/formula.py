@@ -1,0 +1,461 @@
+"""Cost source `formula`: the time of every single task of a rank, from shapes and fitted curves.
+
+A task is what one stream runs without waiting for another: a layer forward, its two halves backward,
+one collective. How tasks line up into a step is the engines' part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.catalog.training import TrainingConstants
+from foreshard.comm.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+    send_s,
+)
+from foreshard.comm.fabric import Fabric
+from foreshard.cost.attention import (
+    flash_attention_backward_s,
+    flash_attention_forward_s,
+    unfused_attention_s,
+)
+from foreshard.cost.elementwise import stream_s
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.grouped import grouped_gemm_s
+from foreshard.cost.kernels import KernelModel
+from foreshard.graph.shapes import LayerShape, RankShape, Recompute
+from foreshard.predict.traits import Traits
+
+# Bytes per element of hidden width that elementwise kernels move: a norm reads and writes 16 bit and
+# its backward reads two and writes one; a residual reads two and writes one, backward joins gradients.
+_NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
+_DROPOUT = 5.0
+_ROPE = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Everything a task's time depends on apart from its shape; fields broadcast to the batch."""
+
+    kernels: KernelModel
+    fabric: Fabric
+    traits: Traits
+    rank: RankShape
+    constants: TrainingConstants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one layer on one rank for one micro-batch, by task and part."""
+
+    forward: Any
+    backward_input: Any
+    backward_weight: Any
+    recompute: Any
+    tensor_forward: Any  # collectives that nothing hides
+    tensor_backward: Any
+    tensor_recompute: Any
+    context_forward: Any
+    context_backward: Any
+    expert_forward: Any
+    expert_backward: Any
+    expert_recompute: Any
+    host_forward: Any
+    host_backward: Any
+    dense_params: Any  # on this rank
+    expert_params: Any
+
+    @property
+    def forward_s(self) -> Any:
+        """Device seconds of a forward, collectives included."""
+        return self.forward + self.tensor_forward + self.context_forward + self.expert_forward
+
+    @property
+    def backward_s(self) -> Any:
+        """Device seconds of a backward, recomputation included."""
+        return (
+            self.backward_input + self.backward_weight + self.recompute + self.tensor_backward
+            + self.tensor_recompute + self.context_backward + self.expert_backward + self.expert_recompute
+        )  # fmt: skip
+
+
+def _tokens(machine: Machine) -> tuple[Any, Any]:
+    """Return tokens a rank computes on between collectives, and tokens of its sequence-parallel part."""
+    rank = machine.rank
+    tokens = rank.micro_batch * rank.seq_len / rank.cp
+    return tokens, tokens / np.where(rank.sp > 0, rank.tp, 1.0)
+
+
+def _derate(machine: Machine, *, low: Any) -> Any:
+    """Return the slowdown of matrix products inside a training step."""
+    c, t = machine.constants, machine.traits
+    sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0))
+    sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
+    return np.where(low > 0, c.gemm_derate_8bit, sixteen)
+
+
+def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
+    """Return (rows, outputs, inputs, group) of every matrix product a layer's forward runs per token."""
+    tokens, own = _tokens(machine)
+    tp = machine.rank.tp
+    h = layer.hidden
+    latent = np.asarray(layer.kv_lora) > 0
+    low_q = np.asarray(layer.q_lora) > 0
+    plain_out = np.where(latent, 0.0, layer.query_width + layer.kv_width) / tp
+    sizes = [
+        (tokens, plain_out, h, "attention"),
+        (tokens, h, layer.value_width / tp, "attention"),
+    ]
+    if np.any(latent):
+        up = layer.num_heads * (layer.head_dim - layer.rope_head_dim + layer.value_head_dim) / tp
+        sizes += [
+            (tokens * latent, np.where(low_q, layer.q_lora, 0.0), h, "attention"),
+            (tokens * latent, layer.query_width / tp, np.where(low_q, layer.q_lora, h), "latent"),
+            (tokens * latent, layer.kv_lora + layer.rope_head_dim, h, "attention"),
+            (tokens * latent, up, layer.kv_lora, "latent"),
+        ]
+    if np.any(layer.cross_attention):
+        cross = np.asarray(layer.cross_attention) * 1.0
+        sizes += [
+            (tokens * cross, (layer.query_width + layer.kv_width) / tp, h, "attention"),
+            (tokens * cross, h, layer.value_width / tp, "attention"),
+        ]
+    if np.any(layer.ffn):
+        sizes += [
+            (tokens, (1.0 + layer.gated) * layer.ffn / tp, h, "mlp"),
+            (tokens, h, layer.ffn / tp, "mlp"),
+        ]
+    if np.any(layer.shared_ffn):
+        sizes += [
+            (tokens, (1.0 + layer.gated) * layer.shared_ffn / tp, h, "shared"),
+            (tokens, h, layer.shared_ffn / tp, "shared"),
+        ]
+    if np.any(layer.num_experts):
+        sizes.append((own, layer.num_experts, h, "router"))
+    return sizes
+
+
+def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
+    """Return seconds of products, one row per (m, n, k, _), forward rate of the linear layers."""
+    shape = np.broadcast_shapes(*(np.shape(x) for size in sizes for x in size[:3]))
+    m, n, k = (np.empty((len(sizes), *shape)) for _ in range(3))
+    for i, size in enumerate(sizes):
+        m[i], n[i], k[i] = size[:3]
+    time = gemm_s(m, n, k, machine.kernels, bytes_per_element=machine.rank.matrix_bytes)
+    return time * _derate(machine, low=machine.rank.low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Linear:
+    """Matrix-product seconds of a layer, total and of the groups that recomputation names."""
+
+    forward: Any
+    input_gradient: Any
+    weight_gradient: Any
+    mlp: Any
+    shared: Any
+    latent: Any
+
+
+def _linear(layer: LayerShape, machine: Machine) -> _Linear:
+    """Price all per-token matrix products: forward, and the two products of backward."""
+    sizes = _linear_sizes(layer, machine)
+    swapped = [(m, k, n, g) for m, n, k, g in sizes]
+    weights = [(n, k, m, g) for m, n, k, g in sizes]
+    time = _matrix(sizes + swapped + weights, machine)
+    count = len(sizes)
+    trained = 1.0 - np.asarray(layer.frozen, dtype=float)
+
+    def of(group: str) -> Any:
+        return sum((time[i] for i in range(count) if sizes[i][3] == group), np.zeros(()))
+
+    return _Linear(
+        forward=time[:count].sum(0),
+        input_gradient=time[count : 2 * count].sum(0),
+        weight_gradient=time[2 * count :].sum(0) * trained,
+        mlp=of("mlp"),
+        shared=of("shared"),
+        latent=of("latent"),
+    )
+
+
+def _adapters(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
+    """Return forward and backward seconds of low-rank adapters (two thin products each, and an add)."""
+    if not np.any(layer.lora_rank):
+        return 0.0, 0.0
+    tokens, _ = _tokens(machine)
+    r, h, tp = layer.lora_rank, layer.hidden, machine.rank.tp
+    down = gemm_s(tokens, r, h, machine.kernels, sixteen_bit=True)
+    up = gemm_s(tokens, h / tp, r, machine.kernels, sixteen_bit=True)
+    add = stream_s(6.0 * tokens * h / tp, machine.kernels)
+    count = layer.lora_attention + layer.lora_mlp
+    one = down + up + add
+    return count * one, 2.0 * count * one
+
+
+def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
+    """Return forward, input-gradient and weight-gradient seconds of the routed experts."""
+    if not np.any(layer.num_experts):
+        return 0.0, 0.0, 0.0
+    rank, c = machine.rank, machine.constants
+    tokens, _ = _tokens(machine)
+    # Each tensor-parallel rank routes its own part of the tokens; etp ranks then share an expert.
+    routed = layer.top_k * tokens / rank.tp * rank.etp
+    local = np.maximum(1.0, layer.num_experts / rank.ep)
+    width = layer.expert_ffn / rank.etp
+    wide = (1.0 + layer.gated) * width
+    h = layer.hidden
+    # A balanced router needs no correction when one rank holds every expert.
+    imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep)
+
+    def both(n: Any, k: Any) -> Any:
+        options = {"bytes_per_element": rank.matrix_bytes, "imbalance": imbalance}
+        grouped = grouped_gemm_s(routed, local, n, k, machine.kernels, **options)
+        if np.all(machine.traits.grouped):
+            return grouped
+        looped = grouped_gemm_s(routed, local, n, k, machine.kernels, looped=True, **options)
+        return np.where(machine.traits.grouped > 0, grouped, looped)
+
+    derate = _derate(machine, low=rank.low)
+    up, down = both(wide, h), both(h, width)
+    up_back, down_back = both(h, wide), both(width, h)
+    forward = (up + down) * derate
+    # The weight gradient has the same work; its rows are the weights and its inner size the tokens.
+    return forward, (up_back + down_back) * derate, forward * (1.0 - np.asarray(layer.frozen, dtype=float))
+
+
+def _attention(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
+    """Return forward and backward seconds of attention itself."""
+    rank, traits, c = machine.rank, machine.traits, machine.constants
+    heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
+    sizes = (rank.micro_batch, heads, kv_heads, rank.seq_len, rank.seq_len, layer.head_dim, layer.value_head_dim)
+    mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+    forward = backward = 0.0
+    times = 1.0 + layer.cross_attention
+    if np.any(traits.flash):
+        old = 1.0 + traits.old_flash * (c.flash_old_on_new - 1.0)
+        forward = flash_attention_forward_s(*sizes, machine.kernels, **mask) * c.flash_forward * old
+        backward = flash_attention_backward_s(*sizes, machine.kernels, **mask) * c.flash_backward * old
+    if not np.all(traits.flash):
+        sizes = (rank.micro_batch, heads, rank.seq_len, rank.seq_len, layer.head_dim, machine.kernels)
+        drop = np.asarray(layer.dropout) > 0
+        plain = unfused_attention_s(*sizes, dropout=drop, backward=False) * c.unfused
+        plain_back = unfused_attention_s(*sizes, dropout=drop, backward=True) * c.unfused
+        forward = np.where(traits.flash > 0, forward, plain)
+        backward = np.where(traits.flash > 0, backward, plain_back)
+    return forward * times / rank.cp, backward * times / rank.cp
+
+
+def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
+    """Return forward and backward seconds of memory-bound kernels, and forward ones of norms and experts."""
+    rank, traits, c = machine.rank, machine.traits, machine.constants
+    tokens, own = _tokens(machine)
+    gate = 1.0 + np.asarray(layer.gated, dtype=float)
+    wide = own * layer.hidden
+    norm = layer.num_norms * wide
+    drop = 2.0 * np.asarray(layer.dropout, dtype=float) * wide * _DROPOUT
+    rope = tokens * (layer.query_width + layer.key_width) / rank.tp * _ROPE
+    routed = layer.top_k * tokens / rank.tp
+    inner = tokens * (layer.ffn + layer.shared_ffn) / rank.tp + routed * layer.expert_ffn
+    # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
+    permute = 8.0 * routed * layer.hidden
+    forward = norm * _NORM + 2.0 * wide * _RESIDUAL + drop + rope + inner * 2.0 * (gate + 1.0) + permute
+    back = norm * _NORM_BACK + 2.0 * wide * _RESIDUAL + drop + rope + inner * 2.0 * (2.0 * gate + 1.0) + permute
+    factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
+    scale = factor / (machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    return forward * scale, back * scale, norm * _NORM * scale
+
+
+def _casts(layer: LayerShape, machine: Machine) -> Any:
+    """Return seconds of one pass of casts to 8 or 4 bit in front of the linear layers."""
+    if not np.any(machine.rank.low):
+        return 0.0
+    tokens, _ = _tokens(machine)
+    tp = machine.rank.tp
+    inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
+    routed = layer.top_k * (layer.hidden + layer.expert_ffn) / tp
+    moved = 3.0 * tokens * (inputs + routed) * machine.constants.cast_traffic
+    return stream_s(moved, machine.kernels) * machine.rank.low
+
+
+def _weight_casts(params: Any, machine: Machine) -> Any:
+    """Return seconds of casting the weights once a micro-batch, where a framework does not keep them."""
+    return stream_s(0.9 * params * machine.constants.cast_traffic, machine.kernels) * machine.rank.low
+
+
+def _tensor_s(layer: LayerShape, machine: Machine) -> Any:
+    """Return seconds of the collectives around one tensor-parallel region, one direction."""
+    rank = machine.rank
+    if not np.any(np.asarray(rank.tp) > 1):
+        return 0.0
+    tokens, _ = _tokens(machine)
+    size = 2.0 * tokens * layer.hidden
+    gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
+    scatter = reduce_scatter_s(size, rank.tp, 1.0, machine.fabric)
+    if np.all(rank.sp > 0):
+        both = gather + scatter
+    else:
+        both = np.where(rank.sp > 0, gather + scatter, all_reduce_s(size, rank.tp, 1.0, machine.fabric))
+    hidden = machine.traits.tp_overlap * np.where(rank.sp > 0, machine.constants.tensor_hidden, 0.0)
+    return both * machine.constants.tensor_comm * (1.0 - hidden)
+
+
+def _expert_s(layer: LayerShape, machine: Machine) -> Any:
+    """Return seconds of sending tokens to their experts and back, one direction of a layer."""
+    rank, c = machine.rank, machine.constants
+    if not np.any(layer.num_experts) or not np.any(np.asarray(rank.ep) > 1):
+        return 0.0
+    tokens, own = _tokens(machine)
+    routed = 2.0 * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
+    sent = 2.0 * all_to_all_s(routed, rank.ep, rank.etp, machine.fabric)
+    if np.any(machine.traits.gather_tokens):
+        everyone = 2.0 * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
+        gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
+        sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
+    return sent * c.expert_comm * (1.0 - 0.5 * machine.traits.expert_overlap)
+
+
+def _context_s(layer: LayerShape, machine: Machine, attention: Any) -> Any:
+    """Return what ring attention leaves exposed of passing keys and values around, one direction."""
+    rank = machine.rank
+    if not np.any(np.asarray(rank.cp) > 1):
+        return 0.0
+    tokens, _ = _tokens(machine)
+    block = 2.0 * tokens * layer.kv_width / rank.tp
+    steps = rank.cp - 1.0
+    crosses = rank.cp * rank.tp > machine.fabric.domain
+    ring = steps * send_s(block, crosses, machine.fabric)
+    return np.where(rank.cp > 1, np.maximum(ring - attention * steps / rank.cp, 0.0), 0.0)
+
+
+def _hosts(layer: LayerShape, machine: Machine, recompute: Recompute) -> tuple[Any, Any]:
+    """Return host seconds that launching a layer forward and backward takes."""
+    c, traits, rank = machine.constants, machine.traits, machine.rank
+    table = np.array(
+        [c.host_megatron_2020, c.host_megatron_deepspeed, c.host_megatron_core, c.host_eager, c.host_compiled]
+    )
+    base = table[np.asarray(traits.host_class, dtype=int)]
+    base = base * (1.0 + c.host_tensor * (np.asarray(rank.tp) > 1))
+    heads = rank.micro_batch * layer.num_heads / rank.tp
+    unfused = (1.0 - traits.flash) * (np.mod(heads, 4.0) > 0)
+    base = base + unfused * c.host_softmax
+    moe = np.asarray(layer.num_experts) > 0
+    local = np.maximum(1.0, layer.num_experts / rank.ep)
+    base = base + moe * (c.host_moe + (1.0 - traits.grouped) * local * c.host_expert)
+    base = base * (1.0 - traits.graphs)
+    return base, base * (c.host_backward + recompute.full)
+
+
+def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> LayerTimes:
+    """Return the seconds of every task of one layer.
+
+    Parameters
+    ----------
+    layer : LayerShape
+    machine : Machine
+    recompute : Recompute
+
+    Returns
+    -------
+    LayerTimes
+        Fields broadcast to the batch.
+
+    Source
+    ------
+    docs/derivations/step.md; kernels and collectives in their own derivations.
+    """
+    rank, c = machine.rank, machine.constants
+    linear = _linear(layer, machine)
+    attention, attention_back = _attention(layer, machine)
+    stream, stream_back, norms = _elementwise(layer, machine)
+    expert, expert_input, expert_weight = _experts(layer, machine)
+    adapter, adapter_back = _adapters(layer, machine)
+    cast = _casts(layer, machine)
+    dense = layer.dense_params / rank.tp
+    experts = layer.expert_params / np.maximum(1.0, rank.ep * rank.etp)
+    accumulate = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 2.0)
+    accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
+    accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float))
+    forward = linear.forward + attention + stream + expert + adapter + cast
+    forward = forward + _weight_casts(dense + experts, machine)
+    moe = np.asarray(layer.num_experts, dtype=float) > 0
+    has_mlp = np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0
+    # An expert layer without a dense or shared part enters no tensor-parallel region after attention.
+    regions = 1.0 + np.where(moe & (rank.etp <= 1), has_mlp * 1.0, 1.0)
+    tensor = _tensor_s(layer, machine)
+    sent = _expert_s(layer, machine)
+    again = recompute
+    redo = (
+        again.core_attn * attention
+        + again.mlp * linear.mlp
+        + again.layernorm * norms
+        + (again.moe + again.moe_act * 0.15) * expert
+        + again.shared_experts * linear.shared
+        + again.mla_up_proj * linear.latent
+        + again.op * 0.5 * linear.forward
+    )
+    host_forward, host_backward = _hosts(layer, machine, recompute)
+    return LayerTimes(
+        forward=forward,
+        backward_input=linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast,
+        backward_weight=linear.weight_gradient + expert_weight + accumulate,
+        recompute=again.full * forward + (1.0 - again.full) * redo,
+        tensor_forward=regions * tensor,
+        tensor_backward=regions * tensor,
+        tensor_recompute=again.full * regions * tensor,
+        context_forward=_context_s(layer, machine, attention),
+        context_backward=2.0 * _context_s(layer, machine, attention_back * 0.5),
+        expert_forward=sent,
+        expert_backward=sent,
+        expert_recompute=np.maximum(again.full, again.moe) * sent,
+        host_forward=host_forward,
+        host_backward=host_backward,
+        dense_params=dense,
+        expert_params=experts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTimes:
+    """Seconds of embedding and head for one micro-batch on the ranks that hold them."""
+
+    embedding_forward: Any
+    embedding_backward: Any
+    head_forward: Any
+    head_backward: Any
+    embedding_tensor: Any
+    head_tensor: Any
+
+
+def end_times(
+    hidden: Any, vocab: Any, head_rows: Any, machine: Machine, *, frozen: Any = 0.0, heads: Any = 1.0
+) -> EndTimes:
+    """Return the seconds of the two ends of the model; `heads` counts outputs (1 + next-token modules)."""
+    rank, c = machine.rank, machine.constants
+    tokens, own = _tokens(machine)
+    rows = np.where(np.asarray(head_rows) > 0, rank.micro_batch * np.asarray(head_rows, dtype=float), tokens)
+    padded = np.ceil(vocab / (machine.traits.vocab_multiple * rank.tp)) * machine.traits.vocab_multiple
+    product = gemm_s(rows, padded, hidden, machine.kernels, sixteen_bit=True) * _derate(machine, low=0.0 * rank.low)
+    per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
+    loss = stream_s(rows * padded * per_logit, machine.kernels)
+    lookup = stream_s(4.0 * own * hidden, machine.kernels)
+    size = 2.0 * tokens * hidden
+    gather = 0.0
+    if np.any(np.asarray(rank.tp) > 1):
+        gather = reduce_scatter_s(size, rank.tp, 1.0, machine.fabric)
+        gather = np.where(rank.sp > 0, gather, all_reduce_s(size, rank.tp, 1.0, machine.fabric)) * c.tensor_comm
+    trained = 2.0 - np.asarray(frozen, dtype=float)
+    return EndTimes(
+        embedding_forward=lookup,
+        embedding_backward=1.5 * lookup * (trained - 1.0),
+        head_forward=heads * (product + loss / 3.0),
+        head_backward=heads * (trained * product + loss * 2.0 / 3.0),
+        embedding_tensor=2.0 * gather,
+        head_tensor=2.0 * heads * gather,
+    )

@@ -1,0 +1,85 @@
+"""What a framework does, as numbers that formulas take: one value, or one per row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foreshard.catalog.training import HOST_CLASSES
+from foreshard.errors import SpecError
+from foreshard.spec.device import Device
+from foreshard.spec.framework import Framework
+
+_NEW_ATTENTION_ARCHS = ("hopper", "blackwell")
+_OLD_FLASH = ("fa1", "fa2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Flags (0 or 1), bytes and class numbers of a framework on a device."""
+
+    flash: Any
+    old_flash: Any  # an older flash kernel on a newer architecture
+    hopper: Any
+    blackwell: Any
+    eager: Any
+    host_class: Any
+    graphs: Any  # share of host launches that CUDA graphs remove
+    grad_bytes: Any
+    grad_reduce_bytes: Any
+    tp_overlap: Any
+    grad_overlap: Any
+    param_gather_overlap: Any
+    p2p_overlap: Any
+    expert_overlap: Any
+    fsdp: Any
+    grouped: Any
+    gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
+    fused_loss: Any
+    param_bytes: Any  # of a gathered weight
+    optimizer_bytes: Any  # moved per parameter of an optimizer step
+    vocab_multiple: Any
+
+
+_GRAPH_SHARE = {"none": 0.0, "partial": 0.7, "full": 1.0}
+_OPTIMIZER_BYTES = {"adamw": 0.0, "adamw-8bit": -12.0, "adafactor": -14.0, "sgd": -16.0}
+
+
+def traits_of(
+    framework: Framework,
+    device: Device,
+    *,
+    optimizer: str = "adamw",
+    comm: Mapping[str, bool] | None = None,
+    eight_bit: bool = False,
+) -> Traits:
+    """Return the numbers of a framework; `comm` overrides what overlaps."""
+    options = {
+        name: float((comm or {}).get(name, getattr(framework, name)))
+        for name in ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap")
+    }
+    if framework.host not in HOST_CLASSES:
+        raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)
+    moments = 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes
+    optimizer_bytes = framework.grad_bytes + moments + 2.0 + _OPTIMIZER_BYTES[optimizer]
+    new = device.arch in _NEW_ATTENTION_ARCHS
+    return Traits(
+        flash=float(framework.attention != "unfused"),
+        old_flash=float(framework.attention in _OLD_FLASH and new),
+        hopper=float(device.arch == "hopper"),
+        blackwell=float(device.arch == "blackwell"),
+        eager=float(framework.elementwise in ("eager", "jit")),
+        host_class=float(HOST_CLASSES.index(framework.host)),
+        graphs=_GRAPH_SHARE[framework.cuda_graphs],
+        grad_bytes=float(framework.grad_bytes),
+        grad_reduce_bytes=float(framework.grad_reduce_bytes),
+        fsdp=float(framework.fsdp != "none"),
+        grouped=float(framework.grouped_gemm),
+        gather_tokens=float(framework.dispatcher == "allgather"),
+        fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
+        param_bytes=1.0 if framework.fp8_params and eight_bit else 2.0,
+        optimizer_bytes=max(4.0, optimizer_bytes),
+        vocab_multiple=float(framework.vocab_multiple),
+        **options,
+    )
