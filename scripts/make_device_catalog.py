@@ -242,11 +242,16 @@ INSTANCE_DEVICE = {
 }
 
 
+# What "same remark" of the table stands for.
+SAME_REMARK = ("listed values 1.1x above another region are dedicated tenancy; a June 2025 AWS P4/P5 price cut "
+               "is recalled (unverified), not reflected")
+
+
 def instance(row: dict) -> dict:
     slug = re.sub(r"\s*\(.*?\)", "", row["instance"]).lower().replace("_", "-").replace(" + ", "-").replace(" ", "-")
     network = re.sub("up to ", "", row["network_gbps"])
     notes = "; ".join(part for part in (
-        row["notes"].strip("; "),
+        row["notes"].strip("; ").replace("same remark", SAME_REMARK),
         "network is an upper bound ('up to')" if "up to" in row["network_gbps"] else "",
         "the source does not say which H100; taken as SXM" if row["gpu"] == "H100" else "") if part)
     return {

@@ -54,12 +54,7 @@ def _rows() -> tuple[dict[str, Any], ...]:
 def devices() -> Mapping[str, Device]:
     """Return every known device by canonical name."""
     names = [field.name for field in fields(Device)]
-    made = {}
-    for row in _rows():
-        values = {name: row[name] for name in names}
-        values["peak_flops_per_s"] = MappingProxyType(values["peak_flops_per_s"])
-        made[row["name"]] = Device(**values)
-    return MappingProxyType(made)
+    return MappingProxyType({row["name"]: Device(**{name: row[name] for name in names}) for row in _rows()})
 
 
 @cache

@@ -36,9 +36,11 @@ class LinkConstants:
         Multiplier of the pipeline term 2 sqrt(latency * transfer): 1 is ideal chunking.
     copy, exchange_copy
         Extra wire-equivalent bytes of a rank's own block, as a fraction of the block.
-    scaling
-        Exponent of (ranks / 2) in the bandwidth: 0 behind a switch, positive in a mesh (more peers,
-        more links), negative where ranks share one bus.
+    scaling, exchange_scaling
+        For rings and for all-to-all, the exponent of (ranks / reference) in the bandwidth: 0 behind a switch, positive in a mesh (more
+        peers, more links), negative where ranks share one bus.
+    reference
+        Ranks at which ``scaling`` counts 1; 0 means the whole domain.
     """
 
     launch_s: float
@@ -56,16 +58,26 @@ class LinkConstants:
     copy: float
     exchange_copy: float
     scaling: float
+    exchange_scaling: float
+    reference: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkConstants:
-    """How a collective library uses the NICs: fractions of the datasheet rate, software time per hop."""
+    """How a collective library uses the NICs.
+
+    Parameters
+    ----------
+    ring_eff, tree_eff, exchange_eff
+        Fraction of the datasheet NIC rate that rings, trees and direct sends reach.
+    launch_s
+        Software time of a collective that leaves the domain, once (proxy thread, GPU to NIC handshake).
+    """
 
     ring_eff: float
     tree_eff: float
     exchange_eff: float
-    overhead_s: float
+    launch_s: float
 
 
 @lru_cache(maxsize=1)
@@ -85,15 +97,16 @@ def link_generation(arch: str, link: str | None) -> str:
     link
         Scale-up link (``NVLink4``, ``xGMI``); None or a PCIe name for devices without one.
     """
-    kind = "pcie" if link is None or "pci" in link.lower() or not link.strip() else "nvlink"
-    if kind == "nvlink" and "nvl" not in link.lower():
-        kind = "fabric"
-    family = arch.lower().split()[0].split("-")[0] if arch else "unknown"
-    table = comm_constants()["links"]
-    for name in (f"{family}-{kind}", kind):
-        if name in table:
-            return name
-    return "nvlink"
+    family, link = (arch.lower().split() or [""])[0], (link or "").lower()
+    if not link or "pci" in link:
+        name = f"{family}-pcie"
+        return name if name in comm_constants()["links"] else "pcie"
+    if "c2c" in link:
+        return "hopper-c2c"
+    if "infinity" in link or "xgmi" in link or "roce" in link:
+        return "mesh"
+    name = f"{family}-nvlink"
+    return name if "nvlink" in link and name in comm_constants()["links"] else "nvlink"
 
 
 def link_constants(generation: str, *, nccl: str = "2.2x") -> LinkConstants:

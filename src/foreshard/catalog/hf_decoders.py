@@ -50,7 +50,7 @@ def _sliding_window(reader: Reader) -> int:
 
 
 def llama(reader: Reader) -> Model:
-    """llama 1-3.x."""
+    """Llama 1 to 3.x."""
     bias = reader.flag("attention_bias", False)
     block = dict(
         attention_sizes(reader),

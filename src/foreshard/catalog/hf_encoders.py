@@ -28,17 +28,19 @@ def bert(reader: Reader) -> Model:
         mlp_bias=True,
         dropout=reader.fraction("hidden_dropout_prob", default=0.1),
     )
+    tied = reader.flag("tie_word_embeddings", True)
+    bias = vocab * (2 - tied)  # transformers keeps a second bias when the table is not tied
     tables = (vocab + positions + reader.size("type_vocab_size", default=2)) * hidden
     return Model(
         name=reader.name,
         blocks=(block,) * reader.layers("num_hidden_layers"),
         hidden=hidden,
         vocab=vocab,
-        tied_embeddings=reader.flag("tie_word_embeddings", True),
+        tied_embeddings=tied,
         max_seq_len=positions,
         learned_positions=positions,
         embedding_params=tables + 2 * hidden,
-        head_params=vocab * hidden + vocab + hidden * hidden + hidden + 2 * hidden,
+        head_params=vocab * hidden + bias + hidden * hidden + hidden + 2 * hidden,
         head_matmul_params=vocab * hidden + hidden * hidden,
         final_norm_params=0,
         kind="encoder",
@@ -65,6 +67,8 @@ def t5(reader: Reader) -> Model:
     decoder = replace(encoder, causal=True, cross_attention=True, num_norms=3)
     table = reader.size("relative_attention_num_buckets", default=32) * heads
     layers = reader.layers("num_layers", "num_hidden_layers")
+    if not reader.flag("tie_word_embeddings", True):
+        reader.assumptions.append("embedding and head are tied, as transformers 5 does with every T5")
     decoder_layers = reader.layers("num_decoder_layers", default=layers)
     blocks = (
         replace(encoder, other_params=table),
@@ -77,7 +81,7 @@ def t5(reader: Reader) -> Model:
         blocks=blocks,
         hidden=hidden,
         vocab=vocab,
-        tied_embeddings=reader.flag("tie_word_embeddings", True),
+        tied_embeddings=True,
         max_seq_len=reader.positions("n_positions", default=512),
         embedding_params=vocab * hidden,
         head_params=vocab * hidden,

@@ -102,7 +102,7 @@ def _find(section: dict[str, Any], device: Device) -> tuple[dict[str, float], st
     """Return the entry of the device, else of its architecture, else the generic one, and which it was."""
     if device.name in section["devices"]:
         return section["devices"][device.name], "fitted"
-    arch = device.arch.lower()
+    arch = kernel_constants()["curve_of"].get(device.name, device.arch)
     if arch in section["architectures"]:
         return section["architectures"][arch], "architecture"
     return section["generic"], "datasheet"

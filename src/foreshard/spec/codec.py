@@ -22,7 +22,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from foreshard import units
@@ -173,7 +173,7 @@ class _Decoder:
         if origin in (tuple, list, Sequence):
             return self.sequence(origin, args, data, key)
         if origin in (dict, Mapping):
-            return self.mapping(args[1], data, key)
+            return self.mapping(*args, data, key)
         return data if kind is Any else self.scalar(kind, data, key)
 
     def marked(self, kind: Any, markers: tuple[Any, ...], data: Any, key: str) -> Any:
@@ -241,10 +241,11 @@ class _Decoder:
         made = (self.value(args[0], one, f"{key}[{i}]") for i, one in enumerate(data))
         return list(made) if origin is list else tuple(made)
 
-    def mapping(self, kind: Any, data: Any, key: str) -> Mapping[str, Any]:
+    def mapping(self, name_kind: Any, kind: Any, data: Any, key: str) -> Mapping[str, Any]:
         if not isinstance(data, dict):
             raise self.wrong(key, data, "a table")
-        return MappingProxyType({name: self.value(kind, one, _join(key, name)) for name, one in data.items()})
+        inside = {self.value(name_kind, name, _join(key, name)): (name, one) for name, one in data.items()}
+        return {name: self.value(kind, one, _join(key, shown)) for name, (shown, one) in inside.items()}
 
     def table(self, cls: Any, data: Any, key: str) -> Any:
         if not isinstance(data, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foreshard.errors import SpecError
 
@@ -57,7 +57,7 @@ class Device:
     arch: str
     form: str
     year: int
-    peak_flops_per_s: Mapping[str, float]
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes: float
     capacity_bytes: float
     memory_bytes_per_s: float
