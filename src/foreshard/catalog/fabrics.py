@@ -37,8 +37,8 @@ class LinkConstants:
     copy, exchange_copy
         Extra wire-equivalent bytes of a rank's own block, as a fraction of the block.
     scaling, exchange_scaling
-        For rings and for all-to-all, the exponent of (ranks / reference) in the bandwidth: 0 behind a switch, positive in a mesh (more
-        peers, more links), negative where ranks share one bus.
+        For rings and for all-to-all, the exponent of (ranks / reference) in the bandwidth: 0 behind a
+        switch, positive in a mesh (more peers, more links), negative where ranks share one bus.
     reference
         Ranks at which ``scaling`` counts 1; 0 means the whole domain.
     """

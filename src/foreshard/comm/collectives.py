@@ -25,11 +25,11 @@ def _spread(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> tuple[An
     return ranks, inside, np.ceil(ranks / inside)
 
 
-def _scale(inside: Any, fabric: Fabric) -> Any:
+def _scale(inside: Any, exponent: Any, fabric: Fabric) -> Any:
     """Return the factor on link bandwidth from the number of ranks on it."""
-    if not np.any(fabric.scaling):
+    if not np.any(exponent):
         return 1.0
-    return (np.maximum(inside, 2.0) / 2.0) ** fabric.scaling
+    return (np.maximum(inside, 2.0) / fabric.reference) ** exponent
 
 
 def _nic_share(inside: Any, fabric: Fabric) -> Any:
@@ -50,27 +50,33 @@ def _finish(time_s: Any, num_bytes: Any, ranks: Any) -> Times:
 def _ring_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric, *, passes: float, eff: Any) -> Any:
     """Return the time of ``passes`` trips of the ring: 2 for all-reduce, 1 for gather, scatter."""
     ranks, inside, domains = spread
-    bus = fabric.intra_bytes_per_s * eff * _scale(inside, fabric)
+    bus = fabric.intra_bytes_per_s * eff * _scale(inside, fabric.scaling, fabric)
     # Every byte of a ring passes every edge, so the NIC edge carries the same bytes as an NVLink edge.
     bus = np.where(domains > 1.0, np.minimum(bus, _nic_share(inside, fabric) * fabric.nic_ring_eff), bus)
     bus = np.where(inside > 1.0, bus, _nic_share(inside, fabric) * fabric.nic_ring_eff)
     wire = num_bytes * (passes * (ranks - 1.0) + fabric.copy) / ranks
-    across = np.where(domains > 1.0, domains - 1.0, 0.0)
+    across = domains - 1.0
+    launch = fabric.launch_s + np.where(domains > 1.0, fabric.nic_launch_s, 0.0)
     hops_s = passes * ((ranks - 1.0 - across) * fabric.intra_latency_s + across * fabric.nic_latency_s)
-    return _pipelined_s(fabric.launch_s + hops_s, wire / bus, fabric.ramp)
+    return _pipelined_s(launch + hops_s, wire / bus, fabric.ramp)
 
 
 def _tree_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric) -> Any:
     """Return an all-reduce by tree over domains, reduced in the switch or along a chain inside each."""
     _, inside, domains = spread
     switched = (fabric.in_network > 0.0) & (inside > 2.0)
-    link = fabric.intra_bytes_per_s * _scale(inside, fabric)
-    local = num_bytes * np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, 1.0 / fabric.ring_eff) / link
+    link = fabric.intra_bytes_per_s * _scale(inside, fabric.scaling, fabric)
+    local = (
+        num_bytes * np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, 1.0 / fabric.ring_eff) / link
+    )
     local = np.where(inside > 1.0, local, 0.0)
     # A double binary tree sends each byte of the domain out twice, less the root's edge.
     across = 2.0 * (1.0 - 1.0 / domains) * num_bytes / (_nic_share(inside, fabric) * fabric.nic_tree_eff)
-    start = np.where(switched, fabric.switch_launch_s, fabric.launch_s + 2.0 * (inside - 1.0) * fabric.intra_latency_s)
+    start = np.where(
+        switched, fabric.switch_launch_s, fabric.launch_s + 2.0 * (inside - 1.0) * fabric.intra_latency_s
+    )
     latency = start + 2.0 * np.ceil(np.log2(domains)) * fabric.nic_latency_s
+    latency = latency + np.where(domains > 1.0, fabric.nic_launch_s, 0.0)
     ramp = np.where(switched, fabric.switch_ramp, fabric.ramp)
     tree = _pipelined_s(latency, np.maximum(local, across), ramp)
     return np.where(switched | (domains > 1.0), tree, np.inf)
@@ -100,7 +106,9 @@ def all_gather_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, 
     """Return the time of an all-gather of ``num_bytes`` gathered output, by ring."""
     num_bytes = np.asarray(num_bytes, dtype=float)
     spread = _spread(num_ranks, stride, fabric)
-    return _finish(_ring_s(num_bytes, spread, fabric, passes=1.0, eff=fabric.gather_eff), num_bytes, spread[0])
+    return _finish(
+        _ring_s(num_bytes, spread, fabric, passes=1.0, eff=fabric.gather_eff), num_bytes, spread[0]
+    )
 
 
 def reduce_scatter_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
@@ -112,12 +120,12 @@ def all_to_all_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, 
     """Return the time of an all-to-all: direct sends, links and NIC busy at once."""
     num_bytes = np.asarray(num_bytes, dtype=float)
     ranks, inside, domains = _spread(num_ranks, stride, fabric)
-    link = fabric.intra_bytes_per_s * fabric.exchange_eff * _scale(inside, fabric)
+    link = fabric.intra_bytes_per_s * fabric.exchange_eff * _scale(inside, fabric.exchange_scaling, fabric)
     local = num_bytes * (inside - 1.0 + fabric.exchange_copy) / ranks / link
     nic = _nic_share(1.0, fabric) * fabric.nic_exchange_eff
     transfer = np.maximum(local, num_bytes * (ranks - inside) / ranks / nic)
     latency = fabric.exchange_launch_s + (ranks - 1.0) * fabric.exchange_hop_s
-    latency = latency + np.where(domains > 1.0, fabric.nic_latency_s, 0.0)
+    latency = latency + np.where(domains > 1.0, fabric.nic_latency_s + fabric.nic_launch_s, 0.0)
     return _finish(_pipelined_s(latency, transfer, fabric.exchange_ramp), num_bytes, ranks)
 
 
@@ -125,11 +133,12 @@ def broadcast_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, f
     """Return the time of a broadcast: a pipelined chain through all ranks."""
     num_bytes = np.asarray(num_bytes, dtype=float)
     ranks, inside, domains = _spread(num_ranks, stride, fabric)
-    bus = fabric.intra_bytes_per_s * fabric.gather_eff * _scale(inside, fabric)
+    bus = fabric.intra_bytes_per_s * fabric.gather_eff * _scale(inside, fabric.scaling, fabric)
     nic = _nic_share(inside, fabric) * fabric.nic_ring_eff
     bus = np.where(domains > 1.0, np.where(inside > 1.0, np.minimum(bus, nic), nic), bus)
     hops = (ranks - domains) * fabric.intra_latency_s + (domains - 1.0) * fabric.nic_latency_s
-    return _finish(_pipelined_s(fabric.launch_s + hops, num_bytes / bus, fabric.ramp), num_bytes, ranks)
+    launch = fabric.launch_s + np.where(domains > 1.0, fabric.nic_launch_s, 0.0)
+    return _finish(_pipelined_s(launch + hops, num_bytes / bus, fabric.ramp), num_bytes, ranks)
 
 
 def send_s(num_bytes: ArrayLike, crosses_node: ArrayLike, fabric: Fabric) -> Times:
@@ -138,6 +147,6 @@ def send_s(num_bytes: ArrayLike, crosses_node: ArrayLike, fabric: Fabric) -> Tim
     crosses = np.asarray(crosses_node, dtype=bool)
     link = fabric.intra_bytes_per_s * fabric.exchange_eff
     nic = _nic_share(1.0, fabric) * fabric.nic_exchange_eff
-    latency = fabric.exchange_launch_s + np.where(crosses, fabric.nic_latency_s, 0.0)
+    latency = fabric.exchange_launch_s + np.where(crosses, fabric.nic_latency_s + fabric.nic_launch_s, 0.0)
     transfer = num_bytes / np.where(crosses, np.minimum(link, nic), link)
     return np.where(num_bytes > 0.0, _pipelined_s(latency, transfer, fabric.exchange_ramp), 0.0)

@@ -14,9 +14,17 @@ from foreshard.errors import SpecError
 if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster, NodeGroup
 
-# Fully connected or cube-mesh boxes: a group smaller than the box reaches only part of a device's links,
-# so bandwidth grows with the group. Exponents of (ranks / 2): fitted for V100 and GH200, geometry for 8-way xGMI.
-_FAMILIES_WITH_IN_NETWORK = ("hopper", "blackwell", "rubin")
+_IN_NETWORK = ("hopper", "blackwell", "rubin")
+_NCCL_ROWS = {
+    "pascal": 0,
+    "volta": 0,
+    "turing": 0,
+    "ampere": 1,
+    "ada": 1,
+    "hopper": 2,
+    "blackwell": 3,
+    "rubin": 3,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,10 @@ class Fabric:
         Devices of a node; NIC rate of the whole node, one direction; latency of one crossing.
     in_network
         1 where the switch can reduce (NVLS), else 0.
+    nccl_row
+        Row of NCCL's own tables: 0 Volta, 1 Ampere, 2 Hopper, 3 Blackwell; plus 10 over PCIe.
+
+    The others are ``LinkConstants`` and ``NetworkConstants`` of ``foreshard.catalog.fabrics``.
     """
 
     intra_bytes_per_s: Any
@@ -58,9 +70,13 @@ class Fabric:
     copy: Any
     exchange_copy: Any
     scaling: Any
+    exchange_scaling: Any
+    reference: Any
     nic_ring_eff: Any
     nic_tree_eff: Any
     nic_exchange_eff: Any
+    nic_launch_s: Any
+    nccl_row: Any
 
     @staticmethod
     def stack(fabrics: Sequence[Fabric]) -> Fabric:
@@ -72,7 +88,9 @@ class Fabric:
     def take(self, index: Any) -> Fabric:
         """Return the rows at ``index``; scalar fields stay scalars."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Fabric(**{k: v[index] if isinstance(v, np.ndarray) and v.ndim else v for k, v in values.items()})
+        return Fabric(
+            **{k: v[index] if isinstance(v, np.ndarray) and v.ndim else v for k, v in values.items()}
+        )
 
 
 def fabric_from(
@@ -85,6 +103,7 @@ def fabric_from(
     nic_latency_s: float,
     in_network: bool,
     ideal: bool = False,
+    nccl_row: int = 1,
 ) -> Fabric:
     """Join datasheet values of a cluster with the constants of its link generation.
 
@@ -97,8 +116,13 @@ def fabric_from(
         "nic_tree_eff": network.tree_eff,
         "nic_exchange_eff": network.exchange_eff,
     }
+    if not values["reference"]:
+        values["reference"] = float(domain)
     if ideal:
-        values = {k: 1.0 if k.endswith("_eff") else v if k.endswith("_s") else 0.0 for k, v in values.items()}
+        values = {
+            k: 1.0 if k.endswith("_eff") else v if k.endswith(("_s", "reference")) else 0.0
+            for k, v in values.items()
+        }
         net = dict.fromkeys(net, 1.0)
     return Fabric(
         intra_bytes_per_s=float(intra_bytes_per_s),
@@ -106,14 +130,18 @@ def fabric_from(
         domain=float(domain),
         per_node=float(per_node),
         nic_bytes_per_s=float(nic_bytes_per_s),
-        nic_latency_s=float(nic_latency_s) + network.overhead_s,
+        nic_latency_s=float(nic_latency_s),
+        nic_launch_s=network.launch_s,
         in_network=float(in_network),
+        nccl_row=float(nccl_row),
         **values,
         **net,
     )
 
 
-def fabric_of(group: NodeGroup, *, nccl: str = "2.2x", fidelity: str = "zero-shot") -> Fabric:
+def fabric_of(
+    group: NodeGroup, *, nccl: str = "2.2x", fidelity: str = "zero-shot", oversubscription: float = 1.0
+) -> Fabric:
     """Return the fabric of one group of equal nodes.
 
     Parameters
@@ -125,74 +153,108 @@ def fabric_of(group: NodeGroup, *, nccl: str = "2.2x", fidelity: str = "zero-sho
     fidelity
         ``datasheet`` uses NCCL's own latency table and full link rate; ``zero-shot`` and ``calibrated``
         the fitted constants.
+    oversubscription
+        Edge over core bandwidth of the network; divides the NIC rate.
+
+    Raises
+    ------
+    SpecError
+        The rate between the devices of a node is not known.
     """
-    device = group.device
-    generation = link_generation(device.arch, device.link)
-    pcie = generation.endswith("pcie")
-    per_node, total = int(group.per_node), int(group.per_node) * int(group.count)
-    nvlink_domain = int(group.nvlink_domain or 1)
-    domain = per_node if pcie or nvlink_domain <= 1 else min(nvlink_domain, total)
+    device, pcie = group.device, group.nvlink_domain <= 1
     rate = device.pcie_bytes_per_s if pcie else device.link_bytes_per_s
-    if not rate:
+    if not rate and group.num_devices > 1:
         raise SpecError(
-            "bandwidth between the devices of a node is not known", key="device.link", value=device.link,
-            rule="a device needs an NVLink or PCIe rate", fix="give the link rate in a [[devices]] table",
+            f"{device.name} has no known bandwidth to its neighbours",
+            key="device.pcie_bytes_per_s" if pcie else "device.link_bytes_per_s",
+            value=rate,
+            rule="Devices of one node need an NVLink or PCIe rate",
+            fix="give the rate in a [[devices]] table",
         )
+    domain = group.per_node if pcie else min(group.nvlink_domain, group.num_devices)
+    nic = group.nic_bytes_per_s / oversubscription
+    if not nic or (group.count == 1 and domain < group.per_node):
+        # Bridged pairs inside one node, or no NIC at all: they meet over the host.
+        nic = (device.pcie_bytes_per_s or rate or 1.0) * group.per_node * link_constants("pcie").ring_eff
     ideal = fidelity == "datasheet"
-    constants = link_constants("datasheet" if ideal else generation, nccl="2.2x" if ideal else nccl)
+    generation = "datasheet" if ideal else link_generation(device.arch, "" if pcie else device.link)
+    family = device.arch.split()[0] if device.arch else ""
     return fabric_from(
-        constants,
-        intra_bytes_per_s=rate,
+        link_constants(generation, nccl="2.2x" if ideal else nccl),
+        intra_bytes_per_s=rate or 1.0,
         domain=domain,
-        per_node=per_node,
-        nic_bytes_per_s=group.nic_bytes_per_s,
+        per_node=group.per_node,
+        nic_bytes_per_s=nic,
         nic_latency_s=group.nic_latency_s,
-        in_network=not pcie and domain > 2 and generation.split("-")[0] in _FAMILIES_WITH_IN_NETWORK,
+        in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
+        nccl_row=_NCCL_ROWS.get(family, 1) + (10 if pcie else 0),
     )
 
 
 def slowest(fabrics: Iterable[Fabric]) -> Fabric:
-    """Return the fabric of a group that spans several: the worst of every field."""
+    """Return the fabric of a group that spans several: the slowest link, the longest latencies.
+
+    A ring or tree waits for its worst edge, so the link row of the slowest member decides bandwidth; the
+    smallest domain and NIC share bound all.
+    """
     rows = list(fabrics)
-    worst = {}
-    for field in fields(Fabric):
-        values = [getattr(x, field.name) for x in rows]
-        slow_is_large = field.name.endswith("_s") or field.name.endswith("copy") or field.name.endswith("ramp")
-        large = slow_is_large and not field.name.endswith("bytes_per_s")
-        worst[field.name] = max(values) if large else min(values)
-    # NIC share per device, not per node, is what the slowest member limits.
-    share = min(x.nic_bytes_per_s / x.per_node for x in rows)
-    worst["nic_bytes_per_s"] = share * worst["per_node"]
-    return Fabric(**worst)
+    base = min(rows, key=lambda x: x.intra_bytes_per_s * x.ring_eff * (x.domain / x.reference) ** x.scaling)
+    latencies = [f.name for f in fields(Fabric) if f.name.endswith("_s") and not f.name.endswith("per_s")]
+    per_node = min(x.per_node for x in rows)
+    return replace(
+        base,
+        **{name: max(getattr(x, name) for x in rows) for name in latencies},
+        domain=min(x.domain for x in rows),
+        per_node=per_node,
+        nic_bytes_per_s=min(x.nic_bytes_per_s / x.per_node for x in rows) * per_node,
+        in_network=min(x.in_network for x in rows),
+    )
 
 
 def fabric_between(
-    cluster: Cluster, ranks: Iterable[int], *, nccl: str = "2.2x", fidelity: str = "zero-shot"
+    cluster: Cluster,
+    ranks: Iterable[int],
+    *,
+    nccl: str = "2.2x",
+    fidelity: str = "zero-shot",
+    concurrent: int = 1,
 ) -> Fabric:
     """Return the fabric that a group of ranks sees: its slowest shared path.
 
-    Links between racks (``[[links]]``) bound the NIC rate of a node group that lies behind them; the rate
-    of such a link is shared by all devices of the smaller side, which is the safe reading.
+    Parameters
+    ----------
+    cluster, ranks
+        Where the group lives; ranks are device indices in cluster order.
+    concurrent
+        Groups that cross the same inter-rack link at once; each gets an equal share of it.
+
+    Returns
+    -------
+    Fabric
+        Links between racks (``[[links]]``) bound the NIC rate and add their latency when the group has
+        ranks in both racks; ``oversubscription`` divides the NIC rate.
     """
-    wanted = sorted(set(int(r) for r in ranks))
+    wanted = sorted({int(rank) for rank in ranks})
     touched, start = [], 0
     for group in cluster.nodes:
-        size = int(group.count) * int(group.per_node)
-        members = sum(start <= r < start + size for r in wanted)
+        members = sum(start <= rank < start + group.num_devices for rank in wanted)
         if members:
-            touched.append((group, members))
-        start += size
-    fabric = slowest(fabric_of(g, nccl=nccl, fidelity=fidelity) for g, _ in touched)
-    racks = {getattr(g, "rack", None) for g, _ in touched}
-    for link in getattr(cluster, "links", ()) or ():
-        ends = set(link.between)
-        if len(racks) > 1 and ends <= racks:
-            smaller = min(sum(m for g, m in touched if g.rack == end) for end in ends)
-            share = link.bytes_per_s / smaller
+            touched.append(group)
+        start += group.num_devices
+    over = cluster.network.oversubscription
+    fabric = slowest(fabric_of(g, nccl=nccl, fidelity=fidelity, oversubscription=over) for g in touched)
+    if len(touched) > 1:
+        # Different boards share no NVLink domain: what two groups join over is the network.
+        fabric = replace(fabric, domain=min(fabric.domain, fabric.per_node))
+    racks = {group.rack for group in touched}
+    for link in cluster.links:
+        if len(racks) > 1 and set(link.between) <= racks:
+            # Spread over the devices of one domain, which drive the link together.
+            share = link.bandwidth_bytes_per_s / concurrent / min(len(wanted), fabric.domain)
             fabric = replace(
                 fabric,
                 nic_bytes_per_s=min(fabric.nic_bytes_per_s, share * fabric.per_node),
-                nic_latency_s=fabric.nic_latency_s + link.latency_s,
+                nic_latency_s=max(fabric.nic_latency_s, link.latency_s),
             )
     return fabric

@@ -1,0 +1,403 @@
+"""Fit the constants of collectives on measured tables; print errors in the fit and with systems left out.
+
+Writes ``src/foreshard/catalog/data/comm_constants.json``; ``--check`` refits and compares instead.
+Needs the tables named in docs/derivations/collectives.md (``FORESHARD_MEASURED``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from foreshard.catalog.fabrics import LinkConstants
+from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s
+from foreshard.comm.fabric import fabric_from
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "src/foreshard/catalog/data/comm_constants.json"
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A measured machine: its link generation, datasheet rate per device, and what its timing holds."""
+
+    generation: str
+    bytes_per_s: float
+    domain: int = 8
+    in_network: bool = False
+    min_bytes: float = 0.0  # not fitted below: smaller sizes measure the host loop, not the collective
+    min_ranks: int = 2
+    era: str = "2.2x"
+    fitted: bool = True
+
+
+SYSTEMS = {
+    "a100_sxm": System(generation="ampere-nvlink", bytes_per_s=300 * GB),
+    # Timed around a torch call: 20-40 us of launch below 2 MiB that CUDA graphs or a busy stream hide.
+    "8x A100 node": System(generation="ampere-nvlink", bytes_per_s=300 * GB, min_bytes=2e6),
+    "vTrain profiled A100 server": System(
+        generation="ampere-nvlink", bytes_per_s=300 * GB, era="old", fitted=False
+    ),
+    # Launched from a torch loop: the published time holds 80-200 us of host work below 16 MB.
+    "sailor A100-40": System(generation="ampere-nvlink", bytes_per_s=300 * GB, min_bytes=16e6, fitted=False),
+    "h100_sxm": System(generation="hopper-nvlink", bytes_per_s=450 * GB, in_network=True),
+    "8x H200 node": System(generation="hopper-nvlink", bytes_per_s=450 * GB, in_network=True, min_bytes=2e6),
+    "b200_sxm": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
+    "b300_sxm": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
+    "gb200": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
+    "AWS p6-b200.48xlarge": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
+    "AWS p6-b200.48xlarge x1": System(
+        generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True, min_bytes=2e6
+    ),
+    "sailor V100-16": System(generation="volta-nvlink", bytes_per_s=150 * GB, min_bytes=16e6),
+    "sailor GH-96": System(generation="hopper-c2c", bytes_per_s=450 * GB, domain=4, min_bytes=16e6),
+    "l40s": System(generation="ada-pcie", bytes_per_s=31.5 * GB),
+    # Pairs of this server are joined by NVLink bridges (40 GB/s measured, above PCIe).
+    "sailor RTX-3090": System(generation="ampere-pcie", bytes_per_s=31.5 * GB, min_bytes=1e6, min_ranks=3),
+    "sailor RTX-2080": System(generation="turing-pcie", bytes_per_s=15.75 * GB, min_bytes=1e6),
+    "sailor Titan-RTX": System(generation="turing-pcie", bytes_per_s=15.75 * GB, min_bytes=1e6),
+}
+KINDS = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 1, "alltoall": 2, "all_to_all": 2}
+FUNCTIONS = (all_reduce_s, all_gather_s, all_to_all_s)
+
+START = {
+    "launch_s": 6e-6, "hop_s": 1e-6, "exchange_launch_s": 9e-6, "exchange_hop_s": 3e-7,
+    "switch_launch_s": 25e-6, "ring_eff": 0.8, "gather_eff": 0.8, "exchange_eff": 0.8, "switch_eff": 0.65,
+    "ramp": 0.6, "exchange_ramp": 0.6, "switch_ramp": 0.8, "copy": 0.5, "exchange_copy": 0.4,
+}  # fmt: skip
+# Rows: which constants a generation's data can move; the others stay at the row named ``base``.
+SCALING = ("scaling", "exchange_scaling")
+BANDWIDTH = ("ring_eff", "exchange_eff", "ramp", "exchange_ramp", *SCALING)
+NVLINK = tuple(START)
+NO_SWITCH = tuple(n for n in START if not n.startswith("switch"))
+ROWS = {
+    "nvlink": ("start", NVLINK, ("ampere-nvlink", "hopper-nvlink", "blackwell-nvlink")),
+    "ampere-nvlink": ("nvlink", NO_SWITCH, ("ampere-nvlink",)),
+    "hopper-nvlink": ("nvlink", NVLINK, ("hopper-nvlink",)),
+    "blackwell-nvlink": ("nvlink", NVLINK, ("blackwell-nvlink",)),
+    "volta-nvlink": ("nvlink", BANDWIDTH, ("volta-nvlink",)),
+    "hopper-c2c": ("nvlink", BANDWIDTH, ("hopper-c2c",)),
+    "pcie": ("nvlink", (*NO_SWITCH, *SCALING), ("ada-pcie", "ampere-pcie", "turing-pcie")),
+    "ada-pcie": ("pcie", (*NO_SWITCH, *SCALING), ("ada-pcie",)),
+    "ampere-pcie": ("pcie", BANDWIDTH, ("ampere-pcie",)),
+    "turing-pcie": ("pcie", BANDWIDTH, ("turing-pcie",)),
+}
+# Where ``scaling`` counts from: 0 = the full domain (every pair linked), else that many ranks.
+REFERENCE = {"hopper-c2c": 0.0}
+# NIC bytes/s per node of the multi-node systems whose largest messages fix the ring efficiency.
+NETWORK_SYSTEMS = {"CoreWeave H100 HGX, 64 GPUs (sharp example)": 400 * GB, "GCP a3-megagpu-8g x2": 200 * GB}
+# Stated, not fitted: the tables hold no row that identifies them alone (docs/derivations/collectives.md).
+STATED_NETWORK = {"tree_eff": 0.85, "exchange_eff": 0.9, "launch_s": 10e-6}
+NCCL_TABLES = (
+    "baseLatencies", "hwLatencies", "llMaxBws", "perChMaxRingLL128Bws", "perChMaxTreeLL128Bws",
+    "perChMaxTreeBws", "perChMaxNVLSTreeBws", "nvlsEfficiency", "treeCorrectionFactor",
+)  # fmt: skip
+RIDGE = 0.3  # pull of an unidentified constant to its base row, in residuals per e-fold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Points:
+    """Measured configurations of one system and kind of collective, medians over repeats."""
+
+    table: str
+    system: str
+    kind: str
+    num_bytes: np.ndarray
+    ranks: np.ndarray
+    time_s: np.ndarray
+    weight: np.ndarray
+
+
+def measured_dir() -> Path:
+    return Path(os.environ.get("FORESHARD_MEASURED", ROOT.parent / "shared/measured/dev"))
+
+
+def rows_of(name: str) -> Iterable[dict[str, str]]:
+    with gzip.open(measured_dir() / name, "rt", encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def time_of(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float) -> float | None:
+    """Return the out-of-place time, or the one that the row's bandwidth implies."""
+    if row["time_us"]:
+        return float(row["time_us"]) * 1e-6
+    passes = 2.0 if kind == "all_reduce" else 1.0
+    if row["algbw_GBps"]:
+        return num_bytes / float(row["algbw_GBps"]) / GB
+    if row["busbw_GBps"]:
+        return num_bytes * passes * (ranks - 1) / ranks / float(row["busbw_GBps"]) / GB
+    return None
+
+
+def load() -> list[Points]:
+    """Read the tables: single-node rows of known systems, library left to choose its algorithm."""
+    repeats: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for name in ("comm_collectives.csv.gz", "comm_vtrain_allreduce_a100.csv.gz"):
+        for row in rows_of(name):
+            forced = "NVLS_ENABLE=0" in row["algo_or_setting"]
+            if (
+                row["system"] not in SYSTEMS
+                or row["collective"] not in KINDS
+                or forced
+                or not row["size_bytes"]
+            ):
+                continue
+            if float(row["num_nodes"] or 1) > 1:
+                continue
+            ranks, size = int(float(row["num_gpus"])), float(row["size_bytes"])
+            time_s = time_of(row, row["collective"], ranks, size)
+            if time_s is not None:
+                identity = (row["library"], row["gpu"], row["dtype"])
+                repeats[(name, row["system"], row["collective"], ranks, size, identity)].append(time_s)
+    for row in rows_of("comm_sailor_profiles.csv.gz"):
+        system, size = f"sailor {row['gpu']}", float(row["data_size_mb"]) * 1e6
+        # List-of-tensors gathers and scatters of that harness copy every block once more: left out.
+        if system in SYSTEMS and row["collective"] in ("all_reduce", "all_to_all") and size > 0:
+            key = ("sailor", system, row["collective"], int(row["num_gpus"]), size, row["precision_set"])
+            repeats[key].append(float(row["time_ms"]) * 1e-3)
+    cells: dict[tuple[str, str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for (table, system, kind, ranks, size, _), times in sorted(
+        repeats.items(), key=lambda item: repr(item[0])
+    ):
+        cells[(table, system, kind)].append((size, ranks, median(times)))
+    return [points_of(key, rows) for key, rows in cells.items()]
+
+
+def points_of(key: tuple[str, str, str], rows: Sequence[tuple[float, float, float]]) -> Points:
+    """Weigh so that every octave of size and every number of ranks counts alike."""
+    size, ranks, time_s = (np.array(column) for column in zip(*rows, strict=True))
+    cell = list(zip(np.round(np.log2(size)), ranks, strict=True))
+    count: dict[Any, int] = defaultdict(int)
+    for item in cell:
+        count[item] += 1
+    weight = np.array([1.0 / np.sqrt(count[item]) for item in cell])
+    weight[(size < SYSTEMS[key[1]].min_bytes) | (ranks < SYSTEMS[key[1]].min_ranks)] = 0.0
+    return Points(
+        table=key[0], system=key[1], kind=key[2], num_bytes=size, ranks=ranks, time_s=time_s,
+        weight=weight / np.sqrt(np.sum(weight**2)) * 4.0,
+    )  # fmt: skip
+
+
+def predicted_s(values: Mapping[str, float], points: Points) -> np.ndarray:
+    system = SYSTEMS[points.system]
+    fabric = fabric_from(
+        LinkConstants(**values),
+        intra_bytes_per_s=system.bytes_per_s,
+        domain=system.domain,
+        per_node=system.domain,
+        nic_bytes_per_s=GB,
+        nic_latency_s=0.0,
+        in_network=system.in_network,
+    )
+    return FUNCTIONS[KINDS[points.kind]](points.num_bytes, points.ranks, 1.0, fabric)
+
+
+def encode(name: str, value: float) -> float:
+    return value if name in SCALING else float(np.log(value))
+
+
+def fit(base: Mapping[str, float], names: Sequence[str], data: Sequence[Points]) -> dict[str, float]:
+    """Return ``base`` with ``names`` moved to the least soft-L1 error of log time, pulled to ``base``."""
+    if not data:
+        return dict(base)
+    origin = np.array([encode(name, base[name]) for name in names])
+
+    def unpack(x: np.ndarray) -> dict[str, float]:
+        moved = {n: float(v) if n in SCALING else float(np.exp(v)) for n, v in zip(names, x, strict=True)}
+        return {**base, **moved}
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        values = unpack(x)
+        parts = [p.weight * np.log(predicted_s(values, p) / p.time_s) for p in data]
+        return np.concatenate([*parts, RIDGE * (x - origin)])
+
+    # A link carries no more than its datasheet says: efficiencies stop at 1.
+    top = np.array([0.0 if name.endswith("_eff") else np.inf for name in names])
+    solution = least_squares(
+        residuals,
+        origin,
+        bounds=(-np.inf, top),
+        loss="soft_l1",
+        f_scale=0.1,
+        max_nfev=300,
+        xtol=1e-12,
+        ftol=1e-13,
+    )
+    moved = unpack(solution.x)
+    if "gather_eff" not in names:  # no usable gathers: they keep the base row's relation to all-reduce
+        moved["gather_eff"] = min(1.0, base["gather_eff"] * moved["ring_eff"] / base["ring_eff"])
+    return moved
+
+
+def fit_rows(data: Sequence[Points]) -> dict[str, dict[str, float]]:
+    """Fit every row of the table, each starting from its base row."""
+    fitted: dict[str, dict[str, float]] = {
+        "start": {**START, "scaling": 0.0, "exchange_scaling": 0.0, "reference": 2.0}
+    }
+    usable = [p for p in data if SYSTEMS[p.system].fitted]
+    for name, (base, names, generations) in ROWS.items():
+        own = [p for p in usable if SYSTEMS[p.system].generation in generations]
+        start = {**fitted[base], "reference": REFERENCE.get(name, 2.0)}
+        if "scaling" in names and name.endswith(("c2c", "-nvlink")):
+            start["scaling"] = start["exchange_scaling"] = 0.5
+        fitted[name] = fit(start, names, own)
+    del fitted["start"]
+    # Eight devices, every pair linked (xGMI): 2 ranks reach 1 of 7 links, 8 reach all. Geometry, no data.
+    mesh = float(np.log(7.0) / np.log(4.0))
+    fitted["mesh"] = {**fitted["nvlink"], "scaling": mesh, "exchange_scaling": mesh, "reference": 0.0}
+    return fitted
+
+
+def fit_old_era(row: Mapping[str, float], data: Sequence[Points]) -> dict[str, float]:
+    """Return the factors of an early library on latency and ramp, from the one server that has them."""
+    old = [p for p in data if SYSTEMS[p.system].era == "old"]
+    if not old:
+        return {}
+    origin = np.zeros(2)
+
+    def factors(x: np.ndarray) -> dict[str, float]:
+        latency, ramp = float(np.exp(x[0])), float(np.exp(x[1]))
+        named = dict.fromkeys(
+            ("launch_s", "hop_s", "exchange_launch_s", "exchange_hop_s", "switch_launch_s"), latency
+        )
+        return {**named, "ramp": ramp, "exchange_ramp": ramp, "switch_ramp": ramp}
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        values = {k: v * factors(x).get(k, 1.0) for k, v in row.items()}
+        parts = [p.weight * np.log(predicted_s(values, p) / p.time_s) for p in old]
+        return np.concatenate([*parts, RIDGE * (x - origin)])
+
+    return factors(least_squares(residuals, origin, loss="soft_l1", f_scale=0.1, xtol=1e-12).x)
+
+
+def errors(table: Mapping[str, Any], points: Points) -> np.ndarray:
+    """Return signed relative errors of one cell."""
+    system = SYSTEMS[points.system]
+    era = table["eras"][system.era]
+    values = {k: v * era.get(k, 1.0) for k, v in table["links"][system.generation].items()}
+    return predicted_s(values, points) / points.time_s - 1.0
+
+
+def build(data: Sequence[Points]) -> dict[str, Any]:
+    links = fit_rows(data)
+    return {
+        "links": links,
+        "eras": {"2.2x": {}, "old": fit_old_era(links["ampere-nvlink"], data)},
+        "network": {**STATED_NETWORK, "ring_eff": network_ring_eff()},
+        "nccl": nccl_tables(),
+    }
+
+
+def nccl_tables() -> dict[str, Any]:
+    """Return the part of NCCL's own constants that its choice of algorithm needs (us, GB/s, ratios)."""
+    kept: dict[str, Any] = {"source": "NVIDIA/nccl 5067397c src/graph/tuning.cc, topo.h"}
+    with (measured_dir() / "comm_nccl_tuning_constants.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            keys = [k.split("/")[0] for k in (row["key1"], row["key2"], row["key3"]) if k]
+            if row["table"] in NCCL_TABLES and "CollNet" not in keys[0] + keys[-2 if len(keys) > 1 else -1]:
+                place = kept.setdefault(row["table"], {})
+                if row["table"] == "treeCorrectionFactor":
+                    place.setdefault(keys[0], []).append(float(row["value"]))
+                else:
+                    place["/".join(keys)] = float(row["value"])
+    return kept
+
+
+def network_ring_eff() -> float:
+    """Return bus bandwidth over NIC rate of the largest multi-node messages, mean over systems.
+
+    GCP a3-high is left out: its TCPX transport, not the NIC, is the limit (0.71).
+    """
+    best: dict[str, float] = {}
+    for row in rows_of("comm_collectives.csv.gz"):
+        if row["system"] in NETWORK_SYSTEMS and row["busbw_GBps"]:
+            share = float(row["busbw_GBps"]) * GB / NETWORK_SYSTEMS[row["system"]]
+            best[row["system"]] = max(best.get(row["system"], 0.0), share)
+    return float(np.mean([best[name] for name in sorted(best)]))
+
+
+def show(title: str, signed: Sequence[np.ndarray]) -> None:
+    e = np.concatenate(signed)
+    a = np.abs(e)
+    print(f"{title:58s} {len(e):6d}  {np.median(a):6.1%}  {np.quantile(a, 0.9):6.1%}  {np.median(e):+6.1%}")
+
+
+def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
+    print(f"{'in the fit':58s} {'rows':>6s}  {'median':>6s}  {'p90':>6s}  {'bias':>6s}")
+    by_table = defaultdict(list)
+    for p in data:
+        signed = errors(table, p)
+        by_table[p.table].append(signed)
+        show(f"{p.system} {p.kind}", [signed])
+    for name, signed in by_table.items():
+        show(f"TABLE {name}", signed)
+        kept = [e[p.weight > 0] for e, p in zip(signed, (q for q in data if q.table == name), strict=True)]
+        show(f"TABLE {name}, sizes above the host floor", kept)
+    show("ALL", [errors(table, p) for p in data])
+    nccl = [p for p in data if p.table.startswith("comm_collectives")]
+    print(f"{'left out':58s}")
+    everything = []
+    for system in sorted({p.system for p in nccl}):
+        without = build([p for p in data if p.system != system])
+        signed = [errors(without, p) for p in nccl if p.system == system]
+        everything += signed
+        show(f"system {system}", signed)
+    show("ALL SYSTEMS LEFT OUT", everything)
+    for generation in sorted({SYSTEMS[p.system].generation for p in nccl}):
+        without = build([p for p in data if SYSTEMS[p.system].generation != generation])
+        show(
+            f"generation {generation}",
+            [errors(without, p) for p in nccl if SYSTEMS[p.system].generation == generation],
+        )
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(new, dict):
+        keys = sorted(set(old) | set(new))
+        return [d for k in keys for d in differences(old.get(k, {}), new.get(k, {}), f"{path}.{k}")]
+    if (
+        isinstance(new, float)
+        and isinstance(old, int | float)
+        and abs(old - new) <= 1e-6 * max(abs(new), 1e-30)
+    ):
+        return []
+    return [] if old == new else [f"{path}: shipped {old}, refit {new}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="refit and compare with the shipped constants")
+    parser.add_argument("--quiet", action="store_true", help="no error tables")
+    args = parser.parse_args()
+    data = load()
+    table = build(data)
+    shipped = json.loads(TABLE.read_text("utf-8"))
+    if not args.quiet:
+        report(table, data)
+    if args.check:
+        rows = {name: shipped["links"].get(name, {}) for name in table["links"]}
+        wrong = differences({**{k: shipped.get(k, {}) for k in table}, "links": rows}, table)
+        print("\n".join(wrong) or "shipped constants equal the refit")
+        return 1 if wrong else 0
+    shipped["links"].update(table["links"])
+    shipped.update({name: table[name] for name in ("eras", "network", "nccl")})
+    TABLE.write_text(json.dumps(shipped, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
