@@ -60,10 +60,15 @@ def gpt_neo(reader: Reader) -> Model:
 def _attention_kinds(reader: Reader, layers: int) -> list[str]:
     """Return global or local per layer from ``[[["global", "local"], 12]]``."""
     groups = reader.list("attention_types") or [[["global", "local"], (layers + 1) // 2]]
-    try:
-        kinds = [kind for names, repeats in groups for _ in range(min(repeats, layers)) for kind in names]
-    except (TypeError, ValueError):
-        kinds = []
+    kinds: list[str] = []
+    for group in groups:
+        names, repeats = group if isinstance(group, list) and len(group) == 2 else ([], 0)
+        if not isinstance(names, list) or not isinstance(repeats, int):
+            break
+        for _ in range(min(repeats, layers)):
+            kinds.extend(names[:layers])
+            if len(kinds) >= layers:
+                break
     if len(kinds) < layers or any(kind not in ("global", "local") for kind in kinds):
         rule = f"attention_types lists global or local for {layers} layers"
         raise reader.error("attention_types", str(groups)[:60], f"{len(kinds)} layers listed", rule)

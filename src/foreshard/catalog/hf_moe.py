@@ -134,6 +134,9 @@ def llama4(reader: Reader) -> Model:
     sparse = Block(**attention, **experts, shared_ffn=experts["expert_ffn"])
     dense = Block(**attention, ffn=reader.size("intermediate_size_mlp"))
     step = reader.layers("interleave_moe_layer_step", default=1)
+    if reader.config.get("attention_chunk_size") is not None:
+        chunk = reader.size("attention_chunk_size", maximum=2**31)
+        reader.assumptions.append(f"attention chunks of {chunk} counted as full attention")
     routed = reader.list("moe_layers") or range(step - 1, layers, step)
     blocks = tuple(sparse if layer in routed else dense for layer in range(layers))
     return finish(reader, blocks, tied=False)

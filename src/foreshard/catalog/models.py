@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os.path
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def load_model(text: str | Path) -> Model:
     model = find_model(text)
     if model:
         return model
-    if text.endswith(".json") or "/" in text or "\0" in text or Path(text).is_file():
+    if text.endswith(".json") or "/" in text or os.path.exists(text):
         return model_from_config(read_config(text), name=_config_name(Path(text)), file=text)
     near = difflib.get_close_matches(text.lower()[:100], models(), n=3, cutoff=0.5)
     raise SpecError(

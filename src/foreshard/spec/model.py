@@ -158,7 +158,7 @@ class Block:
     @property
     def trainable_params(self) -> int:
         """Parameters that get a gradient: adapters only in an adapted block, none in a frozen one."""
-        return (not self.frozen) * self._resident_params(self.num_experts) + self.lora_params
+        return (1 - self.frozen) * self._resident_params(self.num_experts) + self.lora_params
 
     @property
     def matmul_params(self) -> int:

@@ -1,0 +1,223 @@
+"""Count the parameters of public configurations with transformers, on the meta device.
+
+Writes tests/golden/model_params.json: what the catalog is tested against. Needs torch and transformers; run
+again when a family is added: ``python scripts/golden_params.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CATALOG = ROOT / "src/foreshard/catalog/data/models.json"
+GOLDEN = ROOT / "tests/golden/model_params.json"
+HEADS = {
+    "bert": transformers.AutoModelForMaskedLM,
+    "t5": transformers.AutoModelForSeq2SeqLM,
+    "vit": transformers.AutoModelForImageClassification,
+}
+ALIKE = {"kimi_k2": "deepseek_v3"}  # same architecture, no class of its own in transformers
+
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2816,
+    "vocab_size": 5000,
+    "max_position_embeddings": 512,
+}
+_FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "vocab_size": 5000,
+    "max_position_embeddings": 512,
+}
+_MOE = {
+    **_LLAMA,
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+}
+_OPT = {
+    "model_type": "opt",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 1024,
+    "vocab_size": 5000,
+    "max_position_embeddings": 128,
+}
+_BERT = {
+    "model_type": "bert",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 1000,
+    "vocab_size": 5000,
+    "max_position_embeddings": 128,
+}
+_VIT = {
+    "model_type": "vit",
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+    "image_size": 30,
+    "patch_size": 7,
+}
+_T5 = {
+    "model_type": "t5",
+    "d_model": 256,
+    "d_kv": 32,
+    "d_ff": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 5000,
+}
+_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "vocab_size": 5000,
+    "max_position_embeddings": 512,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+VARIANTS = {
+    "llama with biases": {**_LLAMA, "attention_bias": True, "mlp_bias": True},
+    "llama with wide heads, tied": {**_LLAMA, "head_dim": 96, "tie_word_embeddings": True},
+    "llama without grouped heads": {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+    "mistral with wide heads": {**_LLAMA, "model_type": "mistral", "head_dim": 128},
+    "qwen2 with windows": {
+        **_LLAMA,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 1,
+    },
+    "qwen3 with default heads and biases": {**_LLAMA, "model_type": "qwen3", "attention_bias": True},
+    "qwen2_moe with dense layers": {
+        **_MOE,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 900,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "qwen3_moe with dense layers": {
+        **_MOE,
+        "model_type": "qwen3_moe",
+        "head_dim": 80,
+        "attention_bias": True,
+        "mlp_only_layers": [0, 5],
+    },
+    "gemma untied": {**_LLAMA, "model_type": "gemma", "head_dim": 64, "tie_word_embeddings": False},
+    "gemma2 with biases": {**_LLAMA, "model_type": "gemma2", "attention_bias": True},
+    "gemma3 with biases": {**_LLAMA, "model_type": "gemma3_text", "attention_bias": True},
+    "phi3": {**_LLAMA, "model_type": "phi3", "pad_token_id": 0},
+    "nemotron with biases": {**_LLAMA, "model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
+    "falcon sequential with biases": {
+        **_FALCON,
+        "parallel_attn": False,
+        "multi_query": False,
+        "bias": True,
+        "alibi": True,
+    },
+    "falcon grouped with one norm": {
+        **_FALCON,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 4,
+        "num_ln_in_parallel_attn": 1,
+    },
+    "falcon parallel, all heads": {**_FALCON, "multi_query": False, "ffn_hidden_size": 3000},
+    "gpt2 with its own inner size": {
+        "model_type": "gpt2",
+        "n_embd": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 700,
+        "n_positions": 64,
+        "vocab_size": 500,
+    },
+    "gpt_neox without biases": {**_LLAMA, "model_type": "gpt_neox", "attention_bias": False},
+    "opt without biases": {**_OPT, "enable_bias": False},
+    "opt with projections and final norm": {**_OPT, "word_embed_proj_dim": 128},
+    "bert one type, untied": {**_BERT, "type_vocab_size": 1, "tie_word_embeddings": False},
+    "vit rectangular remainder": {**_VIT, "num_labels": 10, "qkv_bias": False, "num_channels": 1},
+    "vit default labels": _VIT,
+    "t5 uneven stacks, gated": {**_T5, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu"},
+    "deepseek_v3 with biases": {**_DEEPSEEK, "q_lora_rank": 96, "attention_bias": True},
+    "deepseek_v3 without query rank": {**_DEEPSEEK, "q_lora_rank": None},
+    "deepseek_v2 small": {**_DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": 96},
+    "gpt_oss without biases": {
+        **_LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": False,
+    },
+    "llama4_text with chosen layers": {
+        **_LLAMA,
+        "model_type": "llama4_text",
+        "head_dim": 64,
+        "intermediate_size_mlp": 1500,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1],
+    },
+}
+
+
+def count(config: dict) -> int:
+    """Return what transformers counts for the model with its usual head."""
+    kind = ALIKE.get(config["model_type"], config["model_type"])
+    loaded = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
+    head = HEADS.get(kind, transformers.AutoModelForCausalLM)
+    with torch.device("meta"):
+        model = head.from_config(loaded)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    """Count every catalog entry that has a configuration, and the variants."""
+    entries = json.loads(CATALOG.read_text("utf-8"))["models"]
+    cases = {name: entry["config"] for name, entry in entries.items() if "config" in entry} | VARIANTS
+    rows, seen = [], {}
+    for name, config in cases.items():
+        key = json.dumps(config, sort_keys=True)
+        if key in seen:
+            continue
+        seen[key] = name
+        rows.append({"name": name, "num_params": count(config), "config": config})
+        print(name, rows[-1]["num_params"], file=sys.stderr)
+    head = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    body = ",\n".join(json.dumps(row) for row in rows)
+    GOLDEN.write_text(f'{json.dumps(head)[:-1]}, "cases": [\n{body}\n]}}\n', "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from foreshard.catalog.hf import FAMILIES, model_from_config, read_config
+from foreshard.errors import SpecError
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))
+LLAMA = next(case["config"] for case in GOLDEN["cases"] if case["name"] == "llama3-8b")
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+def test_parameter_count_equals_that_of_transformers(case):
+    assert model_from_config(case["config"], name=case["name"]).num_params == case["num_params"]
+
+
+def test_every_family_is_in_the_golden_table():
+    assert {case["config"]["model_type"] for case in GOLDEN["cases"]} == set(FAMILIES)
+
+
+def without(key):
+    return {name: value for name, value in LLAMA.items() if name != key}
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+def test_missing_key_is_named_with_its_file(key):
+    with pytest.raises(SpecError) as caught:
+        model_from_config(without(key), name="x", file="dir/config.json")
+    assert (caught.value.file, caught.value.key) == ("dir/config.json", key)
+    assert caught.value.fix == f"Add {key}"
+
+
+@pytest.mark.parametrize("value", [0, -5, 2.5, 4096.0, math.nan, math.inf, "4096", True, [4096], {}, 10**30])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "intermediate_size", "num_key_value_heads"]
+)
+def test_impossible_size_is_refused_with_its_value(key, value):
+    with pytest.raises(SpecError) as caught:
+        model_from_config(LLAMA | {key: value}, name="x")
+    assert caught.value.key == key
+    assert caught.value.rule
+    assert str(value)[:20] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_attention_heads": 33}, "num_attention_heads"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"model_type": "gpt_neox", "hidden_dropout": 1.5}, "hidden_dropout"),
+    ],
+)
+def test_contradictions_name_their_key(change, key):
+    with pytest.raises(SpecError) as caught:
+        model_from_config(LLAMA | change, name="x")
+    assert caught.value.key == key
+
+
+def test_unknown_family_lists_the_known_and_suggests():
+    with pytest.raises(SpecError, match=r"Known: bert.*Did you mean 'llama'") as caught:
+        model_from_config(LLAMA | {"model_type": "lama"}, name="x")
+    assert caught.value.exit_code == 2
+
+
+def test_hybrids_and_towers_are_not_modelled():
+    for model_type in ("nemotron_h", "mamba2", "gemma3", "llama4"):
+        with pytest.raises(SpecError, match="not modelled"):
+            model_from_config(LLAMA | {"model_type": model_type}, name="x")
+
+
+def test_null_counts_as_absent():
+    explicit = model_from_config(LLAMA | {"head_dim": None, "attention_bias": None}, name="x")
+    assert explicit.num_params == model_from_config(LLAMA, name="x").num_params
+
+
+def test_windows_of_alternating_layers():
+    by_name = {case["name"]: case["config"] for case in GOLDEN["cases"]}
+    windows = lambda name: [block.window for block in model_from_config(by_name[name], name=name).blocks]
+    assert windows("gpt-oss-20b")[:4] == [128, 0, 128, 0]
+    assert windows("gemma2-9b")[:4] == [4096, 0, 4096, 0]
+    assert windows("gemma3-1b")[:7] == [512] * 5 + [0, 512]
+    assert windows("gpt-neo-1.3b")[:4] == [0, 256, 0, 256]
+    assert set(windows("mistral-7b")) == {4096}
+    assert set(windows("qwen2.5-7b")) == {0}
+
+
+def test_leading_dense_layers_of_deepseek_v3():
+    config = next(case["config"] for case in GOLDEN["cases"] if case["name"] == "deepseek-v3")
+    model = model_from_config(config, name="deepseek-v3")
+    assert [block.num_experts for block in model.blocks[:4]] == [0, 0, 0, 256]
+    assert model.num_next_token == 1
+    # arXiv 2412.19437: 671 B parameters, 37 B active for each token
+    assert round(model.num_params / 1e9) == 671
+    assert 37e9 < model.active_params < 38e9
+    assert any("next-token" in line for line in model.assumptions)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"model_type": "llama", "hidd', b"[1, 2]", b"null", b"\xff\xfe{}", b"[" * 100_000, b"nan"],
+    ids=["empty", "truncated", "list", "null", "not utf-8", "deep", "nan"],
+)
+def test_broken_file_is_a_spec_error_that_names_it(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        model_from_config(read_config(path), name="x", file=str(path))
+    assert caught.value.file == str(path)
+
+
+def test_huge_missing_and_directory(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{"model_type": "' + b"x" * 10_000_000 + b'"}')
+    for bad in (path, tmp_path, tmp_path / "absent.json", "a\0b.json", "x" * 5000 + ".json"):
+        with pytest.raises(SpecError):
+            read_config(bad)
