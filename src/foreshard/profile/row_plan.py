@@ -44,14 +44,14 @@ def nic_rate(text: str) -> str | None:
     >>> nic_rate("8x 200 Gbps HDR IB per DGX A100 (Selene)")
     '1600 Gb/s'
     """
-    parts = re.split(r"[,;]", text)
+    parts = re.split(r"[,;]|\band\b", text)
     compute = [part for part in parts if re.search("compute", part.lower())]
     parts = compute or [part for part in parts if not re.search("storage|management", part.lower())]
     best = 0.0
     for part in parts:
         low = part.lower()
-        count = re.search(r"(\d+)\s*x\s", low)
-        rate = re.search(r"(?<![\d.])(\d+)\s*(?:g(?:b(?:it)?(?:ps|/s(?:ec)?)?)?|gbe)\b", low)
+        count = re.search(r"(\d+)\s*x\s*[a-z\d]", low)
+        rate = re.search(r"(?<![\d.])(\d+)\s*[Gg](?:b|bit|bps|bit/s|b/s|b/[Ss]ec|bE)?\b", part)
         kind = next((value for word, value in _RATES.items() if re.search(rf"\b{word}\b", low)), 0.0)
         each = float(rate[1]) if rate else kind
         best = max(best, each * (int(count[1]) if count else 1))
@@ -80,7 +80,12 @@ def row_cluster(raw: Mapping[str, str], device: Device, family: Family, notes: N
             notes.add("NIC not stated: the catalog's default for the device")
     suffix = f"@{rate.replace(' ', '')}" if rate else ""
     terms = [f"{nodes}x{per_node}x{device.name}"] + ([f"1x{rest}x{device.name}"] if rest else [])
-    return load_cluster("+".join(terms) + suffix)
+    cluster = load_cluster("+".join(terms) + suffix)
+    pod = re.search(r"\((\d+) chips/slice\)", raw["intra_link"])
+    if pod:  # a slice of a TPU pod is one domain of its inter-chip links
+        groups = tuple(replace(group, nvlink_domain=int(pod[1])) for group in cluster.nodes)
+        return replace(cluster, nodes=groups)
+    return cluster
 
 
 def _layout_cuts(text: str) -> list[int]:
