@@ -65,6 +65,15 @@ class TrainingConstants:
     jitter: float = _term(0.006, 0.0, 0.02, "slowdown per doubling of devices beyond 8")
     host_sharpness: float = _term(6.0, 2.0, 12.0, "exponent that joins device and host time")
 
+    @classmethod
+    def ideal(cls) -> TrainingConstants:
+        """Return the constants that correct nothing: isolated kernels, no host, all overlap granted."""
+        values = {f.name: 1.0 for f in fields(cls)}
+        for name in values:
+            if name.startswith("host_") or name in ("jitter", "fsdp_contention", "step_fixed", "step_per_layer"):
+                values[name] = 0.0
+        return cls(**{**values, "host_sharpness": 6.0})
+
 
 def term_metadata() -> Mapping[str, Mapping[str, Any]]:
     """Return low, high and meaning of every constant."""

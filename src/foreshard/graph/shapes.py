@@ -6,24 +6,10 @@ a float or an ndarray, so that the same formulas price one stage or a batch of p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from foreshard.spec.model import Block
-
-T = TypeVar("T")
-
-
-def stack(items: Sequence[T]) -> T:
-    """Return one dataclass whose fields are float arrays of shape (len(items),)."""
-    first = items[0]
-    return type(first)(
-        **{f.name: np.array([getattr(item, f.name) for item in items], dtype=np.float64) for f in fields(first)}
-    )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
@@ -104,38 +90,6 @@ def layer_shape(block: Block) -> LayerShape:
 
 
 NO_LAYER = LayerShape(**{f.name: 0.0 for f in fields(LayerShape)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """What is run forward twice: the share of layers in full, and parts of every layer (0 or 1)."""
-
-    full: Any = 0.0
-    core_attn: Any = 0.0
-    mlp: Any = 0.0
-    layernorm: Any = 0.0
-    moe: Any = 0.0
-    moe_act: Any = 0.0
-    shared_experts: Any = 0.0
-    mla_up_proj: Any = 0.0
-    op: Any = 0.0
-
-
-def recompute_shape(text: str, num_layers: float) -> Recompute:
-    """Return the numbers of a recompute rule on a rank with `num_layers` blocks (all chunks).
-
-    `full:block:N` recomputes the first N layers of the rank; `every-N` one layer in N.
-    """
-    head, _, rest = text.partition(":")
-    if head == "full":
-        kind, _, count = rest.partition(":")
-        share = min(1.0, int(count) / max(1.0, num_layers)) if kind == "block" else 1.0
-        return Recompute(full=share)
-    if head.startswith("every-"):
-        return Recompute(full=1.0 / int(head[6:]))
-    if head == "selective":
-        return Recompute(**{module: 1.0 for module in (rest or "core_attn").split("+")})
-    return Recompute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

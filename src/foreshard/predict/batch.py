@@ -17,13 +17,12 @@ from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, fabric_of, slowest
 from foreshard.cost.kernels import KernelModel
+from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import (
     NO_LAYER,
     LayerShape,
     RankShape,
-    Recompute,
     layer_shape,
-    recompute_shape,
 )
 from foreshard.predict.formula import Machine
 from foreshard.predict.traits import Traits, traits_of
@@ -115,7 +114,7 @@ def sync_width(plan: Plan, stage: Stage) -> int:
 
 
 def _stage_fabric(case: Case, stage: Stage, cluster_groups: Sequence[NodeGroup], fidelity: str) -> Fabric:
-    nccl = case.framework.nccl
+    nccl = "old" if case.framework.nccl == "old" else "2.2x"
     kinds = {_group_index(case.cluster, r) for r in (stage.ranks if len(case.cluster.nodes) > 1 else stage.ranks[:1])}
     fabrics = [fabric_of(cluster_groups[i], nccl=nccl, fidelity=fidelity) for i in sorted(kinds)]
     return fabrics[0] if len(fabrics) == 1 else slowest(fabrics)
@@ -130,7 +129,7 @@ def _group_index(cluster: Cluster, rank: int) -> int:
     raise IndexError(rank)
 
 
-def _layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[float, ...]:
+def layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[float, ...]:
     counts = [0.0] * len(kinds)
     last = model.num_layers
     for start, stop in stage.layers:
@@ -141,7 +140,7 @@ def _layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[
     return tuple(counts)
 
 
-def _rank_micro_batch(group: Group, stage: Stage) -> float:
+def rank_micro_batch(group: Group, stage: Stage) -> float:
     if stage.rank_shares:
         return float(max(stage.rank_shares))
     return float(-(-group.micro_batch // stage.inner_dp)) if group.micro_batch >= stage.inner_dp else 1.0
@@ -162,7 +161,7 @@ def rank_shape(plan: Plan, group: Group, stage: Stage) -> RankShape:
         sp=float(group.sp and stage.tp > 1),
         zero=float(stage.zero),
         shard=float(min(stage.shard_size or dp * stage.cp, dp * stage.cp)),
-        micro_batch=_rank_micro_batch(group, stage),
+        micro_batch=rank_micro_batch(group, stage),
         seq_len=float(plan.seq_len),
         low=float(low),
         four_bit=float(four),
@@ -179,7 +178,7 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
     cluster_groups = cluster.nodes
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
-            counts = _layer_counts(model, stage, kinds)
+            counts = layer_counts(model, stage, kinds)
             embedding = float(any(start == 0 for start, _ in stage.layers))
             head = float(any(stop == model.num_layers + 2 for _, stop in stage.layers))
             device_groups = tuple(sorted({_group_index(cluster, r) for r in stage.ranks}))
@@ -224,7 +223,7 @@ def _stage_row(
             comm=plan.comm,
             eight_bit=plan.precision in _LOW,
         ),
-        recompute=recompute_shape(stage.recompute, sum(counts)),
+        recompute=recompute_of(stage.recompute, max(1, round(sum(counts) / len(stage.layers)))),
         has_embedding=embedding,
         has_head=head,
     )

@@ -29,7 +29,8 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.kernels import KernelModel
-from foreshard.graph.shapes import LayerShape, RankShape, Recompute
+from foreshard.cost.memory_activations import Recompute
+from foreshard.graph.shapes import LayerShape, RankShape
 from foreshard.predict.traits import Traits
 
 # Bytes per element of hidden width that elementwise kernels move: a norm reads and writes 16 bit and
