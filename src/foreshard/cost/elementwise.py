@@ -33,12 +33,19 @@ def stream_s(num_bytes: Any, kernels: KernelModel, *, num_kernels: Any = 1) -> n
     return np.where(num_bytes > 0, busy_s + kernels.stream_launch_s * num_kernels, 0.0)
 
 
-def norm_bytes(num_elements: Any, *, bytes_per_element: Any = 2, backward: bool = False) -> Any:
-    """Bytes of a layer norm or RMS norm: read and write; backward reads input and gradient, writes one.
+def norm_bytes(
+    num_elements: Any, *, bytes_per_element: Any = 2, backward: bool = False, fused: Any = True
+) -> Any:
+    """Bytes of a layer norm or RMS norm.
 
-    Source: one pass of a fused kernel; the weights and statistics are a row against a matrix.
+    Fused kernels read and write once; backward reads input and gradient and writes one. The kernels of
+    eager torch read the input twice, and the gradient and input twice backward.
+
+    Source: operands; the second read of eager kernels shows in NeuSight rows (docs/derivations/kernels.md),
+    its backward is counted, not measured.
     """
-    return num_elements * bytes_per_element * (3.0 if backward else 2.0)
+    once, twice = (3.0, 5.0) if backward else (2.0, 3.0)
+    return num_elements * bytes_per_element * np.where(fused, once, twice)
 
 
 def residual_bytes(num_elements: Any, *, bytes_per_element: Any = 2) -> Any:
@@ -76,12 +83,18 @@ def rope_bytes(num_elements: Any, *, bytes_per_element: Any = 2) -> Any:
     return num_elements * bytes_per_element * 2.0
 
 
-def softmax_bytes(num_elements: Any, *, bytes_per_element: Any = 2, backward: bool = False) -> Any:
-    """Bytes of a fused softmax: read and write; backward reads output and gradient, writes one.
+def softmax_bytes(
+    num_elements: Any, *, bytes_per_element: Any = 2, backward: bool = False, fused: Any = True
+) -> Any:
+    """Bytes of a softmax: read and write; backward reads output and gradient, writes one.
 
-    Source: operands of the fused kernel.
+    Eager torch reads its input twice forward.
+
+    Source: operands; the second read shows in NeuSight rows (docs/derivations/kernels.md).
     """
-    return num_elements * bytes_per_element * (3.0 if backward else 2.0)
+    if backward:
+        return num_elements * bytes_per_element * 3.0
+    return num_elements * bytes_per_element * np.where(fused, 2.0, 3.0)
 
 
 def embedding_bytes(num_elements: Any, *, bytes_per_element: Any = 2, backward: bool = False) -> Any:
