@@ -25,13 +25,17 @@ class MemoryProfile:
     dummy_wgrads : TransformerEngine caches one 16-bit gradient of each distinct weight shape
     weights_are_master : weights are kept as an fp32 shard which is the master copy (FSDP)
     lazy_gradients : gradients exist from their backward to the step only
-    extra_gradient_bytes : bytes per parameter of a second copy of the gradients
-    step_bytes : fp32 temporary of the optimizer step, bytes per parameter this rank updates
+    extra_gradient_bytes : bytes per parameter of a second, lasting copy of the gradients
+    backward_gradient_bytes : 16-bit gradients of the running backward beside fp32 main gradients
+    casts_moments : the optimizer casts 16-bit moments of all parameters to fp32 for its step
+    step_bytes : temporaries of the optimizer step, bytes per parameter this rank updates, with 16-bit gradients
     bucket_bytes : flat buffer of the gradient reduction
     gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
+    keeps_outputs : a stage keeps its outputs until their backward (DeepSpeed and torch pipelines)
+    held_logit_bytes : bytes per logit that the caller of the loss still holds in backward
     slack : reserved over allocated bytes of the caching allocator, less 1
     context_bytes : CUDA context and loaded kernels
     communicator_bytes : buffers of one NCCL communicator
@@ -42,12 +46,16 @@ class MemoryProfile:
     weights_are_master: bool = False
     lazy_gradients: bool = False
     extra_gradient_bytes: float = 0.0
+    backward_gradient_bytes: float = 0.0
+    casts_moments: bool = False
     step_bytes: float = 0.0
     bucket_bytes: float = 0.0
     gathered_elements: float = 0.0
     unit_bytes: float = 0.0
     eager_mlp: bool = False
     eager_norm: bool = False
+    keeps_outputs: bool = False
+    held_logit_bytes: float = 0.0
     slack: float = 0.04
     context_bytes: float = 0.75 * 2**30
     communicator_bytes: float = 544 * 2**20

@@ -130,8 +130,9 @@ def stage_memory(
 ) -> MemoryParts:
     """Return the peak bytes of a rank, by part.
 
-    The peak is the largest of three moments: the first backward of the deepest pipeline fill (all
-    activations, no lazy gradients), the end of the last backward (all gradients), and the optimizer step.
+    The peak is the largest of three moments: the start of the first backward of the fullest pipeline (all
+    activations, no lazy gradients), the end of a backward (one micro-batch less, all gradients), and the
+    optimizer step.
 
     Parameters
     ----------
@@ -153,26 +154,33 @@ def stage_memory(
     states = stage_states(load, framework, profile)
     acts = stage_activations(load, framework, profile)
     lazy = profile.lazy_gradients * (np.asarray(load.num_micro_batches) <= 1)
-    first_gradients = states.gradients * (1 - lazy)
     working = states.working + acts.temporary
-    at_backward = first_gradients + acts.saved + np.maximum(working, acts.logits)
-    at_end = states.gradients + acts.one_layer + working
-    at_step = states.gradients + states.step
-    extra = np.maximum(np.maximum(at_backward, at_end), at_step)
-    backward = at_backward >= extra
-    gradients = np.where(backward, first_gradients, states.gradients)
-    saved = np.where(backward, acts.saved, np.where(at_end >= extra, acts.one_layer, 0.0))
-    allocated = states.parameters + states.optimizer + states.buffers + extra
+    first = states.gradients * (1 - lazy)
+    every = states.gradients + states.backward_gradients
+    others = acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer
+    moments = (
+        (first, acts.saved, np.maximum(working, acts.logits)),
+        (every, others, working),
+        (states.gradients, 0.0, states.step),
+    )
+    totals = [gradients + saved + temporary for gradients, saved, temporary in moments]
+    fullest = np.maximum(np.maximum(totals[0], totals[1]), totals[2])
+    gradients, saved, temporary = (
+        np.where(totals[0] >= fullest, at_start, np.where(totals[1] >= fullest, at_end, at_step))
+        for at_start, at_end, at_step in zip(*moments, strict=True)
+    )
+    allocated = states.parameters + states.optimizer + states.buffers + fullest
     outside = _outside_bytes(load, profile)
+    whole = np.zeros_like(fullest)
     return MemoryParts(
-        parameters=states.parameters + 0 * extra,
+        parameters=states.parameters + whole,
         gradients=gradients,
-        optimizer=states.optimizer + 0 * extra,
+        optimizer=states.optimizer + whole,
         activations=saved,
-        temporary=extra - gradients - saved,
-        comm_buffers=states.buffers + 0 * extra,
+        temporary=temporary,
+        comm_buffers=states.buffers + whole,
         reserved=profile.slack * allocated + outside,
-        outside=outside + 0 * extra,
+        outside=outside + whole,
     )
 
 

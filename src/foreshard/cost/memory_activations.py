@@ -139,7 +139,7 @@ def _layer(block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: Me
     saved = norm_in + norm_out + masks + attention - core * rule.core_attn
     if block.kv_lora:
         saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)
-    peak = 3 * core if unfused else 0.0
+    peak = n.element * n.split * block.num_heads * load.seq_len if unfused else 0.0
     if block.ffn:
         inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile.eager_mlp)
         saved = saved + inner * (1 - rule.mlp)
@@ -181,7 +181,11 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
         one_layer = np.maximum(one_layer, here * mixed)
         again = (rule.full > 0) * (layer * rule.unit)
         temporary = np.maximum(temporary, here * (peak + again))
-    logits = LOGIT_BYTES[framework.cross_entropy] * n.split * load.vocab * load.has_head
+    per_logit = LOGIT_BYTES[framework.cross_entropy] + profile.held_logit_bytes
+    logits = per_logit * n.split * load.vocab * load.has_head
+    if profile.keeps_outputs:
+        pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
+        saved = saved + pipelined * n.element * n.norm * load.hidden
     return Activations(
         saved=saved * load.in_flight * (1 - load.offload_activations * (rule.full >= 1)),
         one_layer=one_layer,

@@ -21,10 +21,15 @@ FP4_WORKSPACE_BYTES = 2 * (0.5 + 1 / 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes per rank; `working` is alive in a backward only, `step` in the optimizer step only."""
+    """Bytes per rank.
+
+    `backward_gradients` fill up over one backward and go with it, `working` is alive in a backward only,
+    `step` in the optimizer step only.
+    """
 
     parameters: Any
     gradients: Any
+    backward_gradients: Any
     optimizer: Any
     buffers: Any
     working: Any
@@ -132,15 +137,31 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     master = framework.master_bytes * (element < 4) * (not profile.weights_are_master)
     optimizer = (master + load.state_bytes) * updated * (1 - load.offload_optimizer)
 
-    sharded = zero >= 3
+    trained = have.dense_trained + have.expert_trained
+    half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
     live = element * np.minimum(have.dense + have.outer, profile.gathered_elements)
     dummy = 2 * _dummy_wgrad_elements(load) if profile.dummy_wgrads else 0.0
     return States(
         parameters=parameters,
         gradients=gradients,
+        backward_gradients=half * trained,
         optimizer=optimizer,
         buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
-        working=sharded * np.maximum(unit, live),
-        step=profile.step_bytes * updated,
+        working=(zero >= 3) * np.maximum(unit, live),
+        step=_step_bytes(have, dense1, expert1, framework, profile),
     )
+
+
+def _step_bytes(
+    have: _Elements, dense_share: Any, expert_share: Any, framework: Framework, profile: MemoryProfile
+) -> Any:
+    """Return the temporaries of the optimizer step.
+
+    Moments in 16 bit are cast to fp32 for all parameters of one optimizer at once, and experts have their
+    own; 16-bit gradients are otherwise copied to fp32.
+    """
+    dense, expert = have.dense_trained * dense_share, have.expert_trained * expert_share
+    if profile.casts_moments and framework.moment_bytes < 4:
+        return 8.0 * np.maximum(dense, expert)
+    return profile.step_bytes * (framework.grad_bytes < 4) * (dense + expert)
