@@ -47,13 +47,13 @@ def main() -> None:
         python_s = best_s(lambda p=program: critical_path.run(p), repeats=2)
         build_s = best_s(lambda s=(stages, micro_batches, chunks, groups): megatron(*s))
         name = f"{groups} x interleaved p{stages} m{micro_batches} v{chunks}"
-        print(f"{name:>34} {tasks:>9} {tasks / compiled_s:>11.3g} {tasks / python_s:>11.3g} {tasks / build_s:>11.3g}")
+        rates = (tasks / work_s for work_s in (compiled_s, python_s, build_s))
+        print(f"{name:>34} {tasks:>9}", *(f"{rate:>11.3g}" for rate in rates))
     forward_s = np.linspace(1.0, 1.5, 8)
 
     def one(compiled: bool) -> float:
-        program = pipeline_program(
-            schedule="1f1b", num_micro_batches=32, forward_s=forward_s, backward_s=2 * forward_s, send_forward_s=0.1
-        )
+        times = {"forward_s": forward_s, "backward_s": 2 * forward_s, "send_forward_s": 0.1}
+        program = pipeline_program(schedule="1f1b", num_micro_batches=32, **times)
         return critical_path.run(program, compiled=compiled).makespan_s
 
     print(f"1f1b p8 m32, lower and run: {1 / best_s(lambda: one(True)):.0f} programs/s compiled,", end=" ")

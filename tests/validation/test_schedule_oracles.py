@@ -86,11 +86,11 @@ def megatron_zb_h1_loop(stage, p, m):
         yield "compute", W, stage, k
 
 
-def megatron_interleaved_loop(stage, p, m, v, overlap_p2p):
-    """Loop of forward_backward_pipelining_with_interleaving, groups of p, no warm-up overlap."""
-    table = [(c, k) for g in range(0, m, p) for c in range(v) for k in range(g, min(g + p, m))]
+def megatron_interleaved_loop(stage, p, m, v, group, overlap_p2p):
+    """Loop of forward_backward_pipelining_with_interleaving without warm-up overlap."""
+    table = [(c, k) for g in range(0, m, group) for c in range(v) for k in range(g, min(g + group, m))]
     total = m * v
-    warm_up = min(total, 2 * (p - stage - 1) + (v - 1) * p)
+    warm_up = min(total, 2 * (p - stage - 1) + (v - 1) * group)
     steady = total - warm_up
 
     def visit(kind, k):
@@ -101,7 +101,15 @@ def megatron_interleaved_loop(stage, p, m, v, overlap_p2p):
         return [("send", *visit(kind, k))]
 
     def receive(kind, k):
-        return [("recv", *visit(kind, k))] if k < total else []
+        """Megatron's recv_tensor_from_previous_stage(k - 1)."""
+        if k >= total:
+            return []
+        if stage != (0 if kind == F else p - 1):
+            return [("recv", *visit(kind, k))]
+        chunk, micro_batch = table[k - p]  # aligned with the stage at the other end
+        if k < p or chunk == v - 1:
+            return []
+        return [("recv", kind, (chunk + 1 if kind == F else v - 2 - chunk) * p + stage, micro_batch)]
 
     yield "call", HOLD, receive(F, 0)
     for k in range(warm_up):
@@ -249,11 +257,13 @@ def test_plain_schedules_equal_the_event_simulation(schedule, overlap_p2p):
 def test_interleaved_equals_the_event_simulation(mode):
     rng = np.random.default_rng(2)
     options = {"overlap_p2p": mode != "blocking", "overlap_warm_up": mode == "everywhere"}
-    for p, v, m in ((2, 2, 2), (2, 2, 4), (2, 3, 6), (3, 2, 3), (3, 2, 6), (3, 3, 6), (4, 2, 4), (4, 3, 8)):
+    sizes = [(2, 2, 2, 2), (2, 2, 4, 2), (2, 3, 6, 2), (3, 2, 3, 3), (3, 2, 6, 3), (3, 3, 6, 3), (4, 2, 4, 4)]
+    larger_groups = [(2, 2, 4, 4), (2, 3, 5, 3), (2, 2, 6, 4), (3, 2, 7, 4), (3, 3, 8, 5), (4, 2, 13, 8)]
+    for p, v, m, group in sizes + larger_groups:
         times, sends = random_times(rng, p, v, m)
-        loops = [megatron_interleaved_loop(i, p, m, v, options["overlap_p2p"]) for i in range(p)]
+        loops = [megatron_interleaved_loop(i, p, m, v, group, options["overlap_p2p"]) for i in range(p)]
         cluster = Cluster(loops, times, sends, p, v, mode == "everywhere")
-        agree(lowered("interleaved", times, sends, p, v, m, **options), cluster)
+        agree(lowered("interleaved", times, sends, p, v, m, group_size=group, **options), cluster)
 
 
 def even(schedule, p, m, v=1, **times_s):
@@ -283,7 +293,7 @@ def test_even_interleaving_divides_the_bubble(p, m, v):
 @pytest.mark.parametrize("p, m", [(1, 2), (2, 2), (2, 7), (4, 4), (4, 12), (8, 16)])
 @pytest.mark.parametrize("f, b, w", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.5, 1.0, 0.5), (1.0, 2.0, 0.0)])
 def test_zb_h1_bubble(p, m, f, b, w):
-    """Qi et al. 2023 (arXiv 2401.10241), table 2: (p - 1)(f + b - w) of bubble, for w <= f and w <= b."""
+    """Qi et al. 2023 (arXiv 2401.10241): (p - 1)(f + b - w) of bubble; exact only for w <= f and w <= b."""
     time_s = even("zb-h1", p, m, forward_s=f, backward_input_s=b, backward_weight_s=w)
     assert time_s == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
 

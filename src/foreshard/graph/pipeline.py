@@ -6,7 +6,7 @@ times; ``add_pipeline`` puts both into a program that may hold more; ``pipeline_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +31,9 @@ class PipelineShape:
         A transfer carries the labels of the op it follows.
     edge_task, edge_before : ndarray, shape (E,)
         Task ``edge_task[e]`` starts after ``edge_before[e]``.
+    duration_index : ndarray, shape (T,)
+        Place of each task's duration: ops by (op, stage, chunk, micro-batch), then transfers by direction
+        and boundary.
     ops : ndarray, shape (4, num_stages, num_chunks, num_micro_batches)
         Task of each op, indexed by ``Op``; -1 where the schedule has no such op.
     last : tuple of ndarray
@@ -44,6 +47,7 @@ class PipelineShape:
     micro_batch: np.ndarray
     edge_task: np.ndarray
     edge_before: np.ndarray
+    duration_index: np.ndarray
     ops: np.ndarray
     last: tuple[np.ndarray, ...]
     resource_names: tuple[str, ...]
@@ -117,6 +121,7 @@ def pipeline_shape(
         hold = not overlap_p2p
     transfer = len(op) + np.arange(len(source))
     edges, pending = _edges(ends, source, target, transfer, num_ops, hold)
+    boundary = stage[source] - backward
     last = [np.append(pending[pending[:, 0] == i, 1], (i + 1) * num_ops - 1) for i in range(num_stages)]
     return PipelineShape(
         resource=np.concatenate([stage, stage[source] + num_stages * (1 + backward)]),
@@ -126,6 +131,12 @@ def pipeline_shape(
         micro_batch=np.concatenate([micro_batch, micro_batch[source]]),
         edge_task=edges[:, 0],
         edge_before=edges[:, 1],
+        duration_index=np.concatenate(
+            [
+                np.ravel_multi_index((op, stage, chunk, micro_batch), ops.shape),
+                ops.size + backward * num_stages + boundary % num_stages,
+            ]
+        ),
         ops=ops,
         last=tuple(last),
         resource_names=tuple(f"stage{i}.{stream}" for stream in STREAMS for i in range(num_stages)),
@@ -182,13 +193,15 @@ def _interleaved_ends(
     warm_up: np.ndarray,
     overlap: bool,
 ) -> _Ends:
-    def is_steady(task: np.ndarray) -> np.ndarray:
-        position, first = task % num_ops, warm_up[task // num_ops]
-        return (position >= first) & (position < num_ops - first)
-
-    send_steady, receive_steady = is_steady(source), is_steady(target)
-    position, warm = target % num_ops, warm_up[target // num_ops]
+    num_stages = len(warm_up)
+    warm = warm_up[target // num_ops]
     all_warm_up = 2 * warm == num_ops
+    send_steady = _is_steady(source % num_ops, warm_up[source // num_ops], num_ops)
+    # between the ends of the pipeline, the receiver works num_stages visits behind the sender
+    visit = _visit_of(source % num_ops, warm_up[source // num_ops], backward, num_ops) + num_stages
+    wraps = target // num_ops == np.where(backward, num_stages - 1, 0)
+    position = np.where(wraps, _position_of(visit, warm, backward, num_ops), target % num_ops)
+    receive_steady = _is_steady(position, warm, num_ops)
     # the last warm-up call receives the first steady forward, the last steady call the backward after it
     receive_free = (receive_steady & (backward | (position > warm))) | (
         backward & (position == num_ops - warm) & ~all_warm_up
@@ -202,6 +215,25 @@ def _interleaved_ends(
         send_holds=~send_steady | joined,
         receive_holds=~receive_free | joined,
     )
+
+
+def _is_steady(position: np.ndarray, warm_up: np.ndarray, num_ops: int) -> np.ndarray:
+    return (position >= warm_up) & (position < num_ops - warm_up)
+
+
+def _visit_of(position: np.ndarray, warm_up: np.ndarray, backward: np.ndarray, num_ops: int) -> np.ndarray:
+    """How many ops of the same direction the stage runs before the one at a position."""
+    steady = (position - warm_up) // 2 + np.where(backward, 0, warm_up)
+    outside = position - np.where(backward, num_ops // 2, 0)
+    return np.where(_is_steady(position, warm_up, num_ops), steady, outside)
+
+
+def _position_of(visit: np.ndarray, warm_up: np.ndarray, backward: np.ndarray, num_ops: int) -> np.ndarray:
+    """Position of the op that ``visit`` others of its direction precede."""
+    num_visits = num_ops // 2
+    of_forward = np.where(visit < warm_up, visit, 2 * visit - warm_up)
+    of_backward = np.where(visit < num_visits - warm_up, 2 * visit + 1 + warm_up, visit + num_visits)
+    return np.where(backward, of_backward, of_forward)
 
 
 def _edges(
@@ -260,24 +292,28 @@ def pipeline_durations(
     -------
     ndarray, shape (T,), float64
     """
-    full = shape.ops.shape[1:]
-    duration_s = np.empty(len(shape.kind))
-    by_op = (forward_s, backward_s, backward_input_s, backward_weight_s)
-    for op, given in zip(Op, by_op, strict=True):
-        at = shape.kind == op
-        if given is None:
-            if at.any():
-                raise ValueError(f"the schedule needs durations for {op.name.lower()}")
-            continue
-        table = np.asarray(given, dtype=np.float64)
-        table = np.broadcast_to(table.reshape(table.shape + (1,) * (3 - table.ndim)), full)
-        duration_s[at] = table[shape.stage[at], shape.chunk[at], shape.micro_batch[at]]
-    num_boundaries = max(full[0] - (full[1] == 1), 1)
-    for kind, given in ((Kind.SEND_FORWARD, send_forward_s), (Kind.SEND_BACKWARD, send_backward_s)):
-        at = shape.kind == kind
-        boundary = (shape.stage[at] - (kind == Kind.SEND_BACKWARD)) % full[0]
-        duration_s[at] = np.broadcast_to(np.asarray(given, dtype=np.float64), (num_boundaries,))[boundary]
-    return duration_s
+    num_stages, num_chunks = shape.ops.shape[1:3]
+    table_s = np.zeros(shape.ops.size + 2 * num_stages)
+    op_s = table_s[: shape.ops.size].reshape(shape.ops.shape)
+    for op, given in zip(Op, (forward_s, backward_s, backward_input_s, backward_weight_s), strict=True):
+        if given is not None:
+            values = np.asarray(given, dtype=np.float64)
+            op_s[op] = values.reshape(values.shape + (1,) * (3 - values.ndim))
+        elif shape.ops[op, 0, 0, 0] >= 0:
+            raise ValueError(f"the schedule needs durations for {op.name.lower()}")
+    send_s = table_s[shape.ops.size :].reshape(2, num_stages)
+    num_boundaries = max(num_stages - (num_chunks == 1), 1)
+    send_s[0, :num_boundaries] = send_forward_s
+    send_s[1, :num_boundaries] = send_backward_s
+    return table_s[shape.duration_index]
+
+
+@lru_cache(maxsize=64)
+def _template(shape: PipelineShape) -> Program:
+    """Program of one pipeline without its durations."""
+    builder = ProgramBuilder()
+    add_pipeline(builder, shape, np.zeros(len(shape.kind)))
+    return builder.build()
 
 
 def add_pipeline(
@@ -320,7 +356,7 @@ def pipeline_program(
     Examples
     --------
     >>> pipeline_program(schedule="1f1b", num_micro_batches=2, forward_s=[1.0, 1.0], backward_s=2.0)
-    <Program: 12 tasks on 6 resources, 12 dependencies>
+    <Program: 12 tasks on 6 resources, 14 dependencies>
     """
     num_stages, num_chunks = (*np.shape(forward_s), 1)[:2]
     shape = pipeline_shape(
@@ -332,6 +368,6 @@ def pipeline_program(
         overlap_p2p=overlap_p2p,
         overlap_warm_up=overlap_warm_up,
     )
-    builder = ProgramBuilder()
-    add_pipeline(builder, shape, pipeline_durations(shape, forward_s=forward_s, **durations_s))
-    return builder.build()
+    return replace(
+        _template(shape), duration_s=pipeline_durations(shape, forward_s=forward_s, **durations_s)
+    )

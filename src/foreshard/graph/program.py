@@ -69,6 +69,11 @@ class Program:
     micro_batch: np.ndarray
     resource_names: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse durations that no task can have; NaN fails both comparisons."""
+        if not (self.duration_s.min(initial=0.0) >= 0.0 and self.duration_s.max(initial=0.0) < np.inf):
+            raise ValueError("durations must be finite and not negative")
+
     @property
     def num_tasks(self) -> int:
         """Number of tasks."""
@@ -154,17 +159,17 @@ class ProgramBuilder:
         self._flush()
         empty = (np.empty(0),) + (np.empty(0, dtype=np.int32),) * 6
         columns = [np.concatenate(parts) for parts in zip(empty, *self._blocks, strict=True)]
-        edges = [np.concatenate(parts) for parts in zip(*self._edges(), strict=True)]
+        task, before, lag_s = (np.concatenate(parts) for parts in zip(*self._edges(), strict=True))
         duration_s, resource, kind, group, stage, chunk, micro_batch = columns
-        _check(duration_s, edges)
-        indptr, order = _compressed(edges[0], len(duration_s))
+        _check_edges(task, before, lag_s, len(duration_s))
+        indptr, order = _compressed(task, len(duration_s))
         resource_indptr, resource_tasks = _compressed(resource, len(self._names))
-        lag_s = edges[2][order]
+        lag_s = lag_s[order]
         return Program(
             duration_s=duration_s,
             resource=resource,
             indptr=indptr,
-            indices=edges[1][order].astype(np.int32),
+            indices=before[order].astype(np.int32),
             lag_s=lag_s if lag_s.any() else np.empty(0),
             resource_indptr=resource_indptr,
             resource_tasks=resource_tasks.astype(np.int32),
@@ -188,12 +193,9 @@ class ProgramBuilder:
         return [*self._edge_blocks, (rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2])]
 
 
-def _check(duration_s: np.ndarray, edges: list[np.ndarray]) -> None:
-    if not (np.isfinite(duration_s).all() and (duration_s >= 0.0).all()):
-        raise ValueError("durations must be finite and not negative")
-    task, before, lag_s = edges
+def _check_edges(task: np.ndarray, before: np.ndarray, lag_s: np.ndarray, num_tasks: int) -> None:
     ends = np.concatenate([task, before])
-    if ends.min(initial=0) < 0 or ends.max(initial=-1) >= len(duration_s):
+    if ends.min(initial=0) < 0 or ends.max(initial=-1) >= num_tasks:
         raise ValueError("a dependency names a task that was never added")
     if not (np.isfinite(lag_s).all() and (lag_s >= 0.0).all()):
         raise ValueError("lags must be finite and not negative")

@@ -58,7 +58,9 @@ def stage_order(
     ------
     gpipe: Huang et al. 2019, backward in the order of torch.distributed.pipelining ScheduleGPipe.
     1f1b, interleaved: Narayanan et al. 2021 and megatron/core/pipeline_parallel/schedules.py.
-    zb-h1: Qi et al. 2023 (arXiv 2401.10241), figure 3; stage i delays weight gradients by i micro-batches.
+    zb-h1: Qi et al. 2023 (arXiv 2401.10241) and the zb-h1-quick-start branch of
+    sail-sg/zero-bubble-pipeline-parallelism: stage i delays weight gradients by i micro-batches; input
+    gradients leave before any weight gradient.
 
     Examples
     --------

@@ -54,37 +54,27 @@ def run(program: Program, *, compiled: bool = False) -> Timeline:
         If ``compiled`` and numba is not installed.
     """
     num_tasks, num_resources = program.num_tasks, len(program.resource_names)
-    arrays = [
+    inputs = [
         program.duration_s,
         program.resource_indptr,
         program.resource_tasks,
         program.indptr,
         program.indices,
         program.lag_s,
-        np.zeros(num_tasks),
-        np.full(num_tasks, -1.0),
-        np.empty(num_tasks, dtype=np.int32),
-        program.resource_indptr[:-1].copy(),
+    ]
+    start_s, end_s, order = np.zeros(num_tasks), np.full(num_tasks, -1.0), np.zeros(num_tasks, dtype=np.int32)
+    head = program.resource_indptr[:-1].copy()
+    state = [
         _first_edges(program),
         np.zeros(num_resources),
         np.full(num_tasks, -1, dtype=np.int32),
         np.full(num_resources, -1, dtype=np.int32),
         np.zeros(num_resources, dtype=np.int32),
     ]
-    start, end, order, head = 6, 7, 8, 9
-    if compiled:
-        done = _compiled("execute")(*arrays)
-        results = arrays
-    else:
-        results = [array.tolist() for array in arrays]
-        done = _kernel.execute(*results)
+    done = _call("execute", inputs, [start_s, end_s, order, head], state, compiled=compiled)
     if done < num_tasks:
-        raise ForeshardError(_deadlock(program, results[head]))
-    return Timeline(
-        start_s=np.asarray(results[start]),
-        end_s=np.asarray(results[end]),
-        order=np.asarray(results[order], dtype=np.int32),
-    )
+        raise ForeshardError(_circle(program, head))
+    return Timeline(start_s=start_s, end_s=end_s, order=order)
 
 
 def critical_path(program: Program, timeline: Timeline) -> np.ndarray:
@@ -118,7 +108,7 @@ def slack(program: Program, timeline: Timeline, *, compiled: bool = False) -> np
 
     Zero exactly on every critical chain.
     """
-    arrays = [
+    inputs = [
         timeline.order,
         _neighbours(program)[1],
         program.indptr,
@@ -126,14 +116,10 @@ def slack(program: Program, timeline: Timeline, *, compiled: bool = False) -> np
         program.lag_s,
         timeline.start_s,
         timeline.end_s,
-        timeline.makespan_s - timeline.end_s,
     ]
-    if compiled:
-        _compiled("slack_backwards")(*arrays)
-        return arrays[-1]
-    lists = [array.tolist() for array in arrays]
-    _kernel.slack_backwards(*lists)
-    return np.asarray(lists[-1])
+    slack_s = timeline.makespan_s - timeline.end_s
+    _call("slack_backwards", inputs, [slack_s], [], compiled=compiled)
+    return slack_s
 
 
 def _first_edges(program: Program) -> np.ndarray:
@@ -154,13 +140,25 @@ def _neighbours(program: Program) -> tuple[np.ndarray, np.ndarray]:
     return before, after
 
 
-def _deadlock(program: Program, head) -> str:
+def _circle(program: Program, head: np.ndarray) -> str:
     stuck = [
         f"{program.resource_names[r]} at task {program.resource_tasks[head[r]]}"
-        for r in range(len(program.resource_names))
-        if head[r] < program.resource_indptr[r + 1]
+        for r in np.flatnonzero(head < program.resource_indptr[1:])
     ]
     return f"tasks wait for each other in a circle: {', '.join(stuck[:8])}"
+
+
+def _call(
+    name: str, inputs: list[np.ndarray], outputs: list[np.ndarray], state: list[np.ndarray], *, compiled: bool
+) -> int:
+    """Run a kernel on arrays if compiled, else on lists, which plain Python indexes faster."""
+    if compiled:
+        return _compiled(name)(*inputs, *outputs, *state)
+    lists = [array.tolist() for array in (*inputs, *outputs, *state)]
+    result = getattr(_kernel, name)(*lists)
+    for array, values in zip(outputs, lists[len(inputs) :], strict=False):
+        array[:] = values
+    return result
 
 
 @lru_cache(maxsize=2)

@@ -1,0 +1,227 @@
+"""What must hold for every schedule and every program, whatever the durations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from foreshard.errors import SpecError
+from foreshard.graph.pipeline import pipeline_program, pipeline_shape
+from foreshard.graph.program import Program, ProgramBuilder
+from foreshard.graph.schedules import MODELLED_SCHEDULES, Op, in_flight, stage_order
+from foreshard.sim import critical_path
+
+seconds = st.floats(0.0, 10.0, allow_subnormal=False)
+
+
+@st.composite
+def counts(draw):
+    """A schedule and counts it accepts."""
+    schedule = draw(st.sampled_from(MODELLED_SCHEDULES))
+    sizes = {"num_stages": draw(st.integers(1, 6)), "num_micro_batches": draw(st.integers(1, 14))}
+    if schedule == "interleaved":
+        sizes["num_chunks"] = draw(st.integers(2, 4))
+        sizes["group_size"] = draw(st.none() | st.integers(2, 9))
+    try:
+        stage_order(schedule, **sizes)
+    except SpecError:
+        assume(False)
+    return schedule, sizes
+
+
+@st.composite
+def pipelines(draw):
+    """A pipeline with uneven times in any p2p mode."""
+    schedule, sizes = draw(counts())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    table = (sizes["num_stages"], sizes.get("num_chunks", 1), sizes["num_micro_batches"])
+    backward = ("backward_input_s", "backward_weight_s") if schedule == "zb-h1" else ("backward_s",)
+    send_s = draw(st.sampled_from([0.0, 0.05, 2.0]))
+    return {
+        "schedule": schedule,
+        "num_micro_batches": sizes["num_micro_batches"],
+        "group_size": sizes.get("group_size"),
+        "send_forward_s": send_s,
+        "send_backward_s": send_s / 2,
+        **{key: rng.random(table) for key in ("forward_s", *backward)},
+    }
+
+
+@st.composite
+def programs(draw):
+    """A program of any form without circles: tasks made in a hidden order, numbered by resource."""
+    num_resources, num_tasks = draw(st.integers(1, 5)), draw(st.integers(1, 25))
+    resource = [draw(st.integers(0, num_resources - 1)) for _ in range(num_tasks)]
+    number = np.empty(num_tasks, dtype=int)
+    number[np.argsort(resource, kind="stable")] = np.arange(num_tasks)
+    builder = ProgramBuilder()
+    for r in range(num_resources):
+        builder.resource(f"r{r}")
+    builder.add_many(np.sort(resource), [draw(seconds) for _ in range(num_tasks)])
+    for task in range(1, num_tasks):
+        for before in draw(st.lists(st.integers(0, task - 1), max_size=3)):
+            builder.depend(number[task], number[before], draw(st.sampled_from([0.0, 0.0, 1.5])))
+    return builder.build()
+
+
+def edges(program: Program) -> list[tuple[int, int, float]]:
+    task = np.repeat(np.arange(program.num_tasks), np.diff(program.indptr))
+    lag_s = program.lag_s if len(program.lag_s) else np.zeros(len(task))
+    return list(zip(task.tolist(), program.indices.tolist(), lag_s.tolist(), strict=True))
+
+
+@given(counts())
+def test_every_op_once_and_in_an_order_that_data_allow(case):
+    schedule, sizes = case
+    for order in stage_order(schedule, **sizes):
+        rows = [tuple(row) for row in order.tolist()]
+        place = {row: i for i, row in enumerate(rows)}
+        visits = sizes["num_micro_batches"] * sizes.get("num_chunks", 1)
+        kinds = {op for op, _, _ in rows}
+        assert len(place) == len(rows) == visits * len(kinds)
+        assert kinds in ({Op.FORWARD, Op.BACKWARD}, {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+        for op, chunk, k in rows:
+            before = {Op.BACKWARD_WEIGHT: Op.BACKWARD_INPUT}.get(op, Op.FORWARD)
+            assert place[before, chunk, k] <= place[op, chunk, k]
+
+
+@given(counts())
+def test_memory_in_flight_falls_along_the_stages_and_gpipe_is_the_most(case):
+    schedule, sizes = case
+    held = in_flight(schedule, **sizes)
+    visits = sizes["num_micro_batches"] * sizes.get("num_chunks", 1)
+    assert (np.diff(held) <= 0).all() and held[0] <= visits and held[-1] >= 1
+
+
+@given(pipelines())
+@settings(deadline=None)
+def test_no_p2p_mode_waits_for_itself_and_overlap_never_costs(case):
+    """Catches a call order that deadlocks, and an edge that overlap should have dropped."""
+    makespans = [
+        critical_path.run(pipeline_program(**case, overlap_p2p=overlap, overlap_warm_up=warm_up)).makespan_s
+        for overlap, warm_up in ((False, False), (True, False), (True, True))
+    ]
+    blocking, steady, everywhere = makespans
+    assert everywhere <= steady * (1 + 1e-12) and everywhere <= blocking * (1 + 1e-12)
+
+
+@given(pipelines())
+def test_makespan_covers_every_stage_and_every_micro_batch(case):
+    program = pipeline_program(**case, overlap_p2p=True)
+    makespan_s = critical_path.run(program).makespan_s * (1 + 1e-12)
+    ops = program.kind <= Op.BACKWARD_WEIGHT
+    load_s = np.bincount(program.stage[ops], program.duration_s[ops])
+    assert load_s.max() <= makespan_s
+    on_path = program.kind != Op.BACKWARD_WEIGHT  # a weight gradient is no link of the chain
+    chain_s = np.bincount(program.micro_batch[on_path], program.duration_s[on_path])
+    assert chain_s.max() <= makespan_s
+
+
+@given(programs())
+def test_times_are_the_earliest_that_obey_order_and_dependencies(program):
+    """Each start equals the latest of what it waits for: no earlier, no later."""
+    timeline = critical_path.run(program)
+    waits = [[0.0] for _ in range(program.num_tasks)]
+    for tasks in np.split(program.resource_tasks, program.resource_indptr[1:-1]):
+        for before, task in zip(tasks[:-1], tasks[1:], strict=True):
+            waits[task].append(timeline.end_s[before])
+    for task, before, lag_s in edges(program):
+        waits[task].append(timeline.end_s[before] + lag_s)
+    assert timeline.start_s.tolist() == [max(wait) for wait in waits]
+    assert (timeline.end_s == timeline.start_s + program.duration_s).all()
+    assert sorted(timeline.order) == list(range(program.num_tasks))
+
+
+@given(programs(), st.data())
+def test_monotone_in_every_duration(program, data):
+    task = data.draw(st.integers(0, program.num_tasks - 1))
+    slower = program.duration_s.copy()
+    slower[task] += data.draw(seconds)
+    before, after = critical_path.run(program), critical_path.run(replace(program, duration_s=slower))
+    assert (after.end_s >= before.end_s).all()
+
+
+@given(programs(), st.randoms(use_true_random=False))
+def test_numbers_and_names_do_not_matter(program, random):
+    """Renumber tasks (keeping the order on each resource) and resources; times follow."""
+    queues = [list(q) for q in np.split(program.resource_tasks, program.resource_indptr[1:-1])]
+    new_resource = random.sample(range(len(queues)), len(queues))
+    builder = ProgramBuilder()
+    for r in range(len(queues)):
+        builder.resource(f"other{r}")
+    renumbered = {}
+    while any(queues):
+        r = random.choice([r for r, queue in enumerate(queues) if queue])
+        task = queues[r].pop(0)
+        renumbered[task] = builder.add(new_resource[r], program.duration_s[task])
+    for task, before, lag_s in edges(program):
+        builder.depend(renumbered[task], renumbered[before], lag_s)
+    there = np.array([renumbered[task] for task in range(program.num_tasks)])
+    assert critical_path.run(builder.build()).end_s[there].tolist() == critical_path.run(program).end_s.tolist()
+
+
+@given(programs())
+def test_twice_the_durations_take_twice_the_time(program):
+    doubled = replace(program, duration_s=2 * program.duration_s, lag_s=2 * program.lag_s)
+    assert (critical_path.run(doubled).end_s == 2 * critical_path.run(program).end_s).all()
+
+
+@given(programs())
+def test_critical_path_fills_the_makespan(program):
+    timeline = critical_path.run(program)
+    path = critical_path.critical_path(program, timeline)
+    slack_s = critical_path.slack(program, timeline)
+    lags = {(task, before): lag_s for task, before, lag_s in sorted(edges(program))}
+    gaps_s = timeline.start_s[path[1:]] - timeline.end_s[path[:-1]]
+    assert timeline.start_s[path[0]] == 0.0 and timeline.end_s[path[-1]] == timeline.makespan_s
+    assert (slack_s[path] == 0.0).all() and (slack_s >= 0.0).all()
+    for before, task, gap_s in zip(path[:-1], path[1:], gaps_s, strict=True):
+        assert gap_s == pytest.approx(0.0) or gap_s == pytest.approx(lags[task, before])
+
+
+@given(programs(), st.data())
+def test_slack_is_what_a_task_may_lose_and_no_more(program, data):
+    timeline = critical_path.run(program)
+    slack_s = critical_path.slack(program, timeline)
+    task = data.draw(st.integers(0, program.num_tasks - 1))
+    slower = program.duration_s.copy()
+    slower[task] += slack_s[task]
+    at_limit = critical_path.run(replace(program, duration_s=slower)).makespan_s
+    slower[task] += 1.0
+    beyond = critical_path.run(replace(program, duration_s=slower)).makespan_s
+    assert at_limit == pytest.approx(timeline.makespan_s)
+    assert beyond == pytest.approx(timeline.makespan_s + 1.0)
+
+
+@given(programs())
+@settings(deadline=None)
+def test_compiled_gives_the_same_bits(program):
+    pytest.importorskip("numba")
+    plain, fast = critical_path.run(program), critical_path.run(program, compiled=True)
+    assert plain.end_s.tobytes() == fast.end_s.tobytes() and plain.order.tolist() == fast.order.tolist()
+    plain_slack, fast_slack = (critical_path.slack(program, plain, compiled=c) for c in (False, True))
+    assert plain_slack.tobytes() == fast_slack.tobytes()
+
+
+@given(counts())
+def test_after_the_last_tasks_of_a_stage_nothing_of_it_runs(case):
+    """Catches an optimizer that would start while its stage still sends."""
+    schedule, sizes = case
+    shape = pipeline_shape(schedule, **sizes)
+    table = (sizes["num_stages"], sizes.get("num_chunks", 1))
+    times = {key: np.ones(table) for key in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")}
+    program = pipeline_program(
+        schedule=schedule,
+        num_micro_batches=sizes["num_micro_batches"],
+        group_size=sizes.get("group_size"),
+        send_forward_s=0.5,
+        send_backward_s=0.5,
+        **times,
+    )
+    end_s = critical_path.run(program).end_s
+    for stage, last in enumerate(shape.last):
+        assert end_s[last].max() == end_s[program.stage == stage].max()
