@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_times_are_the_earliest_that_obey_order_and_dependencies(program):
     timeline = critical_path.run(program)
     waits = [[0.0] for _ in range(program.num_tasks)]
     for tasks in np.split(program.resource_tasks, program.resource_indptr[1:-1]):
-        for before, task in zip(tasks[:-1], tasks[1:], strict=True):
+        for before, task in pairwise(tasks):
             waits[task].append(timeline.end_s[before])
     for task, before, lag_s in edges(program):
         waits[task].append(timeline.end_s[before] + lag_s)
@@ -161,7 +162,8 @@ def test_numbers_and_names_do_not_matter(program, random):
     for task, before, lag_s in edges(program):
         builder.depend(renumbered[task], renumbered[before], lag_s)
     there = np.array([renumbered[task] for task in range(program.num_tasks)])
-    assert critical_path.run(builder.build()).end_s[there].tolist() == critical_path.run(program).end_s.tolist()
+    end_s = critical_path.run(builder.build()).end_s
+    assert end_s[there].tolist() == critical_path.run(program).end_s.tolist()
 
 
 @given(programs())
@@ -213,7 +215,8 @@ def test_after_the_last_tasks_of_a_stage_nothing_of_it_runs(case):
     schedule, sizes = case
     shape = pipeline_shape(schedule, **sizes)
     table = (sizes["num_stages"], sizes.get("num_chunks", 1))
-    times = {key: np.ones(table) for key in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")}
+    keys = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
+    times = {key: np.ones(table) for key in keys}
     program = pipeline_program(
         schedule=schedule,
         num_micro_batches=sizes["num_micro_batches"],

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.graph.schedules import Op, stage_order, warm_up_counts
+from foreshard.graph.transfers import interleaved_ends, plain_ends, transfer_edges, transfers
 
 STREAMS = ("compute", "send_forward", "send_backward")
 
@@ -104,7 +105,7 @@ def pipeline_shape(
     stage = np.repeat(np.arange(num_stages), num_ops)
     ops = np.full((4, num_stages, num_chunks, num_micro_batches), -1)
     ops[op, stage, chunk, micro_batch] = np.arange(len(op))
-    source, target = _transfers(op, stage, chunk, micro_batch, ops)
+    source, target = transfers(op, stage, chunk, micro_batch, ops)
     backward = op[source] != Op.FORWARD
     if schedule == "interleaved":
         warm_up = warm_up_counts(
@@ -114,13 +115,13 @@ def pipeline_shape(
             num_chunks=num_chunks,
             group_size=group_size,
         )
-        ends = _interleaved_ends(source, target, backward, num_ops, np.array(warm_up), overlap_p2p)
+        ends = interleaved_ends(source, target, backward, num_ops, np.array(warm_up), overlap_p2p)
         hold = not (overlap_p2p and overlap_warm_up)
     else:
-        ends = _plain_ends(source, target, backward, num_ops)
+        ends = plain_ends(source, target, backward, num_ops)
         hold = not overlap_p2p
     transfer = len(op) + np.arange(len(source))
-    edges, pending = _edges(ends, source, target, transfer, num_ops, hold)
+    edges, pending = transfer_edges(ends, source, target, transfer, num_ops, hold)
     boundary = stage[source] - backward
     last = [np.append(pending[pending[:, 0] == i, 1], (i + 1) * num_ops - 1) for i in range(num_stages)]
     return PipelineShape(
@@ -140,130 +141,6 @@ def pipeline_shape(
         ops=ops,
         last=tuple(last),
         resource_names=tuple(f"stage{i}.{stream}" for stream in STREAMS for i in range(num_stages)),
-    )
-
-
-def _transfers(
-    op: np.ndarray, stage: np.ndarray, chunk: np.ndarray, micro_batch: np.ndarray, ops: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Op that sends and op that needs it, for every activation and gradient that leaves a stage."""
-    num_stages, num_chunks = ops.shape[1:3]
-    to = chunk * num_stages + stage + np.where(op == Op.FORWARD, 1, -1)  # virtual stage
-    sends = (op != Op.BACKWARD_WEIGHT) & (to >= 0) & (to < num_stages * num_chunks) & (num_stages > 1)
-    source = np.flatnonzero(sends)
-    to = to[source]
-    return source, ops[op[source], to % num_stages, to // num_stages, micro_batch[source]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ends:
-    """When the two ends of each transfer communicate, if they hold their stage while they do.
-
-    Call g of a stage lies before op g of that stage. A second receive follows the send of its call, other
-    receives start with it.
-    """
-
-    send_call: np.ndarray
-    receive_call: np.ndarray
-    receive_second: np.ndarray
-    send_holds: np.ndarray
-    receive_holds: np.ndarray
-
-
-def _plain_ends(source: np.ndarray, target: np.ndarray, backward: np.ndarray, num_ops: int) -> _Ends:
-    send_call, receive_call = source % num_ops + 1, target % num_ops
-    # a send and a receive with the same neighbour are one call; else the send comes first
-    num_stages = max(source.max(initial=0), target.max(initial=0)) // num_ops + 1
-    sends_backward = np.full((num_stages, num_ops + 1), -1)
-    sends_backward[source // num_ops, send_call] = backward
-    return _Ends(
-        send_call=send_call,
-        receive_call=receive_call,
-        receive_second=sends_backward[target // num_ops, receive_call] == backward,
-        send_holds=np.ones(len(source), dtype=bool),
-        receive_holds=np.ones(len(source), dtype=bool),
-    )
-
-
-def _interleaved_ends(
-    source: np.ndarray,
-    target: np.ndarray,
-    backward: np.ndarray,
-    num_ops: int,
-    warm_up: np.ndarray,
-    overlap: bool,
-) -> _Ends:
-    num_stages = len(warm_up)
-    warm = warm_up[target // num_ops]
-    all_warm_up = 2 * warm == num_ops
-    send_steady = _is_steady(source % num_ops, warm_up[source // num_ops], num_ops)
-    # between the ends of the pipeline, the receiver works num_stages visits behind the sender
-    visit = _visit_of(source % num_ops, warm_up[source // num_ops], backward, num_ops) + num_stages
-    wraps = target // num_ops == np.where(backward, num_stages - 1, 0)
-    position = np.where(wraps, _position_of(visit, warm, backward, num_ops), target % num_ops)
-    receive_steady = _is_steady(position, warm, num_ops)
-    # the last warm-up call receives the first steady forward, the last steady call the backward after it
-    receive_free = (receive_steady & (backward | (position > warm))) | (
-        backward & (position == num_ops - warm) & ~all_warm_up
-    )
-    # without overlap one steady call serves a forward and the backward after it
-    joined = not overlap
-    return _Ends(
-        send_call=source % num_ops + 1 + (send_steady & ~backward & joined),
-        receive_call=position - (receive_steady & backward & joined),
-        receive_second=backward & all_warm_up & (position == warm),
-        send_holds=~send_steady | joined,
-        receive_holds=~receive_free | joined,
-    )
-
-
-def _is_steady(position: np.ndarray, warm_up: np.ndarray, num_ops: int) -> np.ndarray:
-    return (position >= warm_up) & (position < num_ops - warm_up)
-
-
-def _visit_of(position: np.ndarray, warm_up: np.ndarray, backward: np.ndarray, num_ops: int) -> np.ndarray:
-    """How many ops of the same direction the stage runs before the one at a position."""
-    steady = (position - warm_up) // 2 + np.where(backward, 0, warm_up)
-    outside = position - np.where(backward, num_ops // 2, 0)
-    return np.where(_is_steady(position, warm_up, num_ops), steady, outside)
-
-
-def _position_of(visit: np.ndarray, warm_up: np.ndarray, backward: np.ndarray, num_ops: int) -> np.ndarray:
-    """Position of the op that ``visit`` others of its direction precede."""
-    num_visits = num_ops // 2
-    of_forward = np.where(visit < warm_up, visit, 2 * visit - warm_up)
-    of_backward = np.where(visit < num_visits - warm_up, 2 * visit + 1 + warm_up, visit + num_visits)
-    return np.where(backward, of_backward, of_forward)
-
-
-def _edges(
-    ends: _Ends, source: np.ndarray, target: np.ndarray, transfer: np.ndarray, num_ops: int, hold: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Dependencies (task, before), and (stage, transfer) of what a stage waits for after its last op."""
-    send_holds, receive_holds = ends.send_holds & hold, ends.receive_holds & hold
-    send_stage, receive_stage = source // num_ops, target // num_ops
-    sent = np.full((max(send_stage.max(initial=0), receive_stage.max(initial=0)) + 1, num_ops + 1), -1)
-    sent[send_stage[send_holds], ends.send_call[send_holds]] = transfer[send_holds]
-    sent_before = sent[receive_stage, ends.receive_call]
-    second = receive_holds & ends.receive_second & (sent_before >= 0)
-    edges = [
-        (transfer[~send_holds], source[~send_holds]),
-        (target[~receive_holds], transfer[~receive_holds]),
-        (transfer[second], sent_before[second]),
-    ]
-    pending = []
-    for holds, starts_call, stage, call in (
-        (send_holds, send_holds, send_stage, ends.send_call),
-        (receive_holds, receive_holds & ~second, receive_stage, ends.receive_call),
-    ):
-        first = starts_call & (call > 0)
-        edges.append((transfer[first], (stage * num_ops + call - 1)[first]))
-        followed = holds & (call < num_ops)
-        edges.append(((stage * num_ops + call)[followed], transfer[followed]))
-        final = holds & (call == num_ops)
-        pending.append((stage[final], transfer[final]))
-    return np.concatenate([np.stack(pair, axis=1) for pair in edges]), np.concatenate(
-        [np.stack(pair, axis=1) for pair in pending]
     )
 
 

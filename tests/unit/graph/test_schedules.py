@@ -57,7 +57,9 @@ def test_zb_h1_delays_weight_gradients_by_the_stage():
     ]
 
 
-@pytest.mark.parametrize("schedule, expected", [("gpipe", [6] * 4), ("1f1b", [4, 3, 2, 1]), ("zb-h1", [4] * 4)])
+@pytest.mark.parametrize(
+    "schedule, expected", [("gpipe", [6] * 4), ("1f1b", [4, 3, 2, 1]), ("zb-h1", [4] * 4)]
+)
 def test_activations_in_flight(schedule, expected):
     assert in_flight(schedule, num_stages=4, num_micro_batches=6).tolist() == expected
 
