@@ -1,0 +1,159 @@
+"""The public names: load a model, a cluster and a plan, predict, ask what if, write what people look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from foreshard.report.change import Effect, apply, effect, rank
+from foreshard.report.request import Request
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan, load_plan
+from foreshard.spec.prediction import Prediction
+from foreshard.spec.timeline import Timeline
+
+ENGINES = ("analytical", "graph")
+COSTS = ("formula",)
+_ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+
+__all__ = [
+    "advise",
+    "compare",
+    "load_cluster",
+    "load_model",
+    "load_plan",
+    "make_plan",
+    "predict",
+    "predict_timeline",
+    "report",
+    "whatif",
+    "write_trace",
+]
+
+
+def load_model(text: str) -> Model:
+    """Return the model a catalog name or the path of an HF ``config.json`` names.
+
+    Raises
+    ------
+    SpecError
+        For an unknown name or architecture, with what is known.
+    """
+    from foreshard.catalog.models import load_model
+
+    return load_model(text)
+
+
+def load_cluster(text: str) -> Cluster:
+    """Return the cluster a catalog name, a TOML path or a shorthand such as ``8x8xh100-sxm`` names."""
+    from foreshard.catalog.clusters import load_cluster
+
+    return load_cluster(text)
+
+
+def request(model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Request:
+    """Return the request that `predict` and the other verbs take apart.
+
+    Parameters
+    ----------
+    model, cluster, plan
+        `plan` excludes degrees and options.
+    **choices
+        Degrees and options (tp, pp, zero, micro_batch, ...), engine, costs, fidelity, tokens,
+        usd_per_device_hour, observed_step_s.
+    """
+    asked = {name: choices.pop(name) for name in _ASKED if choices.get(name) is not None}
+    stated = {name: value for name, value in choices.items() if value is not None and name not in _ASKED}
+    return Request(model=model, cluster=cluster, plan=plan, choices=stated, **asked)
+
+
+def make_plan(model: Model, cluster: Cluster, **choices: Any) -> Plan:
+    """Return the plan that degrees and options spell for the model on the cluster."""
+    return request(model, cluster, **choices).to_plan()
+
+
+def predict(model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
+    """Return the predicted training step: time, memory, money, each in parts that sum to the whole.
+
+    Parameters
+    ----------
+    model : Model
+    cluster : Cluster
+    plan : Plan, optional
+        Excludes degrees and options.
+    **choices
+        As in `request`.
+
+    Raises
+    ------
+    SpecError
+        When the plan does not fit the model or the cluster.
+
+    Examples
+    --------
+    >>> prediction = predict(load_model("llama3-8b"), load_cluster("1x8xh100-sxm"), tp=2)
+    >>> prediction.plan.groups[0].stages[0].tp
+    2
+    """
+    return request(model, cluster, plan, **choices).predict()
+
+
+def predict_timeline(
+    model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any
+) -> tuple[Prediction, Timeline]:
+    """Return the prediction and when each task of its step runs."""
+    return request(model, cluster, plan, **choices).predict_timeline()
+
+
+def compare(model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> tuple[Prediction, ...]:
+    """Return the same run under every engine and cost source."""
+    return compare_request(request(model, cluster, plan, **choices))
+
+
+def compare_request(asked: Request) -> tuple[Prediction, ...]:
+    """Return the predictions of a request under every engine and cost source."""
+    return tuple(replace(asked, engine=engine, costs=costs).predict() for engine in ENGINES for costs in COSTS)
+
+
+def whatif(
+    model: Model, cluster: Cluster, changes: Iterable[str], plan: Plan | None = None, **choices: Any
+) -> tuple[Prediction, tuple[Effect, ...]]:
+    """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
+    return whatif_request(request(model, cluster, plan, **choices), changes)
+
+
+def whatif_request(asked: Request, changes: Iterable[str]) -> tuple[Prediction, tuple[Effect, ...]]:
+    """Return the base prediction of a request and the effect of each change on it, best first."""
+    changes = tuple(changes)
+    for change in changes:
+        apply(asked, change)  # an unknown key or value is the user's error; a change that cannot run is an answer
+    base = asked.predict()
+    return base, rank([effect(asked, base, change) for change in changes])
+
+
+def advise(
+    model: Model, cluster: Cluster, plan: Plan | None = None, *, top: int = 3, **choices: Any
+) -> tuple[Effect, ...]:
+    """Return the single changes that would win the most time."""
+    from foreshard.report.advice import improvements
+
+    asked = request(model, cluster, plan, **choices)
+    return improvements(asked, asked.predict(), top=top)
+
+
+def report(
+    path: str, prediction: Prediction, timeline: Timeline, advice: Iterable[Effect] = (), cluster: Cluster | None = None
+) -> int:
+    """Write the one-file HTML report and return its size in bytes."""
+    from foreshard.report.html import write_report
+
+    return write_report(path, prediction, timeline, tuple(advice), cluster)
+
+
+def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
+    """Write the step as a Chrome/Perfetto trace (gzip) and return its size in bytes."""
+    from foreshard.report.trace import write_trace
+
+    return write_trace(path, prediction, timeline)

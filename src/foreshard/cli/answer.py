@@ -1,0 +1,91 @@
+"""How a verb answers: a table on a terminal, plain text in a pipe, one JSON object under --json."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from foreshard.errors import SpecError
+from foreshard.report.screen import Screen
+
+def answering(command: click.Command) -> click.Command:
+    """Add --json, -o and --no-color to a verb; `give` reads them, the verb does not see them."""
+
+    def option(*names: str, **settings: Any) -> click.Option:
+        return click.Option(names, expose_value=False, callback=_keep, **settings)
+
+    command.params += [
+        option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        option("-o", "--output", metavar="FILE", help="Also write the JSON object to a file."),
+        option("--no-color", is_flag=True, help="No colour on a terminal (also NO_COLOR=1)."),
+    ]
+    return command
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    ctx.meta[f"foreshard.{param.name}"] = value
+    return value
+
+
+def wants_json() -> bool:
+    """Return whether --json was given."""
+    return bool(click.get_current_context().meta.get("foreshard.as_json"))
+
+
+def give(data: dict[str, Any], screen: Callable[[], Screen]) -> None:
+    """Print the answer; `screen` is only asked for when people read it."""
+    meta = click.get_current_context().meta
+    if meta.get("foreshard.output"):
+        write_text(meta["foreshard.output"], dump(data) + "\n")
+    if wants_json():
+        click.echo(dump(data))
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        from foreshard.report.terminal import show
+
+        show(screen(), Console(highlight=False, no_color=True if meta.get("foreshard.no_color") else None))
+    else:
+        from foreshard.report.plain import render
+
+        click.echo(render(screen()), nl=False)
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file the user named, or say why not."""
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: str, error: OSError) -> SpecError:
+    """Return the error for a file that cannot be written."""
+    return SpecError(f"cannot write: {error.strerror or error}", file=path, fix="Give a writable path")
+
+
+def say(text: str) -> None:
+    """Tell the user something that is not the answer (standard error)."""
+    click.echo(text, err=True)
+
+
+def dump(data: dict[str, Any]) -> str:
+    """Return the object as JSON; infinities and NaN, which JSON lacks, become null."""
+    return json.dumps(_finite(data), indent=2, ensure_ascii=True, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    number = float(value)  # also numpy scalars
+    return number if math.isfinite(number) else None

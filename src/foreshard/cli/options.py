@@ -1,0 +1,127 @@
+"""The options that describe a run, shared by predict, compare and whatif, and the Request they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from foreshard.report.request import DEGREES, OPTIONS, Request
+from foreshard.spec.plan import OPTIMIZERS, PRECISIONS, SCHEDULES
+
+MAX_COUNT = 2**31
+MAX_SEQ_LEN = 2**26
+MAX_AMOUNT = 1e30
+
+
+class Count(click.ParamType):
+    """A whole number from `low` to `high`."""
+
+    name = "N"
+
+    def __init__(self, low: int = 1, high: int = MAX_COUNT):
+        self.low, self.high = low, high
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, or fail naming the range."""
+        text = str(value)
+        digits = text.removeprefix("-")
+        if len(text) < 20 and digits.isascii() and digits.isdecimal() and self.low <= int(text) <= self.high:
+            return int(text)
+        self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
+
+
+class Amount(click.ParamType):
+    """A finite number above zero."""
+
+    name = "X"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail."""
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if 0 < number <= MAX_AMOUNT:
+            return number
+        self.fail(f"{str(value)[:40]!r} is not a number above zero", param, ctx)
+
+
+def _choice(*known: str) -> click.Choice:
+    return click.Choice(known)
+
+
+_DEGREE_HELP = {
+    "dp": "data-parallel replicas (default: what the others leave)",
+    "tp": "tensor-parallel degree",
+    "pp": "pipeline stages",
+    "cp": "context-parallel degree",
+    "ep": "expert-parallel degree",
+    "etp": "tensor degree of the experts",
+    "vpp": "virtual stages per rank (interleaved schedule)",
+}
+
+
+def _run_options() -> list[click.Option]:
+    """Return fresh options of a run; every default is None, so that unstated is known."""
+    degrees = [click.Option([f"--{name}"], type=Count(), help=_DEGREE_HELP[name]) for name in DEGREES]
+    return [
+        click.Option(["--plan"], metavar="FILE", help="plan file instead of degrees and options"),
+        *degrees,
+        click.Option(["--sp/--no-sp"], default=None, help="sequence parallelism (default: on when tp > 1)"),
+        click.Option(["--zero"], type=Count(0, 3), help="ZeRO level 0-3 (default: the framework's, 1)"),
+        click.Option(["--shard-size"], type=Count(), help="ranks that share one copy (hybrid sharding)"),
+        click.Option(["--micro-batch"], type=Count(), help="samples per data-parallel rank and pass (default 1)"),
+        click.Option(["--global-batch"], type=Count(), help="samples per step (default dp x pp x micro-batch)"),
+        click.Option(["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)"),
+        click.Option(["--recompute"], metavar="RULE", help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N"),
+        click.Option(["--offload"], type=_choice("none", "optimizer", "activations", "all"), help="to host memory"),
+        click.Option(["--schedule"], type=_choice(*SCHEDULES), help="pipeline schedule (default 1f1b)"),
+        click.Option(["--dtype", "precision"], type=_choice(*PRECISIONS), help="of the matrix products (default bf16)"),
+        click.Option(["--optimizer"], type=_choice(*OPTIMIZERS), help="default adamw"),
+        click.Option(["--framework"], metavar="NAME[@RELEASE]", help="default megatron-core"),
+    ]
+
+
+def _question_options(with_engine: bool) -> list[click.Option]:
+    engine = [
+        click.Option(["--engine"], type=_choice("analytical", "graph"), help="default graph"),
+        click.Option(["--costs"], metavar="SOURCE", help="cost source (default formula)"),
+    ]
+    return [
+        *(engine if with_engine else []),
+        click.Option(["--fidelity"], type=_choice("datasheet", "zero-shot"), help="default zero-shot"),
+        click.Option(["--tokens"], type=Amount(), help="tokens of the whole run, for its cost"),
+        click.Option(["--usd-per-device-hour"], type=Amount(), help="your price"),
+        click.Option(["--observed-step-s"], type=Amount(), help="one measured step to correct the prediction by"),
+    ]
+
+
+def describing_a_run(command: click.Command, *, with_engine: bool = True) -> click.Command:
+    """Add MODEL, CLUSTER and the options of a run to a verb."""
+    command.params[:0] = [click.Argument(["model"]), click.Argument(["cluster"])]
+    command.params += [*_run_options(), *_question_options(with_engine)]
+    return command
+
+
+def to_request(values: Mapping[str, Any]) -> Request:
+    """Return the request a verb's parsed options make; catalog names and files are read here.
+
+    Raises
+    ------
+    SpecError
+        For an unknown name, an unreadable file, or a plan together with degrees.
+    """
+    from foreshard import api
+
+    stated = {name: values[name] for name in (*DEGREES, *OPTIONS) if values.get(name) is not None}
+    asked = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+    return api.request(
+        api.load_model(values["model"]),
+        api.load_cluster(values["cluster"]),
+        api.load_plan(values["plan"]) if values.get("plan") else None,
+        **stated,
+        **{name: values.get(name) for name in asked},
+    )

@@ -1,0 +1,124 @@
+"""`foreshard predict MODEL CLUSTER`: one prediction, its report and its trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
+from foreshard.cli.options import describing_a_run, to_request
+from foreshard.cli.settings import configurable
+from foreshard.report import quantity
+
+if TYPE_CHECKING:
+    from foreshard.report.advice import Fit
+    from foreshard.report.change import Effect
+    from foreshard.report.request import Request
+    from foreshard.spec.prediction import Prediction
+    from foreshard.spec.timeline import Timeline
+
+NOTHING_FITS = 3
+
+
+@click.command("predict")
+@click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of the step.")
+@click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
+@click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
+@click.pass_context
+def command(ctx: click.Context, trace: str | None, report: str | None, explain: bool, **values: Any) -> None:
+    """Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
+
+    \b
+    foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --pp 2 --global-batch 512
+    foreshard predict config.json cluster.toml --plan plan.json --report report.html
+    """
+    request = to_request(values)
+    timeline = None
+    if trace or report:
+        prediction, timeline = request.predict_timeline()
+    else:
+        prediction = request.predict()
+    fits = prediction.memory.fits
+    advice = _advice(request, prediction) if fits and (report or not wants_json()) else ()
+    if timeline is not None:
+        _write(request, prediction, timeline, advice, trace, report)
+    fit = None if fits else _nearest(request, prediction)
+    give(_object(prediction, fit), lambda: _screen(prediction, advice, explain))
+    if fit is not None:
+        say(f"foreshard: {does_not_fit(prediction, fit)}")
+        ctx.exit(NOTHING_FITS)
+
+
+def _advice(request: Request, prediction: Prediction) -> tuple[Effect, ...]:
+    from foreshard.report.advice import improvements
+
+    return improvements(request, prediction)
+
+
+def _nearest(request: Request, prediction: Prediction) -> Fit:
+    from foreshard.report.advice import nearest_fit
+
+    return nearest_fit(request, prediction)
+
+
+def _screen(prediction: Prediction, advice: tuple[Effect, ...], explain: bool) -> Any:
+    from foreshard.report.summary import prediction_screen
+
+    return prediction_screen(prediction, advice, explain=explain)
+
+
+def _object(prediction: Prediction, fit: Fit | None) -> dict[str, Any]:
+    """Return the contract's object; a run that does not fit also says by how much and what would."""
+    data = {"schema_version": prediction.schema_version} | prediction.to_dict()
+    if fit is not None:
+        memory = prediction.memory
+        change = fit.effect
+        data["infeasible"] = {
+            "binding": "memory",
+            "rank": memory.peak_rank,
+            "over_bytes": memory.peak_bytes - memory.capacity_bytes,
+            "nearest_change": change.change if change else None,
+            "nearest_peak_bytes": change.prediction.memory.peak_bytes if change and change.prediction else None,
+            "tried": fit.num_tried,
+        }
+    return data
+
+
+def does_not_fit(prediction: Prediction, fit: Fit) -> str:
+    """Return by how much, on which rank, and the nearest change that fits."""
+    memory = prediction.memory
+    over = quantity.gib(memory.peak_bytes - memory.capacity_bytes)
+    text = (
+        f"does not fit: rank {memory.peak_rank} needs {quantity.gib(memory.peak_bytes)} GiB, "
+        f"{over} GiB more than its {quantity.gib(memory.capacity_bytes)} GiB. "
+    )
+    if fit.effect is None or fit.effect.prediction is None:
+        return f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, zero, tp, pp, nodes)."
+    peak = quantity.gib(fit.effect.prediction.memory.peak_bytes)
+    return f"{text}Nearest change that fits: {fit.effect.change} (peak {peak} GiB)."
+
+
+def _write(
+    request: Request,
+    prediction: Prediction,
+    timeline: Timeline,
+    advice: tuple[Effect, ...],
+    trace: str | None,
+    report: str | None,
+) -> None:
+    """Write the files asked for, and say where they are."""
+    from foreshard import api
+
+    try:
+        if trace:
+            size = api.write_trace(trace, prediction, timeline)
+            say(f"trace: {trace} ({size / 1e6:.2f} MB; open in ui.perfetto.dev)")
+        if report:
+            size = api.report(report, prediction, timeline, advice, request.cluster)
+            say(f"report: {report} ({size / 1e6:.2f} MB)")
+    except OSError as error:
+        raise cannot_write(trace if error.filename == trace and trace else report or "", error) from None
+
+
+command = configurable(answering(describing_a_run(command)))

@@ -1,0 +1,130 @@
+"""The `foreshard` command: verbs loaded when called, and every failure turned into its exit code.
+
+0 ok, 1 internal fault, 2 bad input, 3 nothing fits, 4 no plan meets a limit, 5 accuracy, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+import click
+
+from foreshard import __version__
+from foreshard.cli.answer import dump
+from foreshard.errors import ForeshardError, SpecError
+
+VERBS = {
+    "predict": "Predict one training step: time, memory, cost.",
+    "compare": "Predict the same run under every engine and cost source.",
+    "whatif": "Rank the predicted effects of changes.",
+    "validate": "Predict measured runs and score the predictions.",
+    "devices": "List the devices that are known.",
+    "models": "List the models that are known.",
+    "clusters": "List the cluster nodes that are known.",
+    "schema": "Describe the file formats.",
+    "doctor": "Check the health of this install.",
+}
+INTERRUPTED = 130
+
+
+class _Verbs(click.Group):
+    """Verbs that live one to a module, imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        return import_module(f"foreshard.cli.{name}").command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in VERBS:
+            near = get_close_matches(args[0], VERBS, n=1)
+            raise SpecError(
+                f"unknown verb {args[0]!r}",
+                key="verb",
+                value=args[0],
+                rule=f"Verbs are {', '.join(VERBS)}",
+                fix=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.command(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, message="foreshard %(version)s")
+def program() -> None:
+    """Predict distributed training before it is deployed.
+
+    MODEL is a catalog name, the path of an HF config.json, or module.py:factory. CLUSTER is a catalog name,
+    a TOML file, or a shorthand such as 8x8xh100-sxm (nodes x devices per node x device).
+    """
+
+
+def run(args: Sequence[str]) -> int:
+    """Run the command line and return its exit code; no exception leaves."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        outcome = program.main(args=list(args), prog_name="foreshard", standalone_mode=False)
+        return outcome if isinstance(outcome, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _fail(_usage_error(error), args)
+    except ForeshardError as error:
+        return _fail(error, args)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except Exception as error:  # the last line of defence: a fault of ours, never a traceback at the user
+        return _fault(error, args)
+
+
+def _usage_error(error: click.ClickException) -> SpecError:
+    """Return click's complaint as one of ours."""
+    param = getattr(error, "param", None)
+    key = None
+    if param is not None:
+        key = max(param.opts, key=len) if isinstance(param, click.Option) else (param.metavar or param.name)
+    ctx = getattr(error, "ctx", None)
+    command = ctx.command_path if ctx is not None else "foreshard"
+    key = key or getattr(error, "option_name", None)
+    near = getattr(error, "possibilities", None) or ()
+    fix = f"Did you mean {near[0]!r}?" if near else f"See {command} --help"
+    message = error.message or error.format_message()
+    quoted = re.match(r"'([^']*)'", message)
+    return SpecError(message, key=key, value=quoted[1] if quoted else None, fix=fix)
+
+
+def _fail(error: ForeshardError, args: Sequence[str]) -> int:
+    """Say what went wrong, as an object under --json, and return the exit code."""
+    if "--json" in args:
+        click.echo(dump({"schema_version": 1, "error": error.to_dict()}))
+    click.echo(f"foreshard: {error}", err=True)
+    return error.exit_code
+
+
+def _fault(error: Exception, args: Sequence[str]) -> int:
+    if os.environ.get("FORESHARD_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+    fault = ForeshardError(
+        f"internal fault: {type(error).__name__}: {error}",
+        rule="This is a bug in foreshard, not in your input",
+        fix="Set FORESHARD_DEBUG=1 for the traceback, and report it with the command line",
+    )
+    return _fail(fault, args)

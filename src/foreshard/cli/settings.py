@@ -1,0 +1,88 @@
+"""Where an option's value comes from: flag, then FORESHARD_* in the environment, then --config, then default."""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from foreshard.errors import SpecError
+
+MAX_CONFIG_BYTES = 1_000_000
+_CONFIGURABLE = (str, int, float, bool)
+
+
+def configurable(command: click.Command) -> click.Command:
+    """Give every option of a verb its FORESHARD_ variable, and the verb its --config."""
+    for param in command.params:
+        if isinstance(param, click.Option) and param.envvar is None and param.name:
+            param.envvar = f"FORESHARD_{param.name.upper()}"
+    command.params.append(
+        click.Option(
+            ["--config"],
+            is_eager=True,
+            expose_value=False,
+            envvar="FORESHARD_CONFIG",
+            callback=_read_config,
+            metavar="FILE.toml",
+            help="TOML file of options; keys before any table hold for all verbs, [VERB] for one.",
+        )
+    )
+    return command
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+    if path is None:
+        return
+    data = _load(path)
+    names = {
+        option.name: option
+        for option in ctx.command.params
+        if isinstance(option, click.Option) and option.name and not option.is_eager
+    }
+    spelled = {max(option.opts, key=len).lstrip("-"): name for name, option in names.items()}
+    shared = {key: value for key, value in data.items() if not isinstance(value, dict)}
+    own = data.get(ctx.command.name or "", {})
+    ctx.default_map = {**_named(shared, spelled, path, ""), **_named(own, spelled, path, f"{ctx.command.name}.")}
+
+
+def _load(path: str) -> dict[str, Any]:
+    from foreshard.cli.program import VERBS
+
+    try:
+        with open(path, "rb") as stream:
+            raw = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
+            raise SpecError("larger than 1 MB", file=path, rule="A config of options is at most 1 MB")
+        data = tomllib.loads(raw.decode("utf-8"))
+    except OSError as error:
+        raise SpecError(f"cannot read: {error.strerror}", file=path, key="--config") from None
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"not valid TOML: {error}", file=path, fix="Check the line named") from None
+    for key, value in data.items():
+        if isinstance(value, dict) and key not in VERBS:
+            raise SpecError(f"unknown table [{key}]", file=path, key=key, rule=f"Tables are {', '.join(VERBS)}")
+    return data
+
+
+def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str) -> dict[str, Any]:
+    """Return the table by parameter name; keys are flags without dashes, `-` or `_` inside."""
+    found = {}
+    for key, value in table.items():
+        flag = key.replace("_", "-")
+        if flag not in spelled:
+            near = get_close_matches(flag, spelled, n=1)
+            raise SpecError(
+                f"unknown option {key!r}",
+                file=path,
+                key=where + key,
+                value=key,
+                rule="Keys are the verb's flags without dashes",
+                fix=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        if not isinstance(value, _CONFIGURABLE):
+            raise SpecError(f"{value!r} is not a value", file=path, key=where + key, rule="Give a number or a string")
+        found[spelled[flag]] = value
+    return found

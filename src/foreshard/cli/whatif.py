@@ -1,0 +1,77 @@
+"""`foreshard whatif MODEL CLUSTER --change KEY=VALUE ...`: the predicted effect of each change, ranked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard.cli.answer import answering, give
+from foreshard.cli.options import describing_a_run, to_request
+from foreshard.cli.settings import configurable
+from foreshard.report import quantity
+from foreshard.report.screen import Screen, table
+
+if TYPE_CHECKING:
+    from foreshard.report.change import Effect
+    from foreshard.spec.prediction import Prediction
+
+
+@click.command("whatif")
+@click.option("--change", "changes", multiple=True, required=True, metavar="KEY=VALUE", help="A change; repeat it.")
+def command(changes: tuple[str, ...], **values: Any) -> None:
+    """Predict the effect of each --change, and rank them by tokens per second.
+
+    KEY is any flag of predict without dashes, or device, nic, nodes. Join changes that happen together with
+    commas: --change tp=4,pp=4. What the run does not state follows its default after the change.
+    """
+    from foreshard import api
+
+    base, effects = api.whatif_request(to_request(values), changes)
+    data = {"schema_version": 1, "base": base.to_dict(), "effects": [effect_dict(one) for one in effects]}
+    give(data, lambda: _screen(base, effects))
+
+
+def effect_dict(effect: Effect) -> dict[str, Any]:
+    """Return one effect as its JSON object."""
+    return {
+        "change": effect.change,
+        "gain": effect.gain,
+        "error": effect.error,
+        "prediction": effect.prediction.to_dict() if effect.prediction else None,
+    }
+
+
+def _row(effect: Effect) -> tuple[str, ...]:
+    prediction = effect.prediction
+    if prediction is None or effect.gain is None:
+        return effect.change, "-", "-", "-", "-", f"not valid: {effect.error}"
+    return (
+        effect.change,
+        f"{100 * effect.gain:+.1f} %",
+        quantity.seconds(prediction.step_time_s),
+        quantity.gib(prediction.memory.peak_bytes),
+        quantity.usd(prediction.cost.usd_per_1b_tokens),
+        "" if prediction.memory.fits else "does not fit",
+    )
+
+
+def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
+    from foreshard.report.summary import plan_line
+
+    start = (
+        "(now)",
+        "",
+        quantity.seconds(base.step_time_s),
+        quantity.gib(base.memory.peak_bytes),
+        quantity.usd(base.cost.usd_per_1b_tokens),
+        "" if base.memory.fits else "does not fit",
+    )
+    columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
+    return Screen(
+        header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
+        tables=(table("", columns, [start, *map(_row, effects)]),),
+    )
+
+
+command = configurable(answering(describing_a_run(command)))

@@ -1,0 +1,167 @@
+"""One change to a Request, written `KEY=VALUE`, and what it does to the prediction.
+
+Keys are the flags of `predict` without dashes, and `device`, `nic`, `nodes`. Several joined by a comma
+happen together: `tp=4,pp=4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from foreshard.errors import ForeshardError, SpecError
+from foreshard.report.request import DEGREES, Request
+from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.plan import OPTIMIZERS, PRECISIONS, SCHEDULES, check_recompute
+from foreshard.spec.prediction import Prediction
+
+_COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
+_CHOICES = {
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "offload": ("none", "optimizer", "activations", "all"),
+}
+_HARDWARE = ("device", "nic", "nodes")
+_FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
+KEYS = (*_COUNTS, *_CHOICES, "zero", "sp", "recompute", "framework", *_HARDWARE, *_FLAG_NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """A change and the prediction under it; `error` says why there is none.
+
+    `gain` is the fraction of the tokens per second won, negative when the change loses.
+    """
+
+    change: str
+    prediction: Prediction | None
+    gain: float | None
+    error: str | None = None
+
+
+def apply(request: Request, change: str) -> Request:
+    """Return the request with `KEY=VALUE[,KEY=VALUE]*` applied.
+
+    Raises
+    ------
+    SpecError
+        For an unknown key or a value the key does not take.
+    """
+    for part in change.split(","):
+        key, equals, value = part.partition("=")
+        key = key.strip().removeprefix("--").replace("-", "_")
+        if not equals or key not in KEYS:
+            near = get_close_matches(key, KEYS, n=1)
+            raise SpecError(
+                f"unknown change {part!r}",
+                key="--change",
+                value=part,
+                rule=f"A change is KEY=VALUE with KEY one of {', '.join(KEYS)}",
+                fix=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
+    return request
+
+
+def _apply_one(request: Request, key: str, value: str) -> Request:
+    if key in _HARDWARE:
+        return _resize(replace(request, cluster=_change_cluster(request.cluster, key, value)), key)
+    if key in _COUNTS:
+        return request.with_choice(key, _whole(key, value, 1, 2**31))
+    if key == "zero":
+        return request.with_choice(key, _whole(key, value, 0, 3))
+    if key == "sp":
+        return request.with_choice(key, _one_of(key, value, ("on", "off", "true", "false")) in ("on", "true"))
+    if key == "recompute":
+        return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
+    if key in _CHOICES:
+        return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
+    return request.with_choice(key, value)
+
+
+def _resize(request: Request, key: str) -> Request:
+    """Let data parallelism follow the number of devices, unless the user stated it alone."""
+    if key != "nodes":
+        return request
+    if request.plan is not None:
+        raise SpecError(
+            "the number of nodes cannot be changed under a plan file",
+            key="nodes",
+            rule="A plan file names every rank",
+            fix="State the run with --tp, --pp, ... instead of --plan",
+        )
+    return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
+
+
+def _whole(key: str, value: str, low: int, high: int) -> int:
+    if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
+        return int(value)
+    raise SpecError(
+        f"{value!r} is not a valid {key}",
+        key=f"--change {key}",
+        value=value,
+        rule=f"must be a whole number from {low} to {high}",
+    )
+
+
+def _one_of(key: str, value: str, known: Sequence[str]) -> str:
+    if value in known:
+        return value
+    near = get_close_matches(value, known, n=1)
+    raise SpecError(
+        f"unknown {key} {value!r}",
+        key=f"--change {key}",
+        value=value,
+        rule=f"must be one of {', '.join(known)}",
+        fix=f"Did you mean {near[0]!r}?" if near else None,
+    )
+
+
+def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
+    if key == "nodes":
+        if len(cluster.nodes) != 1:
+            raise SpecError(
+                "a cluster of several node groups has no one number of nodes",
+                key="--change nodes",
+                value=value,
+                rule="nodes= needs a cluster of equal nodes",
+            )
+        count = _whole(key, value, 1, 2**20)
+        nodes = (replace(cluster.nodes[0], count=count),)
+        return replace(cluster, nodes=nodes, name=f"{cluster.name} with {count} nodes")
+    nodes = tuple(_change_node(group, key, value) for group in cluster.nodes)
+    return replace(cluster, nodes=nodes, name=f"{cluster.name} with {key} {value}")
+
+
+def _change_node(group: NodeGroup, key: str, value: str) -> NodeGroup:
+    """Return the nodes with another device (its own board, NIC and price) or another NIC rate."""
+    from foreshard.catalog.clusters import load_cluster
+
+    size = f"{group.count}x{group.per_node}x"
+    if key == "device":
+        return replace(load_cluster(size + value).nodes[0], rack=group.rack)
+    fresh = load_cluster(f"{size}{group.device.name}@{value}").nodes[0]
+    return replace(group, nic_bytes_per_s=fresh.nic_bytes_per_s)
+
+
+def effect(request: Request, base: Prediction, change: str, *, engine: str | None = None) -> Effect:
+    """Return what one change does, against a base prediction of the same engine."""
+    try:
+        prediction = apply(request, change).predict(engine)
+    except ForeshardError as error:
+        return Effect(change=change, prediction=None, gain=None, error=str(error))
+    gain = prediction.tokens_per_s / base.tokens_per_s - 1
+    return Effect(change=change, prediction=prediction, gain=gain)
+
+
+def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:
+    """Return the effects, best first: what fits by gain, then what does not fit, then what is invalid."""
+
+    def order(one: Effect) -> tuple[int, float]:
+        if one.prediction is None or one.gain is None:
+            return 2, 0.0
+        return (0 if one.prediction.memory.fits else 1), -one.gain
+
+    return tuple(sorted(effects, key=order))

@@ -1,0 +1,208 @@
+"""The one-file HTML report: a static page, its script and style, and the data as JSON inside it.
+
+Nothing is loaded from anywhere. The page draws what `page_data` holds; a reader without scripts gets the
+plain-text summary.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from foreshard.report import quantity
+from foreshard.report.change import Effect
+from foreshard.report.flows import kind_of
+from foreshard.report.plain import render
+from foreshard.report.summary import PART_NAMES, boxes, plan_line, prediction_screen, speed_line
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Group, Plan
+from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
+from foreshard.spec.timeline import Event, Timeline
+
+MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
+
+
+def write_report(
+    path: str,
+    prediction: Prediction,
+    timeline: Timeline,
+    advice: Sequence[Effect] = (),
+    cluster: Cluster | None = None,
+) -> int:
+    """Write the report and return how many bytes it takes."""
+    raw = page(prediction, timeline, advice, cluster).encode("utf-8")
+    with open(path, "wb") as stream:
+        stream.write(raw)
+    return len(raw)
+
+
+def page(
+    prediction: Prediction, timeline: Timeline, advice: Sequence[Effect] = (), cluster: Cluster | None = None
+) -> str:
+    """Return the report as one HTML text."""
+    folder = files("foreshard.report").joinpath("page")
+    data = json.dumps(page_data(prediction, timeline, advice, cluster), separators=(",", ":"))
+    parts = {
+        "title": html.escape(f"{prediction.model} on {prediction.cluster}"),
+        "style": folder.joinpath("report.css").read_text(encoding="utf-8"),
+        "script": folder.joinpath("report.js").read_text(encoding="utf-8"),
+        "data": data.replace("<", "\\u003c"),
+        "text": html.escape(render(prediction_screen(prediction, advice, explain=True))),
+    }
+    out = folder.joinpath("report.html").read_text(encoding="utf-8")
+    for name, text in parts.items():
+        out = out.replace("{{" + name + "}}", text, 1)
+    return out
+
+
+def page_data(
+    prediction: Prediction, timeline: Timeline, advice: Sequence[Effect], cluster: Cluster | None
+) -> dict[str, Any]:
+    """Return what the page draws."""
+    return {
+        "title": prediction.model,
+        "cluster": prediction.cluster,
+        "planLine": plan_line(prediction.plan),
+        "speedLine": speed_line(prediction),
+        "boxes": [{"title": b.title, "value": b.value, "note": b.note, "alarm": b.alarm} for b in boxes(prediction)],
+        "prediction": prediction.to_dict(),
+        "names": PART_NAMES,
+        "timeParts": list(TIME_PARTS),
+        "memoryParts": list(MEMORY_PARTS),
+        "stages": _stages(prediction, cluster),
+        "groups": _folded(prediction.plan),
+        "timeline": _drawn(timeline),
+        "advice": [_advice(one) for one in advice],
+    }
+
+
+def _advice(effect: Effect) -> dict[str, Any]:
+    assert effect.prediction is not None and effect.gain is not None
+    return {
+        "change": effect.change,
+        "gain": effect.gain,
+        "step": quantity.seconds(effect.prediction.step_time_s),
+        "peak": f"{quantity.gib(effect.prediction.memory.peak_bytes)} GiB",
+    }
+
+
+def _stages(prediction: Prediction, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Return each stage's peak against the capacity of its devices, equal groups once."""
+    memory = prediction.memory
+    rows, seen = [], set()
+    for g, (group, peaks) in enumerate(zip(prediction.plan.groups, memory.per_stage_peak_bytes, strict=True)):
+        for s, (stage, peak) in enumerate(zip(group.stages, peaks, strict=True)):
+            device = cluster.device_of(stage.ranks[0]) if cluster else None
+            holds_peak = memory.peak_rank in stage.ranks
+            key = (s, peak, device.name if device else None, holds_peak)
+            if key in seen:
+                continue
+            seen.add(key)
+            rows.append(
+                {
+                    "group": g,
+                    "stage": s,
+                    "peak": peak,
+                    "capacity": device.capacity_bytes if device else memory.capacity_bytes,
+                    "device": device.name if device else "",
+                    "fullest": holds_peak,
+                }
+            )
+    return rows
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return whole numbers as ranges: 0-3, 8, 10-11."""
+    out: list[list[int]] = []
+    for number in numbers:
+        if out and number == out[-1][1] + 1:
+            out[-1][1] = number
+        else:
+            out.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in out)
+
+
+def _folded(plan: Plan) -> list[dict[str, Any]]:
+    """Return the groups to draw, runs of groups that differ only in their ranks once with their number."""
+    out: list[dict[str, Any]] = []
+    for group in plan.groups:
+        drawn = _group(group)
+        shape = [{k: v for k, v in stage.items() if k != "ranks"} for stage in drawn["stages"]]
+        if out and out[-1]["shape"] == shape and out[-1]["share"] == group.share:
+            out[-1]["count"] += 1
+            continue
+        out.append({**drawn, "shape": shape, "count": 1})
+    return [{k: v for k, v in group.items() if k != "shape"} for group in out]
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "share": group.share,
+        "microBatch": group.micro_batch,
+        "microBatches": group.num_micro_batches,
+        "schedule": group.schedule,
+        "stages": [
+            {
+                "ranks": spans(stage.ranks),
+                "layers": [list(span) for span in stage.layers],
+                "tp": stage.tp,
+                "cp": stage.cp,
+                "dp": stage.inner_dp,
+                "ep": stage.ep,
+                "recompute": stage.recompute,
+            }
+            for stage in group.stages
+        ],
+    }
+
+
+def _drawn(timeline: Timeline) -> dict[str, Any]:
+    """Return the timeline in compact form: per track, tasks as [gap, length, name, part, micro-batch, chunk].
+
+    Gap and length are in units of `tick` seconds; gap counts from the end of the task before. Of a very
+    long step, the first and the last tasks are kept, and `hidden` is the span between.
+    """
+    events = [event for event in timeline.events if event.end_s > event.start_s]
+    events, hidden = _ends_of(events)
+    tick = timeline.step_time_s / 1e6 or 1e-9
+    names: dict[str, int] = {}
+    parts: dict[str, int] = {}
+    tracks: dict[tuple[int, int, int, str], list[list[int]]] = {}
+    clock: dict[tuple[int, int, int, str], int] = {}
+    for event in sorted(events, key=lambda e: (e.group, e.stage, e.rank, _stream_order(e.stream), e.start_s)):
+        track = (event.group, event.stage, event.rank, event.stream)
+        start, end = round(event.start_s / tick), round(event.end_s / tick)
+        row = [start - clock.get(track, 0), end - start, names.setdefault(kind_of(event), len(names))]
+        row += [parts.setdefault(event.part, len(parts)), event.micro_batch, event.chunk]
+        tracks.setdefault(track, []).append(row)
+        clock[track] = end
+    return {
+        "step": timeline.step_time_s,
+        "tick": tick,
+        "names": list(names),
+        "parts": list(parts),
+        "tracks": [
+            {"group": g, "stage": s, "rank": r, "stream": name, "tasks": rows}
+            for (g, s, r, name), rows in tracks.items()
+        ],
+        "hidden": hidden,
+    }
+
+
+def _stream_order(stream: str) -> tuple[int, str]:
+    """Put compute first, then transfers, then the rest."""
+    return (0 if stream == "compute" else 1 if stream.startswith("send") else 2), stream
+
+
+def _ends_of(events: list[Event]) -> tuple[list[Event], dict[str, Any] | None]:
+    """Return at most `MAX_DRAWN` events, the first and last of the step, and what lies between."""
+    if len(events) <= MAX_DRAWN:
+        return events, None
+    ordered = sorted(events, key=lambda e: e.start_s)
+    half = MAX_DRAWN // 2
+    left_out = ordered[half:-half]
+    span = {"from": left_out[0].start_s, "to": ordered[-half].start_s, "count": len(left_out)}
+    return ordered[:half] + ordered[-half:], span

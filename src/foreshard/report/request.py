@@ -1,0 +1,156 @@
+"""What the user asked to have predicted, before it is a Plan, so that one thing in it can be changed.
+
+A Request holds either degree flags or a plan file's Plan, never both. Changes (`report.change`), advice
+and reports all start from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+from foreshard.spec.timeline import Timeline
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
+OPTIONS = (
+    "sp",
+    "zero",
+    "shard_size",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+    "recompute",
+    "offload",
+    "schedule",
+    "precision",
+    "optimizer",
+    "framework",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A run to predict: model, cluster, and how it is trained.
+
+    `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
+    what is not in it takes the default. With `plan`, `choices` is empty.
+    """
+
+    model: Model
+    cluster: Cluster
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    engine: str = "graph"
+    costs: str = "formula"
+    fidelity: str = "zero-shot"
+    tokens: float | None = None
+    usd_per_device_hour: float | None = None
+    observed_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a plan together with what the plan already states."""
+        stated = sorted(name for name, value in self.choices.items() if value is not None)
+        if self.plan is not None and stated:
+            raise SpecError(
+                f"a plan and {', '.join(stated)} together",
+                key=stated[0],
+                value=self.choices[stated[0]],
+                rule="A plan file states degrees and options itself",
+                fix="Leave out the plan or the degrees and options",
+            )
+        unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
+        if unknown:
+            raise SpecError(
+                f"unknown option {unknown[0]!r}",
+                key=unknown[0],
+                rule=f"Options are {', '.join((*DEGREES, *OPTIONS))}",
+            )
+
+    def to_plan(self) -> Plan:
+        """Return the plan the request means: the plan file's, or the one its degrees and options spell.
+
+        Raises
+        ------
+        SpecError
+            When a degree or option does not fit the model or the cluster.
+        """
+        if self.plan is not None:
+            return self.plan
+        from foreshard.spec.layout import plan_from_degrees
+
+        choices = {name: value for name, value in self.choices.items() if value is not None}
+        choices.setdefault("seq_len", self.model.max_seq_len)
+        if "zero" not in choices and "framework" in choices:
+            from foreshard.catalog.frameworks import load_framework
+
+            choices["zero"] = load_framework(choices["framework"]).default_zero
+        return plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
+
+    def with_choice(self, name: str, value: Any) -> Request:
+        """Return the request with one degree or option set, in the flags or in every group of the plan."""
+        if self.plan is None:
+            return replace(self, choices={**self.choices, name: value})
+        return replace(self, plan=_set_in_plan(self.plan, name, value))
+
+    def predict(self, engine: str | None = None) -> Prediction:
+        """Return the prediction, under another engine when one is named."""
+        from foreshard.predict import predict
+
+        return predict(self.model, self.cluster, self.to_plan(), engine=engine or self.engine, **self._asked())
+
+    def predict_timeline(self) -> tuple[Prediction, Timeline]:
+        """Return the prediction and when each task of its step runs."""
+        from foreshard.predict import predict_timeline
+
+        return predict_timeline(self.model, self.cluster, self.to_plan(), engine=self.engine, **self._asked())
+
+    def _asked(self) -> dict[str, Any]:
+        return {
+            "costs": self.costs,
+            "fidelity": self.fidelity,
+            "tokens": self.tokens,
+            "usd_per_device_hour": self.usd_per_device_hour,
+            "observed_step_s": self.observed_step_s,
+        }
+
+
+def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
+    """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
+    if name in ("precision", "optimizer", "framework", "seq_len"):
+        return replace(plan, **{name: value})
+    if name in ("micro_batch", "schedule", "sp"):
+        return replace(plan, groups=tuple(replace(group, **{name: value}) for group in plan.groups))
+    if name in ("zero", "shard_size", "recompute", "offload"):
+        groups = tuple(
+            replace(group, stages=tuple(replace(stage, **{name: value}) for stage in group.stages))
+            for group in plan.groups
+        )
+        return replace(plan, groups=groups)
+    raise SpecError(
+        f"{name} cannot be changed in a plan file",
+        key=name,
+        value=value,
+        rule="A plan file writes degrees, ranks and shares out",
+        fix="State the run with --tp, --pp, ... instead of --plan",
+    )
+
+
+def stated_degrees(plan: Plan) -> dict[str, int]:
+    """Return the degrees of the plan's first stage and its pipeline, as flags would state them."""
+    group = plan.groups[0]
+    stage = group.stages[0]
+    return {
+        "dp": stage.inner_dp * len(plan.groups),
+        "tp": stage.tp,
+        "pp": len(group.stages),
+        "cp": stage.cp,
+        "ep": stage.ep,
+        "etp": stage.etp,
+        "vpp": group.num_chunks,
+    }

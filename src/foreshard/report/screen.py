@@ -1,0 +1,50 @@
+"""What a command shows, before anyone decides how: lines, boxes, tables, notes.
+
+`report.plain` writes a Screen as text for pipes, `report.terminal` draws it with colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A headline number with its name and what qualifies it; `alarm` marks a broken limit."""
+
+    title: str
+    value: str
+    note: str = ""
+    alarm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text under column names; columns starting with `>` are numbers, set right.
+
+    `bars` gives each row a length in [0, 1] that a terminal may draw; text ignores it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    total: tuple[str, ...] | None = None
+    bars: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """One answer: headline, boxes, tables and notes in reading order, and a footer."""
+
+    header: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    footer: tuple[str, ...] = ()
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """Return a Table of anything that prints; None becomes a dash."""
+    cells = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)
+    return Table(title=title, columns=tuple(columns), rows=cells)

@@ -1,0 +1,195 @@
+"""The first screen of a prediction: three boxes, where time and memory go, what would help, on what it rests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foreshard.report import quantity
+from foreshard.report.change import Effect
+from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
+
+PART_NAMES = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tensor_comm": "tensor-parallel comm, exposed",
+    "context_comm": "context-parallel comm, exposed",
+    "expert_comm": "expert comm, exposed",
+    "pipeline_comm": "pipeline comm, exposed",
+    "bubble": "pipeline bubble",
+    "data_comm": "data-parallel comm, exposed",
+    "optimizer": "optimizer",
+    "host": "host launches, exposed",
+    "straggler": "waiting for stragglers",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "activations": "activations",
+    "temporary": "temporary peak",
+    "comm_buffers": "comm buffers",
+    "reserved": "context and allocator",
+}
+
+
+def plan_line(plan: Plan) -> str:
+    """Return the plan in one line of degrees and options."""
+    group, stage = plan.groups[0], plan.groups[0].stages[0]
+    words = []
+    if len(plan.groups) > 1:
+        words.append(f"{len(plan.groups)} groups on {len(plan.ranks)} ranks, the first:")
+    words += [f"tp {stage.tp}", f"pp {len(group.stages)}", f"dp {stage.inner_dp}"]
+    for name, value in (("cp", stage.cp), ("ep", stage.ep), ("etp", stage.etp), ("vpp", group.num_chunks)):
+        if value > 1:
+            words.append(f"{name} {value}")
+    words += [f"micro-batch {group.micro_batch / stage.inner_dp:g}", f"global batch {plan.global_batch}"]
+    words += [f"seq {plan.seq_len}", plan.precision, f"zero {stage.zero}", group.schedule]
+    if stage.recompute != "none":
+        words.append(f"recompute {stage.recompute}")
+    if group.sp:
+        words.append("sp")
+    return "  ".join(words)
+
+
+def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
+    """Return the three headline numbers."""
+    low, high = prediction.step_time_interval_s
+    memory = prediction.memory
+    price = prediction.cost.usd_per_1b_tokens
+    dated = f"prices of {prediction.cost.price_date}" if prediction.cost.price_date else "price stated by you"
+    total = prediction.cost.usd_total
+    return (
+        Box(
+            title="Step",
+            value=quantity.seconds(prediction.step_time_s),
+            note=f"{quantity.seconds_range(low, high)}, {quantity.percent(prediction.interval, 0)}",
+        ),
+        Box(
+            title="Peak",
+            value=f"{quantity.gib(memory.peak_bytes)} / {quantity.gib(memory.capacity_bytes)} GiB",
+            note=f"on rank {memory.peak_rank}" + ("" if memory.fits else ", does not fit"),
+            alarm=not memory.fits,
+        ),
+        Box(
+            title="Cost of 1B tokens",
+            value="no price known" if price is None else quantity.usd(price),
+            note=(
+                "give --usd-per-device-hour"
+                if price is None
+                else dated + (f", whole run {quantity.usd(total)}" if total is not None else "")
+            ),
+        ),
+    )
+
+
+def time_table(prediction: Prediction) -> Table:
+    """Return where the step's time goes; the rows sum to the step."""
+    step_s = prediction.step_time_s
+    parts = [(name, prediction.time_breakdown_s.get(name, 0.0)) for name in TIME_PARTS]
+    shown = [(name, value) for name, value in parts if value]
+    return Table(
+        title="Where the time goes",
+        columns=("part", ">time", ">share"),
+        rows=tuple(
+            (PART_NAMES[name], quantity.seconds(value), quantity.percent(value / step_s)) for name, value in shown
+        ),
+        total=("step", quantity.seconds(sum(value for _, value in parts)), "100.0 %"),
+        bars=tuple(value / step_s for _, value in shown),
+    )
+
+
+def memory_table(memory: Memory) -> Table:
+    """Return where the memory of the fullest rank goes; the rows sum to the peak."""
+    parts = [(name, memory.breakdown_bytes.get(name, 0.0)) for name in MEMORY_PARTS]
+    shown = [(name, value) for name, value in parts if value]
+    capacity = memory.capacity_bytes
+    return Table(
+        title=f"Where the memory of rank {memory.peak_rank} goes",
+        columns=("part", ">GiB", ">of capacity"),
+        rows=tuple(
+            ("optimizer states" if name == "optimizer" else PART_NAMES[name],
+             quantity.gib(value), quantity.percent(value / capacity))
+            for name, value in shown
+        ),
+        total=("peak", quantity.gib(memory.peak_bytes), quantity.percent(memory.peak_bytes / capacity)),
+        bars=tuple(value / capacity for _, value in shown),
+    )
+
+
+def advice_table(advice: Sequence[Effect]) -> Table:
+    """Return what would help, best first."""
+    rows = []
+    for one in advice:
+        assert one.prediction is not None and one.gain is not None
+        step, peak = one.prediction.step_time_s, one.prediction.memory.peak_bytes
+        rows.append((one.change, f"{100 * one.gain:+.1f} %", quantity.seconds(step), f"{quantity.gib(peak)} GiB"))
+    return table("What would help (predicted)", ("change", ">tokens/s", ">step", ">peak"), rows)
+
+
+def speed_line(prediction: Prediction) -> str:
+    """Return throughput, utilisation and what binds, in one line."""
+    return "  ".join(
+        (
+            f"{quantity.count(prediction.tokens_per_s)} tokens/s",
+            f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",
+            f"MFU {quantity.percent(prediction.mfu)}",
+            f"energy {quantity.joules(prediction.energy_j_per_step)} per step",
+            f"bound by {PART_NAMES.get(prediction.bottleneck, prediction.bottleneck)}",
+        )
+    )
+
+
+def worst_stage_line(prediction: Prediction) -> str:
+    """Return which rank of which stage is fullest, and the range over the other stages."""
+    memory = prediction.memory
+    peaks = [peak for group in memory.per_stage_peak_bytes for peak in group]
+    place = place_of(prediction.plan, memory.peak_rank)
+    where = f"stage {place[1]}" + (f" of group {place[0]}" if len(prediction.plan.groups) > 1 else "")
+    return (
+        f"Fullest: rank {memory.peak_rank}, {where}; "
+        f"stages take {quantity.gib(min(peaks))} to {quantity.gib(max(peaks))} GiB"
+    )
+
+
+def place_of(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return the group and stage a rank is in."""
+    for g, group in enumerate(plan.groups):
+        for s, stage in enumerate(group.stages):
+            if rank in stage.ranks:
+                return g, s
+    raise IndexError(f"rank {rank} is not in the plan")
+
+
+def prediction_screen(prediction: Prediction, advice: Sequence[Effect] = (), *, explain: bool = False) -> Screen:
+    """Return the first screen of a prediction.
+
+    Parameters
+    ----------
+    prediction : Prediction
+    advice : sequence of Effect
+        What would help, best first; empty says nothing.
+    explain : bool
+        Add formula and source of each number, and every assumption.
+    """
+    tables = [time_table(prediction), memory_table(prediction.memory)]
+    if advice:
+        tables.append(advice_table(advice))
+    if explain:
+        tables += _explained(prediction)
+    footer = [
+        f"{prediction.engine} engine, {prediction.costs} costs, {prediction.fidelity}; {prediction.evidence}",
+        f"{prediction.framework}; catalog {prediction.catalog_version or 'unversioned'}; "
+        f"{len(prediction.assumptions)} assumptions" + ("" if explain else " (--explain)"),
+    ]
+    return Screen(
+        header=(f"{prediction.model} on {prediction.cluster}", plan_line(prediction.plan)),
+        boxes=boxes(prediction),
+        tables=tuple(tables),
+        notes=(speed_line(prediction), worst_stage_line(prediction)),
+        footer=tuple(footer),
+    )
+
+
+def _explained(prediction: Prediction) -> list[Table]:
+    formulas = table("How each number comes about", ("number", "formula and source"), list(prediction.explain.items()))
+    assumed = [(str(i), text) for i, text in enumerate(prediction.assumptions, start=1)]
+    return [formulas, table("Assumptions", (">#", "assumed"), assumed)]

@@ -1,0 +1,177 @@
+"""The predicted step as a Chrome/Perfetto trace: a process per rank, a track per stream, flows for transfers.
+
+Names and categories follow Kineto, so that tools for measured traces read predicted ones: kernels have the
+category `kernel` with `stream`, `device` and `correlation`, communication kernels begin with `nccl`, the
+step is a `user_annotation`. Format: "Trace Event Format" (Google, 2016); ui.perfetto.dev opens it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from foreshard.report.flows import pipeline_flows
+from foreshard.report.summary import place_of, plan_line
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+from foreshard.spec.timeline import Event, Timeline
+
+MAX_EVENTS = 400_000  # about 100 MB of JSON, below what trace viewers open with ease
+_NCCL = {
+    "tensor_comm": "ncclDevKernel_AllReduce",
+    "context_comm": "ncclDevKernel_SendRecv",
+    "expert_comm": "ncclDevKernel_SendRecv",
+    "pipeline_comm": "ncclDevKernel_SendRecv",
+    "data_comm": "ncclDevKernel_ReduceScatter",
+}
+_ANNOTATIONS = 0  # track of the step's own span; streams follow
+
+
+def trace_object(prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS) -> dict[str, Any]:
+    """Return the trace as the object its JSON holds.
+
+    Parameters
+    ----------
+    prediction : Prediction
+    timeline : Timeline
+    max_events : int
+        Tasks beyond this number, the latest, are left out; `otherData` says how many.
+    """
+    kept = [event for event in timeline.events if event.end_s > event.start_s][:max_events]
+    omitted = max(0, len(timeline.events) - max_events)
+    tracks = _tracks(kept)
+    events = [*_names(prediction.plan, tracks), *_steps(timeline, tracks)]
+    events += [_slice(event, track, i) for i, (event, track) in enumerate(tracks.items(), start=1)]
+    kept_ids = {id(event) for event in kept}
+    flows = [pair for pair in pipeline_flows(timeline) if id(pair[0]) in kept_ids and id(pair[1]) in kept_ids]
+    for number, pair in enumerate(flows, start=1):
+        events += _arrow(number, pair, tracks)
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "traceName": f"{prediction.model} on {prediction.cluster}",
+        "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": len(prediction.plan.ranks)},
+        "otherData": {
+            "predicted": "true",
+            "plan": plan_line(prediction.plan),
+            "step_time_s": str(prediction.step_time_s),
+            "omitted_events": str(omitted),
+        },
+        "traceEvents": events,
+    }
+
+
+def write_trace(path: str, prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS) -> int:
+    """Write the trace, compressed when the path ends in .gz, and return how many bytes it takes."""
+    text = json.dumps(trace_object(prediction, timeline, max_events=max_events), separators=(",", ":"))
+    raw = text.encode("utf-8")
+    if str(path).endswith(".gz"):
+        raw = gzip.compress(raw, 6, mtime=0)
+    with open(path, "wb") as stream:
+        stream.write(raw)
+    return len(raw)
+
+
+class _Tracks(dict[Event, tuple[int, int]]):
+    """(rank, track) of each event, and the name of each track."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[tuple[int, int], str] = {}
+
+
+def _tracks(events: Sequence[Event]) -> _Tracks:
+    """Give each stream of each rank a track, and a further lane where tasks of a stream overlap.
+
+    Viewers do not support overlapping slices on one track.
+    """
+    tracks = _Tracks()
+    lanes: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for event in sorted(events, key=lambda e: (e.rank, e.start_s, e.end_s)):
+        start, end = _ns(event.start_s), _ns(event.end_s)
+        free = lanes.setdefault((event.rank, event.stream), [])
+        for lane, (track, busy_until) in enumerate(free):
+            if busy_until <= start:
+                free[lane] = track, end
+                break
+        else:
+            track = 1 + sum(rank == event.rank for rank, _ in tracks.names)
+            tracks.names[event.rank, track] = event.stream + (f" ({len(free) + 1})" if free else "")
+            free.append((track, end))
+        tracks[event] = event.rank, track
+    return tracks
+
+
+def _ns(time_s: float) -> int:
+    return round(time_s * 1e9)
+
+
+def _names(plan: Plan, tracks: _Tracks) -> Iterator[dict[str, Any]]:
+    """Yield the names of processes and threads, in order of rank."""
+
+    def meta(kind: str, rank: int, track: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": args}
+
+    for rank in sorted({rank for rank, _ in tracks.names}):
+        group, stage = place_of(plan, rank)
+        same = len(plan.groups[group].stages[stage].ranks)
+        like = f", as the other {same - 1} ranks of its stage" if same > 1 else ""
+        yield meta("process_name", rank, 0, name=f"rank {rank}")
+        yield meta("process_labels", rank, 0, labels=f"group {group}, stage {stage}{like}")
+        yield meta("process_sort_index", rank, 0, sort_index=rank)
+        yield meta("thread_name", rank, _ANNOTATIONS, name="step")
+    for (rank, track), name in tracks.names.items():
+        yield meta("thread_name", rank, track, name=f"stream {track} {name}")
+        yield meta("thread_sort_index", rank, track, sort_index=track)
+
+
+def _steps(timeline: Timeline, tracks: _Tracks) -> Iterator[dict[str, Any]]:
+    for rank in sorted({rank for rank, _ in tracks.names}):
+        yield {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": "ProfilerStep#0",
+            "pid": rank,
+            "tid": _ANNOTATIONS,
+            "ts": 0.0,
+            "dur": _ns(timeline.step_time_s) / 1e3,
+            "args": {},
+        }
+
+
+def _kernel_name(event: Event) -> str:
+    nccl = _NCCL.get(event.part)
+    if nccl is None:
+        return event.name
+    if event.part == "data_comm" and "gather" in event.name.lower():
+        nccl = "ncclDevKernel_AllGather"
+    return f"{nccl} {event.name}"
+
+
+def _slice(event: Event, track: tuple[int, int], number: int) -> dict[str, Any]:
+    start, end = _ns(event.start_s), _ns(event.end_s)
+    args = {"stream": track[1], "device": event.rank, "correlation": number, "part": event.part, "stage": event.stage}
+    if event.micro_batch >= 0:
+        args["micro_batch"] = event.micro_batch
+    if event.chunk >= 0:
+        args["chunk"] = event.chunk
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": _kernel_name(event),
+        "pid": track[0],
+        "tid": track[1],
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
+        "args": args,
+    }
+
+
+def _arrow(number: int, pair: tuple[Event, Event], tracks: _Tracks) -> Iterator[dict[str, Any]]:
+    """Yield both ends of a flow; each lies inside the slice it belongs to."""
+    for ph, event in zip("sf", pair, strict=True):
+        rank, track = tracks[event]
+        head = {"ph": ph, "cat": "ac2g", "name": "p2p", "id": number, "pid": rank, "tid": track}
+        yield head | {"ts": _ns(event.start_s) / 1e3} | ({"bp": "e"} if ph == "f" else {})

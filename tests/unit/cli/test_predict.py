@@ -1,0 +1,121 @@
+import json
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("stand_in")
+
+RUN = ("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "2", "--pp", "2")
+
+
+def test_json_is_the_whole_answer_and_nothing_else_is_on_stdout(shell, tmp_path):
+    answer = shell(*RUN, "--json", "-o", tmp_path / "out.json", "--report", tmp_path / "r.html",
+                   "--trace", tmp_path / "t.json.gz")
+    assert answer.code == 0
+    assert answer.json["schema_version"] == 1
+    assert json.loads((tmp_path / "out.json").read_text()) == answer.json
+    assert str(tmp_path / "r.html") in answer.err and str(tmp_path / "t.json.gz") in answer.err
+
+
+def test_piped_text_has_headline_parts_and_footer(shell):
+    text = shell(*RUN).out
+    for words in ("llama3-8b on 2x8xh100-sxm", "Step  ", "Where the time goes", "What would help", "assumptions"):
+        assert words in text
+    assert "\x1b[" not in text
+
+
+def test_explain_lists_formulas_and_assumptions(shell):
+    text = shell(*RUN, "--explain").out
+    assert "sum of its parts" in text and "every rank alike" in text
+
+
+def test_defaults_are_those_of_the_contract(shell):
+    plan = shell("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "2", "--pp", "2", "--json").json["plan"]
+    group, stage = plan["groups"][0], plan["groups"][0]["stages"][0]
+    assert plan["global_batch"] == 4 * 2 and plan["seq_len"] == 8192 and plan["framework"] == "megatron-core"
+    assert stage["zero"] == 1 and stage["recompute"] == "none" and group["sp"] is True
+    assert group["micro_batch"] == 4, "micro-batch 1 on each of 4 data-parallel ranks"
+
+
+def test_sequence_parallel_is_off_without_tensor_parallel(shell):
+    assert shell("predict", "llama3-8b", "2x8xh100-sxm", "--json").json["plan"]["groups"][0]["sp"] is False
+
+
+def test_plan_file_and_flags_say_the_same(shell, tmp_path):
+    by_flags = shell(*RUN, "--json").json
+    (tmp_path / "plan.json").write_text(json.dumps(by_flags["plan"]))
+    by_file = shell("predict", "llama3-8b", "2x8xh100-sxm", "--plan", tmp_path / "plan.json", "--json").json
+    assert by_file == by_flags
+
+
+def test_a_plan_together_with_degrees_is_refused(shell, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(shell(*RUN, "--json").json["plan"]))
+    answer = shell(*RUN, "--plan", tmp_path / "plan.json", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] in ("tp", "pp")
+
+
+def test_what_does_not_fit_prints_its_object_and_exits_3(shell):
+    answer = shell("predict", "llama3-70b", "1x1xh100-sxm", "--json")
+    assert answer.code == 3
+    assert answer.json["memory"]["fits"] is False
+    infeasible = answer.json["infeasible"]
+    assert infeasible["over_bytes"] == answer.json["memory"]["peak_bytes"] - answer.json["memory"]["capacity_bytes"]
+    assert infeasible["nearest_peak_bytes"] <= answer.json["memory"]["capacity_bytes"]
+    for words in ("rank 0", "GiB more than", infeasible["nearest_change"]):
+        assert words in answer.err
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        (("predict", "llama3-8b", "2x8xh100-sxn"), "device"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "three"), "--tp"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "9" * 5000), "--tp"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--tokens", "nan"), "--tokens"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--tokens", "inf"), "--tokens"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--seq", "-5"), "--seq"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "3"), "--tp/--pp/--cp"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--tpp", "3"), "--tpp"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--recompute", "some"), "--recompute"),
+        (("predict", "llama3-8b", "2x8xh100-sxm", "--schedule", "2f2b"), "--schedule"),
+        (("predict", "llama3-8b"), "cluster"),
+        (("predict", "no-such-model", "2x8xh100-sxm"), "model"),
+        (("predicted",), "verb"),
+    ],
+)
+def test_bad_input_exits_2_and_names_the_key(shell, args, key):
+    answer = shell(*args, "--json")
+    assert answer.code == 2
+    assert set(answer.json) == {"schema_version", "error"}
+    error = answer.json["error"]
+    assert error["code"] == 2 and (error["key"] or "").lower() == key
+    assert {"file", "value", "rule", "fix"} <= set(error)
+    assert "Traceback" not in answer.err and answer.err.startswith("foreshard: ")
+
+
+def test_a_fault_of_ours_is_short_and_exits_1(shell, monkeypatch):
+    import foreshard.predict as place
+
+    def broken(*args, **asked):
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr(place, "predict", broken)
+    answer = shell(*RUN, "--json")
+    assert answer.code == 1 and answer.json["error"]["code"] == 1
+    assert "Traceback" not in answer.err and "FORESHARD_DEBUG" in answer.err
+    monkeypatch.setenv("FORESHARD_DEBUG", "1")
+    assert "Traceback" in shell(*RUN).err
+
+
+def test_ctrl_c_exits_130(shell, monkeypatch):
+    import foreshard.predict as place
+
+    def interrupted(*args, **asked):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, "predict", interrupted)
+    assert shell(*RUN).code == 130
+
+
+def test_unwritable_output_is_the_users_error(shell):
+    answer = shell(*RUN, "--json", "--report", "/no/such/folder/r.html")
+    assert answer.code == 2 and answer.json["error"]["file"] == "/no/such/folder/r.html"

@@ -1,0 +1,49 @@
+"""Flags win over the environment, the environment over --config, --config over defaults."""
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("stand_in")
+
+
+def tp_of(answer):
+    return answer.json["plan"]["groups"][0]["stages"][0]["tp"]
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('tp = 2\nglobal-batch = 64\n[predict]\ndtype = "fp8"\n')
+    return path
+
+
+def test_order_of_precedence(shell, config, monkeypatch):
+    run = ("predict", "llama3-8b", "2x8xh100-sxm", "--json")
+    assert tp_of(shell(*run)) == 1
+    assert tp_of(shell(*run, "--config", config)) == 2
+    monkeypatch.setenv("FORESHARD_TP", "4")
+    assert tp_of(shell(*run, "--config", config)) == 4
+    assert tp_of(shell(*run, "--config", config, "--tp", "8")) == 8
+
+
+def test_a_verbs_table_holds_for_that_verb(shell, config):
+    run = ("llama3-8b", "2x8xh100-sxm", "--json", "--config", config)
+    assert shell("predict", *run).json["plan"]["precision"] == "fp8"
+    assert shell("compare", *run).json["predictions"][0]["plan"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("tpp = 2", "tpp"), ("[predit]\ntp = 2", "predit"), ("tp = [2]", "tp"), ("tp = ", None), ("tp = -1", "--tp")],
+)
+def test_mistakes_in_the_config_are_named(shell, tmp_path, text, key):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json", "--config", path)
+    assert answer.code == 2 and answer.json["error"]["key"] == key
+    assert "Traceback" not in answer.err
+
+
+def test_a_bad_environment_variable_is_named(shell, monkeypatch):
+    monkeypatch.setenv("FORESHARD_TP", "many")
+    answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--tp" and answer.json["error"]["value"] == "many"

@@ -1,0 +1,47 @@
+import pytest
+
+pytestmark = pytest.mark.usefixtures("stand_in")
+
+RUN = ("whatif", "llama3-8b", "2x8xh100-sxm", "--json")
+
+
+def changes(*texts):
+    return [part for text in texts for part in ("--change", text)]
+
+
+def test_effects_come_best_first_and_carry_their_predictions(shell):
+    answer = shell(*RUN, *changes("tp=4", "nodes=4", "recompute=full"))
+    gains = [one["gain"] for one in answer.json["effects"]]
+    assert answer.code == 0 and gains == sorted(gains, reverse=True)
+    assert answer.json["effects"][0]["change"] == "nodes=4"
+    assert answer.json["effects"][0]["prediction"]["plan"]["global_batch"] == 32
+
+
+def test_changes_joined_by_a_comma_happen_together(shell):
+    plan = shell(*RUN, *changes("tp=4,pp=2")).json["effects"][0]["prediction"]["plan"]
+    assert len(plan["groups"][0]["stages"]) == 2 and plan["groups"][0]["stages"][0]["tp"] == 4
+
+
+def test_hardware_changes(shell):
+    effects = shell(*RUN, *changes("device=a100-sxm-80gb", "nic=100 Gb/s")).json["effects"]
+    assert {one["prediction"]["cluster"] for one in effects} == {
+        "2x8xh100-sxm with device a100-sxm-80gb",
+        "2x8xh100-sxm with nic 100 Gb/s",
+    }
+
+
+def test_a_change_that_cannot_run_is_an_answer_not_a_failure(shell):
+    answer = shell(*RUN, *changes("tp=3", "tp=2"))
+    assert answer.code == 0
+    last = answer.json["effects"][-1]
+    assert last["change"] == "tp=3" and last["prediction"] is None and "does not divide" in last["error"]
+
+
+@pytest.mark.parametrize("change", ["tpp=2", "tp", "tp=two", "=", "zero=4", "device=h10", "sp=maybe", "nic=100"])
+def test_an_unknown_key_or_value_exits_2(shell, change):
+    answer = shell(*RUN, *changes(change))
+    assert answer.code == 2 and "error" in answer.json
+
+
+def test_without_changes_exits_2(shell):
+    assert shell(*RUN).code == 2
