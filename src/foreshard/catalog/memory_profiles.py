@@ -35,6 +35,7 @@ class MemoryProfile:
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
     keeps_outputs : a stage keeps its outputs until their backward (DeepSpeed and torch pipelines)
+    logit_bytes : peak bytes per logit where the loss differs from what the framework entry says; 0 = as there
     held_logit_bytes : bytes per logit that the caller of the loss still holds in backward
     slack : reserved over allocated bytes of the caching allocator, less 1
     context_bytes : CUDA context and loaded kernels
@@ -55,6 +56,7 @@ class MemoryProfile:
     eager_mlp: bool = False
     eager_norm: bool = False
     keeps_outputs: bool = False
+    logit_bytes: float = 0.0
     held_logit_bytes: float = 0.0
     slack: float = 0.04
     context_bytes: float = 0.75 * 2**30

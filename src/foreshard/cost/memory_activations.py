@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foreshard.spec.framework import Framework
     from foreshard.spec.model import Block
 
-LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "chunked": 14.0 / 8, "fused": 2.0}
+LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "chunked": 14.0 / 8}
 """Peak bytes per element of the logits, by cross-entropy path (docs/derivations/memory.md, logits)."""
 
 
@@ -110,7 +110,9 @@ def _tokens(load: StageLoad) -> _Tokens:
 def _attention_saved(block: Block, n: _Tokens, load: StageLoad, unfused: bool) -> tuple[Any, Any]:
     """Return what attention saves beyond its norm, and what recomputing its core saves of it."""
     out = block.num_heads * block.value_head_dim
-    keep = n.element * (block.query_width + block.kv_width + out) + n.low * n.gemm_input * out
+    keep = n.element * (block.query_width + block.kv_width + out)
+    if not block.frozen:
+        keep = keep + n.low * n.gemm_input * out
     drop = block.dropout > 0
     score = n.element * (1 + drop) + drop
     core = block.num_heads * load.seq_len * score if unfused else 4 * block.num_heads
@@ -121,10 +123,21 @@ def _attention_saved(block: Block, n: _Tokens, load: StageLoad, unfused: bool) -
     return saved, n.split * core
 
 
+def _input_bytes(block: Block, n: _Tokens, *targets: str) -> Any:
+    """Return the bytes per element of a saved matrix-product input.
+
+    Only the gradient of a weight needs it: none where the weights are frozen, and 16 bit where an adapter
+    reads it.
+    """
+    if not block.frozen:
+        return n.gemm_input
+    return n.element if set(targets) & set(block.lora_targets) else 0.0
+
+
 def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, eager: bool) -> tuple[Any, Any]:
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     inner = n.element * (1 + block.gated + (eager and block.gated))
-    act = n.gemm_input * width * tokens
+    act = _input_bytes(block, n, "down") * width * tokens
     return inner * width * tokens + act, act
 
 
@@ -132,7 +145,8 @@ def _layer(block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: Me
     """Return bytes one layer saves per micro-batch without full recompute, and its backward's temporaries."""
     rule, h = load.recompute, block.hidden
     norms = 1 if block.parallel else 2
-    norm_out = norms * n.gemm_input * n.norm * h * (1 - rule.layernorm)
+    inputs = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
+    norm_out = (np.maximum(*inputs) if block.parallel else inputs[0] + inputs[1]) * n.norm * h * (1 - rule.layernorm)
     norm_in = norms * (n.element + 6 * profile.eager_norm) * n.norm * h
     masks = 2 * (block.dropout > 0) * n.norm * h
     attention, core = _attention_saved(block, n, load, unfused)
@@ -147,7 +161,7 @@ def _layer(block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: Me
     if block.num_experts:
         routed = block.top_k * n.split * load.etp
         inner, act = _mlp_saved(block, n, block.expert_ffn / load.etp, routed, profile.eager_mlp)
-        kept = inner - rule.moe_act * act + routed * (n.gemm_input * h + 4) + 8 * block.num_experts * n.norm
+        kept = inner - rule.moe_act * act + routed * (_input_bytes(block, n, "gate", "up") * h + 4) + 8 * block.num_experts * n.norm
         shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile.eager_mlp)
         saved = saved + (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
         grads = n.element * (2 + block.gated) * block.expert_ffn / load.etp * routed
@@ -181,7 +195,7 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
         one_layer = np.maximum(one_layer, here * mixed)
         again = (rule.full > 0) * (layer * rule.unit)
         temporary = np.maximum(temporary, here * (peak + again))
-    per_logit = LOGIT_BYTES[framework.cross_entropy] + profile.held_logit_bytes
+    per_logit = (profile.logit_bytes or LOGIT_BYTES[framework.cross_entropy]) + profile.held_logit_bytes
     logits = per_logit * n.split * load.vocab * load.has_head
     if profile.keeps_outputs:
         pipelined = 1 - np.asarray(load.has_embedding) * load.has_head

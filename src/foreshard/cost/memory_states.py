@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FP8_WORKSPACE_BYTES = 2.0
 """Row-wise and column-wise 8-bit copy of a weight, cached over the step (TransformerEngine module/linear.py)."""
+FP8_FROZEN_BYTES = 1.0
+"""A frozen 8-bit weight keeps its row-wise copy only (disable_parameter_transpose_cache in adapter recipes)."""
 FP4_WORKSPACE_BYTES = 2 * (0.5 + 1 / 16)
 """The same in NVFP4: half a byte, and one 8-bit scale per 16 elements."""
 
@@ -45,6 +47,7 @@ class _Elements:
     outer: Any
     dense_trained: Any
     expert_trained: Any
+    frozen: Any
     largest_unit: Any
 
 
@@ -58,7 +61,7 @@ def _replicated(block: Block) -> float:
 def _elements(load: StageLoad) -> _Elements:
     tp = np.asarray(load.tp)
     experts_over = np.asarray(load.ep) * load.etp
-    dense = expert = dense_trained = expert_trained = largest = 0.0
+    dense = expert = dense_trained = expert_trained = frozen = largest = 0.0
     for block, count in load.kinds:
         whole = _replicated(block)
         experts = block.num_experts * block.expert_params
@@ -71,6 +74,7 @@ def _elements(load: StageLoad) -> _Elements:
         expert = expert + count * one_expert
         dense_trained = dense_trained + count * (trained * one_dense + adapters)
         expert_trained = expert_trained + count * trained * one_expert
+        frozen = frozen + count * (1 - trained) * (one_dense + one_expert)
         largest = np.maximum(largest, (one_dense + one_expert) * (np.asarray(count) > 0))
     table = np.asarray(load.vocab) * load.hidden / tp
     head = load.has_head * (1 - load.tied * load.has_embedding)
@@ -82,6 +86,7 @@ def _elements(load: StageLoad) -> _Elements:
         outer=outer,
         dense_trained=dense_trained + trained + load.outer_params * load.embedding_trainable,
         expert_trained=expert_trained,
+        frozen=frozen,
         largest_unit=np.maximum(largest, table * np.maximum(load.has_embedding, load.has_head)),
     )
 
@@ -125,10 +130,12 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     low = load.fp8 * FP8_WORKSPACE_BYTES + load.fp4 * FP4_WORKSPACE_BYTES
     weight = 4.0 if profile.weights_are_master else element
     block_weight = np.where(framework.fp8_params & (low > 0), low, weight + low)
+    spared = framework.fp8_params * load.fp8 * (FP8_WORKSPACE_BYTES - FP8_FROZEN_BYTES)
     dense3, expert3 = over(3)
     dense2, expert2 = over(2)
     dense1, expert1 = over(1)
-    parameters = (have.dense * block_weight + have.outer * weight) * dense3 + have.expert * block_weight * expert3
+    dense_bytes = have.dense * block_weight + have.outer * weight - have.frozen * spared
+    parameters = dense_bytes * dense3 + have.expert * block_weight * expert3
 
     gradient = framework.grad_bytes + profile.extra_gradient_bytes
     gradients = gradient * (have.dense_trained * dense2 + have.expert_trained * expert2)
