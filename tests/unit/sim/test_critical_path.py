@@ -138,3 +138,22 @@ def test_timeline_of_a_program_with_another_duration():
     assert isinstance(critical_path.run(slower), Timeline)
     assert critical_path.run(slower).makespan_s == 1.0 + 8.0 + 1.0
     assert critical_path.run(program).makespan_s == 7.0
+
+
+@pytest.mark.parametrize("compute_s, gather_s", [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
+def test_streams_of_one_rank_overlap_layer_by_layer(compute_s, gather_s):
+    """Gathers run one layer ahead, gradient buckets one behind: the slower stream sets the pace."""
+    num_layers = 5
+    builder = ProgramBuilder()
+    gather = builder.resource("gather")
+    gathers = builder.add_many(gather, [gather_s] * num_layers, kind=Kind.PARAMETER_GATHER)
+    forward = builder.add_many(builder.resource("compute"), [compute_s] * num_layers, kind=Kind.FORWARD)
+    builder.depend(forward, gathers)
+    backward = builder.add_many(builder.resource("compute"), [compute_s] * num_layers, kind=Kind.BACKWARD)
+    reduces = builder.add_many(builder.resource("reduce"), [gather_s] * num_layers, kind=Kind.GRADIENT_REDUCE)
+    builder.depend(reduces, backward)
+    builder.add("compute", 0.5, after=[int(reduces[-1])], kind=Kind.OPTIMIZER)
+    pace_s = (num_layers - 1) * max(compute_s, gather_s)
+    timeline = critical_path.run(builder.build())
+    assert timeline.end_s[forward[-1]] == gather_s + pace_s + compute_s
+    assert timeline.makespan_s == timeline.end_s[forward[-1]] + compute_s + pace_s + gather_s + 0.5
