@@ -45,8 +45,10 @@ def finish(reader: Reader, blocks: tuple[Block, ...], *, tied: bool, **kwargs: A
     )
 
 
-def _sliding_window(reader: Reader) -> int:
-    return reader.size("sliding_window", default=0, minimum=0, maximum=2**31)
+def _sliding_window(reader: Reader, unstated: int = 0) -> int:
+    """Return the window: null means full attention, an absent key the default of transformers."""
+    default = 0 if "sliding_window" in reader.config else unstated
+    return reader.size("sliding_window", default=default, minimum=0, maximum=2**31)
 
 
 def llama(reader: Reader) -> Model:
@@ -69,14 +71,14 @@ def mistral(reader: Reader) -> Model:
         **attention_sizes(reader),
         ffn=reader.size("intermediate_size"),
         gated=True,
-        window=_sliding_window(reader),
+        window=_sliding_window(reader, 4096),
     )
     return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
 
 
 def qwen_windows(reader: Reader, num_layers: int) -> list[int]:
     """Return the windows of Qwen layers: those from max_window_layers on slide, if the switch is on."""
-    window = _sliding_window(reader) if reader.flag("use_sliding_window", False) else 0
+    window = _sliding_window(reader, 4096) if reader.flag("use_sliding_window", False) else 0
     first = reader.layers("max_window_layers", default=28, minimum=0)
     return reader.layer_windows(num_layers, window, [layer >= first for layer in range(num_layers)])
 

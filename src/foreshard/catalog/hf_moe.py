@@ -33,7 +33,12 @@ def mixtral(reader: Reader) -> Model:
 def _qwen_moe(reader: Reader, attention: dict[str, Any], shared: dict[str, Any]) -> Model:
     layers = reader.layers("num_hidden_layers")
     dense = dict(attention, ffn=reader.size("intermediate_size"), gated=True)
-    sparse = dict(attention, **_experts(reader, "moe_intermediate_size", "num_experts"), gated=True, **shared)
+    sparse = dict(
+        attention,
+        **_experts(reader, "moe_intermediate_size", "num_experts", "num_local_experts"),
+        gated=True,
+        **shared,
+    )
     step = reader.layers("decoder_sparse_step", default=1)
     only = reader.list("mlp_only_layers") or []
     windows = qwen_windows(reader, layers)

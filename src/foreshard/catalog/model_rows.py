@@ -12,7 +12,9 @@ from foreshard.errors import SpecError
 from foreshard.spec.model import Model, lora
 
 DIMENSIONS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab")
-LORA_RANK = 16
+LORA_RANK = 16  # MLPerf llama2_70b_lora reference and Megatron-Bridge llama3_70b_peft_config
+LORA_TARGETS = ("q", "k", "v", "o")  # MLPerf reference
+BRIDGE_LORA_TARGETS = ("q", "k", "v")  # Megatron-Bridge v0.5.0 scripts/performance llama3_llm_finetune.py
 
 
 def resolve_row_model(row: Mapping[str, str]) -> Model:
@@ -41,8 +43,12 @@ def resolve_row_model(row: Mapping[str, str]) -> Model:
         model = _with_positions(model, seq_len or model.max_seq_len)
     else:
         model = _from_columns(row, stated, seq_len)
-    model = _with_next_token(model, stated, notes)
-    return lora(model, _lora_rank(stated)) if _is_lora(stated, notes) else model
+    framework = row.get("framework", "")
+    model = _with_next_token(model, stated, notes, framework)
+    if not _is_lora(stated, notes):
+        return model
+    targets = BRIDGE_LORA_TARGETS if "Megatron-Bridge" in framework else LORA_TARGETS
+    return lora(model, _lora_rank(stated), targets)
 
 
 def _plain_name(stated: str) -> str:
@@ -147,12 +153,19 @@ def _from_columns(row: Mapping[str, str], stated: str, seq_len: int) -> Model:
     )
 
 
-def _with_next_token(model: Model, stated: str, notes: str) -> Model:
-    """Return the model with the multi-token-prediction modules the row states."""
+def _with_next_token(model: Model, stated: str, notes: str, framework: str) -> Model:
+    """Return the model with the next-token modules the row states; NeMo 2's DeepSeek recipes train none.
+
+    Source
+    ------
+    NVIDIA/NeMo nemo/collections/llm/gpt/model/deepseek.py: DeepSeekV3Config leaves mtp_num_layers unset.
+    """
     said = re.search(r"mtp_num_layers=(\d+)", notes)
-    if "w/o MTP" in stated:
+    if said:
+        return replace(model, num_next_token=int(said.group(1)))
+    if "w/o MTP" in stated or framework.startswith("NeMo"):
         return replace(model, num_next_token=0)
-    return replace(model, num_next_token=int(said.group(1))) if said else model
+    return model
 
 
 def _is_lora(stated: str, notes: str) -> bool:

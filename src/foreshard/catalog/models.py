@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import os.path
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from foreshard.spec.model import Model
 
 __all__ = ["find_model", "load_model", "model_from_dims", "models", "resolve_row_model"]
 
+ModuleReader = Callable[[Any, str], Model]
 
-def load_model(text: str | Path) -> Model:
+
+def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> Model:
     """Return the model a user names.
 
     Parameters
@@ -28,6 +30,8 @@ def load_model(text: str | Path) -> Model:
     text : str or Path
         A catalog name, the path of a Hugging Face ``config.json``, or ``module.py:factory``. The factory
         takes no arguments and returns a `Model`, a configuration dict or a ``torch.nn.Module``.
+    read_module : callable, optional
+        Reads a module that is not of transformers: `foreshard.profile.module.model_from_module`.
 
     Raises
     ------
@@ -37,7 +41,7 @@ def load_model(text: str | Path) -> Model:
     text = str(text)
     module, colon, factory = text.rpartition(":")
     if colon and module.endswith(".py"):
-        return _from_factory(Path(module), factory)
+        return _from_factory(Path(module), factory, read_module)
     model = find_model(text)
     if model:
         return model
@@ -58,7 +62,7 @@ def _config_name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "config" else path.stem
 
 
-def _from_factory(path: Path, factory: str) -> Model:
+def _from_factory(path: Path, factory: str, read_module: ModuleReader | None) -> Model:
     if not path.is_file():
         raise SpecError("no such file", file=str(path), key="model", rule="MODEL may be module.py:factory")
     made = _call(path, factory)
@@ -66,7 +70,7 @@ def _from_factory(path: Path, factory: str) -> Model:
         return made
     if isinstance(made, Mapping):
         return model_from_config(made, name=factory, file=f"{path}:{factory}")
-    return _from_torch(made, f"{path}:{factory}")
+    return _from_module(made, f"{path}:{factory}", read_module)
 
 
 def _call(path: Path, factory: str) -> Any:
@@ -83,7 +87,9 @@ def _call(path: Path, factory: str) -> Any:
         raise
     except ModuleNotFoundError as error:
         raise ExtraMissingError(
-            f"needs {error.name}", file=str(path), fix="pip install 'foreshard[run]' has torch"
+            f"needs {error.name}",
+            file=str(path),
+            fix="The extra foreshard[run] brings torch, foreshard[models] transformers",
         ) from error
     except Exception as error:
         raise SpecError(
@@ -97,25 +103,15 @@ def _call(path: Path, factory: str) -> Any:
         sys.modules.pop(spec.name, None)
 
 
-def _from_torch(made: Any, where: str) -> Model:
-    try:
-        import torch
-    except ImportError as error:
-        raise ExtraMissingError(
-            "reading a module needs torch", file=where, fix="pip install 'foreshard[run]'"
-        ) from error
-    if not isinstance(made, torch.nn.Module):
-        raise SpecError(
-            f"returned a {type(made).__name__}",
-            file=where,
-            rule="A factory returns a Model, a config dict or a torch.nn.Module",
-        )
-    config = getattr(made, "config", None)
+def _from_module(made: Any, where: str, read_module: ModuleReader | None) -> Model:
+    """Return the model of a module: a transformers one by its config, another by the given reader."""
+    config: Any = getattr(made, "config", None)
     if hasattr(config, "to_dict"):
         return model_from_config(config.to_dict(), name=type(made).__name__, file=where)
+    if read_module is not None and hasattr(made, "named_parameters"):
+        return read_module(made, where)
     raise SpecError(
-        f"{type(made).__name__} is a module without a transformers config",
+        f"returned a {type(made).__name__}",
         file=where,
-        rule="Modules of one's own are not modelled",
-        fix="Return a foreshard Model or a config dict",
+        rule="A factory returns a Model, a config dict or a torch.nn.Module",
     )

@@ -104,7 +104,9 @@ def _block(module: Any, where: str) -> Block:
     block = _with_vectors(module, attention, block)
     actual = sum(parameter.numel() for parameter in module.parameters())
     if block.num_params != actual:
-        raise _refusal(where, f"{actual - block.num_params} of {actual} parameters of a block are not recognised")
+        raise _refusal(
+            where, f"{actual - block.num_params} of {actual} parameters of a block are not recognised"
+        )
     return block
 
 

@@ -82,7 +82,10 @@ def test_null_counts_as_absent():
 
 def test_windows_of_alternating_layers():
     by_name = {case["name"]: case["config"] for case in GOLDEN["cases"]}
-    windows = lambda name: [block.window for block in model_from_config(by_name[name], name=name).blocks]
+
+    def windows(name):
+        return [block.window for block in model_from_config(by_name[name], name=name).blocks]
+
     assert windows("gpt-oss-20b")[:4] == [128, 0, 128, 0]
     assert windows("gemma2-9b")[:4] == [4096, 0, 4096, 0]
     assert windows("gemma3-1b")[:7] == [512] * 5 + [0, 512]

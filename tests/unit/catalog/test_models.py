@@ -146,8 +146,10 @@ def test_row_with_other_dimensions_is_built_from_them():
 def test_lora_row_trains_the_adapters_of_attention():
     model = resolve_row_model(row("Llama-2-70B LoRA r16", 80, *LLAMA_70B, 32000))
     assert model.trainable_params == 80 * 16 * (16384 + 9216 + 9216 + 16384)
-    noted = resolve_row_model(row("Llama-3/3.1-70B", 80, *LLAMA_70B, 128256, notes="x; LoRA: metric counts"))
-    assert noted.trainable_params == model.trainable_params
+    noted = row("Llama-3/3.1-70B", 80, *LLAMA_70B, 128256, notes="x; LoRA: metric counts")
+    assert resolve_row_model(noted).trainable_params == model.trainable_params
+    bridge = resolve_row_model(noted | {"framework": "Megatron-Bridge/Megatron-Core 26.06"})
+    assert bridge.trainable_params == 80 * 16 * (16384 + 9216 + 9216)
 
 
 def test_cut_and_proxy_rows_keep_the_layers_of_the_column():
@@ -165,6 +167,7 @@ def test_next_token_modules_follow_the_row():
     assert resolve_row_model(deepseek).num_next_token == 1
     assert resolve_row_model(deepseek | {"in_other": "mtp_num_layers=2; x"}).num_next_token == 2
     assert resolve_row_model(deepseek | {"model": "DeepSeekV3 (w/o MTP)"}).num_next_token == 0
+    assert resolve_row_model(deepseek | {"framework": "NeMo/Megatron-Core"}).num_next_token == 0
 
 
 def test_long_sequences_extend_learned_positions():

@@ -30,7 +30,7 @@ def gpt(num_layers=3, **changes):
 
 
 def test_textbook_gpt_has_twelve_h_squared_per_block_and_six_flops_per_weight():
-    """Without biases and norms a GPT block has 12 h^2 weights; Narayanan 2021 counts 6 FLOPs each plus 12 L h s."""
+    """A GPT block has 12 h^2 weights; arXiv 2104.04473 counts 6 FLOPs for each, and 12 L h s of attention."""
     model = gpt()
     matmul = 3 * 12 * 64**2 + 100 * 64
     assert sum(n * kind.matmul_params for kind, n in model.block_kinds()) + model.head_matmul_params == matmul
