@@ -103,66 +103,318 @@ RECALLED = "vendor datasheet (recalled, page not re-read)"
 # Devices that tables name and hw_accelerators.csv lacks: (name, base, changed columns in its units, note).
 # Columns as in hw_accelerators.csv; everything not named is the base row's.
 VARIANTS = [
-    ("k80", "K80 (board, 2 GPUs)", dict(fp64_tflops=1.455, fp32_tflops=4.365, mem_gb=12, mem_bw_gbps=240,
-     l2_mb=1.5, sm_or_cu=13, tdp_w=150), "k80", "one GK210 die, half of the board; what CUDA lists as one device"),
-    ("mi250-gcd", "MI250", dict(fp64_tflops=22.65, fp64_matrix_tflops=45.25, fp32_tflops=22.65, tf32_tflops=45.25,
-     fp16_tflops=181.05, bf16_tflops=181.05, int8_tops=181.05, mem_gb=64, mem_bw_gbps=1638.5, l2_mb=8,
-     sm_or_cu=104, link_gbps_per_dir=150, tdp_w=280), "mi250-gcd", "one GCD, half of the module; what ROCm lists as one device"),
-    ("mi250x-gcd", "MI250X", dict(fp64_tflops=23.95, fp64_matrix_tflops=47.85, fp32_tflops=23.95, tf32_tflops=47.85,
-     fp16_tflops=191.5, bf16_tflops=191.5, int8_tops=191.5, mem_gb=64, mem_bw_gbps=1638.5, l2_mb=8,
-     sm_or_cu=110, link_gbps_per_dir=175, tdp_w=280), "mi250x-gcd", "one GCD, half of the module; what ROCm lists as one device"),
+    (
+        "k80",
+        "K80 (board, 2 GPUs)",
+        dict(
+            fp64_tflops=1.455,
+            fp32_tflops=4.365,
+            mem_gb=12,
+            mem_bw_gbps=240,
+            l2_mb=1.5,
+            sm_or_cu=13,
+            tdp_w=150,
+        ),
+        "k80",
+        "one GK210 die, half of the board; what CUDA lists as one device",
+    ),
+    (
+        "mi250-gcd",
+        "MI250",
+        dict(
+            fp64_tflops=22.65,
+            fp64_matrix_tflops=45.25,
+            fp32_tflops=22.65,
+            tf32_tflops=45.25,
+            fp16_tflops=181.05,
+            bf16_tflops=181.05,
+            int8_tops=181.05,
+            mem_gb=64,
+            mem_bw_gbps=1638.5,
+            l2_mb=8,
+            sm_or_cu=104,
+            link_gbps_per_dir=150,
+            tdp_w=280,
+        ),
+        "mi250-gcd",
+        "one GCD, half of the module; what ROCm lists as one device",
+    ),
+    (
+        "mi250x-gcd",
+        "MI250X",
+        dict(
+            fp64_tflops=23.95,
+            fp64_matrix_tflops=47.85,
+            fp32_tflops=23.95,
+            tf32_tflops=47.85,
+            fp16_tflops=191.5,
+            bf16_tflops=191.5,
+            int8_tops=191.5,
+            mem_gb=64,
+            mem_bw_gbps=1638.5,
+            l2_mb=8,
+            sm_or_cu=110,
+            link_gbps_per_dir=175,
+            tdp_w=280,
+        ),
+        "mi250x-gcd",
+        "one GCD, half of the module; what ROCm lists as one device",
+    ),
     ("v100-pcie-16gb", "V100 PCIe 16/32GB", dict(mem_gb=16), "v100", ""),
     ("v100-sxm-16gb", "V100 SXM2 16/32GB", dict(mem_gb=16), "v100", ""),
-    ("v100-sxm3-32gb", "V100 SXM2 16/32GB", dict(form="SXM3", boost_mhz=1597, tdp_w=350), "v100",
-     "DGX-2 module; the peaks are those of the SXM2 datasheet"),
+    (
+        "v100-sxm3-32gb",
+        "V100 SXM2 16/32GB",
+        dict(form="SXM3", boost_mhz=1597, tdp_w=350),
+        "v100",
+        "DGX-2 module; the peaks are those of the SXM2 datasheet",
+    ),
     ("m40-12gb", "M40", dict(mem_gb=12), "m40", "12 GB variant"),
-    ("a800-pcie-80gb", "A100 PCIe 80GB", dict(link="NVLink3 bridge", link_gbps_per_dir=200, verification=RECALLED),
-     "a800", "A100 PCIe 80GB with the NVLink bridge limited to 400 GB/s total"),
-    ("h100-sxm-96gb", "H100 SXM5 80GB", dict(mem_gb=96, verification=RECALLED), "h100",
-     "96 GB SXM5 module of some vendors; bandwidth taken from the 80 GB HBM3 module"),
-    ("h100-sxm-94gb-hbm2e", "H100 SXM5 80GB", dict(mem_gb=94, mem_type="HBM2e", mem_bw_gbps=2400, verification=RECALLED),
-     "h100", "94 GB HBM2e SXM5 module sold with a lower power limit; its sustained clock is not published"),
+    (
+        "a800-pcie-80gb",
+        "A100 PCIe 80GB",
+        dict(link="NVLink3 bridge", link_gbps_per_dir=200, verification=RECALLED),
+        "a800",
+        "A100 PCIe 80GB with the NVLink bridge limited to 400 GB/s total",
+    ),
+    (
+        "h100-sxm-96gb",
+        "H100 SXM5 80GB",
+        dict(mem_gb=96, verification=RECALLED),
+        "h100",
+        "96 GB SXM5 module of some vendors; bandwidth taken from the 80 GB HBM3 module",
+    ),
+    (
+        "h100-sxm-94gb-hbm2e",
+        "H100 SXM5 80GB",
+        dict(mem_gb=94, mem_type="HBM2e", mem_bw_gbps=2400, verification=RECALLED),
+        "h100",
+        "94 GB HBM2e SXM5 module sold with a lower power limit; its sustained clock is not published",
+    ),
     ("h20-sxm-141gb", "H20", dict(mem_gb=141, mem_type="HBM3e", mem_bw_gbps=4800), "h20", "H20-3e"),
-    ("rtx-3090-ti", "RTX 3090", dict(fp32_tflops=40, tf32_tflops=40, fp16_tflops=80, bf16_tflops=80, int8_tops=320,
-     mem_bw_gbps=1008, sm_or_cu=84, boost_mhz=1860, tdp_w=450, year=2022), "rtx-3090-ti", ""),
-    ("rtx-3080-ti", "RTX 3090", dict(fp32_tflops=34.1, tf32_tflops=34.1, fp16_tflops=68.2, bf16_tflops=68.2,
-     int8_tops=273, mem_gb=12, mem_bw_gbps=912, sm_or_cu=80, boost_mhz=1665, link="", link_gbps_per_dir="",
-     year=2021), "rtx-3080-ti", ""),
-    ("rtx-4000-sff-ada", "RTX 6000 Ada", dict(fp32_tflops=19.2, tf32_tflops=38.3, fp16_tflops=76.7, bf16_tflops=76.7,
-     fp8_tflops=153.4, int8_tops=153.4, mem_gb=20, mem_bw_gbps=280, l2_mb=48, sm_or_cu=48, boost_mhz=1560,
-     tdp_w=70, year=2023), "rtx-4000-sff-ada", ""),
-    ("rtx-4000-ada", "RTX 6000 Ada", dict(fp32_tflops=26.7, tf32_tflops=53.4, fp16_tflops=106.9, bf16_tflops=106.9,
-     fp8_tflops=213.8, int8_tops=213.8, mem_gb=20, mem_bw_gbps=360, l2_mb=48, sm_or_cu=48, boost_mhz=2175,
-     tdp_w=130, year=2023), "rtx-4000-ada", "tensor peaks are 4x and 8x FP32 as on the other Ada boards"),
-    ("rtx-pro-6000-max-q", "RTX PRO 6000 Blackwell Server", dict(fp32_tflops=110, fp16_tflops=438.9,
-     bf16_tflops=438.9, fp8_tflops=877.9, fp4_tflops=1755.7, int8_tops=877.9, mem_bw_gbps=1792, boost_mhz=2288,
-     tdp_w=300, verification=RECALLED), "rtx-pro-6000-max-q", ""),
-    ("rtx-pro-6000-workstation", "RTX PRO 6000 Blackwell Server", dict(fp32_tflops=125, fp16_tflops=503.8, bf16_tflops=503.8,
-     fp8_tflops=1007.6, fp4_tflops=2015.2, int8_tops=1007.6, mem_bw_gbps=1792, tdp_w=600, verification=RECALLED),
-     "rtx-pro-6000-workstation", ""),
-    ("gtx-titan-x", "M40", dict(fp32_tflops=6.69, fp64_tflops=0.21, mem_gb=12, mem_bw_gbps=336.5, boost_mhz=1075),
-     "gtx-titan-x", "Maxwell"),
-    ("titan-x-pascal", "GTX 1080 Ti", dict(fp32_tflops=10.97, fp64_tflops=0.34, int8_tops=44, mem_gb=12,
-     mem_bw_gbps=480, l2_mb=3, sm_or_cu=28, boost_mhz=1531, year=2016), "titan-x-pascal", ""),
-    ("titan-xp", "GTX 1080 Ti", dict(fp32_tflops=12.15, fp64_tflops=0.38, int8_tops=48, mem_gb=12,
-     mem_bw_gbps=547.7, l2_mb=3, sm_or_cu=30, boost_mhz=1582), "titan-xp", ""),
-    ("vega-fe", "MI25", dict(fp32_tflops=13.1, fp64_tflops=0.82, fp16_tflops=26.2, mem_bw_gbps=483, boost_mhz=1600),
-     "vega-fe", "Radeon Vega Frontier Edition"),
-    ("rx-7900-xtx", "MI25", dict(arch="RDNA3", year=2022, fp64_tflops=1.9, fp32_tflops=61.4, fp16_tflops=122.8,
-     bf16_tflops=122.8, int8_tops=122.8, mem_gb=24, mem_type="GDDR6", mem_bw_gbps=960, l2_mb=6, sm_or_cu=96,
-     boost_mhz=2500, pcie="4.0x16", tdp_w=355), "rx-7900-xtx", "fp16 through WMMA"),
+    (
+        "rtx-3090-ti",
+        "RTX 3090",
+        dict(
+            fp32_tflops=40,
+            tf32_tflops=40,
+            fp16_tflops=80,
+            bf16_tflops=80,
+            int8_tops=320,
+            mem_bw_gbps=1008,
+            sm_or_cu=84,
+            boost_mhz=1860,
+            tdp_w=450,
+            year=2022,
+        ),
+        "rtx-3090-ti",
+        "",
+    ),
+    (
+        "rtx-3080-ti",
+        "RTX 3090",
+        dict(
+            fp32_tflops=34.1,
+            tf32_tflops=34.1,
+            fp16_tflops=68.2,
+            bf16_tflops=68.2,
+            int8_tops=273,
+            mem_gb=12,
+            mem_bw_gbps=912,
+            sm_or_cu=80,
+            boost_mhz=1665,
+            link="",
+            link_gbps_per_dir="",
+            year=2021,
+        ),
+        "rtx-3080-ti",
+        "",
+    ),
+    (
+        "rtx-4000-sff-ada",
+        "RTX 6000 Ada",
+        dict(
+            fp32_tflops=19.2,
+            tf32_tflops=38.3,
+            fp16_tflops=76.7,
+            bf16_tflops=76.7,
+            fp8_tflops=153.4,
+            int8_tops=153.4,
+            mem_gb=20,
+            mem_bw_gbps=280,
+            l2_mb=48,
+            sm_or_cu=48,
+            boost_mhz=1560,
+            tdp_w=70,
+            year=2023,
+        ),
+        "rtx-4000-sff-ada",
+        "",
+    ),
+    (
+        "rtx-4000-ada",
+        "RTX 6000 Ada",
+        dict(
+            fp32_tflops=26.7,
+            tf32_tflops=53.4,
+            fp16_tflops=106.9,
+            bf16_tflops=106.9,
+            fp8_tflops=213.8,
+            int8_tops=213.8,
+            mem_gb=20,
+            mem_bw_gbps=360,
+            l2_mb=48,
+            sm_or_cu=48,
+            boost_mhz=2175,
+            tdp_w=130,
+            year=2023,
+        ),
+        "rtx-4000-ada",
+        "tensor peaks are 4x and 8x FP32 as on the other Ada boards",
+    ),
+    (
+        "rtx-pro-6000-max-q",
+        "RTX PRO 6000 Blackwell Server",
+        dict(
+            fp32_tflops=110,
+            fp16_tflops=438.9,
+            bf16_tflops=438.9,
+            fp8_tflops=877.9,
+            fp4_tflops=1755.7,
+            int8_tops=877.9,
+            mem_bw_gbps=1792,
+            boost_mhz=2288,
+            tdp_w=300,
+            verification=RECALLED,
+        ),
+        "rtx-pro-6000-max-q",
+        "",
+    ),
+    (
+        "rtx-pro-6000-workstation",
+        "RTX PRO 6000 Blackwell Server",
+        dict(
+            fp32_tflops=125,
+            fp16_tflops=503.8,
+            bf16_tflops=503.8,
+            fp8_tflops=1007.6,
+            fp4_tflops=2015.2,
+            int8_tops=1007.6,
+            mem_bw_gbps=1792,
+            tdp_w=600,
+            verification=RECALLED,
+        ),
+        "rtx-pro-6000-workstation",
+        "",
+    ),
+    (
+        "gtx-titan-x",
+        "M40",
+        dict(fp32_tflops=6.69, fp64_tflops=0.21, mem_gb=12, mem_bw_gbps=336.5, boost_mhz=1075),
+        "gtx-titan-x",
+        "Maxwell",
+    ),
+    (
+        "titan-x-pascal",
+        "GTX 1080 Ti",
+        dict(
+            fp32_tflops=10.97,
+            fp64_tflops=0.34,
+            int8_tops=44,
+            mem_gb=12,
+            mem_bw_gbps=480,
+            l2_mb=3,
+            sm_or_cu=28,
+            boost_mhz=1531,
+            year=2016,
+        ),
+        "titan-x-pascal",
+        "",
+    ),
+    (
+        "titan-xp",
+        "GTX 1080 Ti",
+        dict(
+            fp32_tflops=12.15,
+            fp64_tflops=0.38,
+            int8_tops=48,
+            mem_gb=12,
+            mem_bw_gbps=547.7,
+            l2_mb=3,
+            sm_or_cu=30,
+            boost_mhz=1582,
+        ),
+        "titan-xp",
+        "",
+    ),
+    (
+        "vega-fe",
+        "MI25",
+        dict(fp32_tflops=13.1, fp64_tflops=0.82, fp16_tflops=26.2, mem_bw_gbps=483, boost_mhz=1600),
+        "vega-fe",
+        "Radeon Vega Frontier Edition",
+    ),
+    (
+        "rx-7900-xtx",
+        "MI25",
+        dict(
+            arch="RDNA3",
+            year=2022,
+            fp64_tflops=1.9,
+            fp32_tflops=61.4,
+            fp16_tflops=122.8,
+            bf16_tflops=122.8,
+            int8_tops=122.8,
+            mem_gb=24,
+            mem_type="GDDR6",
+            mem_bw_gbps=960,
+            l2_mb=6,
+            sm_or_cu=96,
+            boost_mhz=2500,
+            pcie="4.0x16",
+            tdp_w=355,
+        ),
+        "rx-7900-xtx",
+        "fp16 through WMMA",
+    ),
 ]
 
 # Memory sizes by which tables and vendors also call a device (GB); the first column's size is always one.
-OTHER_SIZES = {"b200-sxm": [179, 192], "b300-sxm": [268, 288], "gb200-nvl72": [184, 185, 192],
-               "gb300-nvl72": [278, 288], "gh200-144gb": [141], "h20-sxm": [], "h100-sxm-96gb": []}
+OTHER_SIZES = {
+    "b200-sxm": [179, 192],
+    "b300-sxm": [268, 288],
+    "gb200-nvl72": [184, 185, 192],
+    "gb300-nvl72": [278, 288],
+    "gh200-144gb": [141],
+    "h20-sxm": [],
+    "h100-sxm-96gb": [],
+}
 
 # Bytes per second of PCIe x16, one direction. Generations 4-6: hw_interconnects.csv. Generation 3 is not
 # there: 8 GT/s x 16 lanes x 128/130 / 8 (PCI Express Base 3.0). x8 is half.
 PCIE3_X16 = 15.75e9
 
-# What the driver reports as total memory (GiB), with the place that printed it.
-CAPACITY_GIB: dict[str, tuple[float, str]] = {}
+# Total memory a process sees (GiB), as PyTorch's out-of-memory message prints it, and where. It moves by
+# about 0.2 GiB with driver and ECC state; one printed value is kept. Other devices keep the datasheet size.
+OOM = "PyTorch out-of-memory message"
+CAPACITY_GIB: dict[str, tuple[float, str]] = {
+    "a100-sxm-80gb": (79.15, f"{OOM} beside nvidia-smi 81920MiB, public logs"),
+    "a100-sxm-40gb": (39.49, f"{OOM} on Perlmutter, public log"),
+    "h100-sxm": (79.21, f"{OOM} on 8xH100, public log"),
+    "h200-sxm": (139.80, f"{OOM}, stas00/ml-engineering debug/pytorch.md"),
+    "b200-sxm": (178.35, f"{OOM} on 8xB200, public log"),
+    "gb200-nvl72": (184.31, f"{OOM} on GB200, public vLLM log"),
+    "b300-sxm": (268.6, "ai-dynamo/aiconfigurator systems/b300_sxm.yaml"),
+    "gb300-nvl72": (276.50, f"{OOM} on DGX Station GB300, stas00/ml-engineering debug/pytorch.md"),
+    "v100-sxm-32gb": (31.73, f"{OOM} on V100-SXM2-32GB, public log"),
+    "t4": (14.75, f"{OOM}, hpcaitech/Open-Sora#697"),
+    "rtx-4090": (23.68, f"{OOM}, zai-org/CogVideo#36"),
+    "l40s": (44.40, f"{OOM} on L40S, public log"),
+    "l4": (22.03, f"{OOM} on L4 or A10G, public logs"),
+    "a10g": (22.03, f"{OOM} on L4 or A10G, public logs"),
+    "mi300x": (191.69, f"{OOM} (HIP, 192 GB device), public logs"),
+    "mi355x": (287.98, f"{OOM} on MI355X, public log"),
+}
 
 
 def pcie_bytes_per_s(text: str, links: dict[str, float]) -> float:
@@ -178,7 +430,10 @@ def number(row: dict, key: str) -> float:
 
 
 def peaks(row: dict, arch: str) -> dict[str, float]:
-    found = {name: number(row, f"{name}_tflops") * 1e12 for name in ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")}
+    found = {
+        name: number(row, f"{name}_tflops") * 1e12
+        for name in ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+    }
     found["int8"] = number(row, "int8_tops") * 1e12
     # Matrix rates where the vendor has a matrix unit for the type.
     found["fp64"] = max(found["fp64"], number(row, "fp64_matrix_tflops") * 1e12)
@@ -190,17 +445,31 @@ def peaks(row: dict, arch: str) -> dict[str, float]:
 def device(name: str, family: str, form: str, arch: str, row: dict, links: dict, note: str = "") -> dict:
     memory_bytes = number(row, "mem_gb") * GIB
     gib, place = CAPACITY_GIB.get(name, (number(row, "mem_gb"), ""))
-    notes = "; ".join(part.strip("; ") for part in (note, row["notes"], place and f"capacity: {place}") if part.strip("; "))
+    notes = "; ".join(
+        part.strip("; ") for part in (note, row["notes"], place and f"capacity: {place}") if part.strip("; ")
+    )
     return {
-        "name": name, "vendor": row["vendor"].split("/")[0].lower(), "arch": arch, "form": form,
-        "year": int(row["year"]), "peak_flops_per_s": peaks(row, arch), "memory_bytes": memory_bytes,
-        "capacity_bytes": gib * GIB, "memory_bytes_per_s": number(row, "mem_bw_gbps") * 1e9,
-        "num_sms": int(number(row, "sm_or_cu")), "clock_hz": number(row, "boost_mhz") * 1e6,
-        "l2_bytes": number(row, "l2_mb") * 2**20, "link": row["link"],
+        "name": name,
+        "vendor": row["vendor"].split("/")[0].lower(),
+        "arch": arch,
+        "form": form,
+        "year": int(row["year"]),
+        "peak_flops_per_s": peaks(row, arch),
+        "memory_bytes": memory_bytes,
+        "capacity_bytes": gib * GIB,
+        "memory_bytes_per_s": number(row, "mem_bw_gbps") * 1e9,
+        "num_sms": int(number(row, "sm_or_cu")),
+        "clock_hz": number(row, "boost_mhz") * 1e6,
+        "l2_bytes": number(row, "l2_mb") * 2**20,
+        "link": row["link"],
         "link_bytes_per_s": number(row, "link_gbps_per_dir") * 1e9,
-        "pcie_bytes_per_s": pcie_bytes_per_s(row["pcie"], links), "tdp_w": number(row, "tdp_w"),
-        "source": f"{row['source']}; {row['verification']}", "verified": not re.search("recalled|pre-release", row["verification"]), "notes": notes,
-        "family": family, "memory_type": row["mem_type"].lower(),
+        "pcie_bytes_per_s": pcie_bytes_per_s(row["pcie"], links),
+        "tdp_w": number(row, "tdp_w"),
+        "source": f"{row['source']}; {row['verification']}",
+        "verified": not re.search("recalled|pre-release", row["verification"]),
+        "notes": notes,
+        "family": family,
+        "memory_type": row["mem_type"].lower(),
         "sizes_gb": sorted({int(number(row, "mem_gb")), *OTHER_SIZES.get(name, [])}),
     }
 
@@ -210,7 +479,11 @@ def variant(name: str, base: dict, changed: dict, family: str, note: str, links:
     row = base | {key: str(value) for key, value in changed.items()}
     if set(changed) - {"mem_gb", "form", "boost_mhz", "tdp_w"}:
         row["verification"], row["notes"] = RECALLED, ""
-        row["source"] = f"derived from {base['source']}" if name.endswith("-gcd") or name == "k80" else f"datasheet of {name}"
+        row["source"] = (
+            f"derived from {base['source']}"
+            if name.endswith("-gcd") or name == "k80"
+            else f"datasheet of {name}"
+        )
     form = str(changed.get("form", form)).lower()
     return device(name, family, form, str(changed.get("arch", arch)).lower(), row, links, note)
 
@@ -226,41 +499,85 @@ def make_devices(links: dict[str, float]) -> list[dict]:
     if missing:
         raise SystemExit(f"NAMES and hw_accelerators.csv differ: {sorted(missing)}")
     made = [device(*NAMES[key], row, links) for key, row in rows.items()]
-    made += [variant(name, rows[base], changed, family, note, links) for name, base, changed, family, note in VARIANTS]
+    made += [
+        variant(name, rows[base], changed, family, note, links)
+        for name, base, changed, family, note in VARIANTS
+    ]
     return sorted(made, key=lambda item: item["name"])
 
 
 # gpu column and memory of hw_cloud_instances.csv -> device
 INSTANCE_DEVICE = {
-    "K80 (1 of 2 dies)": "k80", "K80 dies": "k80", "P100 PCIe": "p100-pcie", "V100 PCIe": "v100-pcie-{}gb",
-    "V100 SXM2": "v100-sxm-{}gb", "A100 SXM4": "a100-sxm-{}gb", "A100 PCIe": "a100-pcie-{}gb",
-    "H100 SXM5": "h100-sxm", "H100 NVL": "h100-nvl", "H100": "h100-sxm", "H200 SXM": "h200-sxm",
-    "B200 SXM": "b200-sxm", "GB200": "gb200-nvl72", "GH200": "gh200-96gb", "MI300X": "mi300x", "T4": "t4",
-    "A10G": "a10g", "A10": "a10", "L4": "l4", "L40S": "l40s", "RTX PRO 6000": "rtx-pro-6000-server",
-    "Trainium1": "trainium-1", "Trainium2": "trainium-2", "Inferentia2": "inferentia-2", "Gaudi": "gaudi",
-    "TPU v4": "tpu-v4", "TPU v5e": "tpu-v5e", "TPU v5p": "tpu-v5p", "TPU v6e": "tpu-v6e",
+    "K80 (1 of 2 dies)": "k80",
+    "K80 dies": "k80",
+    "P100 PCIe": "p100-pcie",
+    "V100 PCIe": "v100-pcie-{}gb",
+    "V100 SXM2": "v100-sxm-{}gb",
+    "A100 SXM4": "a100-sxm-{}gb",
+    "A100 PCIe": "a100-pcie-{}gb",
+    "H100 SXM5": "h100-sxm",
+    "H100 NVL": "h100-nvl",
+    "H100": "h100-sxm",
+    "H200 SXM": "h200-sxm",
+    "B200 SXM": "b200-sxm",
+    "GB200": "gb200-nvl72",
+    "GH200": "gh200-96gb",
+    "MI300X": "mi300x",
+    "T4": "t4",
+    "A10G": "a10g",
+    "A10": "a10",
+    "L4": "l4",
+    "L40S": "l40s",
+    "RTX PRO 6000": "rtx-pro-6000-server",
+    "Trainium1": "trainium-1",
+    "Trainium2": "trainium-2",
+    "Inferentia2": "inferentia-2",
+    "Gaudi": "gaudi",
+    "TPU v4": "tpu-v4",
+    "TPU v5e": "tpu-v5e",
+    "TPU v5p": "tpu-v5p",
+    "TPU v6e": "tpu-v6e",
 }
 
 
 # What "same remark" of the table stands for.
-SAME_REMARK = ("listed values 1.1x above another region are dedicated tenancy; a June 2025 AWS P4/P5 price cut "
-               "is recalled (unverified), not reflected")
+SAME_REMARK = (
+    "listed values 1.1x above another region are dedicated tenancy; a June 2025 AWS P4/P5 price cut "
+    "is recalled (unverified), not reflected"
+)
 
 
 def instance(row: dict) -> dict:
-    slug = re.sub(r"\s*\(.*?\)", "", row["instance"]).lower().replace("_", "-").replace(" + ", "-").replace(" ", "-")
+    slug = (
+        re.sub(r"\s*\(.*?\)", "", row["instance"])
+        .lower()
+        .replace("_", "-")
+        .replace(" + ", "-")
+        .replace(" ", "-")
+    )
     network = re.sub("up to ", "", row["network_gbps"])
-    notes = "; ".join(part for part in (
-        row["notes"].strip("; ").replace("same remark", SAME_REMARK),
-        "network is an upper bound ('up to')" if "up to" in row["network_gbps"] else "",
-        "the source does not say which H100; taken as SXM" if row["gpu"] == "H100" else "") if part)
+    notes = "; ".join(
+        part
+        for part in (
+            row["notes"].strip("; ").replace("same remark", SAME_REMARK),
+            "network is an upper bound ('up to')" if "up to" in row["network_gbps"] else "",
+            "the source does not say which H100; taken as SXM" if row["gpu"] == "H100" else "",
+        )
+        if part
+    )
     return {
-        "name": f"{row['provider'].lower()}-{slug}", "device": INSTANCE_DEVICE[row["gpu"]].format(row["gpu_mem_gb_each"]),
-        "per_node": int(row["gpu_count"]), "nic_bytes_per_s": float(network) * 1e9 / 8 if network else None,
-        "network": row["inter_node_network"], "intra_link": row["intra_node_link"],
+        "name": f"{row['provider'].lower()}-{slug}",
+        "device": INSTANCE_DEVICE[row["gpu"]].format(row["gpu_mem_gb_each"]),
+        "per_node": int(row["gpu_count"]),
+        "nic_bytes_per_s": float(network) * 1e9 / 8 if network else None,
+        "network": row["inter_node_network"],
+        "intra_link": row["intra_node_link"],
         "usd_per_h": float(row["on_demand_usd_per_h"]) if row["on_demand_usd_per_h"] else None,
-        "price_region": row["price_region"], "price_date": row["price_date"] or None,
-        "price_source": row["price_source"], "spec_source": row["spec_source"], "notes": notes,
+        "price_region": row["price_region"],
+        "price_date": row["price_date"] or None,
+        "price_source": row["price_source"],
+        "spec_source": row["spec_source"],
+        "notes": notes,
     }
 
 
@@ -271,7 +588,9 @@ def make_instances() -> list[dict]:
         entry = instance(row)
         first = made.setdefault(entry["name"], entry)
         if first is not entry:
-            first["notes"] += f"; second source {entry['price_date']}: {entry['usd_per_h']} USD/h, {entry['price_source']}"
+            first["notes"] += (
+                f"; second source {entry['price_date']}: {entry['usd_per_h']} USD/h, {entry['price_source']}"
+            )
     return sorted(made.values(), key=lambda item: item["name"])
 
 
@@ -283,8 +602,12 @@ def write(name: str, rows: list[dict]) -> None:
 
 def main() -> None:
     interconnects = [
-        {"name": row["interconnect"], "context": row["context"], "bytes_per_s": float(row["unidir_gbps_GB"]) * 1e9,
-         "source": f"{row['source']} {row['url_or_repo_path']}"}
+        {
+            "name": row["interconnect"],
+            "context": row["context"],
+            "bytes_per_s": float(row["unidir_gbps_GB"]) * 1e9,
+            "source": f"{row['source']} {row['url_or_repo_path']}",
+        }
         for row in read("hw_interconnects.csv")
     ]
     links = {row["name"]: row["bytes_per_s"] for row in interconnects}

@@ -30,7 +30,9 @@ _EXAMPLE = {
     "usd": "20 USD",
     "usd_per_h": "98.32 USD/h",
 }
-_QUANTITY = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL)
+_QUANTITY = re.compile(
+    r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL
+)
 # Longer text is never a quantity; echoing it would drown the error message.
 _MAX_CHARS = 64
 
@@ -118,20 +120,19 @@ def _unit_fix(unit: str, dimension: str) -> str:
     return f"Did you mean {meant}?" if near else f"Write it like '{_EXAMPLE[dimension]}'"
 
 
-def _format(value: float, scales: list[tuple[float, str]], digits: int = 3) -> str:
-    """Write value in the largest unit that keeps it >= 1 after rounding to `digits` significant digits."""
-    if not math.isfinite(value):
-        return f"{value} {scales[-1][1]}"
-    rounded = float(f"{value:.{digits}g}")
-    scale, unit = scales[-1]
-    for scale, unit in scales:  # noqa: B007
-        if abs(float(f"{value / scale:.{digits}g}")) >= 1 or rounded == 0:
-            break
-    if rounded == 0:
-        scale, unit = next((pair for pair in scales if pair[0] == 1.0), scales[-1])
-    shown = float(f"{value / scale:.{digits}g}")
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(shown)))) if shown else 0
-    return f"{shown:.{decimals}f} {unit}" if 1e-3 <= abs(shown) < 1e5 or shown == 0 else f"{shown:.{digits - 1}e} {unit}"
+def _format(value: float, scales: list[tuple[float, str]]) -> str:
+    """Write a value with three significant digits in the largest of the units that keeps it >= 1."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g} {next(unit for scale, unit in scales if scale == 1.0)}"
+    sized = ((_three_digits(value / scale), unit) for scale, unit in scales)
+    shown, unit = next((pair for pair in sized if abs(pair[0]) >= 1), (value / scales[-1][0], scales[-1][1]))
+    if not 1e-3 <= abs(shown) < 1e5:
+        return f"{shown:.2e} {unit}"
+    return f"{shown:.{max(0, 2 - math.floor(math.log10(abs(shown))))}f} {unit}"
+
+
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _descending(units: Mapping[str, float], suffix: str) -> list[tuple[float, str]]:

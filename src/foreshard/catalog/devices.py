@@ -17,11 +17,20 @@ from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 
 # Words that tables add to a device name without changing which device is meant: makers, systems, marketing.
-_NOISE = frozenset(
-    "nvidia amd intel google aws habana huawei instinct tesla geforce radeon gpu gpus dell hgx dgx nv smc 1cc chip "
-    "accelerator cloud per lambdacloud graphics generation edition blackwell hopper ampere ac cts dlc gen4 gen5 node".split()
+_NOISE = re.compile(
+    "nvidia|amd|intel|google|aws|habana|huawei|dell|smc|1cc|lambdacloud|nv|instinct|tesla|geforce|radeon|"
+    "blackwell|hopper|ampere|graphics|edition|gpus?|chip|per|node|accelerator|cloud|hgx|dgx|generation|"
+    "gen[45]|ac|cts|dlc"
 )
-_FORMS = {"pcie": "pcie", "sxm": "sxm", "sxm2": "sxm", "sxm3": "sxm3", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "sxm"}
+_FORMS = {
+    "pcie": "pcie",
+    "sxm": "sxm",
+    "sxm2": "sxm",
+    "sxm3": "sxm3",
+    "sxm4": "sxm",
+    "sxm5": "sxm",
+    "sxm6": "sxm",
+}
 _FORMS |= {"oam": "oam"}
 _MEMORY = re.compile(r"([0-9]{1,4})(?:g|gb|gib)")
 _BARE_MEMORY = re.compile(r"(?:12|16|24|32|40|48|64|80|94|96|128|141|144|180|186|192)")
@@ -99,9 +108,10 @@ def normalise(name: str) -> str:
 
 def _words(key: str) -> tuple[str, str | None, int | None, str | None]:
     """Split a normalised name into (family words, form, memory GB, memory type)."""
-    family, form, memory, memory_type = [], None, None, None
+    family: list[str] = []
+    form, memory, memory_type = None, None, None
     for word in re.split(r"[-()]+", key):
-        if not word or word in _NOISE:
+        if not word or _NOISE.fullmatch(word):
             continue
         sized = _MEMORY.fullmatch(word)
         if word in _FORMS and form is None:

@@ -127,14 +127,18 @@ _OTHER = "aws-g5.48xlarge"
 @cache
 def instances() -> Mapping[str, Instance]:
     """Return every known instance by name."""
-    rows = json.loads(files("foreshard.catalog").joinpath("data", "instances.json").read_text(encoding="utf-8"))
+    rows = json.loads(
+        files("foreshard.catalog").joinpath("data", "instances.json").read_text(encoding="utf-8")
+    )
     return MappingProxyType({row["name"]: Instance(**row) for row in rows})
 
 
 @cache
 def interconnects() -> Mapping[str, float]:
     """Return the bandwidth of each named link, bytes/s, one direction."""
-    rows = json.loads(files("foreshard.catalog").joinpath("data", "interconnects.json").read_text(encoding="utf-8"))
+    rows = json.loads(
+        files("foreshard.catalog").joinpath("data", "interconnects.json").read_text(encoding="utf-8")
+    )
     return MappingProxyType({row["name"]: row["bytes_per_s"] for row in rows})
 
 
@@ -145,13 +149,21 @@ def default_nic(device: str, per_node: int) -> Default:
         rate, source = interconnects()[link] * links * per_node, f"{links:g} {link} per device ({said})"
     elif device in _INSTANCE_PER_DEVICE:
         instance = instances()[_INSTANCE_PER_DEVICE[device]]
-        rate = instance.nic_bytes_per_s / instance.per_node * per_node
+        rate = _stated_nic(instance) / instance.per_node * per_node
         source = f"the rate per device of {instance.name}"
     else:
         name = _INSTANCE_PER_NODE.get(device, _OTHER)
-        rate = instances()[name].nic_bytes_per_s
-        source = f"that of {name}" + ("" if device in _INSTANCE_PER_NODE else ", as no instance has this device")
+        rate = _stated_nic(instances()[name])
+        source = f"that of {name}" + (
+            "" if device in _INSTANCE_PER_NODE else ", as no instance has this device"
+        )
     return Default(value=rate, source=f"NIC {rate * 8 / 1e9:g} Gb/s per node, {source}")
+
+
+def _stated_nic(instance: Instance) -> float:
+    if instance.nic_bytes_per_s is None:
+        raise AssertionError(f"{instance.name} is a reference and must state its network")
+    return instance.nic_bytes_per_s
 
 
 def default_price(device: str, per_node: int, *, today: date | None = None) -> Default | None:
@@ -160,18 +172,14 @@ def default_price(device: str, per_node: int, *, today: date | None = None) -> D
     A provider's list goes before other sources, then an instance with as many devices per node, then the
     cheapest per device. A price of another number of devices is scaled, and says so.
     """
-    priced = [one for one in instances().values() if one.device == device and one.usd_per_h is not None]
-    if not priced:
-        return None
-    best = min(
-        priced,
-        key=lambda one: (
-            "libcloud" not in one.price_source,
-            one.per_node != per_node,
-            one.usd_per_h / one.per_node,
-            one.name,
-        ),
+    ranked = sorted(
+        ("libcloud" not in one.price_source, one.per_node != per_node, one.usd_per_h / one.per_node, one.name)
+        for one in instances().values()
+        if one.device == device and one.usd_per_h is not None
     )
+    if not ranked:
+        return None
+    best = instances()[ranked[0][-1]]
     return instance_price(best, per_node, today=today)
 
 
@@ -180,7 +188,9 @@ def instance_price(instance: Instance, per_node: int, *, today: date | None = No
     if instance.usd_per_h is None:
         return None
     price = instance.usd_per_h / instance.per_node * per_node
-    scaled = "" if per_node == instance.per_node else f", scaled from {instance.per_node} to {per_node} devices"
+    scaled = (
+        "" if per_node == instance.per_node else f", scaled from {instance.per_node} to {per_node} devices"
+    )
     source = (
         f"price {price:.6g} USD/h per node of {instance.name} ({instance.price_date or 'no date'}, "
         f"{instance.price_region or 'region not stated'}, {instance.price_source}){scaled}"

@@ -66,7 +66,7 @@ class Cluster:
 
     name: str
     nodes: tuple[NodeGroup, ...]
-    network: Network = Network()  # noqa: RUF009 (frozen)
+    network: Network = Network()
     links: tuple[Link, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -93,10 +93,8 @@ class Cluster:
     @property
     def usd_per_h(self) -> float | None:
         """Return the price of the whole cluster, or None when any group has none."""
-        prices = [group.usd_per_h for group in self.nodes]
-        if any(price is None for price in prices):
-            return None
-        return sum(group.count * price for group, price in zip(self.nodes, prices, strict=True))
+        prices = [group.count * group.usd_per_h for group in self.nodes if group.usd_per_h is not None]
+        return sum(prices) if len(prices) == len(self.nodes) else None
 
     def node_group_of(self, rank: int) -> NodeGroup:
         """Return the group whose device has this rank."""

@@ -84,7 +84,10 @@ def parse_toml(text: str, *, file: str | None = None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise SpecError(
-            f"not valid TOML: {_clip(why)}", file=file, rule="The file must be TOML 1.0", fix="Correct that place"
+            f"not valid TOML: {_clip(why)}",
+            file=file,
+            rule="The file must be TOML 1.0",
+            fix="Correct that place",
         ) from None
 
 
@@ -95,7 +98,10 @@ def parse_json(text: str, *, file: str | None = None) -> Any:
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise SpecError(
-            f"not valid JSON: {_clip(why)}", file=file, rule="The file must be JSON (RFC 8259)", fix="Correct that place"
+            f"not valid JSON: {_clip(why)}",
+            file=file,
+            rule="The file must be JSON (RFC 8259)",
+            fix="Correct that place",
         ) from None
 
 
@@ -104,11 +110,11 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {_clip(twice)!r} appears twice in one object")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {_clip(key)!r} appears twice in one object")
+        found[key] = value
     return found
 
 
@@ -157,7 +163,9 @@ class _Decoder:
         return SpecError(what, file=self.file, key=key or None, value=_clip(value), rule=rule, fix=fix)
 
     def wrong(self, key: str, value: Any, expected: str) -> SpecError:
-        return self.error(f"{_clip(value)} is not {expected}", key, value, f"This must be {expected}", "Correct it")
+        return self.error(
+            f"{_clip(value)} is not {expected}", key, value, f"This must be {expected}", "Correct it"
+        )
 
     def value(self, kind: Any, data: Any, key: str) -> Any:
         """Return data as an instance of a type."""
@@ -173,16 +181,20 @@ class _Decoder:
         if origin in (tuple, list, Sequence):
             return self.sequence(origin, args, data, key)
         if origin in (dict, Mapping):
-            return self.mapping(*args, data, key)
+            return self.mapping(args[0], args[1], data, key)
         return data if kind is Any else self.scalar(kind, data, key)
 
     def marked(self, kind: Any, markers: tuple[Any, ...], data: Any, key: str) -> Any:
         unit = next((marker for marker in markers if isinstance(marker, Unit)), None)
         if unit is not None and data is None and NoneType in get_args(kind):
             return None
-        found = self.quantity(unit.dimension, data, key) if unit else self.value(kind, data, key)
+        found: Any = self.quantity(unit.dimension, data, key) if unit else self.value(kind, data, key)
         for marker in markers:
-            if isinstance(marker, Range) and isinstance(found, int | float) and not marker.low <= found <= marker.high:
+            if (
+                isinstance(marker, Range)
+                and isinstance(found, int | float)
+                and not marker.low <= found <= marker.high
+            ):
                 raise self.wrong(key, data, f"a number from {marker.low:g} to {marker.high:g}")
             if isinstance(marker, Size) and found is not None and not marker.low <= len(found) <= marker.high:
                 raise self.wrong(key, data, f"of a length from {marker.low} to {marker.high:g}")
@@ -226,7 +238,13 @@ class _Decoder:
             raise self.wrong(key, data, "a finite number")
         if type(data) is kind:  # exact: a bool is no int
             return data
-        names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", NoneType: "null"}
+        names = {
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+            bool: "true or false",
+            NoneType: "null",
+        }
         raise self.wrong(key, data, names.get(kind, getattr(kind, "__name__", str(kind))))
 
     def sequence(self, origin: Any, args: tuple[Any, ...], data: Any, key: str) -> Any:
@@ -235,7 +253,10 @@ class _Decoder:
         if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
             if len(data) != len(args):
                 raise self.wrong(key, f"a list of {len(data)}", f"a list of {len(args)}")
-            return tuple(self.value(kind, one, f"{key}[{i}]") for i, (kind, one) in enumerate(zip(args, data, strict=True)))
+            return tuple(
+                self.value(kind, one, f"{key}[{i}]")
+                for i, (kind, one) in enumerate(zip(args, data, strict=True))
+            )
         if args[0] is int and all(type(one) is int for one in data):  # rank lists are long
             return list(data) if origin is list else tuple(data)
         made = (self.value(args[0], one, f"{key}[{i}]") for i, one in enumerate(data))
@@ -259,7 +280,9 @@ class _Decoder:
             if name in data:
                 made[name] = self.value(hints[name], data[name], _join(key, name))
             elif field.default is MISSING and field.default_factory is MISSING:
-                raise self.error(f"'{name}' is missing", _join(key, name), None, "This key is required", "Add it")
+                raise self.error(
+                    f"'{name}' is missing", _join(key, name), None, "This key is required", "Add it"
+                )
         return cls(**made)
 
     def unknown(self, name: str, known: list[str], key: str) -> SpecError:

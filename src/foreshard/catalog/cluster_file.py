@@ -1,0 +1,219 @@
+"""The cluster file: its tables, and the devices and links it defines; see catalog/schema/cluster.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from foreshard.catalog.devices import resolve_device
+from foreshard.errors import SpecError
+from foreshard.spec import codec
+from foreshard.spec.cluster import Link
+from foreshard.spec.codec import Range, Size, Unit
+from foreshard.spec.device import Device
+
+# Ten times the largest training run published (about 100,000 devices); more is a slip of the pen.
+MAX_DEVICES = 2**20
+# The standard TOML reader needs seconds per 10 MB; a cluster of MAX_DEVICES distinct nodes is no file.
+MAX_TOML_BYTES = 4 * 2**20
+
+Rate = Annotated[float, Unit("bytes_per_s"), Range(1.0, 1e15)]
+Latency = Annotated[float, Unit("s"), Range(0.0, 60.0)]
+Name = Annotated[str, Size(1, 200)]
+Kind = Literal["flat", "fat-tree", "rail", "leaf-spine", "torus", "dragonfly", "graph"]
+PeakName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
+Peak = Annotated[float, Unit("flops_per_s"), Range(1e6, 1e20)]
+Bytes = Annotated[float, Unit("bytes"), Range(2.0**20, 1e16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesTable:
+    """One ``[[nodes]]`` table of a cluster file."""
+
+    count: Annotated[int, Range(1, MAX_DEVICES)]
+    device: Name
+    per_node: Annotated[int, Range(1, MAX_DEVICES)]
+    nic: Rate | None = None
+    nic_latency: Latency | None = None
+    usd_per_h: Annotated[float, Range(0.0, 1e9)] | None = None
+    rack: Name | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkTable:
+    """The ``[network]`` table."""
+
+    kind: Kind = "flat"
+    oversubscription: Annotated[float, Range(1.0, 1e4)] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """One ``[[links]]`` table."""
+
+    between: tuple[Name, Name]
+    bandwidth: Rate
+    latency: Latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTable:
+    """One ``[[devices]]`` table: a device of one's own, whole or as changes to a `base`."""
+
+    name: Name
+    base: Name | None = None
+    vendor: str | None = None
+    arch: str | None = None
+    form: str | None = None
+    year: Annotated[int, Range(1900, 2200)] | None = None
+    peak: Mapping[PeakName, Peak] | None = None
+    memory: Bytes | None = None
+    capacity: Bytes | None = None
+    memory_bandwidth: Rate | None = None
+    num_sms: Annotated[int, Range(0, 10**6)] | None = None
+    clock: Annotated[float, Unit("hz"), Range(0.0, 1e12)] | None = None
+    l2: Annotated[float, Unit("bytes"), Range(0.0, 1e13)] | None = None
+    link: str | None = None
+    link_bandwidth: Annotated[float, Unit("bytes_per_s"), Range(0.0, 1e15)] | None = None
+    pcie: Annotated[float, Unit("bytes_per_s"), Range(0.0, 1e15)] | None = None
+    tdp: Annotated[float, Unit("w"), Range(0.0, 1e6)] | None = None
+    source: str | None = None
+    notes: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFile:
+    """A cluster file; the schema with its documentation is catalog/schema/cluster.toml."""
+
+    name: str | None = None
+    nodes: Annotated[tuple[NodesTable, ...], Size(1)]
+    network: NetworkTable = NetworkTable()
+    links: tuple[LinkTable, ...] = ()
+    devices: tuple[DeviceTable, ...] = ()
+
+
+def read_cluster_file(path: str | Path) -> tuple[ClusterFile, Mapping[str, Device]]:
+    """Return the tables of a cluster file and the devices it defines, by name."""
+    file = str(path)
+    data = codec.parse_toml(codec.read_text(path, max_bytes=MAX_TOML_BYTES), file=file)
+    table = codec.decode(ClusterFile, data, file=file)
+    return table, _own_devices(table.devices, file)
+
+
+def named_device(name: str, file: str, key: str, own: Mapping[str, Device] = MappingProxyType({})) -> Device:
+    """Return a catalog device; an error names the file and key, and may mean a device of the file."""
+    try:
+        return resolve_device(name)
+    except SpecError as error:
+        near = get_close_matches(name, own, n=1)
+        fix = f"Did you mean '{near[0]}'?" if near else error.fix
+        raise SpecError(error.what, file=file, key=key, value=error.value, rule=error.rule, fix=fix) from None
+
+
+def links_of(table: ClusterFile, file: str) -> tuple[Link, ...]:
+    """Return the links between racks, each end checked to be a rack that nodes name."""
+    racks = {entry.rack for entry in table.nodes if entry.rack}
+    for index, link in enumerate(table.links):
+        for rack in link.between:
+            if rack not in racks or link.between[0] == link.between[1]:
+                raise SpecError(
+                    f"'{rack}' is not one of two racks",
+                    file=file,
+                    key=f"links[{index}].between",
+                    value=list(link.between),
+                    rule="A link joins two different racks that nodes name",
+                    fix=f"Known racks: {', '.join(sorted(racks)[:20]) or 'none, give nodes a rack'}",
+                )
+    return tuple(
+        Link(between=link.between, bandwidth_bytes_per_s=link.bandwidth, latency_s=link.latency)
+        for link in table.links
+    )
+
+
+def _own_devices(tables: tuple[DeviceTable, ...], file: str) -> dict[str, Device]:
+    own: dict[str, Device] = {}
+    for index, table in enumerate(tables):
+        key = f"devices[{index}]"
+        if table.name in own or _is_known(table.name):
+            raise SpecError(
+                f"device '{table.name}' exists already",
+                file=file,
+                key=f"{key}.name",
+                value=table.name,
+                rule="A device of one's own has a name no other device has",
+                fix="Choose another name",
+            )
+        own[table.name] = _own_device(table, file, key)
+    return own
+
+
+def _is_known(name: str) -> bool:
+    try:
+        resolve_device(name)
+    except SpecError:
+        return False
+    return True
+
+
+# DeviceTable key -> Device field, and the value when there is no base (absent: required).
+_FIELD_OF = {
+    "vendor": "vendor",
+    "arch": "arch",
+    "form": "form",
+    "year": "year",
+    "peak": "peak_flops_per_s",
+    "memory": "memory_bytes",
+    "memory_bandwidth": "memory_bytes_per_s",
+    "num_sms": "num_sms",
+    "clock": "clock_hz",
+    "l2": "l2_bytes",
+    "link": "link",
+    "link_bandwidth": "link_bytes_per_s",
+    "pcie": "pcie_bytes_per_s",
+    "tdp": "tdp_w",
+    "source": "source",
+    "notes": "notes",
+}
+_WITHOUT_BASE: dict[str, Any] = {
+    "vendor": "unknown",
+    "arch": "unknown",
+    "form": "custom",
+    "year": 0,
+    "num_sms": 0,
+    "clock": 0.0,
+    "l2": 0.0,
+    "link": "",
+    "link_bandwidth": 0.0,
+    "pcie": 0.0,
+    "tdp": 0.0,
+    "notes": "",
+}
+
+
+def _own_device(table: DeviceTable, file: str, key: str) -> Device:
+    given: dict[str, Any] = {
+        name: getattr(table, name) for name in _FIELD_OF if getattr(table, name) is not None
+    }
+    given["source"] = table.source or f"{file}, {key}"
+    if table.base is not None:
+        base = named_device(table.base, file, f"{key}.base")
+        capacity = table.capacity or (table.memory or base.capacity_bytes)
+        changes = {_FIELD_OF[name]: value for name, value in given.items()}
+        return replace(base, name=table.name, capacity_bytes=capacity, verified=True, **changes)
+    values: dict[str, Any] = _WITHOUT_BASE | given
+    for name in ("peak", "memory", "memory_bandwidth"):
+        if name not in values:
+            raise SpecError(
+                f"'{name}' is missing",
+                file=file,
+                key=f"{key}.{name}",
+                rule="A device without a base states peak, memory and memory_bandwidth",
+                fix="Add it, or name a base",
+            )
+    fields = {_FIELD_OF[name]: value for name, value in values.items()}
+    capacity = table.capacity or fields["memory_bytes"]
+    return Device(name=table.name, capacity_bytes=capacity, verified=True, **fields)

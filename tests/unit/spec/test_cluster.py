@@ -1,0 +1,106 @@
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.device import Device
+
+
+def make_device(name="d", arch="ampere", vendor="nvidia", **peaks):
+    return Device(
+        name=name,
+        vendor=vendor,
+        arch=arch,
+        form="sxm",
+        year=2020,
+        peak_flops_per_s=peaks or {"fp16": 2e12, "bf16": 2e12, "fp32": 1e12},
+        memory_bytes=2**30,
+        capacity_bytes=2**30,
+        memory_bytes_per_s=1e9,
+        num_sms=1,
+        clock_hz=1e9,
+        l2_bytes=0.0,
+        link="",
+        link_bytes_per_s=0.0,
+        pcie_bytes_per_s=1e9,
+        tdp_w=1.0,
+        source="test",
+        verified=True,
+    )
+
+
+def make_group(name, count, per_node, usd_per_h=None):
+    return NodeGroup(
+        count=count,
+        device=make_device(name),
+        per_node=per_node,
+        nic_bytes_per_s=1e9,
+        nic_latency_s=1e-6,
+        usd_per_h=usd_per_h,
+        nvlink_domain=per_node,
+    )
+
+
+def test_ranks_count_devices_in_cluster_order():
+    cluster = Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("b", 1, 2), make_group("a", 1, 1)))
+    assert cluster.num_devices == 11
+    assert cluster.num_nodes == 4
+    assert [cluster.device_of(rank).name for rank in range(11)] == ["a"] * 8 + ["b"] * 2 + ["a"]
+    assert [cluster.node_of(rank) for rank in range(11)] == [0] * 4 + [1] * 4 + [2] * 2 + [3]
+    assert cluster.node_group_of(10) is cluster.nodes[2]
+    assert [device.name for device in cluster.devices] == ["a", "b"]
+
+
+@pytest.mark.parametrize("rank", [-1, 8, 10**9])
+def test_a_rank_outside_the_cluster_is_an_error(rank):
+    with pytest.raises(IndexError):
+        Cluster(name="c", nodes=(make_group("a", 2, 4),)).device_of(rank)
+
+
+def test_price_is_the_sum_or_none():
+    assert Cluster(name="c", nodes=(make_group("a", 2, 4, 3.0), make_group("b", 3, 1, 0.5))).usd_per_h == 7.5
+    assert Cluster(name="c", nodes=(make_group("a", 2, 4, 3.0), make_group("b", 3, 1))).usd_per_h is None
+    assert Cluster(name="c", nodes=(make_group("a", 2, 4, 0.0),)).usd_per_h == 0.0
+
+
+def test_homogeneous_means_equal_nodes():
+    assert Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("a", 3, 4))).is_homogeneous
+    assert not Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("a", 3, 2))).is_homogeneous
+    assert not Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("b", 3, 4))).is_homogeneous
+
+
+def test_a_cluster_can_be_hashed_pickled_and_written():
+    cluster = Cluster(name="c", nodes=(make_group("a", 2, 4),))
+    assert pickle.loads(pickle.dumps(cluster)) == cluster
+    assert len({cluster, pickle.loads(pickle.dumps(cluster))}) == 1
+    assert json.loads(json.dumps(dataclasses.asdict(cluster)))["nodes"][0]["device"]["name"] == "a"
+
+
+def test_peak_of_scaled_formats_is_that_of_the_narrow_type():
+    device = make_device(arch="blackwell", fp8=4e12, fp4=8e12)
+    assert device.peak("fp8") == device.peak("mxfp8") == 4e12
+    assert device.peak("nvfp4") == 8e12
+
+
+@pytest.mark.parametrize(
+    ("arch", "vendor", "precision"),
+    [
+        ("hopper", "nvidia", "mxfp8"),
+        ("hopper", "nvidia", "nvfp4"),
+        ("cdna4", "amd", "nvfp4"),
+        ("blackwell", "nvidia", "fp32"),
+        ("blackwell", "nvidia", "fp4"),
+        ("blackwell", "nvidia", "int8"),
+        ("blackwell", "nvidia", ""),
+    ],
+)
+def test_a_precision_the_device_lacks_is_an_error_that_names_what_it_has(arch, vendor, precision):
+    device = make_device(arch=arch, vendor=vendor, fp8=4e12, fp4=8e12, int8=4e12)
+    assert not device.supports(precision)
+    with pytest.raises(SpecError) as caught:
+        device.peak(precision)
+    assert "fp8" in caught.value.fix
+    assert caught.value.key == "precision"
