@@ -245,6 +245,4 @@ def pipeline_program(
         overlap_p2p=overlap_p2p,
         overlap_warm_up=overlap_warm_up,
     )
-    return replace(
-        _template(shape), duration_s=pipeline_durations(shape, forward_s=forward_s, **durations_s)
-    )
+    return replace(_template(shape), duration_s=pipeline_durations(shape, forward_s=forward_s, **durations_s))
