@@ -3,8 +3,8 @@
     python scripts/fit_kernels.py            # refit and write
     python scripts/fit_kernels.py --check    # refit and fail if a shipped constant differs by > 1e-6
 
-Deterministic: L1 on log time, Nelder-Mead from one fixed start. docs/derivations/kernels.md explains the terms,
-the filters and every number that is not fitted here.
+Deterministic: L1 on log time, Nelder-Mead from one fixed start. docs/derivations/kernels.md explains the
+terms, the filters and every number that is not fitted here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ GEMM_START = {
     "launch_s": 3e-6,
 }  # fmt: skip
 ATTENTION_BOUNDS = {
-    "fwd_eff": (0.1, 1.0), "s0": (0.0, 3000.0), "tail": (0.0, 3.0), "launch_s": (0.0, 5e-5), "d0": (0.0, 200.0),
+    "fwd_eff": (0.1, 1.0), "s0": (0.0, 3000.0), "tail": (0.0, 3.0), "launch_s": (0.0, 5e-5),
+    "d0": (0.0, 200.0),
 }  # fmt: skip
 ATTENTION_START = {"fwd_eff": 0.6, "s0": 500.0, "tail": 0.5, "launch_s": 5e-6, "d0": 40.0}
 BACKWARD_RATIO = 0.55  # not identified by forward kernels: long-sequence training rows, see the derivation
@@ -50,7 +51,14 @@ D0_UNMEASURED = 8.0  # Ampere has no 64-wide kernel rows: training rows of llm-f
 FA1_OVER_FA2 = 0.5  # Dao 2023 (arXiv 2307.08691), abstract: FlashAttention-2 is about 2x its predecessor
 FA2_HOPPER = 327.9e12  # Azure AI-benchmarking-guide ND H100 v5 L52: FA2, head_dim 128, batch 2, seq 8192
 SMALL_TABLE_ARCHES = ("volta", "turing")  # DeepBench: 160 products a device
-SAME_SILICON = {"h200-sxm": "h100-sxm", "a100-sxm-40gb": "a100-sxm-80gb"}  # MAMF table: "H200 is the same"
+# Same chip and power limit, other memory or links; the MAMF table says "H200 is the same".
+SAME_SILICON = {
+    "h200-sxm": "h100-sxm",
+    "h800-sxm": "h100-sxm",
+    "a100-sxm-40gb": "a100-sxm-80gb",
+    "a800-sxm-80gb": "a100-sxm-80gb",
+    "a800-pcie-80gb": "a100-pcie-80gb",
+}
 CONSUMER_BLACKWELL = ("rtx-5090", "rtx-pro-6000-max-q", "rtx-pro-6000-server", "rtx-pro-6000-workstation")
 
 Fit = tuple[dict[str, float], np.ndarray]
@@ -197,25 +205,30 @@ def anchors(dtype: str) -> dict[str, dict[str, pd.DataFrame]]:
     }
 
 
-def sustained_eff(device: str, precision: str, shape: dict[str, float], anchor: pd.DataFrame) -> float:
-    """Return the efficiency without sag at which the best measured product comes out right.
+def best_product_eff(
+    source: str, device: str, precision: str, shape: dict[str, float], anchor: pd.DataFrame
+) -> float:
+    """Return the efficiency at which the best measured product of a device comes out right.
 
-    The search for it runs back to back for minutes, so its clock is already at the power limit.
+    The averaged source runs a long search back to back, at the power-limited clock; the crowd one keeps
+    the maximum of short runs.
     """
     predict, target = gemm_predictor(device, precision, anchor), float(anchor["s"].iloc[0])
+    clock = 1.0 + shape["sag"] if source == "averaged" else 1.0
+    flat = shape | {"sag": 0.0} if source == "averaged" else shape
     low, high = 0.05, 3.0
     for _ in range(60):
         eff = 0.5 * (low + high)
-        slow = float(predict(shape | {"sag": 0.0, "eff": eff})[0]) > target
+        slow = float(predict(flat | {"eff": eff})[0]) > target
         low, high = (eff, high) if slow else (low, eff)
-    return 0.5 * (low + high)
+    return 0.5 * (low + high) * clock
 
 
 def typical_over_best(fitted: dict[str, dict[str, float]], best: dict) -> dict[str, dict[str, float]]:
-    """Return per source and fitted device its sustained efficiency over that of its best product alone."""
+    """Return per source and fitted device its efficiency over that of its best product alone."""
     return {
         source: {
-            name: entry["eff"] / (1.0 + entry["sag"]) / sustained_eff(name, matrix(name), entry, found[name])
+            name: entry["eff"] / best_product_eff(source, name, matrix(name), entry, found[name])
             for name, entry in fitted.items()
             if name in found
         }
@@ -243,11 +256,7 @@ def transferred(
         if device in best[source]:
             known = {name: value for name, value in ratio[source].items() if name != device}
             scale = np.median([known[name] for name in donors(device, known)])
-            eff = (
-                sustained_eff(device, matrix(device), shape, best[source][device])
-                * scale
-                * (1.0 + shape["sag"])
-            )
+            eff = scale * best_product_eff(source, device, matrix(device), shape, best[source][device])
             return shape | {"eff": float(f"{eff:.6g}")}
     return shape
 
@@ -294,7 +303,7 @@ def leave_out_gemm(
 
 
 def narrower(entry: dict[str, float], factor: float, eff: float) -> dict[str, float]:
-    """Return the curve of a type `factor` times narrower: prologue and splitting count bytes, not elements."""
+    """Return the curve of a type `factor` times narrower: prologue and splitting count bytes."""
     return entry | {
         "eff": float(f"{eff:.6g}"),
         "k0": entry["k0"] * factor,
@@ -311,7 +320,7 @@ def gemm_fp8(sixteen: dict, ratio: dict) -> dict:
         name = SAME_SILICON.get(device, device)
         scale = known[name] if name in known else np.median([known[n] for n in donors(name, known)])
         curve = narrower(base, 2.0, base["eff"])
-        eff = sustained_eff(device, "fp8", curve, anchor) * scale * (1.0 + base["sag"])
+        eff = scale * best_product_eff("averaged", device, "fp8", curve, anchor)
         devices[device] = narrower(base, 2.0, eff)
         share.append(eff / base["eff"])
     share_of_16bit = float(np.median(share))
@@ -446,7 +455,7 @@ def left_out_attention(rows: pd.DataFrame, fits: dict, report: dict) -> None:
 
 
 def attention_sections(fits: dict[str, dict[str, dict[str, float]]]) -> dict:
-    """Return one section per kernel family; who has no kernel of the family takes what libraries run instead."""
+    """Return one section per kernel family; who lacks the kernel takes what libraries run instead."""
     fa2, fa3, cudnn = section(fits["fa2"]), section(fits["fa3"]), section(fits["cudnn"])
     hopper, blackwell = fa3["architectures"]["hopper"], cudnn["architectures"]["blackwell"]
     peak = ideal("h100-sxm", "bf16").peak_flops_per_s

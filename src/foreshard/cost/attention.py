@@ -86,16 +86,16 @@ def flash_attention_forward_s(
     ------
     Derived in docs/derivations/kernels.md; fitted on aiconfigurator prefill attention.
     """
-    q_len = np.asarray(q_len, dtype=np.float64)
+    batch, q_len, kv_len = (np.asarray(size, dtype=np.float64) for size in (batch, q_len, kv_len))
     pairs = attended_pairs(q_len, kv_len, causal=causal, window=window)
-    rows = np.asarray(batch, dtype=np.float64) * num_heads
+    rows = batch * num_heads
     dims = np.asarray(head_dim, dtype=np.float64) + value_head_dim
     longest = np.minimum(q_len, QUERY_TILE) * np.minimum(kv_len, 2.0 * pairs / np.maximum(q_len, 1.0))
     work = rows * (pairs + 0.5 * kernels.attn_s0 * q_len) + kernels.attn_tail * kernels.num_sms * longest
     # Normalised so that a head dimension of 128 costs its own products.
     flops = work * (dims + 2.0 * kernels.attn_d0) * (256.0 / (128.0 + kernels.attn_d0))
     compute_s = flops / (kernels.bf16_peak_flops_per_s * kernels.attn_fwd_eff)
-    moved = 2.0 * dims * (rows * q_len + np.asarray(batch) * num_kv_heads * kv_len)
+    moved = 2.0 * dims * (rows * q_len + batch * num_kv_heads * kv_len)
     memory_s = moved / (kernels.stream_eff * kernels.memory_bytes_per_s)
     busy_s = np.maximum(compute_s, memory_s) + kernels.attn_launch_s
     return np.where(rows * pairs * dims > 0, busy_s, 0.0)
@@ -166,6 +166,7 @@ def unfused_attention_s(
     ------
     Score traffic: read and write of 16-bit scores (4 bytes forward, 6 backward), dropout 5 bytes more.
     """
+    q_len, kv_len = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
     count = np.asarray(batch, dtype=np.float64) * num_heads
     scores_s = gemm_s(q_len, kv_len, head_dim, kernels, sixteen_bit=True, batch=count)
     values_s = gemm_s(q_len, head_dim, kv_len, kernels, sixteen_bit=True, batch=count)

@@ -30,7 +30,7 @@ def stream_s(num_bytes: Any, kernels: KernelModel, *, num_kernels: Any = 1) -> n
     """
     num_bytes = np.asarray(num_bytes, dtype=np.float64)
     busy_s = num_bytes / (kernels.stream_eff * kernels.memory_bytes_per_s)
-    return np.where(num_bytes > 0, busy_s + kernels.stream_launch_s * num_kernels, 0.0)
+    return np.where(num_bytes > 0, busy_s + kernels.stream_launch_s * np.asarray(num_kernels), 0.0)
 
 
 def norm_bytes(
