@@ -54,6 +54,12 @@ def test_every_entry_loads_has_a_source_and_no_two_share_a_name():
         ("mpt-7b", 6.659, 6.659),
         ("grok-1", 315.7, 83.8),
         ("maxtext-52b", 52.3, 52.3),
+        ("mpt-70b", 64.862437376, 64.862437376),  # NumParams of llm-foundry's benchmarking table
+        ("nanotron-llama-3.57b", 3.57, 3.57),
+        ("nanotron-llama-8.86b", 8.86, 8.86),
+        # sums of params_floats in sailor/Planner/llm_info.json: embedding, blocks, head
+        ("OPT-350", (53608448 + 24 * 12596224 + 51513344) / 1e9, (53608448 + 24 * 12596224 + 51513344) / 1e9),
+        ("GPT-Neo-2.7", (134021120 + 32 * 78676480 + 5120) / 1e9, (134021120 + 32 * 78676480 + 5120) / 1e9),
     ],
 )
 def test_size_is_the_published_one(name, billions, active):
