@@ -18,8 +18,31 @@ from foreshard.spec.cluster import Cluster
 QUIET = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DIMENSIONS = ["bytes", "bytes_per_s", "s", "flops", "flops_per_s", "w", "j", "hz", "usd", "usd_per_h"]
 PIECES = st.sampled_from(
-    ["8", "0", "-1", "1e30", "nan", "x", "X", "+", "@", "Gb/s", "GB/s", "h100-sxm", "a100", "aws-p5.48xlarge"]
-    + ["rtx-3090", " ", ".", "é", "\x00", "inf", "1000000", "tpu", "gb200-nvl72"]
+    [
+        "8",
+        "0",
+        "-1",
+        "1e30",
+        "nan",
+        "x",
+        "X",
+        "+",
+        "@",
+        "Gb/s",
+        "GB/s",
+        "h100-sxm",
+        "a100",
+        "aws-p5.48xlarge",
+        "rtx-3090",
+        " ",
+        ".",
+        "é",
+        "\x00",
+        "inf",
+        "1000000",
+        "tpu",
+        "gb200-nvl72",
+    ]
 )
 VALUES = st.recursive(
     st.one_of(

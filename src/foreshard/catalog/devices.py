@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -77,6 +78,13 @@ def _labels() -> Mapping[str, _Label]:
         )
         for row in _rows()
     }
+
+
+@cache
+def catalog_version() -> str:
+    """Return a short digest of the shipped devices, links and instances; predictions echo it."""
+    names = ("devices.json", "interconnects.json", "instances.json", "device_aliases.toml")
+    return sha256("".join(_read(name) for name in names).encode()).hexdigest()[:12]
 
 
 UNRESOLVABLE: Mapping[str, str]  # read on first use, see __getattr__

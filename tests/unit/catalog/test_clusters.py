@@ -146,8 +146,13 @@ def test_nvlink_domain(shorthand, domain):
         "٣x8xh100-sxm",
         "aws-p9",
         "nope",
-    ]
-    + ["0xaws-p5.48xlarge", "8x8xh100-sxm@1e99GB/s", "a" * 100_000, "\x00", "missing.toml", "\ud800"],
+        "0xaws-p5.48xlarge",
+        "8x8xh100-sxm@1e99GB/s",
+        "a" * 100_000,
+        "\x00",
+        "missing.toml",
+        "\ud800",
+    ],
 )
 def test_what_is_no_cluster_is_an_error(text):
     error = refuse(text)
