@@ -11,10 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
-from foreshard.cost.elementwise import stream_s
 from foreshard.predict.batch import Batch
-from foreshard.predict.formula import EndTimes, LayerTimes, end_times, layer_times
+from foreshard.predict.formula import (
+    EndTimes,
+    LayerTimes,
+    end_times,
+    expert_replicas,
+    layer_times,
+    message_s,
+    optimizer_s,
+    shard_times,
+    sync_times,
+    tied_sync_s,
+)
 from foreshard.spec.prediction import TIME_PARTS
 
 
@@ -108,19 +117,16 @@ def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> Non
 
 def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray) -> None:
     """Add what gathering weights and scattering gradients of each layer leaves exposed."""
-    rank, traits, fabric = batch.machine.rank, batch.machine.traits, batch.machine.fabric
-    c = batch.machine.constants
-    sharded = rank.zero >= 3
+    traits, c = batch.machine.traits, batch.machine.constants
+    sharded = batch.machine.rank.zero >= 3
     if not np.any(sharded):
         return
-    params = times.dense_params + times.expert_params
-    gather = all_gather_s(traits.param_bytes * params, rank.shard, rank.sync_stride, fabric) * c.data_comm
-    scatter = reduce_scatter_s(traits.grad_reduce_bytes * params, rank.shard, rank.sync_stride, fabric) * c.data_comm
-    replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
-    shard_bytes = traits.grad_reduce_bytes * params / rank.shard
-    scatter = scatter + all_reduce_s(shard_bytes, replicas, rank.sync_stride * rank.shard, fabric) * c.data_comm
-    exposed = 0.0
-    for busy, moved in ((times.forward_s, gather), (times.backward_s, gather + scatter)):
+    shard = shard_times(times.dense_params + times.expert_params, batch.machine)
+    exposed = 2.0 * shard.copy_weights + shard.copy_gradients
+    for busy, moved in (
+        (times.forward_s, shard.gather),
+        (times.backward_s, shard.gather + shard.scatter),
+    ):
         overlapped = np.maximum(busy + c.fsdp_contention * np.minimum(busy, moved), moved) - busy
         exposed = exposed + np.where(traits.grad_overlap > 0, overlapped, moved)
     parts["data_comm"] += count * exposed * sharded
@@ -129,56 +135,34 @@ def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, cou
 def _add_messages(parts: dict[str, np.ndarray], batch: Batch) -> None:
     """Add the stage-to-stage messages of a micro-batch that nothing hides."""
     p, machine = batch.pipeline, batch.machine
-    rank, c = machine.rank, machine.constants
-    own = rank.micro_batch * rank.seq_len / rank.cp / np.where(rank.sp > 0, rank.tp, 1.0)
-    one = send_s(2.0 * own * p.hidden, p.crosses_node, machine.fabric) * c.pipeline_comm
+    c = machine.constants
+    one = message_s(p.hidden, p.crosses_node, machine)
     hidden = np.where((p.num_chunks > 1) & (machine.traits.p2p_overlap > 0), c.pipeline_hidden, 0.0)
     parts["pipeline_comm"] += np.where(p.num_stages > 1, 2.0 * p.num_chunks * one * (1.0 - hidden), 0.0)
 
 
 def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
     """Return seconds per stage that gradient reduction and weight gathering leave exposed after a step."""
-    rank, traits, fabric = batch.machine.rank, batch.machine.traits, batch.machine.fabric
-    c = batch.machine.constants
-    dense_ranks = rank.dp * rank.cp
-    expert_ranks = np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
+    machine, p = batch.machine, batch.pipeline
+    rank, traits, limit = machine.rank, machine.traits, machine.constants.data_hidden
     exposed = 0.0
     for params, ranks, stride in (
-        (stage.params, dense_ranks, rank.sync_stride),
-        (stage.expert_params, expert_ranks, rank.ep * rank.etp),
+        (stage.params, rank.dp * rank.cp, rank.sync_stride),
+        (stage.expert_params, expert_replicas(rank), rank.ep * rank.etp),
     ):
-        if not np.any(params):
-            continue
-        grads = traits.grad_reduce_bytes * params
-        reduce = np.where(
-            rank.zero >= 1,
-            reduce_scatter_s(grads, ranks, stride, fabric),
-            all_reduce_s(grads, ranks, stride, fabric),
-        )
-        gather = np.where(rank.zero >= 1, all_gather_s(traits.param_bytes * params, ranks, stride, fabric), 0.0)
-        exposed = exposed + _unhidden(reduce * c.data_comm, stage.backward, traits.grad_overlap, c.data_hidden)
-        exposed = exposed + _unhidden(gather * c.data_comm, stage.forward, traits.param_gather_overlap, c.data_hidden)
+        if np.any(params):
+            reduce, gather = sync_times(params, ranks, stride, machine)
+            exposed = exposed + _unhidden(reduce, stage.backward, traits.grad_overlap, limit)
+            exposed = exposed + _unhidden(gather, stage.forward, traits.param_gather_overlap, limit)
     exposed = np.where(rank.zero >= 3, 0.0, exposed)
-    table = traits.grad_bytes * batch.pipeline.hidden * batch.pipeline.vocab / rank.tp
-    ends = np.maximum(batch.has_embedding, batch.has_head) * batch.pipeline.tied
-    tied = all_reduce_s(table, 2.0, fabric.domain * batch.pipeline.crosses_node + rank.tp, fabric) * ends
-    return exposed + np.where(batch.pipeline.num_stages > 1, tied, 0.0)
+    tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
+    tied = tied * np.maximum(batch.has_embedding, batch.has_head)
+    return exposed + np.where(p.num_stages > 1, tied, 0.0)
 
 
 def _unhidden(moved: Any, behind: Any, overlaps: Any, limit: float) -> Any:
     """Return what is left of `moved` seconds when up to `limit` of it can run behind `behind` seconds."""
     return moved - overlaps * np.minimum(limit * moved, behind)
-
-
-def _optimizer(batch: Batch, stage: StageTimes) -> np.ndarray:
-    """Return seconds of the optimizer and of what a step does once, per stage."""
-    rank, c = batch.machine.rank, batch.machine.constants
-    dense = stage.params / np.where(rank.zero >= 1, rank.shard, 1.0)
-    expert_ranks = np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
-    experts = stage.expert_params / np.where(rank.zero >= 1, expert_ranks, 1.0)
-    moved = batch.machine.traits.optimizer_bytes * (dense + experts)
-    layers = sum(batch.counts)
-    return stream_s(moved, batch.machine.kernels) + c.step_fixed + c.step_per_layer * layers
 
 
 def step_times(batch: Batch) -> StepTimes:
@@ -207,7 +191,8 @@ def step_times(batch: Batch) -> StepTimes:
     parts = {name: m * value[slowest, columns] for name, value in stage.parts.items()}
     parts["bubble"] = once / p["num_chunks"]
     sync = np.where(present, _gradient_sync(batch, stage), 0.0)
-    optimizer = np.where(present, _optimizer(batch, stage), 0.0)
+    once_a_step = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), batch.machine)
+    optimizer = np.where(present, once_a_step, 0.0)
     tail = sync + optimizer
     latest = tail.argmax(0)
     parts["data_comm"] = parts["data_comm"] + sync[latest, columns]

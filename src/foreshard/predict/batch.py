@@ -221,7 +221,7 @@ def _stage_row(
             device,
             optimizer=plan.optimizer,
             comm=plan.comm,
-            eight_bit=plan.precision in _LOW,
+            precision=plan.precision,
         ),
         recompute=recompute_of(stage.recompute, max(1, round(sum(counts) / len(stage.layers)))),
         has_embedding=embedding,

@@ -98,7 +98,8 @@ def _derate(machine: Machine, *, low: Any) -> Any:
     c, t = machine.constants, machine.traits
     sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0))
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
-    return np.where(low > 0, c.gemm_derate_8bit, sixteen)
+    narrow = np.where(machine.rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit)
+    return np.where(low > 0, narrow, sixteen)
 
 
 def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
@@ -241,6 +242,7 @@ def _attention(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     times = 1.0 + layer.cross_attention
     if np.any(traits.flash):
         old = 1.0 + traits.old_flash * (c.flash_old_on_new - 1.0)
+        old = old * (1.0 + traits.blackwell * (c.flash_blackwell - 1.0))
         forward = flash_attention_forward_s(*sizes, machine.kernels, **mask) * c.flash_forward * old
         backward = flash_attention_backward_s(*sizes, machine.kernels, **mask) * c.flash_backward * old
     if not np.all(traits.flash):
@@ -281,30 +283,42 @@ def _casts(layer: LayerShape, machine: Machine) -> Any:
     tp = machine.rank.tp
     inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
     routed = layer.top_k * (layer.hidden + layer.expert_ffn) / tp
-    moved = 3.0 * tokens * (inputs + routed) * machine.constants.cast_traffic
+    moved = 3.0 * tokens * (inputs + routed) * _cast_factor(machine)
     return stream_s(moved, machine.kernels) * machine.rank.low
+
+
+def _cast_factor(machine: Machine) -> Any:
+    """Return cast traffic over one read and one write."""
+    c = machine.constants
+    return np.where(machine.traits.block_scaled > 0, c.cast_blocks, c.cast_traffic)
 
 
 def _weight_casts(params: Any, machine: Machine) -> Any:
     """Return seconds of casting the weights once a micro-batch, where a framework does not keep them."""
-    return stream_s(0.9 * params * machine.constants.cast_traffic, machine.kernels) * machine.rank.low
+    return stream_s(0.9 * params * _cast_factor(machine), machine.kernels) * machine.rank.low
 
 
-def _tensor_s(layer: LayerShape, machine: Machine) -> Any:
-    """Return seconds of the collectives around one tensor-parallel region, one direction."""
-    rank = machine.rank
+def _tensor_s(layer: LayerShape, machine: Machine, beside: Any) -> tuple[Any, Any]:
+    """Return exposed seconds of the collectives around one tensor-parallel region, forward and backward.
+
+    Forward waits for all of them. Backward gathers the output gradient first; the collective of the
+    input gradient can run beside the weight-gradient product (`beside` seconds of it per region).
+    """
+    rank, c, traits = machine.rank, machine.constants, machine.traits
     if not np.any(np.asarray(rank.tp) > 1):
-        return 0.0
+        return 0.0, 0.0
     tokens, _ = _tokens(machine)
     size = 2.0 * tokens * layer.hidden
+    split = rank.sp > 0
     gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
     scatter = reduce_scatter_s(size, rank.tp, 1.0, machine.fabric)
-    if np.all(rank.sp > 0):
-        both = gather + scatter
-    else:
-        both = np.where(rank.sp > 0, gather + scatter, all_reduce_s(size, rank.tp, 1.0, machine.fabric))
-    hidden = machine.traits.tp_overlap * np.where(rank.sp > 0, machine.constants.tensor_hidden, 0.0)
-    return both * machine.constants.tensor_comm * (1.0 - hidden)
+    whole = 0.0 if np.all(split) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
+    last = np.where(split, scatter, whole) * c.tensor_comm
+    last = last - traits.tensor_async * np.minimum(last, beside)
+    forward = np.where(split, gather + scatter, whole) * c.tensor_comm
+    backward = np.where(split, gather, 0.0) * c.tensor_comm + last
+    shown = 1.0 - traits.tp_overlap * np.where(split, c.tensor_hidden, 0.0)
+    return forward * shown, backward * shown
 
 
 def _expert_s(layer: LayerShape, machine: Machine) -> Any:
@@ -380,7 +394,9 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
     cast = _casts(layer, machine)
     dense = layer.dense_params / rank.tp
     experts = layer.expert_params / np.maximum(1.0, rank.ep * rank.etp)
-    accumulate = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 2.0)
+    # Fused into the product, accumulation reads and writes the main gradient; else it reads the new one too.
+    wide = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 4.0)
+    accumulate = wide + (1.0 - machine.traits.grads_fused) * 2.0
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
     accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float))
     forward = linear.forward + attention + stream + expert + adapter + cast
@@ -389,7 +405,7 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
     has_mlp = np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0
     # An expert layer without a dense or shared part enters no tensor-parallel region after attention.
     regions = 1.0 + np.where(moe & (rank.etp <= 1), has_mlp * 1.0, 1.0)
-    tensor = _tensor_s(layer, machine)
+    tensor, tensor_back = _tensor_s(layer, machine, linear.weight_gradient / 2.0)
     sent = _expert_s(layer, machine)
     again = recompute
     redo = (
@@ -408,7 +424,7 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
         backward_weight=linear.weight_gradient + expert_weight + accumulate,
         recompute=again.full * forward + (1.0 - again.full) * redo,
         tensor_forward=regions * tensor,
-        tensor_backward=regions * tensor,
+        tensor_backward=regions * tensor_back,
         tensor_recompute=again.full * regions * tensor,
         context_forward=_context_s(layer, machine, attention),
         context_backward=2.0 * _context_s(layer, machine, attention_back * 0.5),
@@ -460,3 +476,86 @@ def end_times(
         embedding_tensor=2.0 * gather,
         head_tensor=2.0 * heads * gather,
     )
+
+
+def message_s(hidden: Any, crosses_node: Any, machine: Machine) -> Any:
+    """Return seconds of one stage's output, or its gradient, to the next stage, one micro-batch."""
+    rank = machine.rank
+    parts = np.where((rank.sp > 0) | (machine.traits.p2p_scatter > 0), rank.tp, 1.0)
+    own = rank.micro_batch * rank.seq_len / rank.cp / parts
+    return send_s(2.0 * own * hidden, crosses_node, machine.fabric) * machine.constants.pipeline_comm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTimes:
+    """Seconds of the fully sharded tasks of one layer: gather weights, scatter gradients, copy both."""
+
+    gather: Any
+    scatter: Any
+    copy_weights: Any  # on the compute stream, once per gather
+    copy_gradients: Any
+
+
+def shard_times(params: Any, machine: Machine) -> ShardTimes:
+    """Return the tasks of keeping `params` weights of this rank sharded (ZeRO 3, FSDP)."""
+    rank, traits, fabric = machine.rank, machine.traits, machine.fabric
+    factor = machine.constants.data_comm
+    weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
+    replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
+    across = all_reduce_s(grads / rank.shard, replicas, rank.sync_stride * rank.shard, fabric)
+    return ShardTimes(
+        gather=all_gather_s(weights, rank.shard, rank.sync_stride, fabric) * factor,
+        scatter=(reduce_scatter_s(grads, rank.shard, rank.sync_stride, fabric) + across) * factor,
+        copy_weights=stream_s(2.0 * weights, machine.kernels),
+        copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels),
+    )
+
+
+def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of reducing gradients over replicas, and of gathering updated weights after.
+
+    Parameters
+    ----------
+    params : array_like
+        Trained parameters of this rank.
+    ranks, stride : array_like
+        Replicas, and their distance in cluster order.
+    machine : Machine
+
+    Source
+    ------
+    ZeRO 1 and 2 scatter inside the shard group and reduce the shards across groups; ZeRO 0 all-reduces.
+    """
+    rank, traits, fabric = machine.rank, machine.traits, machine.fabric
+    factor = machine.constants.data_comm
+    grads = traits.grad_reduce_bytes * params
+    shard = np.minimum(ranks, rank.shard)
+    across = all_reduce_s(grads / shard, ranks / shard, stride * shard, fabric)
+    reduce = np.where(
+        rank.zero >= 1,
+        reduce_scatter_s(grads, shard, stride, fabric) + across,
+        all_reduce_s(grads, ranks, stride, fabric),
+    )
+    gather = np.where(rank.zero >= 1, all_gather_s(traits.param_bytes * params, shard, stride, fabric), 0.0)
+    return reduce * factor, gather * factor
+
+
+def expert_replicas(rank: RankShape) -> Any:
+    """Return how many ranks hold the same experts."""
+    return np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
+
+
+def tied_sync_s(hidden: Any, vocab: Any, crosses_node: Any, machine: Machine) -> Any:
+    """Return seconds of summing a tied table's gradient over the first and the last stage."""
+    table = machine.traits.grad_bytes * hidden * vocab / machine.rank.tp
+    stride = machine.fabric.domain * crosses_node + machine.rank.tp
+    return all_reduce_s(table, 2.0, stride, machine.fabric)
+
+
+def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machine) -> Any:
+    """Return seconds of the optimizer, and of what a step does once, on a rank."""
+    rank, c = machine.rank, machine.constants
+    dense = params / np.where(rank.zero >= 1, rank.shard, 1.0)
+    experts = expert_params / np.where(rank.zero >= 1, expert_replicas(rank), 1.0)
+    moved = machine.traits.optimizer_bytes * (dense + experts)
+    return stream_s(moved, machine.kernels) + c.step_fixed + c.step_per_layer * num_layers

@@ -13,6 +13,7 @@ from foreshard.spec.framework import Framework
 
 _NEW_ATTENTION_ARCHS = ("hopper", "blackwell")
 _OLD_FLASH = ("fa1", "fa2")
+_NARROW = ("fp8", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class Traits:
     grad_overlap: Any
     param_gather_overlap: Any
     p2p_overlap: Any
+    p2p_scatter: Any
+    tensor_async: Any
+    grads_fused: Any
+    block_scaled: Any  # casts carry a scale per block of elements
     expert_overlap: Any
     fsdp: Any
     grouped: Any
@@ -52,7 +57,7 @@ def traits_of(
     *,
     optimizer: str = "adamw",
     comm: Mapping[str, bool] | None = None,
-    eight_bit: bool = False,
+    precision: str = "bf16",
 ) -> Traits:
     """Return the numbers of a framework; `comm` overrides what overlaps."""
     options = {
@@ -74,11 +79,15 @@ def traits_of(
         graphs=_GRAPH_SHARE[framework.cuda_graphs],
         grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=float(framework.grad_reduce_bytes),
+        p2p_scatter=float(framework.p2p_scatter),
+        tensor_async=float(framework.tensor_async),
+        grads_fused=float(framework.grads_accumulate_fused),
+        block_scaled=float(precision in ("mxfp8", "nvfp4")),
         fsdp=float(framework.fsdp != "none"),
         grouped=float(framework.grouped_gemm),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
-        param_bytes=1.0 if framework.fp8_params and eight_bit else 2.0,
+        param_bytes=1.0 if framework.fp8_params and precision in _NARROW else 2.0,
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
         **options,

@@ -17,6 +17,8 @@ class Framework:
     master_bytes, moment_bytes : bytes of the master weight, and of one Adam moment
     grads_accumulate_fused : weight-gradient products add straight into the main gradient
     tp_overlap, grad_overlap, param_gather_overlap, p2p_overlap, expert_overlap : what is hidden by default
+    tensor_async : backward collectives of tensor parallelism run beside the weight-gradient product
+    p2p_scatter : without sequence parallelism, each tensor rank sends its part of a stage's output
     fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
     cuda_graphs : none | partial | full
     grouped_gemm : experts run in one launch; False = one product per local expert
@@ -42,6 +44,8 @@ class Framework:
     grad_overlap: bool = False
     param_gather_overlap: bool = False
     p2p_overlap: bool = True
+    tensor_async: bool = True
+    p2p_scatter: bool = False
     expert_overlap: bool = False
     fsdp: str = "none"
     cuda_graphs: str = "none"
