@@ -243,13 +243,20 @@ def fit(base: Mapping[str, float], names: Sequence[str], data: Sequence[Points])
     return moved
 
 
-def fit_rows(data: Sequence[Points]) -> dict[str, dict[str, float]]:
-    """Fit every row of the table, each starting from its base row."""
+def fit_rows(data: Sequence[Points], only: str | None = None) -> dict[str, dict[str, float]]:
+    """Fit every row of the table, each starting from its base row; or one row and those it starts from."""
+    wanted = set(ROWS)
+    if only is not None:
+        wanted = {only}
+        while (base := ROWS[min(wanted, key=list(ROWS).index)][0]) != "start":
+            wanted.add(base)
     fitted: dict[str, dict[str, float]] = {
         "start": {**START, "scaling": 0.0, "exchange_scaling": 0.0, "reference": 2.0}
     }
     usable = [p for p in data if SYSTEMS[p.system].fitted]
     for name, (base, names, generations) in ROWS.items():
+        if name not in wanted:
+            continue
         own = [p for p in usable if SYSTEMS[p.system].generation in generations]
         start = {**fitted[base], "reference": REFERENCE.get(name, 2.0)}
         if "scaling" in names and name.endswith(("c2c", "-nvlink")):
@@ -317,6 +324,11 @@ def nccl_tables() -> dict[str, Any]:
     return kept
 
 
+def left_out(data: Sequence[Points], generation: str) -> dict[str, Any]:
+    """Return constants enough to predict one generation of the current library, fitted on ``data``."""
+    return {"links": fit_rows(data, only=generation), "eras": {"2.2x": {}}}
+
+
 def network_ring_eff() -> float:
     """Return bus bandwidth over NIC rate of the largest multi-node messages, mean over systems.
 
@@ -352,13 +364,13 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
     print(f"{'left out':58s}")
     everything = []
     for system in sorted({p.system for p in nccl}):
-        without = build([p for p in data if p.system != system])
+        without = left_out([p for p in data if p.system != system], SYSTEMS[system].generation)
         signed = [errors(without, p) for p in nccl if p.system == system]
         everything += signed
         show(f"system {system}", signed)
     show("ALL SYSTEMS LEFT OUT", everything)
     for generation in sorted({SYSTEMS[p.system].generation for p in nccl}):
-        without = build([p for p in data if SYSTEMS[p.system].generation != generation])
+        without = left_out([p for p in data if SYSTEMS[p.system].generation != generation], generation)
         show(
             f"generation {generation}",
             [errors(without, p) for p in nccl if SYSTEMS[p.system].generation == generation],

@@ -178,6 +178,8 @@ def fabric_of(
         nic = (device.pcie_bytes_per_s or rate or 1.0) * group.per_node * link_constants("pcie").ring_eff
     ideal = fidelity == "datasheet"
     generation = "datasheet" if ideal else link_generation(device.arch, "" if pcie else device.link)
+    if generation == "volta-nvlink" and domain > 8:
+        generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""
     return fabric_from(
         link_constants(generation, nccl="2.2x" if ideal else nccl),

@@ -1,0 +1,132 @@
+"""Closed forms against hand-computed values and published bandwidths."""
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.fabrics import link_constants
+from foreshard.comm.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    broadcast_s,
+    reduce_scatter_s,
+    send_s,
+)
+from foreshard.comm.fabric import Fabric, fabric_from
+
+GB = 1e9
+COLLECTIVES = (all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s, broadcast_s)
+
+
+def fabric(row="hopper-nvlink", rate=450 * GB, nic=400 * GB, domain=8, *, ideal=False, switch=True) -> Fabric:
+    return fabric_from(
+        link_constants(row),
+        intra_bytes_per_s=rate,
+        domain=domain,
+        per_node=8,
+        nic_bytes_per_s=nic,
+        nic_latency_s=5e-6,
+        in_network=switch,
+        ideal=ideal,
+    )
+
+
+def bus_gb_per_s(time_s, num_bytes, ranks, passes) -> float:
+    return float(passes * (ranks - 1) / ranks * num_bytes / time_s / GB)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_nothing_to_move_takes_no_time(collective):
+    assert collective(1e6, 1, 1, fabric()) == 0.0
+    assert collective(1e6, 0, 1, fabric()) == 0.0
+    assert collective(0.0, 8, 1, fabric()) == 0.0
+    assert send_s(0.0, True, fabric()) == 0.0
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_rows_equal_scalars_and_are_float64(collective):
+    sizes, ranks, strides = np.array([1e3, 1e6, 1e9]), np.array([2, 8, 64]), np.array([1, 1, 8])
+    rows = collective(sizes, ranks, strides, Fabric.stack([fabric()] * 3))
+    assert rows.dtype == np.float64
+    singles = [float(collective(*args, fabric())) for args in zip(sizes, ranks, strides, strict=True)]
+    assert rows.tolist() == pytest.approx(singles, rel=1e-12)
+
+
+def test_ideal_ring_is_the_textbook_time():
+    f = fabric(ideal=True, switch=False)
+    wire_s = 2 * 7 / 8 * 1e9 / 450e9
+    assert all_reduce_s(1e9, 8, 1, f) == pytest.approx(f.launch_s + 14 * f.intra_latency_s + wire_s)
+    assert all_gather_s(1e9, 8, 1, f) == pytest.approx(f.launch_s + 7 * f.intra_latency_s + wire_s / 2)
+
+
+def test_ideal_groups_side_by_side_share_the_nic():
+    f = fabric(ideal=True, switch=False)
+    spread = all_gather_s(1e9, 4, 8, f)  # one rank per node: an eighth of the NIC
+    packed = all_gather_s(1e9, 32, 1, f)  # eight ranks per node: all of it
+    assert spread == pytest.approx(0.75 * 1e9 / 50e9, rel=0.01)
+    assert packed == pytest.approx(31 / 32 * 1e9 / 400e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("row", "rate", "busbw"),
+    [
+        ("ampere-nvlink", 300 * GB, (222, 235)),
+        ("hopper-nvlink", 450 * GB, (445, 485)),
+        ("blackwell-nvlink", 900 * GB, (704, 846)),
+    ],
+)
+def test_eight_gpu_all_reduce_reaches_the_measured_bus_bandwidth(row, rate, busbw):
+    f = fabric(row, rate, switch=row != "ampere-nvlink")
+    assert (
+        busbw[0] * 0.97 <= bus_gb_per_s(all_reduce_s(8 * 2**30, 8, 1, f), 8 * 2**30, 8, 2) <= busbw[1] * 1.03
+    )
+
+
+def test_large_all_gather_over_nodes_fills_the_nics():
+    busbw = bus_gb_per_s(all_gather_s(8 * 2**30, 64, 1, fabric()), 8 * 2**30, 64, 1)
+    assert 330 <= busbw <= 390
+
+
+def test_two_node_all_reduce_is_bound_by_nvlink_not_nic():
+    # Known from 2-node H100: bus bandwidth above the NIC's 400 GB/s, since each byte crosses once.
+    busbw = bus_gb_per_s(all_reduce_s(8 * 2**30, 16, 1, fabric()), 8 * 2**30, 16, 2)
+    assert 400 < busbw < 520
+
+
+def test_nvl72_domain_keeps_a_large_group_off_the_network():
+    inside = all_reduce_s(1e9, 64, 1, fabric("blackwell-nvlink", 900 * GB, domain=72))
+    across = all_reduce_s(1e9, 64, 1, fabric("blackwell-nvlink", 900 * GB, domain=8))
+    assert inside < 0.7 * across
+
+
+def test_mesh_gives_a_pair_one_link_of_seven():
+    f = fabric("mesh", 448 * GB, switch=False)
+    pair = bus_gb_per_s(all_reduce_s(8e9, 2, 1, f), 8e9, 2, 2)
+    box = bus_gb_per_s(all_reduce_s(8e9, 8, 1, f), 8e9, 8, 2)
+    assert box / pair == pytest.approx(7.0, rel=0.3)
+
+
+def test_send_over_the_nic_uses_the_sender_share():
+    f = fabric(ideal=True)
+    assert send_s(1e9, False, f) == pytest.approx(1e9 / 450e9, rel=0.01)
+    assert send_s(1e9, True, f) == pytest.approx(1e9 / 50e9, rel=0.01)
+
+
+def test_all_to_all_across_nodes_waits_for_the_nic():
+    f = fabric(ideal=True)
+    assert all_to_all_s(1e9, 32, 1, f) == pytest.approx(24 / 32 * 1e9 / 50e9, rel=0.01)
+
+
+def test_a_thousand_rows_are_cheap():
+    import time
+
+    rows = Fabric.stack([fabric()] * 1000)
+    sizes, ranks = np.full(1000, 1e8), np.full(1000, 16.0)
+    best = min(_elapsed(time.perf_counter, lambda: all_reduce_s(sizes, ranks, 1, rows)) for _ in range(20))
+    assert best < 2e-3  # 0.1 ms on an idle core; the bound only catches a fall back to Python loops
+
+
+def _elapsed(clock, call) -> float:
+    start = clock()
+    call()
+    return clock() - start

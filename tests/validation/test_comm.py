@@ -1,0 +1,93 @@
+"""Collectives against measured tables: error in the fit, with systems left out, and the shipped constants."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/fit_comm.py"
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    spec = importlib.util.spec_from_file_location("fit_comm", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fit_comm"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    if not (module.measured_dir() / "comm_collectives.csv.gz").exists():
+        pytest.skip(f"measured tables are not at {module.measured_dir()}; set FORESHARD_MEASURED")
+    return module
+
+
+@pytest.fixture(scope="module")
+def data(fitting):
+    return fitting.load()
+
+
+@pytest.fixture(scope="module")
+def shipped(fitting):
+    return json.loads(fitting.TABLE.read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("table", "limit"),
+    [("comm_collectives.csv.gz", 0.10), ("comm_vtrain_allreduce_a100.csv.gz", 0.10), ("sailor", 0.10)],
+)
+def test_median_error_in_the_fit(fitting, data, shipped, table, limit):
+    signed = np.concatenate([fitting.errors(shipped, p) for p in data if p.table == table])
+    assert len(signed) > 4000
+    assert np.median(np.abs(signed)) <= limit
+
+
+def test_large_messages_inside_a_node(fitting, data, shipped):
+    worst = []
+    for points in data:
+        if points.table == "comm_collectives.csv.gz" and fitting.SYSTEMS[points.system].generation.endswith(
+            "nvlink"
+        ):
+            worst.append(np.abs(fitting.errors(shipped, points))[points.num_bytes >= 64e6])
+    assert np.median(np.concatenate(worst)) <= 0.05
+    assert np.quantile(np.concatenate(worst), 0.9) <= 0.12
+
+
+def test_median_error_with_systems_left_out(fitting, data):
+    nccl = [p for p in data if p.table == "comm_collectives.csv.gz"]
+    signed = []
+    for system in sorted({p.system for p in nccl}):
+        without = fitting.left_out(
+            [p for p in data if p.system != system], fitting.SYSTEMS[system].generation
+        )
+        signed += [fitting.errors(without, p) for p in nccl if p.system == system]
+    assert np.median(np.abs(np.concatenate(signed))) <= 0.15
+
+
+def test_shipped_constants_are_the_refit(fitting, data, shipped):
+    table = fitting.build(data)
+    links = {name: shipped["links"][name] for name in table["links"]}
+    assert fitting.differences({**{k: shipped[k] for k in table}, "links": links}, table) == []
+
+
+def test_multi_node_rows_that_fixed_the_nic_efficiency(fitting):
+    from foreshard.catalog.fabrics import link_constants
+    from foreshard.comm.collectives import all_reduce_s
+    from foreshard.comm.fabric import fabric_from
+
+    fabric = fabric_from(
+        link_constants("hopper-nvlink"),
+        intra_bytes_per_s=450e9,
+        domain=8,
+        per_node=8,
+        nic_bytes_per_s=400e9,
+        nic_latency_s=5e-6,
+        in_network=True,
+    )
+    rows = [r for r in fitting.rows_of("comm_collectives.csv.gz") if r["system"].startswith("CoreWeave H100")]
+    signed = [
+        float(all_reduce_s(float(r["size_bytes"]), 64, 1, fabric)) / float(r["time_us"]) * 1e6 - 1
+        for r in rows
+    ]
+    assert len(signed) == 5
+    assert max(map(abs, signed)) <= 0.10
