@@ -161,11 +161,11 @@ def _with_next_token(model: Model, stated: str, notes: str, framework: str) -> M
     NVIDIA/NeMo nemo/collections/llm/gpt/model/deepseek.py: DeepSeekV3Config leaves mtp_num_layers unset.
     """
     said = re.search(r"mtp_num_layers=(\d+)", notes)
+    if "w/o MTP" in stated:
+        return replace(model, num_next_token=0)
     if said:
         return replace(model, num_next_token=int(said.group(1)))
-    if "w/o MTP" in stated or framework.startswith("NeMo"):
-        return replace(model, num_next_token=0)
-    return model
+    return replace(model, num_next_token=0) if framework.startswith("NeMo") else model
 
 
 def _is_lora(stated: str, notes: str) -> bool:

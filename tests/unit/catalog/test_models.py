@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,8 @@ def test_next_token_modules_follow_the_row():
     deepseek = row("DeepSeekV3", 61, 7168, 2048, 128, 128, 129280, n_experts="256", topk="8")
     assert resolve_row_model(deepseek).num_next_token == 1
     assert resolve_row_model(deepseek | {"in_other": "mtp_num_layers=2; x"}).num_next_token == 2
-    assert resolve_row_model(deepseek | {"model": "DeepSeekV3 (w/o MTP)"}).num_next_token == 0
+    without = deepseek | {"model": "DeepSeekV3 (w/o MTP)", "in_other": "mtp_num_layers=1"}
+    assert resolve_row_model(without).num_next_token == 0
     assert resolve_row_model(deepseek | {"framework": "NeMo/Megatron-Core"}).num_next_token == 0
 
 
@@ -188,6 +190,31 @@ def test_row_without_dimensions_says_which_are_blank():
         resolve_row_model(row("something new", 12))
     with pytest.raises(SpecError, match="Whole, positive"):
         resolve_row_model(row("something new", -12))
+
+
+@pytest.mark.parametrize(
+    ("table", "causal"), [("llm_megatronbridge.csv", True), ("llm_llmfoundry.csv", False)]
+)
+def test_model_flops_equal_those_the_source_prints(table, causal):
+    """Both sources print tokens/s and model TFLOP/s of one run; their ratio is FLOPs per token.
+
+    Left out are rows known to count otherwise: adapters, and gpt-oss up to release 26.02.
+    """
+    path = MEASURED / table
+    if not path.is_file():
+        pytest.skip("no measured tables here")
+    ratios = {}
+    with path.open(newline="", encoding="utf-8") as lines:
+        for record in csv.DictReader(lines):
+            if not record["hidden"] or "LoRA" in record["notes"] or "GPT OSS" in record["model"]:
+                continue
+            flops = resolve_row_model(record).flops_per_token(int(record["seq_len"]), causal)
+            printed = (
+                float(record["metric_tflops_per_gpu"]) / float(record["metric_tokens_per_s_per_gpu"]) * 1e12
+            )
+            ratios.setdefault(record["model"], []).append(flops / printed)
+    for name, values in ratios.items():
+        assert statistics.median(values) == pytest.approx(1.0, abs=0.01), name
 
 
 def test_every_training_row_resolves_or_says_not_modelled():
