@@ -43,11 +43,10 @@ def resolve_row_model(row: Mapping[str, str]) -> Model:
         model = _with_positions(model, seq_len or model.max_seq_len)
     else:
         model = _from_columns(row, stated, seq_len)
-    framework = row.get("framework", "")
-    model = _with_next_token(model, stated, notes, framework)
+    model = _with_next_token(model, stated, notes)
     if not _is_lora(stated, notes):
         return model
-    targets = BRIDGE_LORA_TARGETS if "Megatron-Bridge" in framework else LORA_TARGETS
+    targets = BRIDGE_LORA_TARGETS if "Megatron-Bridge" in row.get("framework", "") else LORA_TARGETS
     return lora(model, _lora_rank(stated), targets)
 
 
@@ -153,19 +152,12 @@ def _from_columns(row: Mapping[str, str], stated: str, seq_len: int) -> Model:
     )
 
 
-def _with_next_token(model: Model, stated: str, notes: str, framework: str) -> Model:
-    """Return the model with the next-token modules the row states; NeMo 2's DeepSeek recipes train none.
-
-    Source
-    ------
-    NVIDIA/NeMo nemo/collections/llm/gpt/model/deepseek.py: DeepSeekV3Config leaves mtp_num_layers unset.
-    """
+def _with_next_token(model: Model, stated: str, notes: str) -> Model:
+    """Return the model with the next-token modules the row states, else those its configuration trains."""
     said = re.search(r"mtp_num_layers=(\d+)", notes)
     if "w/o MTP" in stated:
         return replace(model, num_next_token=0)
-    if said:
-        return replace(model, num_next_token=int(said.group(1)))
-    return replace(model, num_next_token=0) if framework.startswith("NeMo") else model
+    return replace(model, num_next_token=int(said.group(1))) if said else model
 
 
 def _is_lora(stated: str, notes: str) -> bool:

@@ -175,7 +175,6 @@ def test_next_token_modules_follow_the_row():
     assert resolve_row_model(deepseek | {"in_other": "mtp_num_layers=2; x"}).num_next_token == 2
     without = deepseek | {"model": "DeepSeekV3 (w/o MTP)", "in_other": "mtp_num_layers=1"}
     assert resolve_row_model(without).num_next_token == 0
-    assert resolve_row_model(deepseek | {"framework": "NeMo/Megatron-Core"}).num_next_token == 0
 
 
 def test_long_sequences_extend_learned_positions():
