@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from foreshard.report.request import Request
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Money, Prediction
 from foreshard.spec.timeline import Event, Timeline
 
@@ -53,7 +54,7 @@ def _memory(model, cluster, plan):
 
 
 def fake_predict(model, cluster, plan, *, engine="graph", costs="formula", fidelity="zero-shot", tokens=None,
-                 usd_per_device_hour=None, observed_step_s=None, framework=None):
+                 usd_per_device_hour=None, observed_step_s=None, timeline=False):
     parts = _times(plan)
     step = sum(parts.values())
     devices = len(plan.ranks)
@@ -94,6 +95,18 @@ def fake_predict(model, cluster, plan, *, engine="graph", costs="formula", fidel
         explain={"step_time_s": "sum of its parts"},
         catalog_version="test",
         predict_s=0.001,
+    )
+
+
+def fake_stage_memory(request):
+    """Scale the parts of the fullest stage to each stage's peak."""
+    memory = _memory(request.model, request.cluster, request.to_plan())
+    return tuple(
+        tuple(
+            {name: value * peak / memory.peak_bytes for name, value in memory.breakdown_bytes.items()}
+            for peak in group
+        )
+        for group in memory.per_stage_peak_bytes
     )
 
 
@@ -157,12 +170,13 @@ def stand_in(monkeypatch):
         prediction = fake_predict(model, cluster, plan, **asked)
         return prediction, fake_timeline(plan, prediction.step_time_s)
 
+    monkeypatch.setattr(Request, "stage_memory", fake_stage_memory)
     monkeypatch.setitem(place.__dict__, "predict", fake_predict)
     monkeypatch.setitem(place.__dict__, "predict_timeline", timed)
 
 
 @pytest.fixture
-def answered(fake):
+def answered(fake, stand_in):
     """Return (request, prediction, timeline) of llama3-8b on two 8-device nodes, tp 2, pp 4."""
     from foreshard import api
 

@@ -24,6 +24,7 @@ _API = (
     "predict",
     "predict_timeline",
     "report",
+    "validate",
     "whatif",
     "write_trace",
 )

@@ -28,6 +28,7 @@ __all__ = [
     "predict",
     "predict_timeline",
     "report",
+    "validate",
     "whatif",
     "write_trace",
 ]
@@ -102,8 +103,8 @@ def predict(model: Model, cluster: Cluster, plan: Plan | None = None, **choices:
 
 def predict_timeline(
     model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any
-) -> tuple[Prediction, Timeline]:
-    """Return the prediction and when each task of its step runs."""
+) -> tuple[Prediction, Timeline | None]:
+    """Return the prediction and when each task of its step runs (None from the analytical engine)."""
     return request(model, cluster, plan, **choices).predict_timeline()
 
 
@@ -143,13 +144,15 @@ def advise(
     return improvements(asked, asked.predict(), top=top)
 
 
-def report(
-    path: str, prediction: Prediction, timeline: Timeline, advice: Iterable[Effect] = (), cluster: Cluster | None = None
-) -> int:
-    """Write the one-file HTML report and return its size in bytes."""
+def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
+    """Predict, write the one-file HTML report, and return the prediction."""
+    from foreshard.report.advice import improvements
     from foreshard.report.html import write_report
 
-    return write_report(path, prediction, timeline, tuple(advice), cluster)
+    asked = request(model, cluster, plan, **choices)
+    prediction, timeline = asked.predict_timeline()
+    write_report(path, asked, prediction, timeline, improvements(asked, prediction))
+    return prediction
 
 
 def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
@@ -157,3 +160,33 @@ def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
     from foreshard.report.trace import write_trace
 
     return write_trace(path, prediction, timeline)
+
+
+def validate(
+    files: Iterable[str], *, engine: str = "graph", costs: str = "formula", exclude_calibration: str | None = None
+) -> dict[str, Any]:
+    """Return measured runs beside their predictions, and how good these are.
+
+    Parameters
+    ----------
+    files : iterable of str
+        Tables of measurements, ``.csv`` or ``.csv.gz``.
+    exclude_calibration : str, optional
+        Use the constants that were fitted without this family.
+    """
+    from foreshard.catalog.training import training_constants
+    from foreshard.predict import predict
+    from foreshard.profile.rows import Row
+    from foreshard.profile.validation import validate
+
+    constants = training_constants(exclude_calibration)
+
+    def predicted(row: Row) -> Prediction:
+        return predict(
+            row.model, row.cluster, row.plan, framework=row.framework, engine=engine, costs=costs,
+            constants=constants, timeline=False, checked=False,
+        )  # fmt: skip
+
+    return validate(
+        files, engine=engine, costs=costs, exclude_calibration=exclude_calibration, predictor=predicted
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,7 @@ import click
 from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.options import describing_a_run, to_request
 from foreshard.cli.settings import configurable
+from foreshard.errors import SpecError
 from foreshard.report import quantity
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def command(ctx: click.Context, trace: str | None, report: str | None, explain: 
         prediction = request.predict()
     fits = prediction.memory.fits
     advice = _advice(request, prediction) if fits and (report or not wants_json()) else ()
-    if timeline is not None:
+    if trace or report:
         _write(request, prediction, timeline, advice, trace, report)
     fit = None if fits else _nearest(request, prediction)
     give(_object(prediction, fit), lambda: _screen(prediction, advice, explain))
@@ -102,23 +104,34 @@ def does_not_fit(prediction: Prediction, fit: Fit) -> str:
 def _write(
     request: Request,
     prediction: Prediction,
-    timeline: Timeline,
+    timeline: Timeline | None,
     advice: tuple[Effect, ...],
     trace: str | None,
     report: str | None,
 ) -> None:
     """Write the files asked for, and say where they are."""
-    from foreshard import api
+    from foreshard.report.html import write_report
+    from foreshard.report.trace import write_trace
 
+    if trace:
+        if timeline is None:
+            raise SpecError(
+                f"the {prediction.engine} engine has no tasks to trace",
+                key="--trace",
+                rule="A trace shows tasks",
+                fix="Use --engine graph",
+            )
+        _save(trace, "trace", lambda: write_trace(trace, prediction, timeline))
+    if report:
+        _save(report, "report", lambda: write_report(report, request, prediction, timeline, advice))
+
+
+def _save(path: str, what: str, write: Callable[[], int]) -> None:
     try:
-        if trace:
-            size = api.write_trace(trace, prediction, timeline)
-            say(f"trace: {trace} ({size / 1e6:.2f} MB; open in ui.perfetto.dev)")
-        if report:
-            size = api.report(report, prediction, timeline, advice, request.cluster)
-            say(f"report: {report} ({size / 1e6:.2f} MB)")
+        size = write()
     except OSError as error:
-        raise cannot_write(trace if error.filename == trace and trace else report or "", error) from None
+        raise cannot_write(path, error) from None
+    say(f"{what}: {path} ({size / 1e6:.2f} MB)")
 
 
 command = configurable(answering(describing_a_run(command)))

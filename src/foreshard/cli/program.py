@@ -33,6 +33,11 @@ VERBS = {
 INTERRUPTED = 130
 
 
+def verb(name: str) -> click.Command:
+    """Return the command of a verb, imported now."""
+    return import_module(f"foreshard.cli.{name}").command
+
+
 class _Verbs(click.Group):
     """Verbs that live one to a module, imported when they are called."""
 
@@ -40,9 +45,7 @@ class _Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
-            return None
-        return import_module(f"foreshard.cli.{name}").command
+        return verb(name) if name in VERBS else None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in VERBS:

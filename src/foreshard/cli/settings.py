@@ -45,7 +45,19 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -
     spelled = {max(option.opts, key=len).lstrip("-"): name for name, option in names.items()}
     shared = {key: value for key, value in data.items() if not isinstance(value, dict)}
     own = data.get(ctx.command.name or "", {})
+    shared = {key: value for key, value in shared.items() if _flag(key) in spelled or not _known_elsewhere(key)}
     ctx.default_map = {**_named(shared, spelled, path, ""), **_named(own, spelled, path, f"{ctx.command.name}.")}
+
+
+def _flag(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _known_elsewhere(key: str) -> bool:
+    """Return whether another verb has this option: a key for all verbs need not suit every one."""
+    from foreshard.cli.program import VERBS, verb
+
+    return any(f"--{_flag(key)}" in param.opts for name in VERBS for param in verb(name).params)
 
 
 def _load(path: str) -> dict[str, Any]:
@@ -71,7 +83,7 @@ def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str
     """Return the table by parameter name; keys are flags without dashes, `-` or `_` inside."""
     found = {}
     for key, value in table.items():
-        flag = key.replace("_", "-")
+        flag = _flag(key)
         if flag not in spelled:
             near = get_close_matches(flag, spelled, n=1)
             raise SpecError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -16,8 +17,8 @@ from foreshard.report import quantity
 from foreshard.report.change import Effect
 from foreshard.report.flows import kind_of
 from foreshard.report.plain import render
+from foreshard.report.request import Request
 from foreshard.report.summary import PART_NAMES, boxes, plan_line, prediction_screen, speed_line
-from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 from foreshard.spec.timeline import Event, Timeline
@@ -26,43 +27,35 @@ MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 
 def write_report(
-    path: str,
-    prediction: Prediction,
-    timeline: Timeline,
-    advice: Sequence[Effect] = (),
-    cluster: Cluster | None = None,
+    path: str, request: Request, prediction: Prediction, timeline: Timeline | None, advice: Sequence[Effect] = ()
 ) -> int:
     """Write the report and return how many bytes it takes."""
-    raw = page(prediction, timeline, advice, cluster).encode("utf-8")
+    raw = page(page_data(request, prediction, timeline, advice)).encode("utf-8")
     with open(path, "wb") as stream:
         stream.write(raw)
     return len(raw)
 
 
-def page(
-    prediction: Prediction, timeline: Timeline, advice: Sequence[Effect] = (), cluster: Cluster | None = None
-) -> str:
+def page(data: dict[str, Any]) -> str:
     """Return the report as one HTML text."""
     folder = files("foreshard.report").joinpath("page")
-    data = json.dumps(page_data(prediction, timeline, advice, cluster), separators=(",", ":"))
     parts = {
-        "title": html.escape(f"{prediction.model} on {prediction.cluster}"),
+        "title": html.escape(f"{data['title']} on {data['cluster']}"),
         "style": folder.joinpath("report.css").read_text(encoding="utf-8"),
         "script": folder.joinpath("report.js").read_text(encoding="utf-8"),
-        "data": data.replace("<", "\\u003c"),
-        "text": html.escape(render(prediction_screen(prediction, advice, explain=True))),
+        "data": json.dumps({k: v for k, v in data.items() if k != "text"}, separators=(",", ":")).replace("<", "\\u003c"),
+        "text": html.escape(data["text"]),
     }
-    out = folder.joinpath("report.html").read_text(encoding="utf-8")
-    for name, text in parts.items():
-        out = out.replace("{{" + name + "}}", text, 1)
-    return out
+    template = folder.joinpath("report.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], template)
 
 
 def page_data(
-    prediction: Prediction, timeline: Timeline, advice: Sequence[Effect], cluster: Cluster | None
+    request: Request, prediction: Prediction, timeline: Timeline | None, advice: Sequence[Effect] = ()
 ) -> dict[str, Any]:
-    """Return what the page draws."""
+    """Return what the page draws, and the plain text for readers without scripts."""
     return {
+        "text": render(prediction_screen(prediction, advice, explain=True)),
         "title": prediction.model,
         "cluster": prediction.cluster,
         "planLine": plan_line(prediction.plan),
@@ -72,9 +65,9 @@ def page_data(
         "names": PART_NAMES,
         "timeParts": list(TIME_PARTS),
         "memoryParts": list(MEMORY_PARTS),
-        "stages": _stages(prediction, cluster),
+        "stages": _stages(request, prediction),
         "groups": _folded(prediction.plan),
-        "timeline": _drawn(timeline),
+        "timeline": _drawn(timeline) if timeline else None,
         "advice": [_advice(one) for one in advice],
     }
 
@@ -89,28 +82,24 @@ def _advice(effect: Effect) -> dict[str, Any]:
     }
 
 
-def _stages(prediction: Prediction, cluster: Cluster | None) -> list[dict[str, Any]]:
-    """Return each stage's peak against the capacity of its devices, equal groups once."""
-    memory = prediction.memory
+def _stages(request: Request, prediction: Prediction) -> list[dict[str, Any]]:
+    """Return each stage's peak in parts against the capacity of its devices, equal groups once."""
+    memory, cluster = prediction.memory, request.cluster
     rows, seen = [], set()
-    for g, (group, peaks) in enumerate(zip(prediction.plan.groups, memory.per_stage_peak_bytes, strict=True)):
-        for s, (stage, peak) in enumerate(zip(group.stages, peaks, strict=True)):
-            device = cluster.device_of(stage.ranks[0]) if cluster else None
-            holds_peak = memory.peak_rank in stage.ranks
-            key = (s, peak, device.name if device else None, holds_peak)
-            if key in seen:
-                continue
-            seen.add(key)
-            rows.append(
-                {
-                    "group": g,
-                    "stage": s,
-                    "peak": peak,
-                    "capacity": device.capacity_bytes if device else memory.capacity_bytes,
-                    "device": device.name if device else "",
-                    "fullest": holds_peak,
-                }
-            )
+    for g, (group, parts) in enumerate(zip(prediction.plan.groups, request.stage_memory(), strict=True)):
+        for s, (stage, peak) in enumerate(zip(group.stages, memory.per_stage_peak_bytes[g], strict=True)):
+            device = min((cluster.device_of(rank) for rank in stage.ranks), key=lambda one: one.capacity_bytes)
+            row = {
+                "stage": s,
+                "peak": peak,
+                "parts": parts[s],
+                "capacity": device.capacity_bytes,
+                "device": device.name,
+                "fullest": memory.peak_rank in stage.ranks,
+            }
+            if (key := str(row)) not in seen:
+                seen.add(key)
+                rows.append({"group": g, **row})
     return rows
 
 

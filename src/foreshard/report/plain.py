@@ -35,7 +35,8 @@ def _render_table(table: Table) -> str:
         return "  ".join(padded).rstrip()
 
     lines = [table.title] if table.title else []
-    lines.append(line(names))
+    if any(names):
+        lines.append(line(names))
     lines += [line(row) for row in table.rows]
     if table.total:
         lines += ["-" * (sum(widths) + 2 * (len(widths) - 1)), line(table.total)]

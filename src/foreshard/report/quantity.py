@@ -27,8 +27,9 @@ def seconds(value: float | None) -> str:
         return UNKNOWN
     if value >= 3600:
         return f"{digits(value / 3600)} h"
+    rounded = abs(float(f"{value:.3g}"))
     for scale, unit in _TIME_UNITS:
-        if abs(value) >= scale:
+        if rounded >= scale:
             return f"{digits(value / scale)} {unit}"
     return f"{digits(value / 1e-6)} us" if value else "0 s"
 

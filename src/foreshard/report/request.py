@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Prediction
+from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
@@ -102,16 +104,34 @@ class Request:
         """Return the prediction, under another engine when one is named."""
         from foreshard.predict import predict
 
-        return predict(self.model, self.cluster, self.to_plan(), engine=engine or self.engine, **self._asked())
+        asked = {**self._asked(), "engine": engine or self.engine}
+        return predict(self.model, self.cluster, self.to_plan(), timeline=False, **asked)
 
-    def predict_timeline(self) -> tuple[Prediction, Timeline]:
-        """Return the prediction and when each task of its step runs."""
+    def predict_timeline(self) -> tuple[Prediction, Timeline | None]:
+        """Return the prediction and when each task of its step runs, None from an engine without tasks."""
         from foreshard.predict import predict_timeline
 
-        return predict_timeline(self.model, self.cluster, self.to_plan(), engine=self.engine, **self._asked())
+        return predict_timeline(self.model, self.cluster, self.to_plan(), **self._asked())
+
+    def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
+        """Return the parts of the peak memory of each stage of each group, bytes."""
+        from foreshard.catalog.frameworks import load_framework
+        from foreshard.predict.batch import Case
+        from foreshard.predict.memory import plan_memory
+
+        plan = self.to_plan()
+        case = Case(model=self.model, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework))
+        _, parts = plan_memory(case)
+        columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
+        rows = iter(range(len(parts.peak)))
+        return tuple(
+            tuple({name: float(column[i]) for name, column in columns.items()} for _, i in zip(group.stages, rows, strict=False))
+            for group in plan.groups
+        )
 
     def _asked(self) -> dict[str, Any]:
         return {
+            "engine": self.engine,
             "costs": self.costs,
             "fidelity": self.fidelity,
             "tokens": self.tokens,

@@ -69,6 +69,7 @@ def _table(table: Table, width: int) -> Any:
         title=Text(table.title, style="bold") if table.title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        show_header=any(table.columns),
         show_footer=table.total is not None,
         pad_edge=False,
         header_style="dim",

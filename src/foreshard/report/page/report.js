@@ -98,19 +98,16 @@
     const parts = data.memoryParts.map((part) => [part, m.breakdown_bytes[part] || 0]).filter(([, value]) => value > 0);
     const scale = Math.max(...data.stages.map((one) => Math.max(one.peak, one.capacity)));
     const many = p.plan.groups.length > 1;
-    const cssPart = (part) => part;
     const rows = data.stages.map((one) => {
-      const bars = one.parts ? data.memoryParts.map((part) => [part, one.parts[part] || 0]).filter(([, v]) => v > 0)
-        : one.fullest ? parts : [["total", one.peak]];
-      const words = (part, value) => part === "total" ? `${gib(value)} GiB` : `${memoryName(part)}\n${gib(value)} GiB`;
+      const bars = data.memoryParts.map((part) => [part, one.parts[part] || 0]).filter(([, value]) => value > 0);
+      const words = (part, value) => `${memoryName(part)}\n${gib(value)} GiB`;
       return [
         h("div", { class: "label" + (one.fullest ? " fullest" : ""), text: (many ? `group ${one.group} ` : "") + `stage ${one.stage}` + (one.device ? ` · ${one.device}` : "") }),
-        h("div", { class: "meter" }, stack(bars.map(([part, value]) => [cssPart(part), value]), scale, `stage ${one.stage}: ${gib(one.peak)} of ${gib(one.capacity)} GiB`, words),
+        h("div", { class: "meter" }, stack(bars, scale, `stage ${one.stage}: ${gib(one.peak)} of ${gib(one.capacity)} GiB`, words),
           h("span", { class: "limit", style: `left:${100 * one.capacity / scale}%`, ...tipped(`capacity ${gib(one.capacity)} GiB`) })),
         h("div", { class: "label n", text: `${gib(one.peak)} / ${gib(one.capacity)} GiB` })];
     });
-    const lead = "Peak of each stage; the red line is the capacity of its devices." +
-      (data.stages.some((one) => !one.fullest && !one.parts) ? " The fullest stage is split into parts, the others show their total." : "");
+    const lead = "Peak of each stage in its parts; the red line is the capacity of its devices. Below, the fullest rank.";
     return section("Memory by stage", lead, h("div", { class: "memory" }, rows),
       partTable([`fullest: rank ${m.peak_rank}`, "GiB", "of capacity"],
         parts.map(([part, value]) => [part, memoryName(part), gib(value), percent(value / m.capacity_bytes)]),
@@ -130,7 +127,7 @@
   };
 
   // --- the step as a Gantt chart -----------------------------------------------------------------
-  const tl = data.timeline;
+  const tl = data.timeline || { step: p.step_time_s, tick: 1, tracks: [] };
   const tracks = tl.tracks.map((track) => {
     let clock = 0;
     const tasks = track.tasks.map(([gap, length, name, part, mb, chunk]) => {

@@ -1,0 +1,137 @@
+"""`foreshard doctor`: is this install healthy, what is it missing, and what would that add?"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from foreshard import __version__
+from foreshard.cli.answer import answering, give
+from foreshard.cli.settings import configurable
+from foreshard.report.screen import Screen, table
+
+_EXTRAS = {
+    "numba": ("fast", "faster batches of predictions, the same numbers"),
+    "transformers": ("models", "check parameter counts against transformers"),
+    "torch": ("run", "models given as modules"),
+}
+FAULT = 1
+
+
+@click.command("doctor")
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    """Check the health of this install; exit 1 when something it needs is broken."""
+    checks = [_python(), *(_library(name) for name in required()), *_catalogs(), _one_prediction(), _measurements()]
+    checks += [_extra(name, *about) for name, about in _EXTRAS.items()]
+    data = {
+        "schema_version": 1,
+        "version": __version__,
+        "healthy": all(check["status"] != "broken" for check in checks),
+        "checks": checks,
+    }
+    give(data, lambda: _screen(checks))
+    if not data["healthy"]:
+        ctx.exit(FAULT)
+
+
+def _check(name: str, status: str, detail: str) -> dict[str, str]:
+    return {"check": name, "status": status, "detail": detail}
+
+
+def required() -> list[str]:
+    """Return the libraries that foreshard itself depends on, without extras."""
+    stated = metadata.requires("foreshard") or []
+    return [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in stated if "extra ==" not in text]
+
+
+def _python() -> dict[str, str]:
+    good = sys.version_info >= (3, 11)
+    return _check("python", "ok" if good else "broken", f"{platform.python_version()} ({sys.executable})")
+
+
+def _library(name: str) -> dict[str, str]:
+    try:
+        return _check(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return _check(name, "broken", "not installed; pip install foreshard again")
+
+
+def _extra(name: str, extra: str, use: str) -> dict[str, str]:
+    if find_spec(name) is None:
+        return _check(name, "absent", f"optional: {use}; pip install 'foreshard[{extra}]'")
+    return _check(name, "ok", f"{metadata.version(name)}: {use}")
+
+
+def _tried(name: str, look: Callable[[], str]) -> dict[str, str]:
+    try:
+        return _check(name, "ok", look())
+    except Exception as error:  # whatever is wrong with the install is what this verb is for
+        return _check(name, "broken", f"{type(error).__name__}: {error}")
+
+
+def _catalogs() -> list[dict[str, str]]:
+    def devices() -> str:
+        from foreshard.catalog.devices import devices
+
+        found = devices()
+        return f"{len(found)} devices, {sum(not one.verified for one in found.values())} unverified"
+
+    def models() -> str:
+        from foreshard.catalog.models import models
+
+        return f"{len(models())} models"
+
+    def prices() -> str:
+        from foreshard.catalog.instances import instances, is_old
+
+        priced = [one for one in instances().values() if one.usd_per_h is not None]
+        old = sum(is_old(one.price_date) for one in priced)
+        return f"{len(priced)} prices, {old} older than a year"
+
+    def frameworks() -> str:
+        from foreshard.catalog.frameworks import frameworks
+
+        return f"{len(frameworks())} frameworks and releases"
+
+    looks = {"devices": devices, "models": models, "prices": prices, "frameworks": frameworks}
+    return [_tried(name, look) for name, look in looks.items()]
+
+
+def _one_prediction() -> dict[str, str]:
+    def look() -> str:
+        from foreshard import api
+        from foreshard.report import quantity
+
+        made = api.predict(api.load_model("llama3-8b"), api.load_cluster("1x8xh100-sxm"), tp=2)
+        parts = sum(made.time_breakdown_s.values())
+        if abs(parts - made.step_time_s) > 1e-9 * made.step_time_s:
+            raise ValueError(f"time parts sum to {parts}, the step is {made.step_time_s}")
+        return f"llama3-8b on 1x8xh100-sxm: {quantity.seconds(made.step_time_s)} a step"
+
+    return _tried("prediction", look)
+
+
+def _measurements() -> dict[str, str]:
+    from foreshard.profile.tables import measured_folder
+
+    folder = measured_folder()
+    found = sorted(folder.glob("*.csv*")) if folder.is_dir() else []
+    if found:
+        return _check("measurements", "ok", f"{len(found)} tables in {folder}")
+    return _check("measurements", "absent", f"optional: none in {folder}; set FORESHARD_MEASURED to validate")
+
+
+def _screen(checks: list[dict[str, Any]]) -> Screen:
+    rows = [(one["check"], one["status"], one["detail"]) for one in checks]
+    return Screen(header=(f"foreshard {__version__}",), tables=(table("", ("check", "status", "detail"), rows),))
+
+
+command = configurable(answering(command))

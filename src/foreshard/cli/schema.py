@@ -1,0 +1,75 @@
+"""`foreshard schema [NAME]`: the file formats, key by key."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import click
+
+from foreshard.cli.answer import answering, give
+from foreshard.cli.settings import configurable
+from foreshard.errors import SpecError
+from foreshard.report.screen import Screen, table
+
+_PLACES = {"cluster": "foreshard.catalog", "plan": "foreshard.report", "prediction": "foreshard.report"}
+NAMES = (*_PLACES, "config")
+_SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
+
+
+@click.command("schema")
+@click.argument("name", required=False)
+def command(name: str | None) -> None:
+    """Describe a file format: cluster, plan, prediction, or config (the options in a file)."""
+    if name is None:
+        formats = [(one, read(one)["title"]) for one in NAMES]
+        data = {"schema_version": 1, "formats": dict(formats)}
+        give(data, lambda: Screen(tables=(table("'foreshard schema NAME' shows one.", ("name", "format"), formats),)))
+        return
+    if name not in NAMES:
+        raise SpecError(f"unknown format {name!r}", key="name", value=name, rule=f"Formats are {', '.join(NAMES)}")
+    found = read(name)
+    give({"schema_version": 1, "name": name} | found, lambda: _screen(found))
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    """Return a format: title, doc, and `keys` by section."""
+    if name == "config":
+        return _config()
+    text = files(_PLACES[name]).joinpath("schema", f"{name}.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    sections = {key: value for key, value in data.items() if isinstance(value, dict)}
+    return {"title": data["title"], "doc": data["doc"].strip(), "keys": sections}
+
+
+def _config() -> dict[str, Any]:
+    """Return the options of each verb as the keys of a config file."""
+    from foreshard.cli.program import VERBS, verb
+
+    sections: dict[str, dict[str, Any]] = {}
+    for name in VERBS:
+        options = [one for one in verb(name).params if isinstance(one, click.Option) and not one.is_eager]
+        sections[name] = {
+            max(one.opts, key=len).lstrip("-"): {"type": one.type.name.lower(), "doc": one.help or ""}
+            for one in options
+        }
+    doc = f"Options by the names of their flags, for all verbs or in a table of one verb. {_SOURCES}"
+    return {"title": "Config file (TOML, --config)", "doc": doc, "keys": sections}
+
+
+def _screen(found: dict[str, Any]) -> Screen:
+    tables = []
+    for section, keys in found["keys"].items():
+        rows = [
+            (key, one.get("type"), one.get("unit", ""), "required" if one.get("required") else one.get("default", ""),
+             " ".join(one["doc"].split()))
+            for key, one in keys.items()
+        ]  # fmt: skip
+        tables.append(table(section, ("key", "type", "unit", "default", "meaning"), rows))
+    return Screen(header=(found["title"], *found["doc"].splitlines()), tables=tuple(tables))
+
+
+command = configurable(answering(command))

@@ -1,0 +1,42 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshard.report import quantity
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0 s"),
+        (1.834, "1.83 s"),
+        (0.04, "40.0 ms"),
+        (0.9996, "1.00 s"),
+        (123.4e-6, "123 us"),
+        (4e-9, "0.00400 us"),
+        (59.96, "60.0 s"),
+        (1234.0, "1,234 s"),
+        (7200.0, "2.00 h"),
+        (None, "-"),
+    ],
+)
+def test_seconds(value, text):
+    assert quantity.seconds(value) == text
+
+
+def test_a_range_has_one_unit():
+    assert quantity.seconds_range(0.95, 1.2) == "0.950-1.20 s"
+    assert quantity.seconds_range(0.00095, 0.0012) == "0.950-1.20 ms"
+
+
+def test_unknown_money_is_a_dash_never_zero():
+    assert quantity.usd(None) == "-" and quantity.usd(0.0) == "$0.00" and quantity.usd(0.0012) == "$0.00120"
+
+
+def test_gib_are_binary():
+    assert quantity.gib(80 * 2**30) == "80.0" and quantity.gib(80e9) == "74.5"
+
+
+@given(st.floats(1e-9, 1e9))
+def test_digits_keep_three_figures(value):
+    assert float(quantity.digits(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3)

@@ -1,0 +1,89 @@
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+
+from foreshard.report.flows import pipeline_flows
+from foreshard.report.trace import trace_object, write_trace
+from foreshard.spec.timeline import Event, Timeline
+
+
+@pytest.fixture
+def trace(answered):
+    _, prediction, timeline = answered
+    return trace_object(prediction, timeline)
+
+
+def slices(trace):
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_slices_of_a_track_never_overlap(trace):
+    tracks = {}
+    for event in slices(trace):
+        tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(tracks) > 8
+    for spans in tracks.values():
+        spans.sort()
+        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+            assert start >= end - 1e-6
+
+
+def test_every_task_is_there_once_with_kineto_names(trace, answered):
+    _, _, timeline = answered
+    kernels = [event for event in slices(trace) if event["cat"] == "kernel"]
+    assert len(kernels) == len(timeline.events)
+    assert {"stream", "device", "correlation"} <= set(kernels[0]["args"])
+    for event in kernels:
+        assert event["name"].startswith("nccl") == event["args"]["part"].endswith("_comm")
+    steps = [event for event in slices(trace) if event["cat"] == "user_annotation"]
+    assert len(steps) == 4 and steps[0]["dur"] == pytest.approx(timeline.step_time_s * 1e6)
+
+
+def test_each_micro_batch_flows_through_every_boundary_both_ways(answered, trace):
+    _, prediction, timeline = answered
+    batches = prediction.plan.groups[0].num_micro_batches
+    assert len(pipeline_flows(timeline)) == 2 * 3 * batches
+    starts = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
+    assert starts.keys() == ends.keys() and len(starts) == 2 * 3 * batches
+    assert all(starts[i]["ts"] <= ends[i]["ts"] and starts[i]["pid"] != ends[i]["pid"] for i in starts)
+
+
+def test_flow_ends_lie_inside_slices(trace):
+    spans = {}
+    for event in slices(trace):
+        spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for event in trace["traceEvents"]:
+        if event["ph"] in "sf":
+            assert any(a <= event["ts"] <= b for a, b in spans[event["pid"], event["tid"]])
+
+
+def test_overlapping_tasks_of_one_stream_get_a_lane_each(answered):
+    _, prediction, _ = answered
+    both = tuple(
+        Event(rank=0, group=0, stage=0, stream="data", name=f"bucket {i}", part="data_comm", start_s=0.1 * i, end_s=1.0)
+        for i in range(3)
+    )
+    made = trace_object(prediction, Timeline(events=both, step_time_s=1.0))
+    assert len({event["tid"] for event in slices(made) if event["cat"] == "kernel"}) == 3
+
+
+def test_the_cap_is_kept_and_said(answered):
+    _, prediction, timeline = answered
+    made = trace_object(prediction, timeline, max_events=50)
+    assert sum(event["cat"] == "kernel" for event in slices(made)) == 50
+    assert made["otherData"]["omitted_events"] == str(len(timeline.events) - 50)
+
+
+def test_the_file_is_gzip_of_utf8_json_and_the_same_each_time(answered, tmp_path):
+    _, prediction, timeline = answered
+    odd = replace(prediction, model="llämä \ud800")
+    for name in ("a.json.gz", "b.json.gz"):
+        size = write_trace(str(tmp_path / name), odd, timeline)
+        assert size == (tmp_path / name).stat().st_size
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+    json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()).decode("utf-8"))
+    write_trace(str(tmp_path / "c.json"), prediction, timeline)
+    json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
