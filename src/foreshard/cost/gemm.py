@@ -53,11 +53,13 @@ def gemm_s(
     compute_s = _compute_s(m, n, k, batch, kernels, sixteen_bit)
     if np.any(kernels.gemm_sag):
         compute_s = compute_s * (1.0 + kernels.gemm_sag * (compute_s / (compute_s + CLOCK_SAG_S)))
-    outputs = m * n
-    moved = (k * (m + n) + outputs) * batch
+    moved = (k * (m + n) + m * n) * batch
     memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))
-    busy_s = np.maximum(compute_s, memory_s) + kernels.gemm_exposed * np.minimum(compute_s, memory_s)
-    return np.where(outputs * k * batch > 0, busy_s + kernels.gemm_launch_s, 0.0)
+    time_s = np.maximum(compute_s, memory_s) + kernels.gemm_exposed * np.minimum(compute_s, memory_s)
+    time_s = time_s + kernels.gemm_launch_s
+    if min(float(np.min(size, initial=1.0)) for size in (m, n, k, batch)) > 0:
+        return np.asarray(time_s)
+    return np.where((m > 0) & (n > 0) & (k > 0) & (batch > 0), time_s, 0.0)
 
 
 def _compute_s(
@@ -74,11 +76,14 @@ def _compute_s(
     run_s = (k + k0) * (batch * (tile_s / kernels.num_sms))
     longest_s = (np.minimum(k, split_k) + k0) * tile_s
     shape_loss = 1.0 - np.asarray(kernels.gemm_tile_penalty, dtype=np.float64)
+    down = {rows: np.ceil(m * (1.0 / rows)) for rows in {rows for rows, _ in TILES}}
+    across = {columns: np.ceil(n * (1.0 / columns)) for columns in {columns for _, columns in TILES}}
     best_s: np.ndarray | None = None
     for rows, columns in TILES:
-        tiles = np.ceil(m * (1.0 / rows)) * np.ceil(n * (1.0 / columns))
+        time_s = np.maximum(down[rows] * across[columns] * run_s, longest_s)
         area = rows * columns / _LARGEST_TILE
-        time_s = np.maximum(tiles * run_s, longest_s) * area**shape_loss
+        if area < 1.0:
+            time_s = time_s * area**shape_loss
         best_s = time_s if best_s is None else np.minimum(best_s, time_s)
     assert best_s is not None
     return best_s
