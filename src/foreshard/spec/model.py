@@ -137,8 +137,12 @@ class Model:
         """
         flops = self.forward_flops_per_token(seq_len, causal)
         gradient_flows = not self.embedding_frozen
+        known: dict[tuple[int, bool], float] = {}  # most blocks are one object
         for block in self.blocks:
-            flops += block.backward_flops(seq_len, causal, gradient_flows)
+            case = (id(block), gradient_flows)
+            if case not in known:
+                known[case] = block.backward_flops(seq_len, causal, gradient_flows)
+            flops += known[case]
             gradient_flows = gradient_flows or block.trainable_params > 0
         head = self._head_flops(seq_len) - 2 * self.embedding_matmul_params
         flops += head * (gradient_flows + (not self.head_frozen))
