@@ -52,12 +52,17 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
                 rule="an entry has the fields of Framework, base, and a source",
             )
         if entry.get("base", label) not in {*known, label}:
-            raise SpecError(f"unknown base {entry['base']!r}", file=file, key=label, rule="a base comes before")
+            raise SpecError(
+                f"unknown base {entry['base']!r}", file=file, key=label, rule="a base comes before"
+            )
         full = _inherited(entry, known)
         for key, choices in CHOICES.items():
             if key in full and full[key] not in choices:
                 raise SpecError(
-                    f"{full[key]!r} is not valid", file=file, key=f"{label}.{key}", rule=f"one of {', '.join(choices)}"
+                    f"{full[key]!r} is not valid",
+                    file=file,
+                    key=f"{label}.{key}",
+                    rule=f"one of {', '.join(choices)}",
                 )
         known[label] = full
         table.append(Framework(**full))

@@ -26,7 +26,7 @@ from foreshard.comm.collectives import (
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.errors import SpecError
 from foreshard.profile.facts import integer, number
-from foreshard.profile.row_plan import nic_rate
+from foreshard.profile.row_cluster import nic_rate
 from foreshard.profile.tables import Table
 
 _TIMES = {

@@ -1,52 +1,46 @@
-"""Split-conformal intervals on log residuals of families that were left out of the fit.
+"""Building the residual classes that intervals rest on, from runs of families left out of the fit.
 
-A residual is log(measured / predicted). Residuals are grouped by class (what a prediction rests on); the
-interval of a new prediction is the finite-sample quantile of its class, wider when the query is far from
-the data the class was measured on.
+`predict.interval` reads what is built here; the quantiles and distances themselves live there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreshard.predict.interval import (
+    LEVEL,
+    MIN_CLASS,
+    conformal_quantile,
+    neighbour_distance,
+    signed_quantiles,
+    spread,
+    widening,
+)
 
-def conformal_quantile(scores: ArrayLike, level: float) -> float:
-    """Return the score that a new exchangeable score stays below with probability at least `level`.
 
-    Parameters
-    ----------
-    scores : array, shape (n,)
-        Non-negative nonconformity scores of held-out rows.
-    level : float, in (0, 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """One run predicted with constants that never saw its family.
 
-    Returns
-    -------
-    float
-        The ceil((n + 1) level)-th smallest score; infinite when n is too small for that level.
-
-    Source
-    ------
-    Vovk, Gammerman, Shafer 2005; Lei et al. 2018 (arXiv 1604.04173) section 2.2.
-
-    Examples
-    --------
-    >>> conformal_quantile([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], 0.9)
-    9.0
+    classes : from `predict.interval.class_of`, the narrowest first
+    features : from `predict.interval.features_of`
     """
-    ordered = np.sort(np.asarray(scores, float).ravel())
-    rank = int(np.ceil((len(ordered) + 1) * level - 1e-9))
-    return float(ordered[rank - 1]) if 0 < rank <= len(ordered) else float("inf")
 
+    family: str
+    measured_s: float
+    predicted_s: float
+    classes: tuple[str, ...]
+    features: tuple[float, ...]
 
-def signed_quantiles(residuals: ArrayLike, level: float) -> tuple[float, float]:
-    """Return (low, high) such that a new residual lies between with probability at least `level`.
-
-    Each tail gets half of the miss, so a biased or skewed class gets an uneven interval.
-    """
-    values = np.asarray(residuals, float).ravel()
-    tail = 1.0 - (1.0 - level) / 2.0
-    return -conformal_quantile(-values, tail), conformal_quantile(values, tail)
+    @property
+    def residual(self) -> float:
+        """log(measured / predicted)."""
+        return float(np.log(self.measured_s / self.predicted_s))
 
 
 def feature_scale(features: ArrayLike) -> NDArray[np.float64]:
@@ -57,66 +51,78 @@ def feature_scale(features: ArrayLike) -> NDArray[np.float64]:
     features : array, shape (n, k)
     """
     data = np.atleast_2d(np.asarray(features, float))
-    spread = 1.4826 * np.median(np.abs(data - np.median(data, axis=0)), axis=0)
-    return np.where(spread > 0, spread, np.where(np.ptp(data, axis=0) > 0, np.std(data, axis=0), 1.0))
+    middle = 1.4826 * np.median(np.abs(data - np.median(data, axis=0)), axis=0)
+    return np.where(middle > 0, middle, np.where(np.ptp(data, axis=0) > 0, np.std(data, axis=0), 1.0))
 
 
-def neighbour_distance(queries: ArrayLike, data: ArrayLike, scale: ArrayLike, *, skip_self: bool = False) -> NDArray:
-    """Return the distance of each query to its nearest data row, root mean square of scaled features.
+def class_entry(rows: Sequence[LeftOut]) -> dict[str, Any]:
+    """Return one class of `residuals.json`: residuals, points, their scale and typical distance."""
+    points = np.array([row.features for row in rows], float)
+    scale = feature_scale(points)
+    near = neighbour_distance(points, points, scale, skip_self=True)
+    distinct = near[near > 0]
+    return {
+        "residuals": [round(row.residual, 4) for row in rows],
+        "points": [[round(value, 3) for value in row.features] for row in rows],
+        "scale": [round(float(value), 4) for value in scale],
+        "typical": round(float(np.quantile(distinct, 0.9)) if len(distinct) else 1.0, 4),
+        "families": sorted({row.family for row in rows}),
+    }
+
+
+def build_classes(rows: Iterable[LeftOut]) -> dict[str, dict[str, Any]]:
+    """Return every class with enough rows for two finite ends; `all` holds every row."""
+    groups: dict[str, list[LeftOut]] = {}
+    for row in rows:
+        for name in row.classes:
+            groups.setdefault(name, []).append(row)
+    return {name: class_entry(group) for name, group in sorted(groups.items()) if len(group) >= MIN_CLASS}
+
+
+def interval_of(
+    row: LeftOut, classes: Mapping[str, Mapping[str, Any]], level: float = LEVEL
+) -> tuple[float, float] | None:
+    """Return the interval a query gets from some classes, None when none of them is finite."""
+    for name in row.classes:
+        entry = classes.get(name)
+        if entry is None:
+            continue
+        bounds = signed_quantiles(entry["residuals"], level)
+        if np.all(np.isfinite(bounds)):
+            distance = neighbour_distance([row.features], entry["points"], entry["scale"])
+            low, high = spread(row.predicted_s, bounds, widening(distance, entry["typical"])[0])
+            return float(low), float(high)
+    return None
+
+
+def family_coverage(
+    rows: Sequence[LeftOut], level: float = LEVEL, together: Sequence[tuple[str, ...]] = ()
+) -> dict[str, float]:
+    """Return for each family the share of its runs inside intervals built from the other families.
 
     Parameters
     ----------
-    queries : array, shape (q, k)
-    data : array, shape (n, k)
-    scale : array, shape (k,)
-    skip_self : bool
-        The queries are the data: a row is not its own neighbour.
-
-    Returns
-    -------
-    ndarray, shape (q,)
+    together : sequence of tuples of families
+        Families that share configurations; none of them serves to judge another.
     """
-    a = np.atleast_2d(np.asarray(queries, float)) / np.asarray(scale, float)
-    b = np.atleast_2d(np.asarray(data, float)) / np.asarray(scale, float)
-    square = np.mean((a[:, None, :] - b[None, :, :]) ** 2, axis=2)
-    if skip_self:
-        np.fill_diagonal(square, np.inf)
-    return np.sqrt(square.min(axis=1))
+    out = {}
+    for family in dict.fromkeys(row.family for row in rows):
+        leaving = next((set(names) for names in together if family in names), {family})
+        classes = build_classes(row for row in rows if row.family not in leaving)
+        mine = [row for row in rows if row.family == family]
+        made = [(row, interval_of(row, classes, level)) for row in mine]
+        known = [low_high[0] <= row.measured_s <= low_high[1] for row, low_high in made if low_high]
+        if known:
+            out[family] = float(np.mean(known))
+    return out
 
 
-def widening(distance: ArrayLike, typical: float, rate: float = 0.5) -> NDArray[np.float64]:
-    """Return the factor on an interval at a distance from the data: 1 up to `typical`, then a logarithm.
-
-    Parameters
-    ----------
-    distance : array
-    typical : float, > 0
-        The 90 % quantile of the distances between the data rows themselves.
-    rate : float
-        Extra width per factor e of distance beyond `typical`.
-    """
-    excess = np.maximum(np.asarray(distance, float) / max(typical, 1e-12), 1.0)
-    return 1.0 + rate * np.log(excess)
-
-
-def interval(
-    predicted: ArrayLike, residuals: ArrayLike, level: float = 0.9, factor: ArrayLike = 1.0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (low, high) of predictions whose class has these log residuals.
-
-    Parameters
-    ----------
-    predicted : array, shape (q,), seconds or bytes
-    residuals : array, shape (n,)
-        log(measured / predicted) of left-out rows of the class.
-    level : float
-    factor : array, shape () or (q,)
-        From `widening`.
-    """
-    low, high = signed_quantiles(residuals, level)
-    value, wide = np.asarray(predicted, float), np.asarray(factor, float)
-    middle = 0.5 * (low + high) if np.isfinite(low + high) else 0.0
-    return (
-        value * np.exp(middle + (low - middle) * wide),
-        value * np.exp(middle + (high - middle) * wide),
-    )
+__all__ = [
+    "LeftOut",
+    "build_classes",
+    "class_entry",
+    "conformal_quantile",
+    "family_coverage",
+    "feature_scale",
+    "interval_of",
+]

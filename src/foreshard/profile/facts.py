@@ -50,7 +50,9 @@ def integer(raw: Mapping[str, str], key: str) -> int | None:
     if value is None:
         return None
     if value != int(value) or value < 1:
-        raise SpecError(f"{raw[key]!r} is not valid", key=key, value=raw[key], rule="a whole number >= 1 or blank")
+        raise SpecError(
+            f"{raw[key]!r} is not valid", key=key, value=raw[key], rule="a whole number >= 1 or blank"
+        )
     return int(value)
 
 
@@ -68,7 +70,9 @@ def precision_of(text: str, device: Device) -> tuple[str, tuple[str, ...]]:
     else:
         found = re.search("bf16|fp16|tf32|fp32", low.replace("bfloat16", "bf16").replace("float16", "fp16"))
         if found is None:
-            raise SpecError(f"unknown dtype {text!r}", key="dtype", value=text, rule="a known training precision")
+            raise SpecError(
+                f"unknown dtype {text!r}", key="dtype", value=text, rule="a known training precision"
+            )
         precision = found[0]
     if precision == "mxfp8" and not device.supports("mxfp8") and device.supports("fp8"):
         return "fp8", (f"{device.name} has no block-scaled fp8: sub-channel scaling read as fp8",)
@@ -80,7 +84,9 @@ def recompute_of(text: str) -> tuple[str, str, tuple[str, ...]]:
     low = text.lower().strip()
     head, _, rest = low.partition(";")
     offload = "activations" if "offload" in low else "none"
-    notes = (f"activation offload of part of the layers: {rest.strip() or head}",) if offload != "none" else ()
+    notes = (
+        (f"activation offload of part of the layers: {rest.strip() or head}",) if offload != "none" else ()
+    )
     for word, rule in _REMAT:
         if word in low.replace("-", "_"):
             return check_recompute(rule), offload, (*notes, f"remat policy {text!r} read as {rule}")
@@ -133,7 +139,11 @@ def _overlap_facts(text: str) -> dict[str, bool]:
     if low.startswith("none"):
         return {"grad_overlap": False, "param_gather_overlap": False}
     facts: dict[str, bool] = {}
-    names = (("grad_reduce", "grad_overlap"), ("param_gather", "param_gather_overlap"), ("p2p_overlap", "p2p_overlap"))
+    names = (
+        ("grad_reduce", "grad_overlap"),
+        ("param_gather", "param_gather_overlap"),
+        ("p2p_overlap", "p2p_overlap"),
+    )
     for word, key in names:
         found = re.search(rf"\b{word}=(true|false)", low)
         if found:

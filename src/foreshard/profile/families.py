@@ -15,7 +15,12 @@ from foreshard.spec.framework import Framework
 
 GIB = 2.0**30
 TRIO = ("dgxc", "megatronbridge", "nemo_docs")  # share code and configurations: they leave together
-_PAPERS = (("korthikanti", "korthikanti"), ("sc21", "sc21"), ("h100", "megatron_h100"), ("2020", "megatron_2020"))
+_PAPERS = (
+    ("korthikanti", "korthikanti"),
+    ("sc21", "sc21"),
+    ("h100", "megatron_h100"),
+    ("2020", "megatron_2020"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class Family:
     """
 
     dtype: str = "bf16"
-    dtype_why: str = "training in bf16 is the framework's default"
+    dtype_why: str = "the default of its framework"
     recompute: str = "none"
     seq_len: int = 0
     seq_why: str = ""
@@ -40,13 +45,13 @@ class Family:
     why: str = ""
 
 
-_JEAN_ZAY = {"nic": "400 Gb/s", "nic_why": "4 Omni-Path 100 Gb/s links per node (IDRIS, Jean Zay description)"}
+_JEAN_ZAY = "4 Omni-Path 100 Gb/s links per node (IDRIS, Jean Zay description)"
 
 FAMILIES: dict[str, Family] = {
     "vtrain_single": Family(
         dtype="fp16", dtype_why="--fp16 of the Megatron-DeepSpeed launch scripts vTrain builds on", zero=0
     ),
-    "bigscience": Family(flops="hardware", zero=0, **_JEAN_ZAY),
+    "bigscience": Family(flops="hardware", zero=0, nic="400 Gb/s", nic_why=_JEAN_ZAY),
     "internevo": Family(
         flops="hardware", seq_len=2048, seq_why="SEQ_LEN of configs/7B_sft.py", recompute="full"
     ),
@@ -141,5 +146,8 @@ def _mlperf(raw: Mapping[str, str]) -> tuple[Framework, tuple[str, ...]]:
     entry, notes = _at_release("mlperf-nemo", number[1] if number else "")
     if re.search("gaudi|amd|mi3", raw["gpu"].lower()):
         ported = replace(entry, attention="fa2", elementwise="eager")
-        return ported, (*notes, "not NVIDIA: read as a port of the NVIDIA code with flash attention 2, eager norms")
+        return ported, (
+            *notes,
+            "not NVIDIA: read as a port of the NVIDIA code with flash attention 2, eager norms",
+        )
     return entry, notes

@@ -1,91 +1,23 @@
-"""The Plan and the Cluster of a training row: degrees, layer cuts and blanks as its family declares them."""
+"""The Plan of a training row: degrees, layer cuts and blanks as its family declares them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
 from foreshard.profile.facts import integer, recompute_of, sharding_of
 from foreshard.profile.families import Family
-from foreshard.spec.cluster import Cluster
+from foreshard.profile.row_cluster import Notes
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.layout import block_cuts, plan_from_degrees
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
-_RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand port by generation
 _KEEP_FREE = 0.85  # share of the device memory that the blank micro-batch rule fills
-
-
-@dataclass(slots=True)
-class Notes:
-    """What was assumed while a row was read."""
-
-    lines: list[str]
-
-    def add(self, line: str) -> None:
-        """Keep one assumption, once."""
-        if line not in self.lines:
-            self.lines.append(line)
-
-
-def nic_rate(text: str) -> str | None:
-    """Return the NIC rate of a node that an inter_link cell states, None when it states none.
-
-    Storage and management ports do not count.
-
-    Examples
-    --------
-    >>> nic_rate("8x 200 Gbps HDR IB per DGX A100 (Selene)")
-    '1600 Gb/s'
-    """
-    parts = re.split(r"[,;]|\band\b", text)
-    compute = [part for part in parts if re.search("compute", part.lower())]
-    parts = compute or [part for part in parts if not re.search("storage|management", part.lower())]
-    best = 0.0
-    for part in parts:
-        low = part.lower()
-        count = re.search(r"(\d+)\s*x\s*[a-z\d]", low)
-        rate = re.search(r"(?<![\d.])(\d+)\s*[Gg](?:b|bit|bps|bit/s|b/s|b/[Ss]ec|bE)?\b", part)
-        kind = next((value for word, value in _RATES.items() if re.search(rf"\b{word}\b", low)), 0.0)
-        each = float(rate[1]) if rate else kind
-        best = max(best, each * (int(count[1]) if count else 1))
-    return f"{best:g} Gb/s" if best else None
-
-
-def row_cluster(raw: Mapping[str, str], device: Device, family: Family, notes: Notes) -> Cluster:
-    """Return the devices a row used, with the NIC it states, its family declares, or the catalog's."""
-    gpus = integer(raw, "gpus")
-    if gpus is None:
-        raise SpecError("the number of devices is not stated", key="gpus", rule="gpus is stated")
-    per_node = min(integer(raw, "gpus_per_node") or 8, gpus)
-    if not raw["gpus_per_node"]:
-        notes.add("devices per node not stated: 8")
-    nodes, rest = divmod(gpus, per_node)
-    rate = None
-    if gpus > per_node:
-        rate = nic_rate(raw["inter_link"])
-        if family.nic and "not stated" in raw["inter_link"]:
-            rate = family.nic
-            notes.add(f"NIC {family.nic}: {family.nic_why}")
-        elif rate is None and family.nic:
-            rate = family.nic
-            notes.add(f"NIC {family.nic}: {family.nic_why}")
-        elif rate is None:
-            notes.add("NIC not stated: the catalog's default for the device")
-    suffix = f"@{rate.replace(' ', '')}" if rate else ""
-    terms = [f"{nodes}x{per_node}x{device.name}"] + ([f"1x{rest}x{device.name}"] if rest else [])
-    cluster = load_cluster("+".join(terms) + suffix)
-    pod = re.search(r"\((\d+) chips/slice\)", raw["intra_link"])
-    if pod:  # a slice of a TPU pod is one domain of its inter-chip links
-        groups = tuple(replace(group, nvlink_domain=int(pod[1])) for group in cluster.nodes)
-        return replace(cluster, nodes=groups)
-    return cluster
 
 
 def _layout_cuts(text: str) -> list[int]:
@@ -146,7 +78,9 @@ def _virtual_stages(raw: Mapping[str, str], num_blocks: int, pp: int, family_nam
         if pp > 1 and family_name in ("megatron_h100", "nemo_docs", "mlperf", "sc21", "korthikanti"):
             per_stage = num_blocks // pp
             vpp = next(v for v in (per_stage // 2, per_stage, 1) if v and num_blocks % (pp * v) == 0)
-            notes.add(f"vpp not stated with pp {pp}: interleaved, {num_blocks // (pp * vpp)} layers per chunk")
+            notes.add(
+                f"vpp not stated with pp {pp}: interleaved, {num_blocks // (pp * vpp)} layers per chunk"
+            )
     if pp == 1 and vpp > 1:
         notes.add(f"vpp {vpp} with pp 1 has no meaning: 1")
         vpp = 1
@@ -179,7 +113,9 @@ def _largest_micro_batch(model: Model, device: Device, seq_len: int, at: dict[st
     return best
 
 
-def _micro_batch(raw: Mapping[str, str], model: Model, device: Device, at: dict[str, int], notes: Notes) -> int:
+def _micro_batch(
+    raw: Mapping[str, str], model: Model, device: Device, at: dict[str, int], notes: Notes
+) -> int:
     stated = integer(raw, "micro_batch")
     if stated is not None:
         return stated
@@ -247,15 +183,20 @@ def row_plan(
     vpp = _virtual_stages(raw, model.num_layers, degrees["pp"], family_name, notes)
     at = {**degrees, "vpp": vpp, "seq_len": seq_len, "global_batch": global_batch}
     micro_batch = _micro_batch(raw, model, device, at, notes)
-    zero, shard, flavour, framework = _sharding(raw, family, framework, degrees, notes)
+    zero, shard, framework = _sharding(raw, family, framework, degrees, notes)
     recompute, offload = _memory_options(raw, family, framework, notes)
     if micro_batch * degrees["dp"] > global_batch:
-        notes.add(f"micro-batch {micro_batch} x dp {degrees['dp']} exceeds the global batch: one short micro-batch")
-    options: dict[str, Any] = {"zero": zero, "shard_size": shard, "recompute": recompute, "offload": offload}
+        notes.add("micro-batch times dp exceeds the global batch: one short micro-batch")
+    options: dict[str, Any] = {
+        **degrees,
+        "zero": zero,
+        "shard_size": shard,
+        "recompute": recompute,
+        "offload": offload,
+    }
     plan = plan_from_degrees(
         model.num_layers,
         gpus,
-        **degrees,
         micro_batch=micro_batch,
         global_batch=global_batch,
         seq_len=seq_len,
@@ -270,8 +211,8 @@ def row_plan(
 
 def _sharding(
     raw: Mapping[str, str], family: Family, framework: Framework, degrees: dict[str, int], notes: Notes
-) -> tuple[int, int | None, str, Framework]:
-    """Return ZeRO stage, shard size, FSDP flavour and the framework that shards that way."""
+) -> tuple[int, int | None, Framework]:
+    """Return ZeRO stage, shard size and the framework that shards that way."""
     default = framework.default_zero if family.zero is None else family.zero
     zero, shard, flavour = sharding_of(raw["zero_stage_or_fsdp"], default)
     if not raw["zero_stage_or_fsdp"]:
@@ -288,7 +229,7 @@ def _sharding(
         framework = replace(framework, fsdp=flavour if flavour == "megatron-fsdp" else "fsdp1")
     elif not flavour and zero < 3 and framework.fsdp != "none":
         framework = replace(framework, fsdp="none")
-    return zero, shard, flavour, framework
+    return zero, shard, framework
 
 
 def _memory_options(

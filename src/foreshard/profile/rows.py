@@ -12,18 +12,46 @@ from foreshard.catalog.models import resolve_row_model
 from foreshard.errors import SpecError
 from foreshard.profile.facts import number, precision_of, stated
 from foreshard.profile.families import FAMILIES, Family, family_of, framework_of
-from foreshard.profile.row_plan import Notes, row_cluster, row_plan
+from foreshard.profile.row_cluster import Notes, row_cluster
+from foreshard.profile.row_plan import row_plan
 from foreshard.profile.tables import TRAINING, Table, read_table
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
-_INPUT_COLUMNS = (
-    "model n_layers hidden ffn_hidden n_heads n_kv_heads vocab seq_len n_experts topk gated_mlp gpu gpus "
-    "gpus_per_node intra_link inter_link framework dtype dp tp pp vpp cp ep sp zero_stage_or_fsdp micro_batch "
-    "global_batch act_recompute flash_attention"
-).split()
+_INPUT_COLUMNS = [
+    "model",
+    "n_layers",
+    "hidden",
+    "ffn_hidden",
+    "n_heads",
+    "n_kv_heads",
+    "vocab",
+    "seq_len",
+    "n_experts",
+    "topk",
+    "gated_mlp",
+    "gpu",
+    "gpus",
+    "gpus_per_node",
+    "intra_link",
+    "inter_link",
+    "framework",
+    "dtype",
+    "dp",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "sp",
+    "zero_stage_or_fsdp",
+    "micro_batch",
+    "global_batch",
+    "act_recompute",
+    "flash_attention",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +95,9 @@ class Skipped:
     reason: str
 
 
-def measured_step_s(raw: Mapping[str, str], convention: str, model: Model | None, seq_len: int) -> float | None:
+def measured_step_s(
+    raw: Mapping[str, str], convention: str, model: Model | None, seq_len: int
+) -> float | None:
     """Return the measured step time: printed, else from tokens/s, else from TFLOP/s, else None.
 
     Parameters
@@ -100,7 +130,9 @@ def measured_memory(raw: Mapping[str, str], family: Family) -> tuple[float | Non
     if value is None or value <= 0:
         return None, ""
     notes = raw["notes"].lower()
-    kind = "allocated" if re.search(r"max allocated|peak allocated|max_memory_allocated", notes) else "unknown"
+    kind = (
+        "allocated" if re.search(r"max allocated|peak allocated|max_memory_allocated", notes) else "unknown"
+    )
     if kind == "unknown" and "reserved" in notes and "allocated vs reserved not stated" not in notes:
         kind = "reserved"
     unit = 1e9 if "GiB*1.0737" in raw["notes"] else family.gigabyte
@@ -179,7 +211,9 @@ def table_rows(table: Table) -> tuple[list[Row], list[Skipped]]:
             name = family_of(raw["id"], raw["source"])
             try:
                 family = FAMILIES.get(name, Family())
-                measured = measured_step_s(raw, family.flops, None, int(number(raw, "seq_len") or family.seq_len))
+                measured = measured_step_s(
+                    raw, family.flops, None, int(number(raw, "seq_len") or family.seq_len)
+                )
             except SpecError:
                 measured = None
             if raw["notes"].startswith("OOM:"):
@@ -201,7 +235,9 @@ def read_training_rows(paths: Iterable[str | Path]) -> tuple[list[Row], list[Ski
     for path in paths:
         table = read_table(path)
         if table.kind != TRAINING:
-            raise SpecError("not a table of training runs", file=str(path), rule="training tables have n_layers, dp, tp")
+            raise SpecError(
+                "not a table of training runs", file=str(path), rule="training tables have n_layers, dp, tp"
+            )
         more, less = table_rows(table)
         rows += more
         skipped += less

@@ -119,7 +119,10 @@ def _rank_groups(rows: Iterable[Outcome]) -> list[tuple[NDArray[np.float64], NDA
         if row.rank_key is not None and row.measured_s and row.predicted_s:
             groups.setdefault(row.rank_key, []).append(row)
     return [
-        (np.array([row.measured_s for row in group], float), np.array([row.predicted_s for row in group], float))
+        (
+            np.array([row.measured_s for row in group], float),
+            np.array([row.predicted_s for row in group], float),
+        )
         for group in groups.values()
         if len(group) >= 3
     ]
@@ -230,5 +233,8 @@ def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "rows": [row.to_dict() for row in outcomes],
-        "summary": {"overall": overall, "by_family": {name: summarise(rows) for name, rows in families.items()}},
+        "summary": {
+            "overall": overall,
+            "by_family": {name: summarise(rows) for name, rows in families.items()},
+        },
     }

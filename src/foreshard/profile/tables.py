@@ -20,7 +20,11 @@ MAX_CELL_CHARS = 1_000_000
 
 # (kind, layout, columns that only such a table has together)
 LAYOUTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (TRAINING, "llm", ("id", "model", "n_layers", "hidden", "gpu", "gpus", "micro_batch", "metric_step_time_s")),
+    (
+        TRAINING,
+        "llm",
+        ("id", "model", "n_layers", "hidden", "gpu", "gpus", "micro_batch", "metric_step_time_s"),
+    ),
     (COLLECTIVE, "nccl-tests", ("collective", "gpu", "num_gpus", "size_bytes", "time_us")),
     (COLLECTIVE, "sailor", ("collective", "gpu", "num_gpus", "data_size_mb", "time_ms")),
     (KERNEL, "attention", ("device", "phase", "batch", "seq_len", "num_heads", "latency_ms")),
@@ -95,7 +99,9 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
             f"cannot read the table: {error}", file=str(path), fix="give a readable .csv or .csv.gz file"
         ) from None
     if len(lines) < 2:
-        raise SpecError("the table is empty", file=str(path), rule="a table has a header and at least one row")
+        raise SpecError(
+            "the table is empty", file=str(path), rule="a table has a header and at least one row"
+        )
     return lines[0], lines[1:]
 
 
@@ -127,7 +133,9 @@ def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, 
     )
 
 
-def _identity(columns: list[str], rows: list[dict[str, str]], stem: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _identity(
+    columns: list[str], rows: list[dict[str, str]], stem: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ids and families: of the id column, else stem and row number, and the system or device."""
     if "id" in columns:
         ids = tuple(row["id"] for row in rows)

@@ -16,7 +16,17 @@ from foreshard.profile.tables import CLASSIC, COLLECTIVE, KERNEL, TRAINING, Tabl
 from foreshard.spec.prediction import Memory
 
 _PROVENANCE = ("id", "source", "url_or_repo_path", "notes", "check", "quality")
-_RESULTS = ("time", "latency", "busbw", "algbw", "tflops_derived", "throughput", "measured", "derived", "samples_per")
+_RESULTS = (
+    "time",
+    "latency",
+    "busbw",
+    "algbw",
+    "tflops_derived",
+    "throughput",
+    "measured",
+    "derived",
+    "samples_per",
+)
 
 
 class Predicted(Protocol):

@@ -1,0 +1,211 @@
+"""Intervals around a predicted step time: split-conformal quantiles of residuals that shipped with us.
+
+A residual is log(measured / predicted) of a run whose family was left out of the fit. Residuals are grouped
+by class, what the prediction rests on; an interval is the finite-sample quantile of its class, wider when
+the query is far from every run of the class. `data/residuals.json` is written by `scripts/accuracy.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+
+LEVEL = 0.9
+FEATURES = ("log2 parameters", "log2 hidden", "log2 sequence", "log2 tokens per rank", "log2 tp", "log2 pp",
+            "log2 devices")  # fmt: skip
+MIN_CLASS = 19  # smallest class whose 90 % interval has two finite ends: 20 x 0.95 = 19
+
+
+def conformal_quantile(scores: ArrayLike, level: float) -> float:
+    """Return the score that a new exchangeable score stays below with probability at least `level`.
+
+    Parameters
+    ----------
+    scores : array, shape (n,)
+        Nonconformity scores of held-out rows.
+    level : float, in (0, 1)
+
+    Returns
+    -------
+    float
+        The ceil((n + 1) level)-th smallest score; infinite when n is too small for that level.
+
+    Source
+    ------
+    Vovk, Gammerman, Shafer 2005; Lei et al. 2018 (arXiv 1604.04173) section 2.2.
+
+    Examples
+    --------
+    >>> conformal_quantile([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], 0.9)
+    9.0
+    """
+    ordered = np.sort(np.asarray(scores, float).ravel())
+    rank = int(np.ceil((len(ordered) + 1) * level - 1e-9))
+    return float(ordered[rank - 1]) if 0 < rank <= len(ordered) else float("inf")
+
+
+def signed_quantiles(residuals: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
+    """Return (low, high) such that a new residual lies between with probability at least `level`.
+
+    Each tail gets half of the miss, so a biased or skewed class gets an uneven interval.
+    """
+    values = np.asarray(residuals, float).ravel()
+    tail = 1.0 - (1.0 - level) / 2.0
+    return -conformal_quantile(-values, tail), conformal_quantile(values, tail)
+
+
+def neighbour_distance(
+    queries: ArrayLike, data: ArrayLike, scale: ArrayLike, *, skip_self: bool = False
+) -> NDArray[np.float64]:
+    """Return the distance of each query to its nearest data row, root mean square of scaled features.
+
+    Parameters
+    ----------
+    queries : array, shape (q, k)
+    data : array, shape (n, k)
+    scale : array, shape (k,)
+    skip_self : bool
+        The queries are the data: a row is not its own neighbour.
+
+    Returns
+    -------
+    ndarray, shape (q,)
+    """
+    a = np.atleast_2d(np.asarray(queries, float)) / np.asarray(scale, float)
+    b = np.atleast_2d(np.asarray(data, float)) / np.asarray(scale, float)
+    square = np.mean((a[:, None, :] - b[None, :, :]) ** 2, axis=2)
+    if skip_self:
+        np.fill_diagonal(square, np.inf)
+    return np.sqrt(square.min(axis=1))
+
+
+def widening(distance: ArrayLike, typical: float, rate: float = 0.5) -> NDArray[np.float64]:
+    """Return the factor on an interval at a distance from the data: 1 up to `typical`, then a logarithm.
+
+    Parameters
+    ----------
+    distance : array
+    typical : float, > 0
+        The 90 % quantile of the distances between the data rows themselves.
+    rate : float
+        Extra width per factor e of distance beyond `typical`.
+    """
+    excess = np.maximum(np.asarray(distance, float) / max(typical, 1e-12), 1.0)
+    return 1.0 + rate * np.log(excess)
+
+
+def spread(
+    predicted: ArrayLike, bounds: tuple[float, float], factor: ArrayLike = 1.0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return (low, high) of predictions whose class has these bounds of the log residual.
+
+    Parameters
+    ----------
+    predicted : array, shape (q,), seconds or bytes
+    bounds : (float, float)
+        From `signed_quantiles`.
+    factor : array, shape () or (q,)
+        From `widening`; it stretches both ends away from the middle.
+    """
+    low, high = bounds
+    value, wide = np.asarray(predicted, float), np.asarray(factor, float)
+    middle = 0.5 * (low + high) if np.isfinite(low + high) else 0.0
+    return (
+        value * np.exp(middle + (low - middle) * wide),
+        value * np.exp(middle + (high - middle) * wide),
+    )
+
+
+def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
+    """Return what a query is compared by: sizes and degrees on a log2 scale, as `FEATURES` names them."""
+    group = plan.groups[0]
+    stage = group.stages[0]
+    tokens = group.micro_batch / stage.inner_dp * plan.seq_len / stage.cp
+    sizes = (
+        model.num_params,
+        model.hidden,
+        plan.seq_len,
+        tokens,
+        stage.tp,
+        len(group.stages),
+        len(plan.ranks),
+    )
+    return tuple(float(np.log2(max(float(size), 1.0))) for size in sizes)
+
+
+def class_of(model: Model, plan: Plan, evidence: str = "fitted") -> tuple[str, ...]:
+    """Return the classes of a prediction, the narrowest first.
+
+    Parameters
+    ----------
+    evidence : str
+        What the kernel times rest on: fitted, architecture or datasheet.
+    """
+    if any(block.lora_targets for block in model.blocks):
+        kind = "lora"
+    elif any(block.num_experts for block in model.blocks):
+        kind = "moe"
+    else:
+        kind = "dense"
+    width = "narrow" if plan.precision in ("fp8", "mxfp8", "nvfp4") else "wide"
+    return (f"{kind}:{width}:{evidence}", f"{kind}:{width}", kind, "all")
+
+
+@cache
+def residual_classes() -> Mapping[str, Mapping[str, Any]]:
+    """Return the shipped classes: residuals and points, or bounds with their source."""
+    text = files("foreshard.catalog").joinpath("data/residuals.json").read_text(encoding="utf-8")
+    return json.loads(text)["classes"]
+
+
+def _bounds(entry: Mapping[str, Any], level: float) -> tuple[float, float]:
+    if "residuals" in entry:
+        return signed_quantiles(entry["residuals"], level)
+    return float(entry["bounds"][0]), float(entry["bounds"][1])
+
+
+def step_interval(
+    step_time_s: float,
+    model: Model,
+    plan: Plan,
+    *,
+    evidence: str = "fitted",
+    level: float = LEVEL,
+    classes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[float, float, str]:
+    """Return (low, high, class) of a predicted step time.
+
+    The narrowest class with finite bounds at this level is used.
+
+    Parameters
+    ----------
+    step_time_s : float, seconds
+    evidence : str
+        fitted, architecture or datasheet.
+    classes : mapping or None
+        None: the shipped residuals.
+    """
+    table = residual_classes() if classes is None else classes
+    for name in class_of(model, plan, evidence):
+        entry = table.get(name)
+        if entry is None:
+            continue
+        bounds = _bounds(entry, level)
+        if not np.all(np.isfinite(bounds)):
+            continue
+        factor = 1.0
+        if entry.get("points"):
+            distance = neighbour_distance([features_of(model, plan)], entry["points"], entry["scale"])
+            factor = float(widening(distance, entry["typical"])[0])
+        low, high = spread(step_time_s, bounds, factor)
+        return float(low), float(high), name
+    raise AssertionError("residuals.json has no class 'all' with finite bounds")

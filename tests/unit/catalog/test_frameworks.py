@@ -1,0 +1,74 @@
+import pytest
+
+from foreshard.catalog.frameworks import frameworks, load_framework, parse_frameworks
+from foreshard.catalog.memory_profiles import memory_profile_names
+from foreshard.catalog.training import HOST_CLASSES
+from foreshard.errors import SpecError
+
+
+def test_every_entry_names_its_source_and_known_profiles():
+    for entry in frameworks():
+        assert len(entry.source) > 20, entry.label
+        assert entry.memory in memory_profile_names(), entry.label
+        assert entry.host in HOST_CLASSES, entry.label
+        assert entry.default_zero in (0, 1, 2, 3), entry.label
+
+
+def test_labels_are_distinct_and_load_back():
+    labels = [entry.label for entry in frameworks()]
+    assert len(labels) == len(set(labels))
+    assert all(load_framework(label).label == label for label in labels)
+
+
+def test_experts_run_grouped_from_bridge_26_06_on():
+    grouped = {f.release: f.grouped_gemm for f in frameworks() if f.name == "megatron-bridge"}
+    assert [release for release, on in grouped.items() if on] == ["26.06", "26.06.01", "26.08"]
+
+
+def test_blank_release_is_the_newest():
+    assert load_framework("megatron-bridge").release == "26.08"
+    assert load_framework("megatron-core").release == ""
+
+
+def test_nemo_recipes_differ_from_plain_megatron_core():
+    plain, nemo = load_framework("megatron-core"), load_framework("nemo@24.07")
+    assert (plain.grad_bytes, plain.tp_overlap, plain.param_gather_overlap) == (4, False, False)
+    assert (nemo.grad_bytes, nemo.tp_overlap, nemo.param_gather_overlap) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("label", "hint"),
+    [
+        ("megatron-brige", "megatron-bridge"),
+        ("nemo@24.08", "nemo@24.0"),
+        ("ddp@2.1", "none, give the name alone"),
+    ],
+)
+def test_unknown_names_and_releases_get_a_suggestion(label, hint):
+    with pytest.raises(SpecError) as caught:
+        load_framework(label)
+    assert hint in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('[[framework]]\nname="x"\n', "source"),
+        ('[[framework]]\nname="x"\nsource="s"\nspeed=2\n', "speed"),
+        ('[[framework]]\nname="x"\nsource="s"\nbase="y"\n', "base"),
+        ('[[framework]]\nname="x"\nsource="s"\nfsdp="fsdp9"\n', "fsdp9"),
+    ],
+)
+def test_a_broken_table_says_where(text, word):
+    with pytest.raises(SpecError, match=word):
+        parse_frameworks(text)
+
+
+def test_a_base_is_inherited_but_not_its_source():
+    text = (
+        '[[framework]]\nname="a"\ntp_overlap=true\nsource="first"\n'
+        '[[framework]]\nname="a"\nrelease="2"\nbase="a"\ngrad_bytes=2\nsource="second"\n'
+    )
+    second = parse_frameworks(text)[1]
+    assert (second.tp_overlap, second.grad_bytes, second.source) == (True, 2, "second")

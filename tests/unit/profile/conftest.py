@@ -1,0 +1,60 @@
+"""The cells of one whole training row."""
+
+import pytest
+
+LLAMA = {
+    "id": "megatronbridge-0001",
+    "source": "a table, 26.06 container",
+    "url_or_repo_path": "",
+    "model": "Llama-3/3.1-70B",
+    "n_layers": "80",
+    "hidden": "8192",
+    "ffn_hidden": "28672",
+    "n_heads": "64",
+    "n_kv_heads": "8",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "n_experts": "",
+    "topk": "",
+    "gated_mlp": "True",
+    "gpu": "H100-SXM-80GB",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "intra_link": "NVLink",
+    "inter_link": "",
+    "framework": "Megatron-Bridge/Megatron-Core 26.06 NeMo Container",
+    "dtype": "BF16",
+    "dp": "2",
+    "tp": "4",
+    "pp": "4",
+    "vpp": "5",
+    "cp": "2",
+    "ep": "1",
+    "sp": "True",
+    "zero_stage_or_fsdp": "distributed optimizer (ZeRO-1)",
+    "micro_batch": "1",
+    "global_batch": "128",
+    "act_recompute": "none",
+    "flash_attention": "True",
+    "metric_step_time_s": "10.5",
+    "metric_tokens_per_s_per_gpu": "",
+    "metric_tflops_per_gpu": "",
+    "metric_mfu": "",
+    "metric_peak_memory_gb": "",
+    "quality": "A",
+    "check": "ok",
+    "notes": "",
+    "in_cuda_graph": "none",
+    "in_tp_overlap": "userbuffers:tuned cfg",
+    "in_dp_overlap": "grad_reduce=True;param_gather=False;p2p_overlap=True",
+    "in_fp8_recipe": "bf16",
+    "in_moe_dispatcher": "dense",
+    "in_optimizer_dtypes": "master float32; exp_avg bfloat16; exp_avg_sq bfloat16; grad reduce/buffer bf16",
+    "in_input_source": "",
+    "in_other": "",
+}
+
+
+@pytest.fixture
+def cells():
+    return dict(LLAMA)

@@ -1,0 +1,261 @@
+import csv
+from itertools import pairwise
+
+import pytest
+
+from foreshard.catalog.devices import resolve_device
+from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import SpecError
+from foreshard.profile.facts import precision_of, recompute_of, sharding_of, stated
+from foreshard.profile.families import Family, family_of, framework_of
+from foreshard.profile.row_cluster import nic_rate
+from foreshard.profile.rows import measured_memory, measured_step_s, read_row, read_training_rows
+
+
+@pytest.fixture
+def row(cells):
+    return lambda **changes: read_row(cells | changes, "t")
+
+
+def test_a_whole_row(row):
+    case = row()
+    group, stage = case.plan.groups[0], case.plan.groups[0].stages[0]
+    assert (stage.tp, stage.cp, stage.inner_dp, len(group.stages), group.num_chunks) == (4, 2, 2, 4, 5)
+    assert (group.micro_batch, group.num_micro_batches, group.schedule, group.sp) == (
+        2,
+        64,
+        "interleaved",
+        True,
+    )
+    assert (stage.zero, stage.recompute, case.plan.precision) == (1, "none", "bf16")
+    assert case.cluster.num_devices == 64
+    assert case.model.num_layers == 80
+    assert case.framework.label == "megatron-bridge@26.06"
+    assert case.measured_s == 10.5
+    assert case.assumptions[-1].startswith("NIC not stated")
+
+
+def test_layers_are_covered_once_in_order(row):
+    case = row(vpp="4", in_other="")
+    spans = sorted(span for stage in case.plan.groups[0].stages for span in stage.layers)
+    assert spans[0][0] == 0 and spans[-1][1] == 82
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+def test_the_row_overrides_the_release(row):
+    facts = row().framework
+    assert (facts.tp_overlap, facts.param_gather_overlap, facts.grad_overlap) == (True, False, True)
+    assert (facts.moment_bytes, facts.master_bytes, facts.grad_bytes, facts.grad_reduce_bytes) == (2, 4, 2, 2)
+    assert not facts.fp8_params
+    assert row(in_tp_overlap="none").framework.tp_overlap is False
+    assert row(in_cuda_graph="transformer_engine:attn+moe_router").framework.cuda_graphs == "partial"
+    assert row(in_cuda_graph="full_iteration:default scope").framework.cuda_graphs == "full"
+
+
+def test_expert_facts():
+    text = "flex:hybridep;ep_a2a_overlap=True;shared_expert_overlap=False;dropless forced balance"
+    facts = stated(load_framework("megatron-bridge@25.09"), {"in_moe_dispatcher": text})
+    assert (facts.dispatcher, facts.expert_overlap) == ("hybridep", True)
+    facts = stated(load_framework("megatron-core"), {"in_moe_dispatcher": "alltoall;grouped_gemm=False"})
+    assert (facts.dispatcher, facts.grouped_gemm) == ("alltoall", False)
+
+
+def test_blank_cells_are_filled_and_listed(row):
+    case = row(dtype="", sp="", zero_stage_or_fsdp="", act_recompute="", micro_batch="2")
+    text = " | ".join(case.assumptions)
+    for word in (
+        "dtype not stated",
+        "sequence parallelism not stated",
+        "sharding not stated",
+        "recompute not stated",
+    ):
+        assert word in text
+    assert case.plan.groups[0].sp
+
+
+def test_rows_without_degrees_are_not_guessed(row):
+    with pytest.raises(SpecError, match="degrees"):
+        row(tp="", pp="")
+    with pytest.raises(SpecError, match="sequence"):
+        row(seq_len="")
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "want"),
+    [
+        ("FP8 (per-tensor current scaling)", "h100-sxm", "fp8"),
+        ("MXFP8", "b200-sxm", "mxfp8"),
+        ("FP8-MX", "gb200-nvl72", "mxfp8"),
+        ("FP8 (MXFP8 / sub-channel, the parenthesised variant)", "h100-sxm", "fp8"),
+        ("NVFP4", "b200-sxm", "nvfp4"),
+        ("amp_bf16", "a100-sxm-80gb", "bf16"),
+        ("fp16", "v100-sxm-16gb", "fp16"),
+        ("bfloat16", "h100-sxm", "bf16"),
+        ("FP8 hybrid", "h100-sxm", "fp8"),
+    ],
+)
+def test_precisions(text, device, want):
+    assert precision_of(text, resolve_device(device))[0] == want
+
+
+@pytest.mark.parametrize("text", ["int8", "whatever"])
+def test_precisions_that_are_not_modelled(text):
+    with pytest.raises(SpecError):
+        precision_of(text, resolve_device("h100-sxm"))
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("none", ("none", "none")),
+        ("full", ("full", "none")),
+        ("full:block:21", ("full:block:21", "none")),
+        ("selective", ("selective:core_attn", "none")),
+        ("selective:mlp,core_attn", ("selective:mlp+core_attn", "none")),
+        ("selective:layernorm+moe_act", ("selective:layernorm+moe_act", "none")),
+        ("none; activation cpu offload 40 layers", ("none", "activations")),
+        ("selective: SAVE_DOT_ONLY", ("selective:core_attn+layernorm", "none")),
+        ("selective 2", ("every-2", "none")),
+    ],
+)
+def test_recompute_takes_the_normal_form(text, want):
+    assert recompute_of(text)[:2] == want
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("distributed optimizer (ZeRO-1)", (1, None, "")),
+        ("ZeRO-1 over 8 in-node ranks (hybrid)", (1, 8, "")),
+        ("none (DDP, replicated optimizer)", (0, None, "")),
+        ("", (7, None, "")),
+        ("FSDP FULL_SHARD", (3, None, "fsdp")),
+        ("FSDP SHARD_GRAD_OP", (2, None, "fsdp")),
+        ("Megatron-FSDP", (3, None, "megatron-fsdp")),
+        ("ZeRO-3 + CPU-offloaded AdamW", (3, None, "")),
+        ("FSDP 128 x DP 4", (3, 128, "fsdp")),
+        ("FSDP in slice (ICI) 256 + DP over DCN", (3, 256, "fsdp")),
+        ("distributed optimizer (overlap-param-gather)", (1, None, "")),
+    ],
+)
+def test_sharding(text, want):
+    assert sharding_of(text, 7) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("8x HDR IB per DGX A100", "1600 Gb/s"),
+        ("4x 100 Gb RoCE per node", "400 Gb/s"),
+        ("800 Gbps/node (HDR IB)", "800 Gb/s"),
+        ("Infiniband, Ethernet", None),
+        ("", None),
+        (
+            "Storage: 2x CX-7 IB NDR 400Gb/s, Compute: 8x CX-7 IB NDR 400Gb/s, Management: 100Gb/s",
+            "3200 Gb/s",
+        ),
+        ("BF3 200Gbps for NS and 2xBF3 400Gbps for EW", "800 Gb/s"),
+        ("PCIe-NIC: 500 GB/s", None),
+    ],
+)
+def test_nic_rates(text, want):
+    assert nic_rate(text) == want
+
+
+def test_measured_time_prefers_steps_then_tokens_then_flops(row, cells):
+    model = row().model
+    cells |= {"metric_tokens_per_s_per_gpu": "1000", "metric_tflops_per_gpu": "500"}
+    assert measured_step_s(cells, "full", model, 8192) == 10.5
+    cells["metric_step_time_s"] = ""
+    assert measured_step_s(cells, "full", model, 8192) == pytest.approx(128 * 8192 / (1000 * 64))
+    cells["metric_tokens_per_s_per_gpu"] = ""
+    work = 3 * model.forward_flops_per_token(8192, False) * 128 * 8192
+    assert measured_step_s(cells, "full", model, 8192) == pytest.approx(work / (500e12 * 64))
+    assert measured_step_s(cells, "causal", model, 8192) < measured_step_s(cells, "full", model, 8192)
+    cells["metric_tflops_per_gpu"] = ""
+    assert measured_step_s(cells, "full", model, 8192) is None
+
+
+def test_memory_units_and_kinds(row):
+    case = row(metric_peak_memory_gb="60", notes="")
+    assert (case.measured_peak_bytes, case.memory_kind) == (60 * 2**30, "unknown")
+    case = row(
+        id="simumax_b200-1", metric_peak_memory_gb="60", notes="max allocated, GiB*1.0737; reserved 70 GiB"
+    )
+    assert (case.measured_peak_bytes, case.memory_kind) == (60e9, "allocated")
+    case = row(id="stas_h200_b200-1", metric_peak_memory_gb="60", notes="peak GiB 55.9 = max_memory_reserved")
+    assert (case.measured_peak_bytes, case.memory_kind) == (60e9, "reserved")
+
+
+def test_an_oom_row_is_a_label(row):
+    case = row(notes="OOM: does not fit 80 GB", metric_step_time_s="", metric_peak_memory_gb="80")
+    assert (case.oom, case.measured_s, case.measured_peak_bytes) == (True, None, None)
+
+
+def test_families_and_releases(cells):
+    assert family_of("megatronbridge_memory-0007", "") == "megatronbridge_memory"
+    assert family_of("megatron_papers-0001", "README weak scaling = SC21 Table 1") == "sc21"
+    assert family_of("megatron_papers-0011", "README weak scaling H100") == "megatron_h100"
+    made, notes = framework_of(
+        "megatronbridge", cells | {"framework": "Megatron-Bridge 26.05 NeMo Container"}, "bf16"
+    )
+    assert made.label == "megatron-bridge@26.04.01"
+    assert "26.05" in notes[0]
+    dgxc = cells | {
+        "framework": "NeMo/Megatron-Core",
+        "source": "NVIDIA DGX Cloud v24.11.1 nemotron/README.md",
+    }
+    assert framework_of("dgxc", dgxc, "bf16")[0].label == "nemo@24.11"
+    mlperf = cells | {"framework": "PyTorch NVIDIA Release 24.09", "source": "MLPerf Training v4.1 closed/X"}
+    assert framework_of("mlperf", mlperf, "fp8")[0].label == "mlperf-nemo@4.1"
+
+
+def test_repeats_share_a_key_and_releases_do_not(row):
+    again = row(id="megatronbridge-0099", metric_step_time_s="11")
+    assert again.config_key == row().config_key
+    assert again.rank_key == row(tp="8", dp="1").rank_key
+    other = row(framework="Megatron-Bridge/Megatron-Core 26.04 NeMo Container")
+    assert other.config_key != row().config_key
+
+
+def test_printed_pipeline_layouts_win(row):
+    deepseek = {
+        "model": "DeepSeekV3",
+        "n_layers": "61",
+        "hidden": "7168",
+        "ffn_hidden": "2048",
+        "n_heads": "128",
+        "n_kv_heads": "128",
+        "vocab": "129280",
+        "n_experts": "256",
+        "topk": "8",
+        "seq_len": "4096",
+        "gpus": "256",
+        "dp": "128",
+        "tp": "1",
+        "pp": "2",
+        "cp": "1",
+        "ep": "64",
+        "vpp": "8",
+        "global_batch": "4096",
+        "in_other": "pp_layout set: Et*4|(t*4|)*14tmL; mtp_num_layers=1",
+    }
+    stages = row(**deepseek).plan.groups[0].stages
+    assert stages[0].layers[0] == (0, 5)
+    assert stages[1].layers[-1] == (61, 63)
+
+
+def test_files_are_read_and_skips_explained(tmp_path, cells):
+    path = tmp_path / "x.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(cells))
+        writer.writeheader()
+        writer.writerows([cells, cells | {"id": "megatronbridge-2", "gpu": "abacus"}])
+    rows, skipped = read_training_rows([path])
+    assert [case.id for case in rows] == ["megatronbridge-0001"]
+    assert skipped[0].measured_s == 10.5
+    assert "abacus" in skipped[0].reason
+
+
+def test_memory_is_none_when_blank(cells):
+    assert measured_memory(cells, Family()) == (None, "")
