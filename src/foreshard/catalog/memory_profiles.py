@@ -23,7 +23,8 @@ class MemoryProfile:
     """What one framework keeps on a device beyond weights, gradients and optimizer states.
 
     dummy_wgrads : TransformerEngine caches one 16-bit gradient of each distinct weight shape
-    weights_are_master : weights are kept as an fp32 shard which is the master copy (FSDP)
+    weights_are_master : weights are kept in fp32 and are the master copy (FSDP shards, DDP with autocast)
+    autocast_bytes : 16-bit copy of every weight that autocast caches until the backward is over
     lazy_gradients : gradients exist from their backward to the step only
     extra_gradient_bytes : bytes per parameter of a second, lasting copy of the gradients
     backward_gradient_bytes : 16-bit gradients of the running backward beside fp32 main gradients
@@ -33,6 +34,7 @@ class MemoryProfile:
     gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
+    fp8_mlp_input : in 8-bit training the gated activation keeps its input in 8 bit
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
     keeps_outputs : a stage keeps its outputs until their backward (DeepSpeed and torch pipelines)
     logit_bytes : peak bytes per logit where the loss differs from what the framework entry says; 0 = as there
@@ -40,11 +42,13 @@ class MemoryProfile:
     slack : reserved over allocated bytes of the caching allocator, less 1
     context_bytes : CUDA context and loaded kernels
     communicator_bytes : buffers of one NCCL communicator
+    world_communicator : norms and overflow flags are reduced over all ranks, in a group of their own
     """
 
     name: str
     dummy_wgrads: bool = False
     weights_are_master: bool = False
+    autocast_bytes: float = 0.0
     lazy_gradients: bool = False
     extra_gradient_bytes: float = 0.0
     backward_gradient_bytes: float = 0.0
@@ -54,6 +58,7 @@ class MemoryProfile:
     gathered_elements: float = 0.0
     unit_bytes: float = 0.0
     eager_mlp: bool = False
+    fp8_mlp_input: bool = False
     eager_norm: bool = False
     keeps_outputs: bool = False
     logit_bytes: float = 0.0
@@ -61,6 +66,7 @@ class MemoryProfile:
     slack: float = 0.04
     context_bytes: float = 0.75 * 2**30
     communicator_bytes: float = 544 * 2**20
+    world_communicator: bool = False
     source: str = ""
 
 

@@ -157,7 +157,7 @@ def stage_memory(
     working = states.working + acts.temporary
     first = states.gradients * (1 - lazy)
     every = states.gradients + states.backward_gradients
-    others = acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer
+    others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
     moments = (
         (first, acts.saved, np.maximum(working, acts.logits)),
         (every, others, working),
@@ -185,8 +185,9 @@ def stage_memory(
 
 
 def _outside_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
-    """Return context and NCCL buffers: one communicator per degree in use, one FIFO per expert peer."""
+    """Return context and NCCL buffers: one communicator per degree in use, one FIFO pair per expert peer."""
     pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
     groups = (np.asarray(load.tp) > 1) * 1 + (np.asarray(load.dp) > 1) + (np.asarray(load.cp) > 1) + pipelined
+    groups = groups + profile.world_communicator * (groups > 0)
     peers = np.minimum(np.asarray(load.ep) - 1, MAX_ALL_TO_ALL_PEERS)
     return profile.context_bytes + profile.communicator_bytes * groups + ALL_TO_ALL_PAIR_BYTES * peers

@@ -134,9 +134,10 @@ def _input_bytes(block: Block, n: _Tokens, *targets: str) -> Any:
     return n.element if set(targets) & set(block.lora_targets) else 0.0
 
 
-def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, eager: bool) -> tuple[Any, Any]:
+def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: MemoryProfile) -> tuple[Any, Any]:
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
-    inner = n.element * (1 + block.gated + (eager and block.gated))
+    element = n.gemm_input if profile.fp8_mlp_input else n.element
+    inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
     act = _input_bytes(block, n, "down") * width * tokens
     return inner * width * tokens + act, act
 
@@ -155,14 +156,14 @@ def _layer(block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: Me
         saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)
     peak = n.element * n.split * block.num_heads * load.seq_len if unfused else 0.0
     if block.ffn:
-        inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile.eager_mlp)
+        inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile)
         saved = saved + inner * (1 - rule.mlp)
         peak = np.maximum(peak, n.element * (2 + block.gated) * block.ffn * n.split + rule.mlp * inner)
     if block.num_experts:
         routed = block.top_k * n.split * load.etp
-        inner, act = _mlp_saved(block, n, block.expert_ffn / load.etp, routed, profile.eager_mlp)
+        inner, act = _mlp_saved(block, n, block.expert_ffn / load.etp, routed, profile)
         kept = inner - rule.moe_act * act + routed * (_input_bytes(block, n, "gate", "up") * h + 4) + 8 * block.num_experts * n.norm
-        shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile.eager_mlp)
+        shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
         saved = saved + (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
         grads = n.element * (2 + block.gated) * block.expert_ffn / load.etp * routed
         peak = np.maximum(peak, grads + rule.moe * (kept + shared))
@@ -200,8 +201,10 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
     if profile.keeps_outputs:
         pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
         saved = saved + pipelined * n.element * n.norm * load.hidden
+    held = saved * load.in_flight
+    offloaded = np.minimum(held, 2 * one_layer)  # the layer that computes and the one on its way
     return Activations(
-        saved=saved * load.in_flight * (1 - load.offload_activations * (rule.full >= 1)),
+        saved=held + load.offload_activations * (offloaded - held),
         one_layer=one_layer,
         temporary=temporary,
         logits=logits,

@@ -141,9 +141,10 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     gradients = gradient * (have.dense_trained * dense2 + have.expert_trained * expert2)
 
     updated = have.dense_trained * dense1 + have.expert_trained * expert1
-    master = framework.master_bytes * (element < 4) * (not profile.weights_are_master)
+    master = framework.master_bytes * (np.asarray(element) < 4) * (not profile.weights_are_master)
     optimizer = (master + load.state_bytes) * updated * (1 - load.offload_optimizer)
 
+    cached = profile.autocast_bytes * (have.dense + have.outer + have.expert) * (np.asarray(element) < 4)
     trained = have.dense_trained + have.expert_trained
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
@@ -155,7 +156,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         backward_gradients=half * trained,
         optimizer=optimizer,
         buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
-        working=(zero >= 3) * np.maximum(unit, live),
+        working=(zero >= 3) * np.maximum(unit, live) + cached,
         step=_step_bytes(have, dense1, expert1, framework, profile),
     )
 

@@ -1,0 +1,246 @@
+"""Bytes of a rank against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile, memory_profile_names
+from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
+from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
+from foreshard.errors import SpecError
+from foreshard.spec.framework import Framework
+from foreshard.spec.model import Block
+
+LLAMA_70B = Block(
+    hidden=8192, num_heads=64, num_kv_heads=8, head_dim=128, value_head_dim=128, ffn=28672, gated=True
+)
+GPT = Block(
+    hidden=1024, num_heads=16, num_kv_heads=16, head_dim=64, value_head_dim=64, ffn=4096, gated=False, dropout=0.1
+)
+EXPERTS = replace(GPT, gated=True, ffn=0, num_experts=8, top_k=2, expert_ffn=512, dropout=0.0)
+MCORE = Framework(name="megatron-core")
+
+
+def load_of(**changes):
+    values = {
+        "kinds": ((LLAMA_70B, 12),),
+        "has_embedding": 1,
+        "has_head": 1,
+        "hidden": 8192,
+        "vocab": 128256,
+        "seq_len": 4096,
+        "num_micro_batches": 4,
+    }
+    return StageLoad(**(values | changes))
+
+
+def middle(block: Block, layers: float = 1, **changes):
+    """A stage without embedding and head, so that only the block's own bytes remain."""
+    defaults = {"has_embedding": 0, "has_head": 0, "hidden": block.hidden, "vocab": 0, "seq_len": 1024}
+    return load_of(kinds=((block, layers),), **(defaults | changes))
+
+
+def test_megatron_llama_is_the_closed_form():
+    """12 layers of LLaMA-3 70B, tp 4, dp 2, sequence parallel: every term of the derivation, by hand."""
+    h, kv, f, v, t, tokens = 8192, 2 * 8 * 128, 28672, 128256, 4, 4096
+    layer = 2 * h * h + h * kv + 3 * h * f
+    params = 12 * (layer / t + 2 * h) + 2 * v * h / t
+    states = params * (2 + 4 + 12 / 2)
+    saved = 12 * (tokens / t * (12 * h + 2 * kv + 6 * f) + 4 * 64 * tokens / t)
+    dummies = 2 * (layer + v * h) / t
+    temporary = max(6 * tokens / t * f, 4 * tokens * v / t)
+    parts = stage_memory(load_of(tp=4, dp=2, shard_size=2, expert_dp=1, sp=1), MCORE)
+    assert parts.allocated == pytest.approx(states + saved + dummies + temporary, rel=1e-12)
+    assert parts.activations == pytest.approx(saved)
+    assert parts.comm_buffers == pytest.approx(dummies)
+
+
+def test_gpt_without_flash_saves_34_and_5():
+    """Korthikanti et al. 2022, eq. 2: s*b*h*(10 + 24/t) + 5*a*s*s*b/t without sequence parallelism."""
+    unfused = Framework(name="megatron-lm", attention="unfused", cross_entropy="unfused", memory="megatron-lm")
+    s, h, a, t = 1024, 1024, 16, 2
+    parts = stage_memory(middle(GPT, tp=t), unfused)
+    assert parts.activations == pytest.approx(s * h * (10 + 24 / t) + 5 * a * s * s / t)
+    with_sp = stage_memory(middle(GPT, tp=t, sp=1), unfused)
+    assert with_sp.activations == pytest.approx(s * h * 34 / t + 5 * a * s * s / t)
+
+
+@pytest.mark.parametrize(
+    ("memory", "grad_bytes", "zero", "expected"),
+    [
+        ("megatron-core", 4, 0, 2 + 4 + 12),
+        ("megatron-core", 4, 1, 2 + 4 + 12 / 8),
+        ("megatron-core", 2, 1, 2 + 2 + 12 / 8),
+        ("megatron-deepspeed", 4, 1, 2 + 4 + 12 / 8),
+        ("deepspeed", 2, 2, 2 + 2 / 8 + 12 / 8),
+        ("deepspeed", 2, 3, 2 / 8 + 2 / 8 + 12 / 8),
+        ("fsdp2", 4, 3, 16 / 8),
+        ("composer", 4, 3, 16 / 8),
+        ("internevo", 2, 1, 2 + 2 + 12 / 8),
+        ("nanotron", 6, 0, 2 + 6 + 12),
+        ("ddp", 4, 0, 4 + 8 + 8),
+    ],
+)
+def test_bytes_per_parameter(memory, grad_bytes, zero, expected):
+    framework = Framework(name=memory, grad_bytes=grad_bytes, memory=memory)
+    profile = replace(memory_profile(memory), backward_gradient_bytes=0.0)
+    parts = stage_memory(middle(GPT, dp=8, shard_size=8, expert_dp=8, zero=zero), framework, profile)
+    kept = parts.parameters + parts.gradients + parts.optimizer
+    assert kept / GPT.num_params == pytest.approx(expected, rel=1e-9)
+
+
+def test_hybrid_sharding_divides_by_the_shard():
+    wide = stage_memory(middle(GPT, dp=8, shard_size=8, expert_dp=8, zero=1), MCORE)
+    narrow = stage_memory(middle(GPT, dp=8, shard_size=2, expert_dp=8, zero=1), MCORE)
+    assert narrow.optimizer == pytest.approx(4 * wide.optimizer)
+
+
+def test_experts_shard_over_expert_ranks():
+    params = EXPERTS.num_params - 8 * EXPERTS.expert_params
+    parts = stage_memory(middle(EXPERTS, ep=4, dp=8, shard_size=8, expert_dp=2, zero=1), MCORE)
+    local = 2 * EXPERTS.expert_params
+    assert parts.parameters == pytest.approx(2 * (params + local))
+    assert parts.optimizer == pytest.approx(12 * (params / 8 + local / 2))
+
+
+def test_tied_head_on_the_embedding_stage_is_no_second_matrix():
+    tied = stage_memory(load_of(tied=1), MCORE)
+    untied = stage_memory(load_of(tied=0), MCORE)
+    assert untied.parameters - tied.parameters == pytest.approx(2 * 128256 * 8192)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", NO_RECOMPUTE),
+        ("full", Recompute(full=1.0)),
+        ("full:uniform:4", Recompute(full=1.0, unit=4.0)),
+        ("full:block:3", Recompute(full=0.25)),
+        ("full:block:99", Recompute(full=1.0)),
+        ("every-5", Recompute(full=2 / 12)),
+        ("selective", Recompute(core_attn=1.0)),
+        ("selective:mlp+moe_act", Recompute(mlp=1.0, moe_act=1.0)),
+    ],
+)
+def test_recompute_rules_in_numbers(text, expected):
+    assert recompute_of(text, 12) == expected
+
+
+def test_an_unknown_recompute_rule_is_an_error():
+    with pytest.raises(SpecError):
+        recompute_of("selective:everything", 12)
+
+
+def test_full_recompute_keeps_the_inputs_and_one_working_layer():
+    none = stage_memory(middle(GPT, 12), MCORE)
+    full = stage_memory(middle(GPT, 12, recompute=Recompute(full=1.0)), MCORE)
+    assert full.activations == pytest.approx(12 * 2 * 1024 * 1024)
+    assert full.temporary == pytest.approx(none.temporary + none.activations / 12)
+
+
+def test_uniform_units_keep_one_input_each():
+    one = stage_memory(middle(GPT, 12, recompute=recompute_of("full:uniform:1", 12)), MCORE)
+    four = stage_memory(middle(GPT, 12, recompute=recompute_of("full:uniform:4", 12)), MCORE)
+    assert four.activations == pytest.approx(one.activations / 4)
+
+
+def test_selective_modules_drop_what_they_recompute():
+    tokens, h, f = 1024, 8192, 28672
+
+    def saved(text):
+        return stage_memory(middle(LLAMA_70B, 1, recompute=recompute_of(text, 1)), MCORE).activations
+
+    assert saved("none") - saved("selective:mlp") == pytest.approx(tokens * 6 * f)
+    assert saved("none") - saved("selective:layernorm") == pytest.approx(tokens * 4 * h)
+    assert saved("none") - saved("selective:core_attn") == pytest.approx(tokens * 4 * 64)
+
+
+def test_eight_bit_inputs_and_weight_copies():
+    tokens, h, f = 1024, 8192, 28672
+    sixteen = stage_memory(middle(LLAMA_70B), MCORE)
+    eight = stage_memory(middle(LLAMA_70B, fp8=1), MCORE)
+    # norm outputs and the activation output halve; the attention output gains an 8-bit copy
+    assert sixteen.activations - eight.activations == pytest.approx(tokens * (2 * h - h + f))
+    assert eight.parameters == pytest.approx(2 * sixteen.parameters)
+    stored = stage_memory(middle(LLAMA_70B, fp8=1), replace(MCORE, fp8_params=True))
+    assert stored.parameters == pytest.approx(sixteen.parameters)
+
+
+def test_adapters_train_only_themselves():
+    lora = replace(LLAMA_70B, frozen=True, lora_rank=16, lora_targets=("q", "k", "v", "o"))
+    parts = stage_memory(middle(lora, dp=1), MCORE)
+    assert parts.gradients == pytest.approx(4 * lora.lora_params)
+    assert parts.optimizer == pytest.approx(12 * lora.lora_params)
+    assert parts.activations < stage_memory(middle(LLAMA_70B), MCORE).activations
+
+
+def test_optimizer_states():
+    assert optimizer_state_bytes("adamw") == 8
+    assert optimizer_state_bytes("adamw", 2) == 4
+    assert optimizer_state_bytes("sgd") == 4
+    assert 2 < optimizer_state_bytes("adamw-8bit") < 2.1
+    assert optimizer_state_bytes("adafactor") < 0.1
+
+
+def test_offload_moves_states_and_activations():
+    here = stage_memory(middle(GPT, 12, in_flight=4), MCORE)
+    away = stage_memory(middle(GPT, 12, in_flight=4, offload_optimizer=1, offload_activations=1), MCORE)
+    assert away.optimizer == 0
+    assert away.activations == pytest.approx(here.activations / 24)
+
+
+def test_sixteen_bit_moments_are_cast_for_the_step():
+    """TransformerEngine's FusedAdam holds two fp32 copies of the moments of all parameters of one optimizer."""
+    framework = replace(MCORE, grad_bytes=2, moment_bytes=2)
+    parts = stage_memory(middle(GPT, 12, micro_batch=0.001, state_bytes=4, zero=0), framework)
+    assert parts.temporary == pytest.approx(8 * 12 * GPT.num_params)
+    assert parts.activations == 0
+
+
+def test_backward_gradients_stand_beside_fp32_ones():
+    framework = Framework(name="megatron-deepspeed", memory="megatron-deepspeed", attention="fa2")
+    parts = stage_memory(middle(GPT, 12, micro_batch=0.001, in_flight=4), framework)
+    assert parts.gradients == pytest.approx(6 * 12 * GPT.num_params)
+
+
+def test_fsdp_gradients_of_a_single_micro_batch_come_after_the_activations():
+    fsdp = Framework(name="fsdp2", memory="fsdp2", cross_entropy="eager")
+    one = stage_memory(load_of(zero=3, dp=64, shard_size=64, num_micro_batches=1), fsdp)
+    more = stage_memory(load_of(zero=3, dp=64, shard_size=64, num_micro_batches=2), fsdp)
+    assert one.gradients == 0 < more.gradients
+
+
+def test_arrays_price_like_numbers():
+    tps = np.array([1.0, 2.0, 4.0, 8.0])
+    zeros = np.array([0.0, 1.0, 2.0, 3.0])
+    together = stage_memory(load_of(tp=tps, zero=zeros, dp=8, shard_size=8, expert_dp=8, sp=1), MCORE)
+    for i, (tp, zero) in enumerate(zip(tps, zeros, strict=True)):
+        alone = stage_memory(load_of(tp=tp, zero=zero, dp=8, shard_size=8, expert_dp=8, sp=1), MCORE)
+        assert together.peak[i] == pytest.approx(float(alone.peak), rel=1e-12)
+
+
+def test_nothing_is_lost_between_parts_and_peak():
+    parts = stage_memory(load_of(tp=2), MCORE)
+    assert parts.peak == pytest.approx(parts.allocated + parts.reserved)
+    assert parts.cached == pytest.approx(parts.allocated * (1 + memory_profile("megatron-core").slack))
+
+
+def test_every_profile_loads_with_a_source():
+    for name in memory_profile_names():
+        profile = memory_profile(name)
+        assert isinstance(profile, MemoryProfile)
+        assert profile.name == name and profile.source
+
+
+def test_every_framework_names_a_profile():
+    frameworks = pytest.importorskip("foreshard.catalog.frameworks")
+    for framework in frameworks.frameworks():
+        assert framework.memory in memory_profile_names()
+
+
+def test_an_unknown_profile_is_an_error_with_a_suggestion():
+    with pytest.raises(SpecError, match="megatron-core"):
+        memory_profile("megatron-cor")
