@@ -1,0 +1,50 @@
+# Two commands matter: `make demo` and `make test`. Both work in a fresh clone and install into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# The build of torch that `run` will install; not needed yet. Another build: make demo TORCH='torch==2.13.0+cpu ...'
+TORCH ?= torch==2.13.0
+
+DEMO_MODEL ?= examples/llama3-70b.json
+DEMO_CLUSTER ?= 8x8xh100-sxm
+DEMO_FLAGS ?= --tp 8 --pp 2 --zero 1 --micro-batch 1 --global-batch 512 --seq 8192 --tokens 15e12
+
+.PHONY: demo test bench soak check clean
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "foreshard needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.made pyproject.toml
+	$(PIP) install -e '.[test]'
+	touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	mkdir -p demo
+	$(BIN)/foreshard predict $(DEMO_MODEL) $(DEMO_CLUSTER) $(DEMO_FLAGS) \
+	    --report demo/report.html --trace demo/trace.json.gz -o demo/prediction.json > demo/prediction.txt
+	@cat demo/prediction.txt
+	@$(BIN)/python scripts/demo_summary.py demo
+
+test: $(VENV)/.tested
+	$(BIN)/python -m pytest --doctest-modules tests src/foreshard
+
+bench: $(VENV)/.tested
+	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+soak:
+	@echo "make soak: the long chaos run comes with the runtime, which this version does not have" >&2; exit 2
+
+# Refit every shipped constant from the measured tables (FORESHARD_MEASURED) and fail on any difference.
+check: $(VENV)/.tested
+	@for script in scripts/fit_*.py; do echo "== $$script --check"; $(BIN)/python "$$script" --check || exit 1; done
+
+clean:
+	rm -rf $(VENV) demo build dist

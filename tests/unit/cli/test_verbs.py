@@ -1,0 +1,99 @@
+"""The verbs that list and describe; schema files cannot drift from the code they describe."""
+
+from dataclasses import fields
+
+import pytest
+
+from foreshard.cli.program import VERBS
+from foreshard.spec import plan as plan_spec
+from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
+
+
+def test_the_verbs_are_these(shell):
+    assert list(VERBS) == [
+        "predict", "compare", "whatif", "validate", "devices", "models", "clusters", "schema", "doctor"
+    ]  # fmt: skip
+    text = shell("--help").out
+    assert all(verb in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_each_verb(shell, verb):
+    answer = shell(verb, "--help")
+    assert answer.code == 0 and "--json" in answer.out and "--config" in answer.out
+
+
+@pytest.mark.parametrize("verb", ["devices", "models", "clusters", "schema"])
+def test_lists_are_one_json_object_and_a_table(shell, verb):
+    found = shell(verb, "--json").json
+    assert found["schema_version"] == 1 and len(next(v for v in found.values() if v != 1)) >= 4
+    assert len(shell(verb).out.splitlines()) > 4
+
+
+def test_one_device_by_any_of_its_names(shell):
+    assert shell("devices", "H100-SXM-80GB", "--json").json["devices"][0]["name"] == "h100-sxm"
+    assert shell("devices", "h100-sxn").code == 2
+
+
+def test_one_model_in_full(shell):
+    found = shell("models", "llama3-8b", "--json").json["models"][0]
+    assert found["num_params"] == 8_030_261_248
+    assert "8,030,261,248" in shell("models", "llama3-8b").out
+
+
+def test_a_cluster_says_what_it_assumes(shell):
+    found = shell("clusters", "2x8xh100-sxm+1x4xa100-sxm-40gb@100Gb/s", "--json").json["cluster"]
+    assert found["num_devices"] == 20 and found["assumptions"]
+    assert shell("clusters", "2x8x").code == 2
+
+
+def test_plan_schema_lists_exactly_the_keys_of_the_parser(shell):
+    keys = shell("schema", "plan", "--json").json["keys"]
+    assert set(keys["plan"]) == set(plan_spec._PLAN_KEYS)
+    assert set(keys["stage"]) == set(plan_spec._STAGE_KEYS)
+    shared = set(plan_spec._GROUP_KEYS) & set(plan_spec._STAGE_KEYS)
+    assert set(keys["group"]) == set(plan_spec._GROUP_KEYS) - shared
+    for key in shared:
+        assert "Also a key of groups" in keys["stage"][key]["doc"]
+
+
+def test_prediction_schema_lists_exactly_its_fields(shell):
+    keys = shell("schema", "prediction", "--json").json["keys"]["prediction"]
+    assert set(keys) == {field.name for field in fields(Prediction)}
+    assert all(part in keys["time_breakdown_s"]["doc"] for part in TIME_PARTS)
+    assert all(part in keys["memory"]["doc"] for part in MEMORY_PARTS)
+
+
+def test_config_schema_lists_the_flags(shell):
+    keys = shell("schema", "config", "--json").json["keys"]
+    assert {"tp", "global-batch", "seq", "dtype", "usd-per-device-hour"} <= set(keys["predict"])
+
+
+def test_unknown_schema(shell):
+    assert shell("schema", "plans", "--json").json["error"]["code"] == 2
+
+
+def test_doctor_says_what_is_broken(shell, monkeypatch):
+    import foreshard.catalog.models as place
+
+    def broken():
+        raise ValueError("torn")
+
+    monkeypatch.setattr(place, "models", broken)
+    answer = shell("doctor", "--json")
+    assert answer.code == 1 and answer.json["healthy"] is False
+    assert [c for c in answer.json["checks"] if c["check"] == "models"][0]["status"] == "broken"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_doctor_on_a_healthy_install(shell):
+    answer = shell("doctor", "--json")
+    assert answer.code == 0 and answer.json["healthy"] is True
+    checked = {check["check"] for check in answer.json["checks"]}
+    assert {"python", "numpy", "click", "devices", "models", "prices", "frameworks", "prediction"} <= checked
+
+
+def test_version(shell):
+    from foreshard import __version__
+
+    assert shell("--version").out == f"foreshard {__version__}\n"
