@@ -65,9 +65,9 @@ SYSTEMS = {
     ),
     "sailor V100-16": System(generation="volta-nvlink", bytes_per_s=150 * GB, min_bytes=16e6),
     "sailor GH-96": System(generation="hopper-c2c", bytes_per_s=450 * GB, domain=4, min_bytes=16e6),
-    "l40s": System(generation="ada-pcie", bytes_per_s=31.5 * GB),
+    "l40s": System(generation="l40s-pcie", bytes_per_s=31.5 * GB),
     # Pairs of this server are joined by NVLink bridges (40 GB/s measured, above PCIe).
-    "sailor RTX-3090": System(generation="ampere-pcie", bytes_per_s=31.5 * GB, min_bytes=1e6, min_ranks=3),
+    "sailor RTX-3090": System(generation="rtx-3090-pcie", bytes_per_s=31.5 * GB, min_bytes=1e6, min_ranks=3),
     "sailor RTX-2080": System(generation="turing-pcie", bytes_per_s=15.75 * GB, min_bytes=1e6),
     "sailor Titan-RTX": System(generation="turing-pcie", bytes_per_s=15.75 * GB, min_bytes=1e6),
 }
@@ -91,9 +91,9 @@ ROWS = {
     "blackwell-nvlink": ("nvlink", NVLINK, ("blackwell-nvlink",)),
     "volta-nvlink": ("nvlink", BANDWIDTH, ("volta-nvlink",)),
     "hopper-c2c": ("nvlink", BANDWIDTH, ("hopper-c2c",)),
-    "pcie": ("nvlink", (*NO_SWITCH, *SCALING), ("ada-pcie", "ampere-pcie", "turing-pcie")),
-    "ada-pcie": ("pcie", (*NO_SWITCH, *SCALING), ("ada-pcie",)),
-    "ampere-pcie": ("pcie", BANDWIDTH, ("ampere-pcie",)),
+    "pcie": ("nvlink", (*NO_SWITCH, *SCALING), ("l40s-pcie", "rtx-3090-pcie", "turing-pcie")),
+    "l40s-pcie": ("pcie", (*NO_SWITCH, *SCALING), ("l40s-pcie",)),
+    "rtx-3090-pcie": ("pcie", BANDWIDTH, ("rtx-3090-pcie",)),
     "turing-pcie": ("pcie", BANDWIDTH, ("turing-pcie",)),
 }
 # Where ``scaling`` counts from: 0 = the full domain (every pair linked), else that many ranks.

@@ -1,6 +1,6 @@
 """Constants of collectives by link generation, read from ``data/comm_constants.json``.
 
-One row per generation of scale-up link (``hopper-nvlink``, ``ada-pcie``, ...), fitted by
+One row per generation of scale-up link (``hopper-nvlink``, ``l40s-pcie``, ...), fitted by
 ``scripts/fit_comm.py``; what each constant means and which data it rests on is in
 ``docs/derivations/collectives.md``.
 """
@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 from foreshard.errors import SpecError
 
@@ -81,13 +82,13 @@ class NetworkConstants:
 
 
 @lru_cache(maxsize=1)
-def comm_constants() -> dict[str, dict[str, dict[str, float]]]:
-    """Return the table as parsed: sections ``links``, ``eras``, ``network``."""
+def comm_constants() -> dict[str, Any]:
+    """Return the table as parsed: sections ``links``, ``eras``, ``network``, ``nccl``."""
     text = resources.files("foreshard.catalog").joinpath("data/comm_constants.json").read_text("utf-8")
     return json.loads(text)
 
 
-def link_generation(arch: str, link: str | None) -> str:
+def link_generation(arch: str, link: str | None, *, name: str = "") -> str:
     """Return the row of ``links`` that describes a device: architecture and kind of link.
 
     Parameters
@@ -96,17 +97,20 @@ def link_generation(arch: str, link: str | None) -> str:
         Device architecture as the catalog spells it (``Hopper``, ``Ampere``, ``CDNA3``).
     link
         Scale-up link (``NVLink4``, ``xGMI``); None or a PCIe name for devices without one.
+    name
+        Device name: what PCIe gives depends on the server, so a row measured on one device serves only
+        that device; others get the pooled row.
     """
     family, link = (arch.lower().split() or [""])[0], (link or "").lower()
     if not link or "pci" in link:
-        name = f"{family}-pcie"
-        return name if name in comm_constants()["links"] else "pcie"
+        candidates = (f"{name}-pcie", f"{family}-pcie", "pcie")
+        return next(row for row in candidates if row in comm_constants()["links"])
     if "c2c" in link:
         return "hopper-c2c"
     if "infinity" in link or "xgmi" in link or "roce" in link:
         return "mesh"
-    name = f"{family}-nvlink"
-    return name if "nvlink" in link and name in comm_constants()["links"] else "nvlink"
+    row = f"{family}-nvlink"
+    return row if "nvlink" in link and row in comm_constants()["links"] else "nvlink"
 
 
 def link_constants(generation: str, *, nccl: str = "2.2x") -> LinkConstants:

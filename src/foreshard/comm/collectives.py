@@ -82,9 +82,10 @@ def _tree_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric) -> Any
     """Return an all-reduce by tree over domains, reduced in the switch or along a chain inside each."""
     _, inside, domains = spread
     switched = (fabric.in_network > 0.0) & (inside > 2.0)
+    # In the switch: own buffer out once, own share of the sum once. Along a chain: up, then down.
     link = fabric.intra_bytes_per_s * _scale(inside, fabric.scaling, fabric)
     local = (
-        num_bytes * np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, 1.0 / fabric.ring_eff) / link
+        num_bytes * np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, 2.0 / fabric.ring_eff) / link
     )
     local = np.where(inside > 1.0, local, 0.0)
     # A double binary tree sends each byte of the domain out twice, less the root's edge.

@@ -177,7 +177,9 @@ def fabric_of(
         # Bridged pairs inside one node, or no NIC at all: they meet over the host.
         nic = (device.pcie_bytes_per_s or rate or 1.0) * group.per_node * link_constants("pcie").ring_eff
     ideal = fidelity == "datasheet"
-    generation = "datasheet" if ideal else link_generation(device.arch, "" if pcie else device.link)
+    generation = (
+        "datasheet" if ideal else link_generation(device.arch, "" if pcie else device.link, name=device.name)
+    )
     if generation == "volta-nvlink" and domain > 8:
         generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""

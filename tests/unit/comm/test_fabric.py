@@ -58,7 +58,8 @@ def nodes(count=2, per_node=8, nic=400 * GB, nvlink_domain=8, rack=None, dev=Non
         ("volta", "NVLink2 6 links", "volta-nvlink"),
         ("hopper", "NVLink-C2C to Grace", "hopper-c2c"),
         ("cdna3", "Infinity Fabric 7 links x64/dir", "mesh"),
-        ("ada", "", "ada-pcie"),
+        ("turing", "", "turing-pcie"),
+        ("ada", "", "pcie"),
         ("xe2", None, "pcie"),
         ("pascal", "NVLink1 4 links", "nvlink"),
         ("tpu", "ICI 6 links", "nvlink"),
@@ -66,6 +67,12 @@ def nodes(count=2, per_node=8, nic=400 * GB, nvlink_domain=8, rack=None, dev=Non
 )
 def test_generation_of_a_link(arch, link, row):
     assert link_generation(arch, link) == row
+
+
+def test_a_pcie_row_of_one_server_serves_only_its_device():
+    assert link_generation("ada", "", name="l40s") == "l40s-pcie"
+    assert link_generation("ampere", "", name="rtx-3090") == "rtx-3090-pcie"
+    assert link_generation("ampere", "", name="a100-pcie-80gb") == "pcie"
 
 
 def test_unknown_generation_and_era_name_what_is_known():
