@@ -65,6 +65,7 @@ class Row:
     config_key : rows of a family with equal keys are repeats of one configuration
     rank_key : rows with equal keys compete in Kendall's tau and in regret
     assumptions : every blank that was filled, and with what
+    remark : why a row that ran states no time, empty else
     """
 
     id: str
@@ -83,6 +84,7 @@ class Row:
     config_key: tuple[str, ...]
     rank_key: tuple[str, ...]
     assumptions: tuple[str, ...]
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

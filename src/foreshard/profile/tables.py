@@ -58,7 +58,7 @@ NOT_VALIDATION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("an availability trace", ("time_ms", "num_instances")),
     ("scheduler decisions", ("job", "prev_nodes", "liveput_truth")),
 )
-_FAMILY_COLUMNS = ("system", "device", "gpu", "accelerator", "instance_gpu", "cluster")
+_FAMILY_COLUMNS = ("system", "device", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from foreshard.errors import AccuracyError, ForeshardError, InfeasibleError, SpecError
+from foreshard.errors import AccuracyError, InfeasibleError, SpecError
 from foreshard.profile.collective_cases import Case, collective_cases
 from foreshard.profile.kernel_cases import kernel_cases, stated_s
+from foreshard.profile.mixed_rows import mixed_rows
 from foreshard.profile.rows import Row, Skipped, table_rows
 from foreshard.profile.scoring import Outcome, score
-from foreshard.profile.tables import CLASSIC, COLLECTIVE, KERNEL, TRAINING, Table, read_table
+from foreshard.profile.tables import COLLECTIVE, KERNEL, MIXED, TRAINING, Table, read_table
 from foreshard.spec.prediction import Memory
 
 _PROVENANCE = ("id", "source", "url_or_repo_path", "notes", "check", "quality")
@@ -50,16 +51,15 @@ def _training_outcome(row: Row, predictor: Predictor) -> Outcome:
         "config_key": row.config_key,
         "rank_key": row.rank_key,
         "oom": row.oom,
+        "reason": row.remark or None,
     }
     start = time.perf_counter()
     try:
         made = predictor(row)
-    except InfeasibleError as error:
-        if row.oom:
+    except (InfeasibleError, SpecError) as error:
+        if row.oom and isinstance(error, InfeasibleError):
             return Outcome(**stated, fits=False, predict_s=time.perf_counter() - start)
-        return Outcome(**stated, status="skipped", reason=str(error))
-    except SpecError as error:
-        return Outcome(**stated, status="skipped", reason=str(error))
+        return Outcome(**stated | {"status": "skipped", "reason": str(error)})
     took = time.perf_counter() - start
     peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
     return Outcome(
@@ -116,8 +116,8 @@ def _not_modelled(table: Table) -> list[Case]:
 
 def table_outcomes(table: Table, predictor: Predictor) -> list[Outcome]:
     """Return one outcome per row of a table, in its order."""
-    if table.kind == TRAINING:
-        rows, skipped = table_rows(table)
+    if table.kind in (TRAINING, MIXED):
+        rows, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
         made = {row.id: _training_outcome(row, predictor) for row in rows}
         made |= {row.id: _skipped(row) for row in skipped}
         return [made[row_id] for row_id in table.ids]
@@ -180,4 +180,4 @@ def check_mape(report: dict[str, Any], limit: float) -> None:
         )
 
 
-__all__ = ["CLASSIC", "ForeshardError", "Predicted", "Predictor", "check_mape", "table_outcomes", "validate"]
+__all__ = ["Predicted", "Predictor", "check_mape", "table_outcomes", "validate"]
