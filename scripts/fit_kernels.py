@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +18,20 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from kernel_tables import (
+    DATA,
+    anchors,
+    attention_rows,
+    deepbench_rows,
+    fp32_rows,
+    ideal,
+    read,
+    sixteen_bit_rows,
+)
 from scipy.optimize import minimize
 
 from foreshard.catalog.devices import resolve_device
-from foreshard.catalog.kernels import KernelModel, kernel_model
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.attention import flash_attention_forward_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
@@ -30,7 +39,6 @@ from foreshard.cost.grouped import grouped_gemm_s
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src/foreshard/catalog/data/kernel_constants.json"
-DATA = Path(os.environ.get("FORESHARD_MEASURED", ROOT.parent / "shared/measured/dev"))
 
 GEMM_EXPOSED = 0.3  # one value for all devices: 0.15 and 0.5 fit worse (docs/derivations/kernels.md)
 GEMM_BOUNDS = {
@@ -62,14 +70,6 @@ SAME_SILICON = {
 CONSUMER_BLACKWELL = ("rtx-5090", "rtx-pro-6000-max-q", "rtx-pro-6000-server", "rtx-pro-6000-workstation")
 
 Fit = tuple[dict[str, float], np.ndarray]
-
-
-def read(name: str) -> pd.DataFrame:
-    return pd.read_csv(DATA / name)
-
-
-def ideal(device: str, precision: str) -> KernelModel:
-    return kernel_model(resolve_device(device), precision, fidelity="datasheet")
 
 
 def fit(
@@ -141,68 +141,6 @@ def gemm_predictor(
         return gemm_s(m, n, k, kernels, bytes_per_element=width, batch=batch)
 
     return predict
-
-
-def sixteen_bit_rows() -> dict[str, pd.DataFrame]:
-    """Return per device the median over frameworks of every unflagged bf16 shape, in seconds."""
-    rows = read("kernel_aiconfigurator_gemm.csv.gz")
-    rows = rows[(rows.dtype == "bfloat16") & rows.flag.isna()]
-    by_shape = rows.groupby(["device", "m", "n", "k"], sort=True).latency_ms.median().reset_index()
-    by_shape["s"] = by_shape.latency_ms * 1e-3
-    return {resolve_device(str(device)).name: group for device, group in by_shape.groupby("device")}
-
-
-def deepbench_rows(sheet: str, device: str) -> pd.DataFrame:
-    rows = read("kernel_deepbench.csv.gz")
-    rows = rows[
-        (rows.section == "Dense Matrix Multiplication") & (rows["mode"] == "train") & (rows.device == device)
-    ]
-    rows = rows[rows.sheet_precision == sheet]
-    sizes = rows.params.str.extract(r"M=(?P<m>\d+);N=(?P<n>\d+);K=(?P<k>\d+)").astype(float)
-    return sizes.assign(s=rows.time_ms * 1e-3).dropna()
-
-
-def fp32_rows() -> dict[str, pd.DataFrame]:
-    """Return per device at most 2,500 evenly taken NeuSight products and the DeepBench ones."""
-    rows = read("kernel_neusight_gemm.csv.gz").sort_values(["device", "op", "b", "m", "n", "k"])
-    rows["s"] = rows.latency_ms * 1e-3
-    taken = {}
-    for device, group in rows.groupby("device"):
-        taken[resolve_device(str(device)).name] = group.iloc[:: max(1, len(group) // 2500)]
-    for device, sheet in (
-        ("NV_1080Ti", "Results - FP32"),
-        ("NV_M40", "Results - FP32"),
-        ("AMD_MI25", "Results FP32"),
-    ):
-        taken[resolve_device(device.replace("_", " ").replace("NV ", "")).name] = deepbench_rows(
-            sheet, device
-        )
-    return taken
-
-
-def anchors(dtype: str) -> dict[str, dict[str, pd.DataFrame]]:
-    """Return per source and device the best measured product (MAMF) of a type: one shape and its seconds."""
-    best = read("kernel_mamf.csv")
-    best = best[best.dtype == dtype]
-    sizes = best.best_shape_mxnxk.str.split("x", expand=True).astype(float)
-    tables = {
-        "averaged": sizes.set_axis(["m", "n", "k"], axis=1).assign(
-            device=best.accelerator, tflops=best.mamf_tflops
-        )
-    }
-    if dtype == "bf16":
-        crowd = read("kernel_misc.csv")
-        crowd = crowd[(crowd.kind == "gemm_mamf") & ~crowd.device.str.startswith("DCU")]
-        tables["crowd"] = crowd[["m", "n", "k", "device", "value"]].rename(columns={"value": "tflops"})
-    return {
-        source: {
-            resolve_device(str(row["device"])).name: pd.DataFrame([row]).assign(
-                s=2.0 * row["m"] * row["n"] * row["k"] / (row["tflops"] * 1e12)
-            )
-            for _, row in table.iterrows()
-        }
-        for source, table in tables.items()
-    }
 
 
 def best_product_eff(
@@ -370,25 +308,6 @@ def gemm_fp32(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
 
 
 # ---- attention -----------------------------------------------------------------------------------------
-
-
-def attention_rows() -> pd.DataFrame:
-    """Return the usable prefill rows: slowest duplicate, no hidden sliding window, share of peak < 0.9."""
-    rows = read("kernel_aiconfigurator_attention.csv.gz")
-    key = ["system", "framework", "batch", "seq_len", "num_heads", "num_kv_heads", "head_dim"]
-    rows = rows.loc[rows.groupby(key).latency_ms.idxmax()].copy()
-    rows["name"] = rows.device.map({d: resolve_device(d).name for d in rows.device.unique()})
-    peak = rows.name.map({d: ideal(d, "bf16").peak_flops_per_s for d in rows.name.unique()})
-    rows["s"] = rows.latency_ms * 1e-3
-    share = 2.0 * rows.batch * rows.num_heads * rows.seq_len**2 * rows.head_dim / rows.s / peak
-    plain = rows.framework.isin(["vllm", "trtllm"]) | rows.system.isin(
-        ["a100_sxm", "h100_sxm", "gb200", "gb300"]
-    )
-    wide = rows.head_dim == 128
-    # Narrow heads only where products dominate: they are there to tell what the exponential costs.
-    long = rows.batch * rows.num_heads * rows.seq_len**2 * rows.head_dim > 5e10
-    narrow = ~wide & (rows.seq_len < 8192) & (rows.framework != "sglang") & long
-    return rows[(share < 0.9) & ((wide & plain) | narrow)]
 
 
 def kernel_of(device: str, framework: str) -> str:
