@@ -299,6 +299,12 @@ def errors(table: Mapping[str, Any], points: Points) -> np.ndarray:
     return predicted_s(values, points) / points.time_s - 1.0
 
 
+def seen_without(system: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table as it would be without a system."""
+    changed = table["left_out"][family_of(system)]
+    return {name: {**table[name], **changed[name]} for name in ("links", "eras")}
+
+
 def build(data: Sequence[Points]) -> dict[str, Any]:
     links = fit_rows(data)
     return {
@@ -306,7 +312,22 @@ def build(data: Sequence[Points]) -> dict[str, Any]:
         "eras": {"2.2x": {}, "old": fit_old_era(links["ampere-nvlink"], data)},
         "network": {**STATED_NETWORK, "ring_eff": network_ring_eff()},
         "nccl": nccl_tables(),
+        "left_out": {family_of(system): without(system, data) for system in sorted(SYSTEMS)},
     }
+
+
+def family_of(system: str) -> str:
+    """Return the family that validation gives the rows of a system."""
+    return system.removeprefix("sailor ")
+
+
+def without(system: str, data: Sequence[Points]) -> dict[str, Any]:
+    """Return what changes in the table when a system is not seen: the row of its generation, or its era."""
+    rule = SYSTEMS[system]
+    if not rule.fitted:
+        return {"links": {}, "eras": {} if rule.era == "2.2x" else {rule.era: {}}}
+    rows = fit_rows([p for p in data if p.system != system], only=rule.generation)
+    return {"links": {rule.generation: rows[rule.generation]}, "eras": {}}
 
 
 def nccl_tables() -> dict[str, Any]:
@@ -322,11 +343,6 @@ def nccl_tables() -> dict[str, Any]:
                 else:
                     place["/".join(keys)] = float(row["value"])
     return kept
-
-
-def left_out(data: Sequence[Points], generation: str) -> dict[str, Any]:
-    """Return constants enough to predict one generation of the current library, fitted on ``data``."""
-    return {"links": fit_rows(data, only=generation), "eras": {"2.2x": {}}}
 
 
 def network_ring_eff() -> float:
@@ -364,17 +380,15 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
     print(f"{'left out':58s}")
     everything = []
     for system in sorted({p.system for p in nccl}):
-        without = left_out([p for p in data if p.system != system], SYSTEMS[system].generation)
-        signed = [errors(without, p) for p in nccl if p.system == system]
+        signed = [errors(seen_without(system, table), p) for p in nccl if p.system == system]
         everything += signed
         show(f"system {system}", signed)
     show("ALL SYSTEMS LEFT OUT", everything)
     for generation in sorted({SYSTEMS[p.system].generation for p in nccl}):
-        without = left_out([p for p in data if SYSTEMS[p.system].generation != generation], generation)
-        show(
-            f"generation {generation}",
-            [errors(without, p) for p in nccl if SYSTEMS[p.system].generation == generation],
-        )
+        rows = fit_rows([p for p in data if SYSTEMS[p.system].generation != generation], only=generation)
+        unseen = {"links": rows, "eras": {"2.2x": {}}}
+        own = [p for p in nccl if SYSTEMS[p.system].generation == generation]
+        show(f"generation {generation}", [errors(unseen, p) for p in own])
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -406,7 +420,7 @@ def main() -> int:
         print("\n".join(wrong) or "shipped constants equal the refit")
         return 1 if wrong else 0
     shipped["links"].update(table["links"])
-    shipped.update({name: table[name] for name in ("eras", "network", "nccl")})
+    shipped.update({name: table[name] for name in ("eras", "network", "nccl", "left_out")})
     TABLE.write_text(json.dumps(shipped, indent=1) + "\n", "utf-8")
     return 0
 

@@ -113,8 +113,16 @@ def link_generation(arch: str, link: str | None, *, name: str = "") -> str:
     return row if "nvlink" in link and row in comm_constants()["links"] else "nvlink"
 
 
-def link_constants(generation: str, *, nccl: str = "2.2x") -> LinkConstants:
+def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") -> LinkConstants:
     """Return the constants of one generation, with the latencies of a library era.
+
+    Parameters
+    ----------
+    generation, nccl
+        Row and era.
+    exclude
+        Family of measured rows that the constants must not have seen (the ``system`` column, or ``gpu`` of
+        the Sailor profiles). A family that no constant rests on changes nothing.
 
     Raises
     ------
@@ -129,8 +137,10 @@ def link_constants(generation: str, *, nccl: str = "2.2x") -> LinkConstants:
         known = ", ".join(sorted(table["eras"]))
         raise SpecError("no such NCCL era", key="nccl", value=nccl, fix=f"known: {known}")
     names = {field.name for field in fields(LinkConstants)}
-    row = {key: value for key, value in table["links"][generation].items() if key in names}
-    era = table["eras"][nccl]
+    changed = table["left_out"].get(exclude, {"links": {}, "eras": {}})
+    fitted = changed["links"].get(generation, table["links"][generation])
+    row = {key: value for key, value in fitted.items() if key in names}
+    era = changed["eras"].get(nccl, table["eras"][nccl])
     return LinkConstants(**{key: value * era.get(key, 1.0) for key, value in row.items()})
 
 

@@ -140,7 +140,12 @@ def fabric_from(
 
 
 def fabric_of(
-    group: NodeGroup, *, nccl: str = "2.2x", fidelity: str = "zero-shot", oversubscription: float = 1.0
+    group: NodeGroup,
+    *,
+    nccl: str = "2.2x",
+    fidelity: str = "zero-shot",
+    oversubscription: float = 1.0,
+    exclude: str = "",
 ) -> Fabric:
     """Return the fabric of one group of equal nodes.
 
@@ -155,6 +160,8 @@ def fabric_of(
         the fitted constants.
     oversubscription
         Edge over core bandwidth of the network; divides the NIC rate.
+    exclude
+        Family of measured rows that the constants must not have seen (validation).
 
     Raises
     ------
@@ -184,7 +191,7 @@ def fabric_of(
         generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""
     return fabric_from(
-        link_constants(generation, nccl="2.2x" if ideal else nccl),
+        link_constants(generation, nccl="2.2x" if ideal else nccl, exclude=exclude),
         intra_bytes_per_s=rate or 1.0,
         domain=domain,
         per_node=group.per_node,

@@ -123,6 +123,13 @@ def test_old_library_is_slower_on_small_messages_only():
     assert all_reduce_s(4e9, 8, 1, old) == pytest.approx(all_reduce_s(4e9, 8, 1, new), rel=0.05)
 
 
+def test_constants_can_leave_a_measured_family_out():
+    h100 = fabric_of(nodes(), exclude="h100_sxm")
+    assert h100.launch_s > fabric_of(nodes()).launch_s  # that server is the quickest seen
+    assert fabric_of(nodes(), exclude="a100_sxm") == fabric_of(nodes())
+    assert fabric_of(nodes(), exclude="never heard of") == fabric_of(nodes())
+
+
 def test_stack_and_take_keep_rows():
     rows = Fabric.stack([fabric_of(nodes()), fabric_of(nodes(nic=100 * GB))])
     assert rows.nic_bytes_per_s.tolist() == [400 * GB, 100 * GB]
