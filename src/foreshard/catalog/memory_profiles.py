@@ -29,7 +29,7 @@ class MemoryProfile:
     extra_gradient_bytes : bytes per parameter of a second, lasting copy of the gradients
     backward_gradient_bytes : 16-bit gradients of the running backward beside fp32 main gradients
     casts_moments : the optimizer casts 16-bit moments of all parameters to fp32 for its step
-    step_bytes : temporaries of the optimizer step, bytes per parameter this rank updates, with 16-bit gradients
+    step_bytes : temporaries of the step with 16-bit gradients, bytes per parameter this rank updates
     bucket_bytes : flat buffer of the gradient reduction
     gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3

@@ -170,7 +170,7 @@ def stage_memory(
         for at_start, at_end, at_step in zip(*moments, strict=True)
     )
     allocated = states.parameters + states.optimizer + states.buffers + fullest
-    outside = _outside_bytes(load, profile)
+    outside = _outside_bytes(load, framework, profile)
     whole = np.zeros_like(fullest)
     return MemoryParts(
         parameters=states.parameters + whole,
@@ -184,10 +184,22 @@ def stage_memory(
     )
 
 
-def _outside_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
-    """Return context and NCCL buffers: one communicator per degree in use, one FIFO pair per expert peer."""
+def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:
+    """Return context, NCCL buffers (one communicator per degree in use) and userbuffers."""
     pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
     groups = (np.asarray(load.tp) > 1) * 1 + (np.asarray(load.dp) > 1) + (np.asarray(load.cp) > 1) + pipelined
     groups = groups + profile.world_communicator * (groups > 0)
     peers = np.minimum(np.asarray(load.ep) - 1, MAX_ALL_TO_ALL_PEERS)
-    return profile.context_bytes + profile.communicator_bytes * groups + ALL_TO_ALL_PAIR_BYTES * peers
+    nccl = profile.communicator_bytes * groups + ALL_TO_ALL_PAIR_BYTES * peers
+    return profile.context_bytes + nccl + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
+
+
+def _userbuffer_bytes(load: StageLoad) -> Any:
+    """Return the buffers of tensor-parallel overlap: 8 gathers in the product's dtype, 4 scatters in 16 bit.
+
+    Source
+    ------
+    TransformerEngine d0067d0 module/base.py initialize_ub: 12 buffers of (sequence x micro-batch x hidden).
+    """
+    elements = np.asarray(load.micro_batch) * load.seq_len / load.cp * load.hidden
+    return (np.asarray(load.tp) > 1) * load.sp * elements * (4 * 2 + 8 * (2 - np.maximum(load.fp8, load.fp4)))

@@ -142,31 +142,63 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     return inner * width * tokens + act, act
 
 
-def _layer(block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: MemoryProfile) -> tuple[Any, Any]:
-    """Return bytes one layer saves per micro-batch without full recompute, and its backward's temporaries."""
-    rule, h = load.recompute, block.hidden
+def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> Any:
+    """Return inputs and outputs of the norms, and dropout masks."""
     norms = 1 if block.parallel else 2
-    inputs = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
-    norm_out = (np.maximum(*inputs) if block.parallel else inputs[0] + inputs[1]) * n.norm * h * (1 - rule.layernorm)
-    norm_in = norms * (n.element + 6 * profile.eager_norm) * n.norm * h
-    masks = 2 * (block.dropout > 0) * n.norm * h
+    qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
+    outputs = (np.maximum(qkv, up) if block.parallel else qkv + up) * (1 - load.recompute.layernorm)
+    inputs = norms * (n.element + 6 * profile.eager_norm)
+    return n.norm * block.hidden * (inputs + outputs + 2 * (block.dropout > 0))
+
+
+def _dense_mlp(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> tuple[Any, Any]:
+    """Return what the dense MLP saves, and the temporaries of its backward."""
+    inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile)
+    gradients = n.element * (2 + block.gated) * block.ffn * n.split
+    return inner * (1 - load.recompute.mlp), gradients + load.recompute.mlp * inner
+
+
+def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> tuple[Any, Any]:
+    """Return what router, experts and shared experts save, and the temporaries of their backward."""
+    rule, width = load.recompute, block.expert_ffn / load.etp
+    routed = block.top_k * n.split * load.etp
+    inner, act = _mlp_saved(block, n, width, routed, profile)
+    inputs = routed * (_input_bytes(block, n, "gate", "up") * block.hidden + 4)
+    kept = inputs + 8 * block.num_experts * n.norm + inner - rule.moe_act * act
+    shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
+    gradients = n.element * ((2 + block.gated) * width + block.hidden) * routed
+    saved = (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
+    return saved, gradients + rule.moe * (kept + shared)
+
+
+def _op_saved(block: Block, n: _Tokens, load: StageLoad) -> Any:
+    """Return what torchtitan's selective checkpointing keeps: the input, attention, every second product."""
+    out = block.num_heads * block.value_head_dim
+    attention = n.element * (block.query_width + block.kv_width / 2 + out) + 4 * block.num_heads
+    routed = block.top_k * n.element * (block.expert_ffn + 2 * block.hidden)
+    mlp = n.element * (block.ffn + block.shared_ffn) + (block.num_experts > 0) * routed
+    return 2 * n.element * n.norm * block.hidden + n.split * (attention + mlp)
+
+
+def _layer(
+    block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: MemoryProfile
+) -> tuple[Any, Any]:
+    """Return what one layer saves per micro-batch unless recomputed in full, and its temporaries."""
+    rule = load.recompute
     attention, core = _attention_saved(block, n, load, unfused)
-    saved = norm_in + norm_out + masks + attention - core * rule.core_attn
+    saved = _norms_saved(block, n, load, profile) + attention - core * rule.core_attn
     if block.kv_lora:
         saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)
     peak = n.element * n.split * block.num_heads * load.seq_len if unfused else 0.0
-    if block.ffn:
-        inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile)
-        saved = saved + inner * (1 - rule.mlp)
-        peak = np.maximum(peak, n.element * (2 + block.gated) * block.ffn * n.split + rule.mlp * inner)
-    if block.num_experts:
-        routed = block.top_k * n.split * load.etp
-        inner, act = _mlp_saved(block, n, block.expert_ffn / load.etp, routed, profile)
-        kept = inner - rule.moe_act * act + routed * (_input_bytes(block, n, "gate", "up") * h + 4) + 8 * block.num_experts * n.norm
-        shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
-        saved = saved + (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
-        grads = n.element * (2 + block.gated) * block.expert_ffn / load.etp * routed
-        peak = np.maximum(peak, grads + rule.moe * (kept + shared))
+    if np.any(np.asarray(load.cp) > 1):  # a ring keeps every received chunk of keys and values
+        peak = np.maximum(peak, n.element * n.split * block.kv_width * load.cp)
+    for there, half in ((block.ffn, _dense_mlp), (block.num_experts, _experts)):
+        if there:
+            more, working = half(block, n, load, profile)
+            saved, peak = saved + more, np.maximum(peak, working)
+    if np.any(rule.op):
+        kept = rule.op * _op_saved(block, n, load) + (1 - rule.op) * saved
+        saved, peak = kept, peak + rule.op * saved
     return saved, peak
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from foreshard.spec.model import Block
 
 FP8_WORKSPACE_BYTES = 2.0
-"""Row-wise and column-wise 8-bit copy of a weight, cached over the step (TransformerEngine module/linear.py)."""
+"""Row-wise and column-wise 8-bit copy of a weight, cached over the step (TE module/linear.py)."""
 FP8_FROZEN_BYTES = 1.0
-"""A frozen 8-bit weight keeps its row-wise copy only (disable_parameter_transpose_cache in adapter recipes)."""
+"""A frozen 8-bit weight keeps its row-wise copy: adapter recipes disable the transpose cache."""
 FP4_WORKSPACE_BYTES = 2 * (0.5 + 1 / 16)
 """The same in NVFP4: half a byte, and one 8-bit scale per 16 elements."""
 
@@ -52,7 +52,7 @@ class _Elements:
 
 
 def _replicated(block: Block) -> float:
-    """Parameters that every tensor-parallel rank holds whole: norms, router, biases, latent down-projections."""
+    """Return what every tensor-parallel rank holds whole: norms, router, biases, latent down-projections."""
     down = (block.kv_lora > 0) * block.hidden * (block.q_lora + block.kv_lora + block.rope_head_dim)
     other = block.attention_params - block.attention_matmul_params
     return block.norm_total_params + block.router_params + other + down
@@ -120,7 +120,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     """
     have = _elements(load)
     zero = np.asarray(load.zero)
-    shard, expert_shard = load.shard_size, np.maximum(np.asarray(load.expert_dp) * load.shard_size / load.dp, 1)
+    shard = load.shard_size
+    expert_shard = np.maximum(np.asarray(load.expert_dp) * shard / load.dp, 1)
 
     def over(level: int) -> tuple[Any, Any]:
         split = zero >= level

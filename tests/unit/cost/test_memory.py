@@ -18,7 +18,14 @@ LLAMA_70B = Block(
     hidden=8192, num_heads=64, num_kv_heads=8, head_dim=128, value_head_dim=128, ffn=28672, gated=True
 )
 GPT = Block(
-    hidden=1024, num_heads=16, num_kv_heads=16, head_dim=64, value_head_dim=64, ffn=4096, gated=False, dropout=0.1
+    hidden=1024,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=64,
+    value_head_dim=64,
+    ffn=4096,
+    gated=False,
+    dropout=0.1,
 )
 EXPERTS = replace(GPT, gated=True, ffn=0, num_experts=8, top_k=2, expert_ffn=512, dropout=0.0)
 MCORE = Framework(name="megatron-core")
@@ -60,7 +67,7 @@ def test_megatron_llama_is_the_closed_form():
 
 def test_gpt_without_flash_saves_34_and_5():
     """Korthikanti et al. 2022, eq. 2: s*b*h*(10 + 24/t) + 5*a*s*s*b/t without sequence parallelism."""
-    unfused = Framework(name="megatron-lm", attention="unfused", cross_entropy="unfused", memory="megatron-lm")
+    unfused = Framework(name="megatron-lm", attention="unfused", memory="megatron-lm")
     s, h, a, t = 1024, 1024, 16, 2
     parts = stage_memory(middle(GPT, tp=t), unfused)
     assert parts.activations == pytest.approx(s * h * (10 + 24 / t) + 5 * a * s * s / t)
@@ -158,6 +165,13 @@ def test_selective_modules_drop_what_they_recompute():
     assert saved("none") - saved("selective:core_attn") == pytest.approx(tokens * 4 * 64)
 
 
+def test_selective_op_is_torchtitans_count():
+    """Split QKV: input, wq, wv, w1, w2 and the attention output, T(8h + 2gd + 2f + 4a)."""
+    h, kv, f, a = 8192, 8 * 128, 28672, 64
+    parts = stage_memory(middle(LLAMA_70B, 1, recompute=recompute_of("selective:op", 1)), MCORE)
+    assert parts.activations == pytest.approx(1024 * (8 * h + 2 * kv + 2 * f + 4 * a))
+
+
 def test_eight_bit_inputs_and_weight_copies():
     tokens, h, f = 1024, 8192, 28672
     sixteen = stage_memory(middle(LLAMA_70B), MCORE)
@@ -193,7 +207,7 @@ def test_offload_moves_states_and_activations():
 
 
 def test_sixteen_bit_moments_are_cast_for_the_step():
-    """TransformerEngine's FusedAdam holds two fp32 copies of the moments of all parameters of one optimizer."""
+    """TransformerEngine's FusedAdam holds fp32 copies of both moments of all parameters of one optimizer."""
     framework = replace(MCORE, grad_bytes=2, moment_bytes=2)
     parts = stage_memory(middle(GPT, 12, micro_batch=0.001, state_bytes=4, zero=0), framework)
     assert parts.temporary == pytest.approx(8 * 12 * GPT.num_params)
@@ -211,6 +225,26 @@ def test_fsdp_gradients_of_a_single_micro_batch_come_after_the_activations():
     one = stage_memory(load_of(zero=3, dp=64, shard_size=64, num_micro_batches=1), fsdp)
     more = stage_memory(load_of(zero=3, dp=64, shard_size=64, num_micro_batches=2), fsdp)
     assert one.gradients == 0 < more.gradients
+
+
+def test_a_ring_holds_the_keys_and_values_of_the_whole_sequence():
+    wide = replace(LLAMA_70B, num_kv_heads=64, ffn=1024)
+    parts = stage_memory(middle(wide, cp=8, seq_len=8192), MCORE)
+    assert parts.temporary == pytest.approx(2 * 8192 * 2 * 64 * 128)
+
+
+def test_experts_hold_their_gradients_and_the_permuted_one():
+    routed = 2 * 1024
+    parts = stage_memory(middle(EXPERTS), MCORE)
+    assert parts.temporary == pytest.approx(2 * routed * (3 * 512 + 1024))
+
+
+def test_tensor_overlap_keeps_twelve_buffers():
+    without = stage_memory(middle(GPT, tp=2, sp=1), MCORE)
+    overlap = stage_memory(middle(GPT, tp=2, sp=1), replace(MCORE, tp_overlap=True))
+    eight = stage_memory(middle(GPT, tp=2, sp=1, fp8=1), replace(MCORE, tp_overlap=True))
+    assert overlap.outside - without.outside == pytest.approx(24 * 1024 * 1024)
+    assert eight.outside - without.outside == pytest.approx(16 * 1024 * 1024)
 
 
 def test_arrays_price_like_numbers():
