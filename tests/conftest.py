@@ -53,8 +53,19 @@ def _memory(model, cluster, plan):
     )
 
 
-def fake_predict(model, cluster, plan, *, engine="graph", costs="formula", fidelity="zero-shot", tokens=None,
-                 usd_per_device_hour=None, observed_step_s=None, timeline=False):
+def fake_predict(
+    model,
+    cluster,
+    plan,
+    *,
+    engine="graph",
+    costs="formula",
+    fidelity="zero-shot",
+    tokens=None,
+    usd_per_device_hour=None,
+    observed_step_s=None,
+    timeline=False,
+):
     parts = _times(plan)
     step = sum(parts.values())
     devices = len(plan.ranks)
@@ -148,8 +159,18 @@ def fake_timeline(plan, step_time_s):
     rows += [(s, "compute", "optimizer", "optimizer", last + 0.5, last + 1, -1) for s in range(stages)]
     scale = step_time_s / (last + 1)
     events = tuple(
-        Event(rank=group.stages[s].ranks[0], group=0, stage=s, stream=stream, name=name, part=part,
-              start_s=a * scale, end_s=b * scale, micro_batch=micro, chunk=0 if micro >= 0 else -1)
+        Event(
+            rank=group.stages[s].ranks[0],
+            group=0,
+            stage=s,
+            stream=stream,
+            name=name,
+            part=part,
+            start_s=a * scale,
+            end_s=b * scale,
+            micro_batch=micro,
+            chunk=0 if micro >= 0 else -1,
+        )
         for s, stream, name, part, a, b, micro in sorted(rows, key=lambda row: row[4])
     )
     return Timeline(events=events, step_time_s=step_time_s)

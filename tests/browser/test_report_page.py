@@ -11,19 +11,30 @@ import pytest
 from foreshard.report import html
 from foreshard.report.advice import improvements
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=2000"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=2000",
+]
 # Presses keys in the chart and writes what it finds into the page's title, where --dump-dom shows it.
 PROBE = """<script>
 setTimeout(() => {
   const chart = document.querySelector(".gantt");
   const rects = () => chart.querySelectorAll("rect").length;
-  const press = (key) => chart.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const keydown = (key) => new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true });
+  const press = (key) => chart.dispatchEvent(keydown(key));
   const before = chart.querySelector("svg").innerHTML;
   press("+"); press("+"); press("ArrowRight");
   const moved = chart.querySelector("svg").innerHTML !== before;
@@ -59,7 +70,13 @@ def browse(path, tmp_path, *flags):
 def test_sections_are_drawn_and_the_console_is_empty(page, tmp_path):
     dom, console = browse(page, tmp_path, "--dump-dom")
     assert console == []
-    for title in ("Where the time goes", "Memory by stage", "What would help", "The step as it runs", "The plan"):
+    for title in (
+        "Where the time goes",
+        "Memory by stage",
+        "What would help",
+        "The step as it runs",
+        "The plan",
+    ):
         assert f"<h2>{title}</h2>" in dom
     assert dom.count('class="meter"') == 4
     assert len(re.findall(r"<g>", dom)) == 4, "one box for each stage"

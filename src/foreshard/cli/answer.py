@@ -13,6 +13,7 @@ import click
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen
 
+
 def answering(command: click.Command) -> click.Command:
     """Add --json, -o and --no-color to a verb; `give` reads them, the verb does not see them."""
 

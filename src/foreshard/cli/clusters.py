@@ -76,13 +76,32 @@ def _list(rows: list[dict[str, Any]]) -> Screen:
 
 def _detail(cluster: Cluster) -> Screen:
     rows = [
-        (group.count, group.per_node, group.device.name, _gigabits(group.nic_bytes_per_s),
-         quantity.seconds(group.nic_latency_s), group.nvlink_domain, quantity.usd(group.usd_per_h), group.price_date)
+        (
+            group.count,
+            group.per_node,
+            group.device.name,
+            _gigabits(group.nic_bytes_per_s),
+            quantity.seconds(group.nic_latency_s),
+            group.nvlink_domain,
+            quantity.usd(group.usd_per_h),
+            group.price_date,
+        )
         for group in cluster.nodes
-    ]  # fmt: skip
-    columns = (">nodes", ">devices", "device", ">NIC Gb/s", ">latency", ">link domain", ">per node-hour", "price of")
+    ]
+    columns = (
+        ">nodes",
+        ">devices",
+        "device",
+        ">NIC Gb/s",
+        ">latency",
+        ">link domain",
+        ">per node-hour",
+        "price of",
+    )
     price = f", {quantity.usd(cluster.usd_per_h)} per hour" if cluster.usd_per_h is not None else ""
-    line = f"{cluster.num_devices} devices in {cluster.num_nodes} nodes, {cluster.network.kind} network{price}"
+    line = (
+        f"{cluster.num_devices} devices in {cluster.num_nodes} nodes, {cluster.network.kind} network{price}"
+    )
     assumed = table("Assumptions", (">#", "assumed"), list(enumerate(cluster.assumptions, start=1)))
     tables = (table("", columns, rows), *((assumed,) if cluster.assumptions else ()))
     return Screen(header=(cluster.name, line), tables=tables)

@@ -1,4 +1,4 @@
-"""`foreshard doctor`: is this install healthy, what is it missing, and what would that add?"""
+"""`foreshard doctor`: whether this install is healthy, and what it lacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ FAULT = 1
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Check the health of this install; exit 1 when something it needs is broken."""
-    checks = [_python(), *(_library(name) for name in required()), *_catalogs(), _one_prediction(), _measurements()]
+    checks = [
+        _python(),
+        *(_library(name) for name in required()),
+        *_catalogs(),
+        _one_prediction(),
+        _measurements(),
+    ]
     checks += [_extra(name, *about) for name, about in _EXTRAS.items()]
     data = {
         "schema_version": 1,
@@ -131,7 +137,9 @@ def _measurements() -> dict[str, str]:
 
 def _screen(checks: list[dict[str, Any]]) -> Screen:
     rows = [(one["check"], one["status"], one["detail"]) for one in checks]
-    return Screen(header=(f"foreshard {__version__}",), tables=(table("", ("check", "status", "detail"), rows),))
+    return Screen(
+        header=(f"foreshard {__version__}",), tables=(table("", ("check", "status", "detail"), rows),)
+    )
 
 
 command = configurable(answering(command))

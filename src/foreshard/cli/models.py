@@ -79,9 +79,13 @@ def _detail(model: Model) -> Screen:
     ]
     rows = []
     for block, count in model.block_kinds():
-        experts = f"{block.num_experts} x {block.expert_ffn}, top {block.top_k}" if block.num_experts else None
+        experts = (
+            f"{block.num_experts} x {block.expert_ffn}, top {block.top_k}" if block.num_experts else None
+        )
         heads = f"{block.num_heads}/{block.num_kv_heads} x {block.head_dim}"
-        rows.append((count, heads, block.ffn or None, experts, block.window or None, quantity.count(block.num_params)))
+        rows.append(
+            (count, heads, block.ffn or None, experts, block.window or None, quantity.count(block.num_params))
+        )
     columns = (">blocks", "heads/kv x dim", ">ffn", "experts", ">window", ">params each")
     return Screen(header=(model.name,), tables=(table("", ("", ""), facts), table("Blocks", columns, rows)))
 

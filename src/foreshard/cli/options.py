@@ -73,13 +73,27 @@ def _run_options() -> list[click.Option]:
         click.Option(["--sp/--no-sp"], default=None, help="sequence parallelism (default: on when tp > 1)"),
         click.Option(["--zero"], type=Count(0, 3), help="ZeRO level 0-3 (default: the framework's, 1)"),
         click.Option(["--shard-size"], type=Count(), help="ranks that share one copy (hybrid sharding)"),
-        click.Option(["--micro-batch"], type=Count(), help="samples per data-parallel rank and pass (default 1)"),
-        click.Option(["--global-batch"], type=Count(), help="samples per step (default dp x pp x micro-batch)"),
-        click.Option(["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)"),
-        click.Option(["--recompute"], metavar="RULE", help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N"),
-        click.Option(["--offload"], type=_choice("none", "optimizer", "activations", "all"), help="to host memory"),
+        click.Option(
+            ["--micro-batch"], type=Count(), help="samples per data-parallel rank and pass (default 1)"
+        ),
+        click.Option(
+            ["--global-batch"], type=Count(), help="samples per step (default dp x pp x micro-batch)"
+        ),
+        click.Option(
+            ["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)"
+        ),
+        click.Option(
+            ["--recompute"],
+            metavar="RULE",
+            help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N",
+        ),
+        click.Option(
+            ["--offload"], type=_choice("none", "optimizer", "activations", "all"), help="to host memory"
+        ),
         click.Option(["--schedule"], type=_choice(*SCHEDULES), help="pipeline schedule (default 1f1b)"),
-        click.Option(["--dtype", "precision"], type=_choice(*PRECISIONS), help="of the matrix products (default bf16)"),
+        click.Option(
+            ["--dtype", "precision"], type=_choice(*PRECISIONS), help="of the matrix products (default bf16)"
+        ),
         click.Option(["--optimizer"], type=_choice(*OPTIMIZERS), help="default adamw"),
         click.Option(["--framework"], metavar="NAME[@RELEASE]", help="default megatron-core"),
     ]
@@ -95,7 +109,9 @@ def _question_options(with_engine: bool) -> list[click.Option]:
         click.Option(["--fidelity"], type=_choice("datasheet", "zero-shot"), help="default zero-shot"),
         click.Option(["--tokens"], type=Amount(), help="tokens of the whole run, for its cost"),
         click.Option(["--usd-per-device-hour"], type=Amount(), help="your price"),
-        click.Option(["--observed-step-s"], type=Amount(), help="one measured step to correct the prediction by"),
+        click.Option(
+            ["--observed-step-s"], type=Amount(), help="one measured step to correct the prediction by"
+        ),
     ]
 
 

@@ -29,7 +29,7 @@ NOTHING_FITS = 3
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
 @click.pass_context
 def command(ctx: click.Context, trace: str | None, report: str | None, explain: bool, **values: Any) -> None:
-    """Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
+    r"""Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
 
     \b
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --pp 2 --global-batch 512
@@ -81,7 +81,9 @@ def _object(prediction: Prediction, fit: Fit | None) -> dict[str, Any]:
             "rank": memory.peak_rank,
             "over_bytes": memory.peak_bytes - memory.capacity_bytes,
             "nearest_change": change.change if change else None,
-            "nearest_peak_bytes": change.prediction.memory.peak_bytes if change and change.prediction else None,
+            "nearest_peak_bytes": change.prediction.memory.peak_bytes
+            if change and change.prediction
+            else None,
             "tried": fit.num_tried,
         }
     return data
@@ -96,7 +98,9 @@ def does_not_fit(prediction: Prediction, fit: Fit) -> str:
         f"{over} GiB more than its {quantity.gib(memory.capacity_bytes)} GiB. "
     )
     if fit.effect is None or fit.effect.prediction is None:
-        return f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, zero, tp, pp, nodes)."
+        return (
+            f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, zero, tp, pp, nodes)."
+        )
     peak = quantity.gib(fit.effect.prediction.memory.peak_bytes)
     return f"{text}Nearest change that fits: {fit.effect.change} (peak {peak} GiB)."
 

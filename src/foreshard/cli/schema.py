@@ -26,10 +26,17 @@ def command(name: str | None) -> None:
     if name is None:
         formats = [(one, read(one)["title"]) for one in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}
-        give(data, lambda: Screen(tables=(table("'foreshard schema NAME' shows one.", ("name", "format"), formats),)))
+        give(
+            data,
+            lambda: Screen(
+                tables=(table("'foreshard schema NAME' shows one.", ("name", "format"), formats),)
+            ),
+        )
         return
     if name not in NAMES:
-        raise SpecError(f"unknown format {name!r}", key="name", value=name, rule=f"Formats are {', '.join(NAMES)}")
+        raise SpecError(
+            f"unknown format {name!r}", key="name", value=name, rule=f"Formats are {', '.join(NAMES)}"
+        )
     found = read(name)
     give({"schema_version": 1, "name": name} | found, lambda: _screen(found))
 
@@ -60,14 +67,15 @@ def _config() -> dict[str, Any]:
     return {"title": "Config file (TOML, --config)", "doc": doc, "keys": sections}
 
 
+def _row(key: str, about: dict[str, Any]) -> tuple[str, ...]:
+    default = "required" if about.get("required") else about.get("default", "")
+    return key, about["type"], about.get("unit", ""), default, " ".join(about["doc"].split())
+
+
 def _screen(found: dict[str, Any]) -> Screen:
     tables = []
     for section, keys in found["keys"].items():
-        rows = [
-            (key, one.get("type"), one.get("unit", ""), "required" if one.get("required") else one.get("default", ""),
-             " ".join(one["doc"].split()))
-            for key, one in keys.items()
-        ]  # fmt: skip
+        rows = [_row(key, one) for key, one in keys.items()]
         tables.append(table(section, ("key", "type", "unit", "default", "meaning"), rows))
     return Screen(header=(found["title"], *found["doc"].splitlines()), tables=tuple(tables))
 

@@ -1,4 +1,4 @@
-"""Where an option's value comes from: flag, then FORESHARD_* in the environment, then --config, then default."""
+"""Where an option's value comes from: flag, FORESHARD_* in the environment, --config, default."""
 
 from __future__ import annotations
 
@@ -45,8 +45,13 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -
     spelled = {max(option.opts, key=len).lstrip("-"): name for name, option in names.items()}
     shared = {key: value for key, value in data.items() if not isinstance(value, dict)}
     own = data.get(ctx.command.name or "", {})
-    shared = {key: value for key, value in shared.items() if _flag(key) in spelled or not _known_elsewhere(key)}
-    ctx.default_map = {**_named(shared, spelled, path, ""), **_named(own, spelled, path, f"{ctx.command.name}.")}
+    shared = {
+        key: value for key, value in shared.items() if _flag(key) in spelled or not _known_elsewhere(key)
+    }
+    ctx.default_map = {
+        **_named(shared, spelled, path, ""),
+        **_named(own, spelled, path, f"{ctx.command.name}."),
+    }
 
 
 def _flag(key: str) -> str:
@@ -75,7 +80,9 @@ def _load(path: str) -> dict[str, Any]:
         raise SpecError(f"not valid TOML: {error}", file=path, fix="Check the line named") from None
     for key, value in data.items():
         if isinstance(value, dict) and key not in VERBS:
-            raise SpecError(f"unknown table [{key}]", file=path, key=key, rule=f"Tables are {', '.join(VERBS)}")
+            raise SpecError(
+                f"unknown table [{key}]", file=path, key=key, rule=f"Tables are {', '.join(VERBS)}"
+            )
     return data
 
 
@@ -95,6 +102,8 @@ def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str
                 fix=f"Did you mean {near[0]!r}?" if near else None,
             )
         if not isinstance(value, _CONFIGURABLE):
-            raise SpecError(f"{value!r} is not a value", file=path, key=where + key, rule="Give a number or a string")
+            raise SpecError(
+                f"{value!r} is not a value", file=path, key=where + key, rule="Give a number or a string"
+            )
         found[spelled[flag]] = value
     return found

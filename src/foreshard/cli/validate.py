@@ -15,7 +15,17 @@ from foreshard.errors import AccuracyError
 from foreshard.report import quantity
 from foreshard.report.screen import Screen, table
 
-_SCORES = ("rows", "skipped", "mape", "median_ape", "p90_ape", "bias", "coverage", "kendall_tau", "memory_median_ape")
+_SCORES = (
+    "rows",
+    "skipped",
+    "mape",
+    "median_ape",
+    "p90_ape",
+    "bias",
+    "coverage",
+    "kendall_tau",
+    "memory_median_ape",
+)
 
 
 @click.command("validate")
@@ -23,7 +33,9 @@ _SCORES = ("rows", "skipped", "mape", "median_ape", "p90_ape", "bias", "coverage
 @click.option("--engine", type=click.Choice(["analytical", "graph"]), default="graph", help="default graph")
 @click.option("--costs", metavar="SOURCE", default="formula", help="cost source (default formula)")
 @click.option("--exclude-calibration", metavar="FAMILY", help="Use constants fitted without this family.")
-@click.option("--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this.")
+@click.option(
+    "--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this."
+)
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command("whatif")
-@click.option("--change", "changes", multiple=True, required=True, metavar="KEY=VALUE", help="A change; repeat it.")
+@click.option(
+    "--change", "changes", multiple=True, required=True, metavar="KEY=VALUE", help="A change; repeat it."
+)
 def command(changes: tuple[str, ...], **values: Any) -> None:
     """Predict the effect of each --change, and rank them by tokens per second.
 

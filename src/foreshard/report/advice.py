@@ -160,4 +160,3 @@ def _more_nodes(request: Request, savers: list[str]) -> Iterator[str]:
         yield f"nodes={num_nodes}"
         if savers:
             yield ",".join([f"nodes={num_nodes}", *savers])
-

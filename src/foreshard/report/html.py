@@ -27,7 +27,11 @@ MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 
 def write_report(
-    path: str, request: Request, prediction: Prediction, timeline: Timeline | None, advice: Sequence[Effect] = ()
+    path: str,
+    request: Request,
+    prediction: Prediction,
+    timeline: Timeline | None,
+    advice: Sequence[Effect] = (),
 ) -> int:
     """Write the report and return how many bytes it takes."""
     raw = page(page_data(request, prediction, timeline, advice)).encode("utf-8")
@@ -43,7 +47,9 @@ def page(data: dict[str, Any]) -> str:
         "title": html.escape(f"{data['title']} on {data['cluster']}"),
         "style": folder.joinpath("report.css").read_text(encoding="utf-8"),
         "script": folder.joinpath("report.js").read_text(encoding="utf-8"),
-        "data": json.dumps({k: v for k, v in data.items() if k != "text"}, separators=(",", ":")).replace("<", "\\u003c"),
+        "data": json.dumps({k: v for k, v in data.items() if k != "text"}, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        ),
         "text": html.escape(data["text"]),
     }
     template = folder.joinpath("report.html").read_text(encoding="utf-8")
@@ -60,7 +66,9 @@ def page_data(
         "cluster": prediction.cluster,
         "planLine": plan_line(prediction.plan),
         "speedLine": speed_line(prediction),
-        "boxes": [{"title": b.title, "value": b.value, "note": b.note, "alarm": b.alarm} for b in boxes(prediction)],
+        "boxes": [
+            {"title": b.title, "value": b.value, "note": b.note, "alarm": b.alarm} for b in boxes(prediction)
+        ],
         "prediction": prediction.to_dict(),
         "names": PART_NAMES,
         "timeParts": list(TIME_PARTS),
@@ -88,7 +96,9 @@ def _stages(request: Request, prediction: Prediction) -> list[dict[str, Any]]:
     rows, seen = [], set()
     for g, (group, parts) in enumerate(zip(prediction.plan.groups, request.stage_memory(), strict=True)):
         for s, (stage, peak) in enumerate(zip(group.stages, memory.per_stage_peak_bytes[g], strict=True)):
-            device = min((cluster.device_of(rank) for rank in stage.ranks), key=lambda one: one.capacity_bytes)
+            device = min(
+                (cluster.device_of(rank) for rank in stage.ranks), key=lambda one: one.capacity_bytes
+            )
             row = {
                 "stage": s,
                 "peak": peak,

@@ -120,12 +120,17 @@ class Request:
         from foreshard.predict.memory import plan_memory
 
         plan = self.to_plan()
-        case = Case(model=self.model, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework))
+        case = Case(
+            model=self.model, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+        )
         _, parts = plan_memory(case)
         columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
         rows = iter(range(len(parts.peak)))
         return tuple(
-            tuple({name: float(column[i]) for name, column in columns.items()} for _, i in zip(group.stages, rows, strict=False))
+            tuple(
+                {name: float(column[i]) for name, column in columns.items()}
+                for _, i in zip(group.stages, rows, strict=False)
+            )
             for group in plan.groups
         )
 

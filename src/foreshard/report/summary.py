@@ -1,4 +1,4 @@
-"""The first screen of a prediction: three boxes, where time and memory go, what would help, on what it rests."""
+"""The first screen of a prediction: three boxes, where time and memory go, what would help."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def time_table(prediction: Prediction) -> Table:
         title="Where the time goes",
         columns=("part", ">time", ">share"),
         rows=tuple(
-            (PART_NAMES[name], quantity.seconds(value), quantity.percent(value / step_s)) for name, value in shown
+            (PART_NAMES[name], quantity.seconds(value), quantity.percent(value / step_s))
+            for name, value in shown
         ),
         total=("step", quantity.seconds(sum(value for _, value in parts)), "100.0 %"),
         bars=tuple(value / step_s for _, value in shown),
@@ -106,8 +107,11 @@ def memory_table(memory: Memory) -> Table:
         title=f"Where the memory of rank {memory.peak_rank} goes",
         columns=("part", ">GiB", ">of capacity"),
         rows=tuple(
-            ("optimizer states" if name == "optimizer" else PART_NAMES[name],
-             quantity.gib(value), quantity.percent(value / capacity))
+            (
+                "optimizer states" if name == "optimizer" else PART_NAMES[name],
+                quantity.gib(value),
+                quantity.percent(value / capacity),
+            )
             for name, value in shown
         ),
         total=("peak", quantity.gib(memory.peak_bytes), quantity.percent(memory.peak_bytes / capacity)),
@@ -121,7 +125,9 @@ def advice_table(advice: Sequence[Effect]) -> Table:
     for one in advice:
         assert one.prediction is not None and one.gain is not None
         step, peak = one.prediction.step_time_s, one.prediction.memory.peak_bytes
-        rows.append((one.change, f"{100 * one.gain:+.1f} %", quantity.seconds(step), f"{quantity.gib(peak)} GiB"))
+        rows.append(
+            (one.change, f"{100 * one.gain:+.1f} %", quantity.seconds(step), f"{quantity.gib(peak)} GiB")
+        )
     return table("What would help (predicted)", ("change", ">tokens/s", ">step", ">peak"), rows)
 
 
@@ -159,7 +165,9 @@ def place_of(plan: Plan, rank: int) -> tuple[int, int]:
     raise IndexError(f"rank {rank} is not in the plan")
 
 
-def prediction_screen(prediction: Prediction, advice: Sequence[Effect] = (), *, explain: bool = False) -> Screen:
+def prediction_screen(
+    prediction: Prediction, advice: Sequence[Effect] = (), *, explain: bool = False
+) -> Screen:
     """Return the first screen of a prediction.
 
     Parameters
@@ -190,6 +198,8 @@ def prediction_screen(prediction: Prediction, advice: Sequence[Effect] = (), *, 
 
 
 def _explained(prediction: Prediction) -> list[Table]:
-    formulas = table("How each number comes about", ("number", "formula and source"), list(prediction.explain.items()))
+    formulas = table(
+        "How each number comes about", ("number", "formula and source"), list(prediction.explain.items())
+    )
     assumed = [(str(i), text) for i, text in enumerate(prediction.assumptions, start=1)]
     return [formulas, table("Assumptions", (">#", "assumed"), assumed)]

@@ -29,7 +29,9 @@ _NCCL = {
 _ANNOTATIONS = 0  # track of the step's own span; streams follow
 
 
-def trace_object(prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS) -> dict[str, Any]:
+def trace_object(
+    prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS
+) -> dict[str, Any]:
     """Return the trace as the object its JSON holds.
 
     Parameters
@@ -63,7 +65,9 @@ def trace_object(prediction: Prediction, timeline: Timeline, *, max_events: int 
     }
 
 
-def write_trace(path: str, prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS) -> int:
+def write_trace(
+    path: str, prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS
+) -> int:
     """Write the trace, compressed when the path ends in .gz, and return how many bytes it takes."""
     text = json.dumps(trace_object(prediction, timeline, max_events=max_events), separators=(",", ":"))
     raw = text.encode("utf-8")
@@ -152,7 +156,13 @@ def _kernel_name(event: Event) -> str:
 
 def _slice(event: Event, track: tuple[int, int], number: int) -> dict[str, Any]:
     start, end = _ns(event.start_s), _ns(event.end_s)
-    args = {"stream": track[1], "device": event.rank, "correlation": number, "part": event.part, "stage": event.stage}
+    args = {
+        "stream": track[1],
+        "device": event.rank,
+        "correlation": number,
+        "part": event.part,
+        "stage": event.stage,
+    }
     if event.micro_batch >= 0:
         args["micro_batch"] = event.micro_batch
     if event.chunk >= 0:

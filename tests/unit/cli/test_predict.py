@@ -8,8 +8,16 @@ RUN = ("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "2", "--pp", "2")
 
 
 def test_json_is_the_whole_answer_and_nothing_else_is_on_stdout(shell, tmp_path):
-    answer = shell(*RUN, "--json", "-o", tmp_path / "out.json", "--report", tmp_path / "r.html",
-                   "--trace", tmp_path / "t.json.gz")
+    answer = shell(
+        *RUN,
+        "--json",
+        "-o",
+        tmp_path / "out.json",
+        "--report",
+        tmp_path / "r.html",
+        "--trace",
+        tmp_path / "t.json.gz",
+    )
     assert answer.code == 0
     assert answer.json["schema_version"] == 1
     assert json.loads((tmp_path / "out.json").read_text()) == answer.json
@@ -18,7 +26,13 @@ def test_json_is_the_whole_answer_and_nothing_else_is_on_stdout(shell, tmp_path)
 
 def test_piped_text_has_headline_parts_and_footer(shell):
     text = shell(*RUN).out
-    for words in ("llama3-8b on 2x8xh100-sxm", "Step  ", "Where the time goes", "What would help", "assumptions"):
+    for words in (
+        "llama3-8b on 2x8xh100-sxm",
+        "Step  ",
+        "Where the time goes",
+        "What would help",
+        "assumptions",
+    ):
         assert words in text
     assert "\x1b[" not in text
 
@@ -58,7 +72,10 @@ def test_what_does_not_fit_prints_its_object_and_exits_3(shell):
     assert answer.code == 3
     assert answer.json["memory"]["fits"] is False
     infeasible = answer.json["infeasible"]
-    assert infeasible["over_bytes"] == answer.json["memory"]["peak_bytes"] - answer.json["memory"]["capacity_bytes"]
+    assert (
+        infeasible["over_bytes"]
+        == answer.json["memory"]["peak_bytes"] - answer.json["memory"]["capacity_bytes"]
+    )
     assert infeasible["nearest_peak_bytes"] <= answer.json["memory"]["capacity_bytes"]
     for words in ("rank 0", "GiB more than", infeasible["nearest_change"]):
         assert words in answer.err

@@ -33,7 +33,13 @@ def test_a_verbs_table_holds_for_that_verb(shell, config):
 
 @pytest.mark.parametrize(
     ("text", "key"),
-    [("tpp = 2", "tpp"), ("[predit]\ntp = 2", "predit"), ("tp = [2]", "tp"), ("tp = ", None), ("tp = -1", "--tp")],
+    [
+        ("tpp = 2", "tpp"),
+        ("[predit]\ntp = 2", "predit"),
+        ("tp = [2]", "tp"),
+        ("tp = ", None),
+        ("tp = -1", "--tp"),
+    ],
 )
 def test_mistakes_in_the_config_are_named(shell, tmp_path, text, key):
     path = tmp_path / "c.toml"
@@ -46,4 +52,6 @@ def test_mistakes_in_the_config_are_named(shell, tmp_path, text, key):
 def test_a_bad_environment_variable_is_named(shell, monkeypatch):
     monkeypatch.setenv("FORESHARD_TP", "many")
     answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json")
-    assert answer.code == 2 and answer.json["error"]["key"] == "--tp" and answer.json["error"]["value"] == "many"
+    assert (
+        answer.code == 2 and answer.json["error"]["key"] == "--tp" and answer.json["error"]["value"] == "many"
+    )

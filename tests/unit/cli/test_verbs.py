@@ -82,7 +82,7 @@ def test_doctor_says_what_is_broken(shell, monkeypatch):
     monkeypatch.setattr(place, "models", broken)
     answer = shell("doctor", "--json")
     assert answer.code == 1 and answer.json["healthy"] is False
-    assert [c for c in answer.json["checks"] if c["check"] == "models"][0]["status"] == "broken"
+    assert {c["check"]: c["status"] for c in answer.json["checks"]}["models"] == "broken"
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -37,7 +37,9 @@ def test_a_change_that_cannot_run_is_an_answer_not_a_failure(shell):
     assert last["change"] == "tp=3" and last["prediction"] is None and "does not divide" in last["error"]
 
 
-@pytest.mark.parametrize("change", ["tpp=2", "tp", "tp=two", "=", "zero=4", "device=h10", "sp=maybe", "nic=100"])
+@pytest.mark.parametrize(
+    "change", ["tpp=2", "tp", "tp=two", "=", "zero=4", "device=h10", "sp=maybe", "nic=100"]
+)
 def test_an_unknown_key_or_value_exits_2(shell, change):
     answer = shell(*RUN, *changes(change))
     assert answer.code == 2 and "error" in answer.json

@@ -55,7 +55,15 @@ def test_the_compact_timeline_gives_the_tasks_back(data, answered):
         for gap, length, name, _, micro_batch, _ in track["tasks"]:
             start = clock + gap
             clock = start + length
-            found.append((track["rank"], drawn["names"][name], micro_batch, start * drawn["tick"], clock * drawn["tick"]))
+            found.append(
+                (
+                    track["rank"],
+                    drawn["names"][name],
+                    micro_batch,
+                    start * drawn["tick"],
+                    clock * drawn["tick"],
+                )
+            )
     wanted = [(e.rank, e.name, e.micro_batch, e.start_s, e.end_s) for e in timeline.events]
     assert len(found) == len(wanted)
     for one, other in zip(sorted(found), sorted(wanted), strict=True):
@@ -66,8 +74,18 @@ def test_the_compact_timeline_gives_the_tasks_back(data, answered):
 def test_a_very_long_step_keeps_its_ends_and_its_budget(answered):
     asked, prediction, _ = answered
     events = tuple(
-        Event(rank=r, group=0, stage=r // 4, stream="compute", name="forward", part="compute",
-              start_s=1e-5 * i, end_s=1e-5 * (i + 1), micro_batch=i, chunk=0)
+        Event(
+            rank=r,
+            group=0,
+            stage=r // 4,
+            stream="compute",
+            name="forward",
+            part="compute",
+            start_s=1e-5 * i,
+            end_s=1e-5 * (i + 1),
+            micro_batch=i,
+            chunk=0,
+        )
         for i in range(25_000)
         for r in (0, 4, 8, 12)
     )
@@ -80,9 +98,11 @@ def test_a_very_long_step_keeps_its_ends_and_its_budget(answered):
 def test_equal_groups_are_drawn_once(answered, fake):
     from dataclasses import replace
 
-    asked, prediction, _ = answered
+    _, prediction, _ = answered
     group = prediction.plan.groups[0]
-    other = replace(group, stages=tuple(replace(s, ranks=tuple(r + 16 for r in s.ranks)) for s in group.stages))
+    other = replace(
+        group, stages=tuple(replace(s, ranks=tuple(r + 16 for r in s.ranks)) for s in group.stages)
+    )
     plan = replace(prediction.plan, groups=(group, other, replace(other, share=7)))
     assert [one["count"] for one in html._folded(plan)] == [2, 1]
 
@@ -92,6 +112,8 @@ def test_without_scripts_there_is_the_text(data):
     assert "Where the time goes" in re.search(r"<noscript>(.*?)</noscript>", page, re.S)[1]
 
 
-@pytest.mark.parametrize(("numbers", "text"), [((0, 1, 2, 3), "0-3"), ((5,), "5"), ((0, 1, 4, 8, 9), "0-1, 4, 8-9")])
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((0, 1, 2, 3), "0-3"), ((5,), "5"), ((0, 1, 4, 8, 9), "0-1, 4, 8-9")]
+)
 def test_spans(numbers, text):
     assert html.spans(numbers) == text

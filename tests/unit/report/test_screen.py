@@ -44,5 +44,15 @@ def test_bar_lengths():
 
 def test_the_plan_line_says_every_degree_in_use(answered):
     line = plan_line(answered[1].plan)
-    for words in ("tp 2", "pp 4", "dp 2", "micro-batch 1", "global batch 32", "seq 8192", "bf16", "zero 1", "sp"):
+    for words in (
+        "tp 2",
+        "pp 4",
+        "dp 2",
+        "micro-batch 1",
+        "global batch 32",
+        "seq 8192",
+        "bf16",
+        "zero 1",
+        "sp",
+    ):
         assert words in line

@@ -1,6 +1,7 @@
 import gzip
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_slices_of_a_track_never_overlap(trace):
     assert len(tracks) > 8
     for spans in tracks.values():
         spans.sort()
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in pairwise(spans):
             assert start >= end - 1e-6
 
 
@@ -63,7 +64,16 @@ def test_flow_ends_lie_inside_slices(trace):
 def test_overlapping_tasks_of_one_stream_get_a_lane_each(answered):
     _, prediction, _ = answered
     both = tuple(
-        Event(rank=0, group=0, stage=0, stream="data", name=f"bucket {i}", part="data_comm", start_s=0.1 * i, end_s=1.0)
+        Event(
+            rank=0,
+            group=0,
+            stage=0,
+            stream="data",
+            name=f"bucket {i}",
+            part="data_comm",
+            start_s=0.1 * i,
+            end_s=1.0,
+        )
         for i in range(3)
     )
     made = trace_object(prediction, Timeline(events=both, step_time_s=1.0))
