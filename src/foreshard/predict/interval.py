@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,9 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
+if TYPE_CHECKING:
+    from foreshard.predict.batch import Case
+
 LEVEL = 0.9
 FEATURES = ("log2 parameters", "log2 hidden", "log2 sequence", "log2 tokens per rank", "log2 tp", "log2 pp",
             "log2 devices")  # fmt: skip
+HOST_BOUND = 0.2  # share of host time from which a step counts as bound by the host
 MIN_CLASS = 19  # smallest class whose 90 % interval has two finite ends: 20 x 0.95 = 19
 
 
@@ -142,20 +146,35 @@ def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
     return tuple(float(np.log2(max(float(size), 1.0))) for size in sizes)
 
 
-def class_of(model: Model, plan: Plan, evidence: str = "fitted") -> tuple[str, ...]:
+def class_of(
+    model: Model,
+    plan: Plan,
+    parts: Mapping[str, float],
+    *,
+    evidence: str = "fitted",
+    fidelity: str = "zero-shot",
+) -> tuple[str, ...]:
     """Return the classes of a prediction, the narrowest first.
 
     Parameters
     ----------
+    parts : mapping
+        Seconds of the step by part; a step the host bounds is a class of its own.
     evidence : str
         What the kernel times rest on: fitted, architecture or datasheet.
+    fidelity : str
+        datasheet, zero-shot or calibrated.
     """
     if any(block.lora_targets for block in model.blocks):
         kind = "lora"
     elif any(block.num_experts for block in model.blocks):
         kind = "moe"
+    elif parts.get("host", 0.0) >= HOST_BOUND * sum(parts.values()):
+        kind = "host"
     else:
         kind = "dense"
+    if fidelity != "zero-shot":
+        return (f"{fidelity}:{kind}", fidelity, "all")
     width = "narrow" if plan.precision in ("fp8", "mxfp8", "nvfp4") else "wide"
     return (f"{kind}:{width}:{evidence}", f"{kind}:{width}", kind, "all")
 
@@ -174,28 +193,29 @@ def _bounds(entry: Mapping[str, Any], level: float) -> tuple[float, float]:
 
 
 def step_interval(
+    case: Case,
     step_time_s: float,
-    model: Model,
-    plan: Plan,
+    parts: Mapping[str, float],
     *,
     evidence: str = "fitted",
+    fidelity: str = "zero-shot",
     level: float = LEVEL,
     classes: Mapping[str, Mapping[str, Any]] | None = None,
-) -> tuple[float, float, str]:
-    """Return (low, high, class) of a predicted step time.
-
-    The narrowest class with finite bounds at this level is used.
+) -> tuple[float, float]:
+    """Return (low, high) of a predicted step time from the narrowest class with finite bounds.
 
     Parameters
     ----------
+    case : Case
+        The model and the plan count.
     step_time_s : float, seconds
-    evidence : str
-        fitted, architecture or datasheet.
+    parts, evidence, fidelity
+        As in `class_of`.
     classes : mapping or None
         None: the shipped residuals.
     """
     table = residual_classes() if classes is None else classes
-    for name in class_of(model, plan, evidence):
+    for name in class_of(case.model, case.plan, parts, evidence=evidence, fidelity=fidelity):
         entry = table.get(name)
         if entry is None:
             continue
@@ -204,8 +224,9 @@ def step_interval(
             continue
         factor = 1.0
         if entry.get("points"):
-            distance = neighbour_distance([features_of(model, plan)], entry["points"], entry["scale"])
+            query = [features_of(case.model, case.plan)]
+            distance = neighbour_distance(query, entry["points"], entry["scale"])
             factor = float(widening(distance, entry["typical"])[0])
         low, high = spread(step_time_s, bounds, factor)
-        return float(low), float(high), name
+        return float(low), float(high)
     raise AssertionError("residuals.json has no class 'all' with finite bounds")

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -101,21 +103,31 @@ def test_coverage_of_a_family_never_uses_it_or_its_siblings():
     assert apart["odd"] == apart["sibling"] == 0.0
 
 
-def test_a_query_gets_its_narrowest_class():
+@pytest.fixture
+def case():
     model = load_model("llama-3-8b")
     plan = plan_from_degrees(model.num_layers, 8, tp=8, seq_len=8192)
-    assert class_of(model, plan) == ("dense:wide:fitted", "dense:wide", "dense", "all")
-    assert len(features_of(model, plan)) == len(FEATURES)
-    entry = {"bounds": [-0.1, 0.1]}
-    low, high, name = step_interval(1.0, model, plan, classes={"all": {"bounds": [-1, 1]}, "dense": entry})
-    assert name == "dense"
-    assert (low, high) == pytest.approx((np.exp(-0.1), np.exp(0.1)))
+    return SimpleNamespace(model=model, plan=plan)
 
 
-def test_shipped_classes_bound_every_query():
-    classes = residual_classes()
-    assert "all" in classes
-    model = load_model("llama-3-8b")
-    plan = plan_from_degrees(model.num_layers, 8, tp=8, seq_len=8192)
-    low, high, _ = step_interval(2.0, model, plan)
-    assert 0 < low < high
+PARTS = {"compute": 1.0, "host": 0.0}
+
+
+def test_classes_say_what_a_prediction_rests_on(case):
+    assert class_of(case.model, case.plan, PARTS) == ("dense:wide:fitted", "dense:wide", "dense", "all")
+    assert class_of(case.model, case.plan, {"compute": 1.0, "host": 1.0})[2] == "host"
+    assert class_of(case.model, case.plan, PARTS, fidelity="calibrated")[0] == "calibrated:dense"
+    assert len(features_of(case.model, case.plan)) == len(FEATURES)
+
+
+def test_a_query_gets_its_narrowest_class(case):
+    classes = {"all": {"bounds": [-1, 1]}, "dense": {"bounds": [-0.1, 0.1]}}
+    assert step_interval(case, 1.0, PARTS, classes=classes) == pytest.approx((np.exp(-0.1), np.exp(0.1)))
+
+
+@pytest.mark.parametrize("fidelity", ["datasheet", "zero-shot", "calibrated"])
+def test_shipped_classes_bound_every_query(case, fidelity):
+    assert "all" in residual_classes()
+    low, high = step_interval(case, 2.0, PARTS, fidelity=fidelity)
+    assert 0 < low < high < np.inf
+    assert low <= 2.0 <= high
