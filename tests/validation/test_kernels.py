@@ -6,6 +6,8 @@ Recipes and filters are those of docs/derivations/kernels.md.
 import csv
 import gzip
 import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -153,3 +155,13 @@ def test_fp32_products():
         predicted_s += overhead_s[device.name] - kernels.gemm_launch_s
         errors.append(np.abs(predicted_s / (column(group, "latency_ms") * 1e-3) - 1))
     assert np.median(np.concatenate(errors)) < 0.20
+
+
+def test_shipped_constants_are_those_of_the_fit():
+    pytest.importorskip("pandas")
+    rows("kernel_mamf.csv")
+    script = ROOT / "scripts" / "fit_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -36,8 +36,8 @@ class KernelModel:
     """What one device achieves, for one precision of its matrix products.
 
     Every field is a float, or an ndarray that broadcasts to the rows of a batch (see :meth:`stack`).
-    `gemm_*` is the curve of the matrix precision, `gemm16_*` that of 16 bit, in which the head and
-    attention run when the matrix precision is narrower; the two are equal otherwise.
+    `gemm_*` is the curve of the matrix precision. Attention and the head run in 16 bit beside 8 or 4-bit
+    matrices: `bf16_peak_flops_per_s` and `gemm16_*`; beside wider ones the two are equal.
     """
 
     peak_flops_per_s: Any
@@ -121,10 +121,11 @@ def kernel_evidence(device: Device, precision: str) -> str:
     return _find(kernel_constants()["gemm"][_CURVE[precision]], device)[1]
 
 
-def _sixteen_bit_peak(device: Device) -> float:
-    """Return the best 16-bit rate, or the fp32 rate of devices older than 16-bit arithmetic."""
-    peaks = device.peak_flops_per_s
-    return float(peaks.get("bf16") or peaks.get("fp16") or peaks["fp32"])
+def _wide(device: Device, precision: str) -> str:
+    """Return the precision of attention and the head: that of the matrices, 16 bit beside narrower."""
+    if _CURVE[precision] in ("fp8", "fp4"):
+        return "bf16" if device.supports("bf16") else "fp16"
+    return precision
 
 
 def kernel_model(
@@ -164,7 +165,7 @@ def kernel_model(
     _check("fidelity", fidelity, FIDELITIES)
     rates = {
         "peak_flops_per_s": float(device.peak(precision)),
-        "bf16_peak_flops_per_s": _sixteen_bit_peak(device),
+        "bf16_peak_flops_per_s": float(device.peak(_wide(device, precision))),
         "memory_bytes_per_s": float(device.memory_bytes_per_s),
         "num_sms": float(device.num_sms or 1),
     }
@@ -177,7 +178,7 @@ def _fitted(device: Device, precision: str, attention: str, sustained: bool) -> 
     """Return every fitted field of the device."""
     constants = kernel_constants()
     gemm = _find(constants["gemm"][_CURVE[precision]], device)[0]
-    gemm16 = _find(constants["gemm"]["16bit"], device)[0]
+    gemm16 = _find(constants["gemm"][_CURVE[_wide(device, precision)]], device)[0]
     values = {f"gemm_{name}": value for name, value in gemm.items()}
     values |= {f"gemm16_{name}": gemm16[name] for name in ("eff", "k0", "split_k")}
     values |= {f"attn_{name}": v for name, v in _find(constants["attention"][attention], device)[0].items()}

@@ -75,6 +75,15 @@ def test_devices_without_bf16_take_fp16():
     assert v100.bf16_peak_flops_per_s == 125e12 == v100.peak_flops_per_s
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_attention_runs_in_the_precision_of_the_matrices_unless_narrower(precision):
+    model = kernel_model(resolve_device("a100-sxm-80gb"), precision)
+    assert model.bf16_peak_flops_per_s == model.peak_flops_per_s
+    assert (model.gemm16_eff, model.gemm16_k0) == (model.gemm_eff, model.gemm_k0)
+    fp8 = kernel_model(resolve_device("h100-sxm"), "fp8")
+    assert fp8.bf16_peak_flops_per_s == 989e12 and fp8.peak_flops_per_s == 1979e12
+
+
 @pytest.mark.parametrize(
     "wrong", [{"precision": "bf17"}, {"attention": "fa9"}, {"fidelity": "hunch"}, {"precision": "nvfp4"}]
 )
