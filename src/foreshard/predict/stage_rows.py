@@ -1,0 +1,116 @@
+"""Distinct stages of pipelines that degree flags cut, from arithmetic on the degrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.spec.model import Block, Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRows:
+    """Stages of many pipelines; axis 0 the distinct stages, axis 1 the pipelines.
+
+    A pipeline with fewer distinct stages has rows of multiplicity 0. Of equal stages the first counts: it
+    holds the most micro-batches in flight.
+    """
+
+    blocks: tuple[Block, ...]
+    counts: tuple[np.ndarray, ...]  # layers of each kind of block
+    first_stage: np.ndarray
+    multiplicity: np.ndarray
+    has_embedding: np.ndarray
+    has_head: np.ndarray
+
+
+def extra_chunks(num_blocks: int, num_chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return how `spec.layout.block_cuts` cuts: blocks of every chunk, and which chunks have one more.
+
+    Chunks 1 to the second result have one more, and chunk 0 where the third is 1: the three rules of
+    `block_cuts` are one, the remainder fills the middle, then the first chunk.
+    """
+    base = num_blocks // num_chunks
+    rest = num_blocks - base * num_chunks
+    full = (rest == num_chunks - 1) & (rest > 0)
+    return base, rest - full, full * 1
+
+
+def stage_rows_of(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
+    """Return the distinct stages of pipelines of `pp` stages and `vpp` chunks per stage.
+
+    Parameters
+    ----------
+    model : Model
+    pp, vpp : ndarray of int, shape (plans,)
+
+    Returns
+    -------
+    StageRows
+        At most 4 rows for a model of equal blocks; all stages when its blocks differ.
+    """
+    kinds = model.block_kinds()
+    if len(kinds) == 1:
+        return _equal_blocks(model, pp, vpp)
+    return _mixed_blocks(model, [block for block, _ in kinds], pp, vpp)
+
+
+def _equal_blocks(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
+    """Rows: first stage, middle stages with one block more, the other middle stages, last stage."""
+    base, filled, head_start = extra_chunks(model.num_layers, pp * vpp)
+    each = filled // pp
+    longer = filled - each * pp  # stages 1 to this have one more
+    whole = vpp * base + each
+    piped = pp > 1
+    middle = np.maximum(pp - 2, 0)
+    more = np.minimum(longer, middle)
+    counts = [
+        whole + head_start + ~piped * model.num_next_token,
+        whole + 1,
+        whole,
+        whole + (longer >= pp - 1) + model.num_next_token,
+    ]
+    multiplicity = [np.ones_like(pp), more, middle - more, piped * 1]
+    first_stage = [np.zeros_like(pp), np.ones_like(pp), more + 1, pp - 1]
+    used = [i for i in range(4) if i == 0 or np.any(multiplicity[i])]
+    zero = np.zeros(pp.shape)
+    return StageRows(
+        blocks=(model.blocks[0],),
+        counts=(np.array([counts[i] for i in used], dtype=np.float64),),
+        first_stage=np.array([first_stage[i] for i in used]),
+        multiplicity=np.array([multiplicity[i] for i in used], dtype=np.float64),
+        has_embedding=np.array([zero + (i == 0) for i in used]),
+        has_head=np.array([~piped if i == 0 else zero + (i == 3) for i in used], dtype=np.float64),
+    )
+
+
+def _mixed_blocks(model: Model, kinds: list[Block], pp: np.ndarray, vpp: np.ndarray) -> StageRows:
+    """Rows: every stage."""
+    base, filled, head_start = extra_chunks(model.num_layers, pp * vpp)
+    stage = np.arange(int(pp.max()))[:, None]
+    present = stage < pp
+    index = {block: i for i, block in enumerate(kinds)}
+    kind_of = np.array([index[block] for block in model.blocks])
+    before = np.zeros((len(kinds), model.num_layers + 1))
+    for i in range(len(kinds)):
+        before[i, 1:] = np.cumsum(kind_of == i)
+    counts = np.zeros((len(kinds), *present.shape))
+    for chunk in range(int(vpp.max())):
+        virtual = chunk * pp + stage
+        start = virtual * base + np.minimum(np.maximum(virtual - 1, 0), filled) + head_start * (virtual > 0)
+        inner = (virtual > 0) & (virtual <= filled)
+        stop = start + base + inner + head_start * (virtual == 0)
+        here = present & (chunk < vpp)
+        start, stop = np.where(here, start, 0), np.where(here, stop, 0)
+        counts += before[:, stop] - before[:, start]
+    last = stage == pp - 1
+    counts[kind_of[-1]] += last * model.num_next_token
+    return StageRows(
+        blocks=tuple(kinds),
+        counts=tuple(counts),
+        first_stage=np.minimum(stage, pp - 1),
+        multiplicity=present * 1.0,
+        has_embedding=(stage == 0) * present * 1.0,
+        has_head=last * 1.0,
+    )
