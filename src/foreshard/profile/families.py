@@ -38,11 +38,11 @@ class Family:
     seq_len: int = 0
     seq_why: str = ""
     zero: int | None = None
+    zero_why: str = "the default of its framework"
     nic: str = ""
     nic_why: str = ""
     flops: str = "full"
     gigabyte: float = GIB
-    why: str = ""
 
 
 _JEAN_ZAY = "4 Omni-Path 100 Gb/s links per node (IDRIS, Jean Zay description)"
@@ -51,7 +51,13 @@ FAMILIES: dict[str, Family] = {
     "vtrain_single": Family(
         dtype="fp16", dtype_why="--fp16 of the Megatron-DeepSpeed launch scripts vTrain builds on", zero=0
     ),
-    "bigscience": Family(flops="hardware", zero=0, nic="400 Gb/s", nic_why=_JEAN_ZAY),
+    "bigscience": Family(
+        flops="hardware",
+        zero=1,
+        zero_why="ZERO_STAGE=1 in tr3m-1B3-emb-norm-pile.slurm",
+        nic="400 Gb/s",
+        nic_why=_JEAN_ZAY,
+    ),
     "internevo": Family(
         flops="hardware", seq_len=2048, seq_why="SEQ_LEN of configs/7B_sft.py", recompute="full"
     ),

@@ -25,9 +25,10 @@ from foreshard.spec.plan import Group, Plan, Stage
 
 SAILOR = (
     "sequence not stated: 2048, the models' own",
-    "precision not stated: fp16; 165 TFLOP/s per GH200 exclude fp32",
+    "precision not stated: fp32, no 16-bit mode in the repository's ds_config.json; TF32 products where every "
+    "device has them (GH200 runs exceed its fp32 peak)",
     "framework not stated: Megatron-DeepSpeed, on which Sailor's trainer is built",
-    "sharding and recompute not stated: replicated, none",
+    "sharding and recompute not stated: replicated, none (zero_optimization {} in ds_config.json)",
     "ranks take the devices of gpu_mix in its order",
 )
 AMP = (
@@ -89,13 +90,14 @@ def _sailor(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ..
     cluster, stages = _sailor_parts(raw, model)
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
     group = Group(share=batch, stages=stages, micro_batch=micro * stages[0].inner_dp, sp=False)
-    plan = _plan(batch, 2048, group)
+    precision = "tf32" if all(device.supports("tf32") for device in cluster.devices) else "fp32"
+    plan = _plan(batch, 2048, group, precision)
     return model, cluster, plan, SAILOR
 
 
-def _plan(batch: int, seq_len: int, group: Group) -> Plan:
+def _plan(batch: int, seq_len: int, group: Group, precision: str) -> Plan:
     label = "megatron-deepspeed@2021"
-    return Plan(global_batch=batch, seq_len=seq_len, precision="fp16", framework=label, groups=(group,))
+    return Plan(global_batch=batch, seq_len=seq_len, precision=precision, framework=label, groups=(group,))
 
 
 def _amp_model(raw: Mapping[str, str]) -> tuple[Model, int]:
@@ -129,7 +131,7 @@ def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ...]]
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
     stages = _stages(spans, [tp * dp] * pp, [tp] * pp, "full")
     group = Group(share=batch, stages=stages, micro_batch=micro * dp, sp=False)
-    return model, cluster, _plan(batch, seq_len, group), AMP
+    return model, cluster, _plan(batch, seq_len, group, "fp16"), AMP
 
 
 _LAYOUTS = {"sailor-runs": (_sailor, "measured_iter_s"), "amp-trials": (_amp, "measured_s")}

@@ -216,7 +216,7 @@ def _sharding(
     default = framework.default_zero if family.zero is None else family.zero
     zero, shard, flavour = sharding_of(raw["zero_stage_or_fsdp"], default)
     if not raw["zero_stage_or_fsdp"]:
-        notes.add(f"sharding not stated: ZeRO {zero}")
+        notes.add(f"sharding not stated: ZeRO {zero}, {family.zero_why}")
     if "split not stated" in raw["zero_stage_or_fsdp"]:
         notes.add("FSDP split not stated: sharded over every data-parallel rank")
     if "remaining ICI" in raw["zero_stage_or_fsdp"]:
@@ -237,7 +237,10 @@ def _memory_options(
 ) -> tuple[str, str]:
     """Return recompute and offload of a row."""
     text = raw["act_recompute"]
-    if not text:
+    if not text and "full recompute counted" in raw["check"]:
+        text = "full"
+        notes.add("recompute not stated: full, which its FLOP count includes")
+    elif not text:
         text = family.recompute
         notes.add(f"recompute not stated: {text}")
     elif framework.name == "torchtitan" and text.lower().strip() == "selective":
