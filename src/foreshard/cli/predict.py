@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foreshard.report.advice import Fit
     from foreshard.report.change import Effect
     from foreshard.report.request import Request
+    from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.timeline import Timeline
 
@@ -46,7 +47,8 @@ def command(ctx: click.Context, trace: str | None, report: str | None, explain: 
     if trace or report:
         _write(request, prediction, timeline, advice, trace, report)
     fit = None if fits else _nearest(request, prediction)
-    give(_object(prediction, fit), lambda: _screen(prediction, advice, explain))
+    explained = _explained(request, prediction) if explain else None
+    give(_object(prediction, fit, explained), lambda: _screen(prediction, advice, explained))
     if fit is not None:
         say(f"foreshard: {does_not_fit(prediction, fit)}")
         ctx.exit(NOTHING_FITS)
@@ -64,15 +66,23 @@ def _nearest(request: Request, prediction: Prediction) -> Fit:
     return nearest_fit(request, prediction)
 
 
-def _screen(prediction: Prediction, advice: tuple[Effect, ...], explain: bool) -> Any:
+def _explained(request: Request, prediction: Prediction) -> dict[str, str]:
+    from foreshard.report.explain import explanations
+
+    return explanations(request, prediction)
+
+
+def _screen(prediction: Prediction, advice: tuple[Effect, ...], explained: dict[str, str] | None) -> Screen:
     from foreshard.report.summary import prediction_screen
 
-    return prediction_screen(prediction, advice, explain=explain)
+    return prediction_screen(prediction, advice, explained)
 
 
-def _object(prediction: Prediction, fit: Fit | None) -> dict[str, Any]:
+def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] | None) -> dict[str, Any]:
     """Return the contract's object; a run that does not fit also says by how much and what would."""
     data = {"schema_version": prediction.schema_version} | prediction.to_dict()
+    if explained is not None:
+        data["explain"] = explained
     if fit is not None:
         memory = prediction.memory
         change = fit.effect

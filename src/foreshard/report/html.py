@@ -15,6 +15,7 @@ from typing import Any
 
 from foreshard.report import quantity
 from foreshard.report.change import Effect
+from foreshard.report.explain import explanations
 from foreshard.report.flows import kind_of
 from foreshard.report.plain import render
 from foreshard.report.request import Request
@@ -60,8 +61,9 @@ def page_data(
     request: Request, prediction: Prediction, timeline: Timeline | None, advice: Sequence[Effect] = ()
 ) -> dict[str, Any]:
     """Return what the page draws, and the plain text for readers without scripts."""
+    explained = explanations(request, prediction)
     return {
-        "text": render(prediction_screen(prediction, advice, explain=True)),
+        "text": render(prediction_screen(prediction, advice, explained)),
         "title": prediction.model,
         "cluster": prediction.cluster,
         "planLine": plan_line(prediction.plan),
@@ -69,7 +71,7 @@ def page_data(
         "boxes": [
             {"title": b.title, "value": b.value, "note": b.note, "alarm": b.alarm} for b in boxes(prediction)
         ],
-        "prediction": prediction.to_dict(),
+        "prediction": prediction.to_dict() | {"explain": explained},
         "names": PART_NAMES,
         "timeParts": list(TIME_PARTS),
         "memoryParts": list(MEMORY_PARTS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from foreshard.report import quantity
 from foreshard.report.change import Effect
@@ -166,7 +166,7 @@ def place_of(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def prediction_screen(
-    prediction: Prediction, advice: Sequence[Effect] = (), *, explain: bool = False
+    prediction: Prediction, advice: Sequence[Effect] = (), explained: Mapping[str, str] | None = None
 ) -> Screen:
     """Return the first screen of a prediction.
 
@@ -175,31 +175,32 @@ def prediction_screen(
     prediction : Prediction
     advice : sequence of Effect
         What would help, best first; empty says nothing.
-    explain : bool
-        Add formula and source of each number, and every assumption.
+    explained : mapping, optional
+        Formula and source by the name of each number; shown with every assumption.
     """
     tables = [time_table(prediction), memory_table(prediction.memory)]
     if advice:
         tables.append(advice_table(advice))
-    if explain:
-        tables += _explained(prediction)
+    if explained is not None:
+        tables += _explained(prediction, explained)
     footer = [
         f"{prediction.engine} engine, {prediction.costs} costs, {prediction.fidelity}; {prediction.evidence}",
         f"{prediction.framework}; catalog {prediction.catalog_version or 'unversioned'}; "
-        f"{len(prediction.assumptions)} assumptions" + ("" if explain else " (--explain)"),
+        f"{len(prediction.assumptions)} assumptions" + ("" if explained is not None else " (--explain)"),
     ]
+    notes = [speed_line(prediction), worst_stage_line(prediction)]
+    if prediction.fidelity == "calibrated" and prediction.assumptions:
+        notes.append(f"Learned: {prediction.assumptions[0]}")
     return Screen(
         header=(f"{prediction.model} on {prediction.cluster}", plan_line(prediction.plan)),
         boxes=boxes(prediction),
         tables=tuple(tables),
-        notes=(speed_line(prediction), worst_stage_line(prediction)),
+        notes=tuple(notes),
         footer=tuple(footer),
     )
 
 
-def _explained(prediction: Prediction) -> list[Table]:
-    formulas = table(
-        "How each number comes about", ("number", "formula and source"), list(prediction.explain.items())
-    )
+def _explained(prediction: Prediction, explained: Mapping[str, str]) -> list[Table]:
+    formulas = table("How each number comes about", ("number", "formula and source"), list(explained.items()))
     assumed = [(str(i), text) for i, text in enumerate(prediction.assumptions, start=1)]
     return [formulas, table("Assumptions", (">#", "assumed"), assumed)]

@@ -72,6 +72,7 @@ def _table(table: Table, width: int) -> Any:
         show_header=any(table.columns),
         show_footer=table.total is not None,
         pad_edge=False,
+        show_edge=False,
         header_style="dim",
         footer_style="bold",
     )

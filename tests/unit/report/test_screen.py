@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from foreshard.report.explain import explanations
 from foreshard.report.plain import render
 from foreshard.report.screen import Screen, Table
 from foreshard.report.summary import plan_line, prediction_screen
@@ -19,7 +20,7 @@ def drawn(screen, width, **settings):
 
 @pytest.mark.parametrize("width", [40, 60, 100, 160])
 def test_no_line_is_wider_than_the_terminal(answered, width):
-    text = drawn(prediction_screen(answered[1], explain=True), width)
+    text = drawn(prediction_screen(answered[1], (), explanations(*answered[:2])), width)
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()) <= width
 
 

@@ -145,7 +145,7 @@
 
   const ganttSection = () => {
     if (!tracks.length) return section("The step as it runs", "This engine gives no timeline.");
-    const LABEL = 150, ROW = 18, GAP = 8, TOP = 26;
+    const LABEL = 168, ROW = 18, GAP = 8, TOP = 26;
     let view = [0, tl.step], picked = null, rows = [];
     const told = h("p", { class: "told", "aria-live": "polite" });
     const svg = s("svg", { role: "img", "aria-label": "Gantt chart of the predicted step" });
@@ -322,7 +322,7 @@
     const explained = Object.entries(p.explain || {});
     return section("Assumptions and sources", `${p.engine} engine, ${p.costs} costs, ${p.fidelity}. ${p.evidence}`,
       h("ol", {}, p.assumptions.map((text) => h("li", { text }))),
-      explained.length ? h("details", { open: explained.length <= 12 }, h("summary", { text: "How each number comes about" }),
+      explained.length ? h("details", {}, h("summary", { text: "How each number comes about" }),
         h("dl", {}, explained.map(([key, text]) => [h("dt", { text: key.replace(/_/g, " ") }), h("dd", { text })]))) : null,
       h("details", {}, h("summary", { text: "Plan file" }), h("pre", { tabindex: "0", text: pretty })),
       h("p", {}, h("button", { type: "button", text: "Save plan.json", onclick: () => save("plan.json", JSON.stringify(p.plan, null, 2)) }), " ",
