@@ -140,7 +140,7 @@ def test_import_is_light():
 def test_predicting_from_the_command_line_loads_nothing_heavy():
     code = (
         "import sys; from foreshard.cli.program import run\n"
-        "code = run(['predict', 'llama3-8b', '1x8xh100-sxm', '--tp', '2', '--json']); assert code == 0, code\n"
+        "code = run('predict llama3-8b 1x8xh100-sxm --tp 2 --json'.split()); assert code == 0, code\n"
         "heavy = 'pandas scipy sklearn torch numba rich pydantic'.split()\n"
         "assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)"
     )

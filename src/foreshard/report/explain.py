@@ -10,11 +10,11 @@ from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 
 # What each time part means and where its formula is derived.
 _TIME = {
-    "compute": "matrix products, attention and memory-bound kernels of forward and backward on the critical rank; "
-    "each is tiles shared over processors, bound by rate or memory (docs/derivations/kernels.md 1-5)",
+    "compute": "matrix products, attention and memory-bound kernels of forward and backward on the critical "
+    "rank; each is tiles shared over processors, bound by rate or memory (docs/derivations/kernels.md 1-5)",
     "recompute": "forward kernels that run again in the backward, as the recompute rule says",
-    "tensor_comm": "all-reduce, or all-gather and reduce-scatter under sequence parallelism, four a layer and "
-    "micro-batch, less what the framework overlaps (docs/derivations/collectives.md, Forms)",
+    "tensor_comm": "all-reduce, or all-gather and reduce-scatter under sequence parallelism, four a layer "
+    "and micro-batch, less what the framework overlaps (docs/derivations/collectives.md, Forms)",
     "context_comm": "exchange of keys and values between context-parallel ranks, less what attention hides",
     "expert_comm": "dispatch and combine of routed tokens, less what the framework overlaps",
     "pipeline_comm": "sends between stages that the next operation waits for",
@@ -63,8 +63,8 @@ def _all(request: Request, prediction: Prediction) -> dict[str, str]:
         },
         "capacity_bytes": "what the driver reports for the device where known, else its datasheet memory",
         **_money(request, prediction),
-        "energy_j_per_step": "power limit of the devices while they compute, a stated share of it while they wait; "
-        "hosts, switches and cooling are not counted",
+        "energy_j_per_step": "power limit of the devices while they compute, a stated share of it while they "
+        "wait; hosts, switches and cooling are not counted",
     }
 
 
@@ -77,7 +77,7 @@ def _interval(prediction: Prediction) -> str:
     low, high = prediction.step_time_interval_s
     step = prediction.step_time_s
     return (
-        f"{low / step:.3f} to {high / step:.3f} of the step: split-conformal quantiles of measured over predicted, "
+        f"{low / step:.3f} to {high / step:.3f} of the step: split-conformal quantiles of measured over predicted "
         f"on families left out of the fit; class: {prediction.evidence}"
     )
 
@@ -94,8 +94,8 @@ def _rates(request: Request, prediction: Prediction) -> dict[str, str]:
     devices = " + ".join(f"{count} x {label}" for label, count in peaks.items())
     return {
         "tokens_per_s": f"{plan.tokens:,} tokens of a step / {quantity.seconds(prediction.step_time_s)}",
-        "mfu": f"{full:.4g} FLOPs a token, full attention, x {plan.tokens:,} tokens / step / ({devices}, dense "
-        f"{plan.precision})",
+        "mfu": f"{full:.4g} FLOPs a token, full attention, x {plan.tokens:,} tokens / step "
+        f"/ ({devices}, dense {plan.precision})",
         "mfu_causal": f"the same with causal attention counted half: {causal:.4g} FLOPs a token",
         "hfu": "as mfu, with the forward work that recompute repeats",
     }
@@ -109,6 +109,7 @@ def _money(request: Request, prediction: Prediction) -> dict[str, str]:
             f"${request.usd_per_device_hour:g} a device-hour, stated, x {request.cluster.num_devices} devices"
         )
     else:
-        rate = f"{quantity.usd(request.cluster.usd_per_h)} an hour for all nodes, prices of {prediction.cost.price_date}"
+        hourly = quantity.usd(request.cluster.usd_per_h)
+        rate = f"{hourly} an hour for all nodes, prices of {prediction.cost.price_date}"
     step = quantity.seconds(prediction.step_time_s)
     return {"cost": f"{rate} x {step} / {prediction.plan.tokens:,} tokens; idle devices are paid too"}
