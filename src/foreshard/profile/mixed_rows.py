@@ -25,8 +25,8 @@ from foreshard.spec.plan import Group, Plan, Stage
 
 SAILOR = (
     "sequence not stated: 2048, the models' own",
-    "precision not stated: fp32, no 16-bit mode in the repository's ds_config.json; TF32 products where every "
-    "device has them (GH200 runs exceed its fp32 peak)",
+    "precision not stated: fp32, no 16-bit mode in the repository's ds_config.json; TF32 products where "
+    "every device has them (GH200 runs exceed fp32)",
     "framework not stated: Megatron-DeepSpeed, on which Sailor's trainer is built",
     "sharding and recompute not stated: replicated, none (zero_optimization {} in ds_config.json)",
     "ranks take the devices of gpu_mix in its order",
