@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,9 @@ import click
 
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen
+
+# A list of numbers over several lines; a string of JSON holds no line break, so none can be mistaken for it.
+_NUMBERS = re.compile(r"\[\n[\s\d,.eE+-]*\]")
 
 
 def answering(command: click.Command) -> click.Command:
@@ -77,8 +81,9 @@ def say(text: str) -> None:
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Return the object as JSON; infinities and NaN, which JSON lacks, become null."""
-    return json.dumps(_finite(data), indent=2, ensure_ascii=True, allow_nan=False)
+    """Return the object as JSON, lists of numbers on one line; infinities and NaN, which JSON lacks, as null."""
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=True, allow_nan=False)
+    return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
 
 
 def _finite(value: Any) -> Any:

@@ -35,7 +35,8 @@ INTERRUPTED = 130
 
 def verb(name: str) -> click.Command:
     """Return the command of a verb, imported now."""
-    return import_module(f"foreshard.cli.{name}").command
+    command: click.Command = import_module(f"foreshard.cli.{name}").command
+    return command
 
 
 class _Verbs(click.Group):

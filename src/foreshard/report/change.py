@@ -129,8 +129,8 @@ def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
                 rule="nodes= needs a cluster of equal nodes",
             )
         count = _whole(key, value, 1, 2**20)
-        nodes = (replace(cluster.nodes[0], count=count),)
-        return replace(cluster, nodes=nodes, name=f"{cluster.name} with {count} nodes")
+        resized = replace(cluster.nodes[0], count=count)
+        return replace(cluster, nodes=(resized,), name=f"{cluster.name} with {count} nodes")
     nodes = tuple(_change_node(group, key, value) for group in cluster.nodes)
     return replace(cluster, nodes=nodes, name=f"{cluster.name} with {key} {value}")
 

@@ -77,8 +77,8 @@ def _interval(prediction: Prediction) -> str:
     low, high = prediction.step_time_interval_s
     step = prediction.step_time_s
     return (
-        f"{low / step:.3f} to {high / step:.3f} of the step: split-conformal quantiles of measured over predicted "
-        f"on families left out of the fit; class: {prediction.evidence}"
+        f"{low / step:.3f} to {high / step:.3f} of the step: split-conformal quantiles of measured over "
+        f"predicted on families left out of the fit; class: {prediction.evidence}"
     )
 
 

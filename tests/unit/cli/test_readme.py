@@ -1,0 +1,61 @@
+"""Every command and every example of the README runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = sorted({line.removeprefix("$ ") for line in README.splitlines() if re.match(r"(\$ )?foreshard ", line)})
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, answered):
+    """A folder with the files the README speaks of."""
+    import json
+
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "config.json").write_bytes((ROOT / "examples/llama3-70b.json").read_bytes())
+    (tmp_path / "cluster.toml").write_bytes((ROOT / "examples/two-sites.toml").read_bytes())
+    plan = answered[1].plan.to_dict()
+    for stage in plan["groups"][0]["stages"]:
+        stage["layers"] = [[20 * stage["ranks"][0] // 4, 20 * stage["ranks"][0] // 4 + 20]]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command, place, shell):
+    answer = shell(*shlex.split(command)[1:])
+    assert answer.code in (0, 3) and answer.out, answer.err
+
+
+def test_files_named_by_options_are_written(place, shell):
+    command = next(command for command in COMMANDS if "--report" in command)
+    shell(*shlex.split(command)[1:])
+    assert (place / "report.html").stat().st_size > 20_000 and (place / "step.json.gz").exists()
+
+
+def test_python_example(place, capsys):
+    code = re.search(r"```python\n(.*?)```", README, re.S)[1]
+    exec(compile(code, "README.md", "exec"), {})
+    assert "compute" in capsys.readouterr().out
+
+
+def test_links_lead_to_files():
+    later = {"docs/accuracy.md"}  # generated
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target in later or (ROOT / target).exists(), target
+
+
+def test_the_example_config_is_read(place, shell):
+    answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--config", "examples/options.toml", "--json")
+    assert answer.code == 0 and answer.json["plan"]["global_batch"] == 512
+    assert answer.json["cost"]["usd_total"] > 0
