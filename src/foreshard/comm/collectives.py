@@ -27,7 +27,7 @@ def _spread(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> tuple[An
 
 def _scale(inside: Any, exponent: Any, fabric: Fabric) -> Any:
     """Return the factor on link bandwidth from the number of ranks on it."""
-    if not np.any(exponent):
+    if not np.count_nonzero(exponent):
         return 1.0
     return (np.maximum(inside, 2.0) / fabric.reference) ** exponent
 
@@ -115,7 +115,7 @@ def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, 
     num_bytes = np.asarray(num_bytes, dtype=float)
     spread = _spread(num_ranks, stride, fabric)
     ring = _ring_s(num_bytes, spread, fabric, passes=2.0, eff=fabric.ring_eff)
-    if np.any(fabric.in_network) or np.any(spread[2] > 1.0):
+    if np.count_nonzero(fabric.in_network) or np.count_nonzero(spread[2] > 1.0):
         ring = np.minimum(ring, _tree_s(num_bytes, spread, fabric))
     return _finish(ring, num_bytes, spread[0])
 

@@ -51,7 +51,7 @@ def gemm_s(
     """
     m, n, k, batch = (np.asarray(size, dtype=np.float64) for size in (m, n, k, batch))
     compute_s = _compute_s(m, n, k, batch, kernels, sixteen_bit)
-    if np.any(kernels.gemm_sag):
+    if np.count_nonzero(kernels.gemm_sag):
         compute_s = compute_s * (1.0 + kernels.gemm_sag * (compute_s / (compute_s + CLOCK_SAG_S)))
     moved = (k * (m + n) + m * n) * batch
     memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))

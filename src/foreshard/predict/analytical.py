@@ -83,6 +83,7 @@ def stage_times(batch: Batch) -> StageTimes:
     every = every + matrices * table
     _add_messages(parts, batch)
     device = sum(parts.values())
+    host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     q = machine.constants.host_sharpness
     ratio = host / np.maximum(device, 1e-12)
     parts["host"] = device * ((1.0 + ratio**q) ** (1.0 / q) - 1.0)
@@ -119,7 +120,7 @@ def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, cou
     """Add what gathering weights and scattering gradients of each layer leaves exposed."""
     traits, c = batch.machine.traits, batch.machine.constants
     sharded = batch.machine.rank.zero >= 3
-    if not np.any(sharded):
+    if not np.count_nonzero(sharded):
         return
     shard = shard_times(times.dense_params + times.expert_params, batch.machine)
     exposed = 2.0 * shard.copy_weights + shard.copy_gradients
@@ -150,11 +151,13 @@ def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
         (stage.params, rank.dp * rank.cp, rank.sync_stride),
         (stage.expert_params, expert_replicas(rank), rank.ep * rank.etp),
     ):
-        if np.any(params):
+        if np.count_nonzero(params):
             reduce, gather = sync_times(params, ranks, stride, machine)
             exposed = exposed + _unhidden(reduce, stage.backward, traits.grad_overlap, limit)
             exposed = exposed + _unhidden(gather, stage.forward, traits.param_gather_overlap, limit)
     exposed = np.where(rank.zero >= 3, 0.0, exposed)
+    if not np.count_nonzero(p.tied):
+        return exposed
     tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
     tied = tied * np.maximum(batch.has_embedding, batch.has_head)
     return exposed + np.where(p.num_stages > 1, tied, 0.0)
