@@ -114,7 +114,7 @@ def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, A
         (tokens, plain_out, h, "attention"),
         (tokens, h, layer.value_width / tp, "attention"),
     ]
-    if np.any(latent):
+    if np.count_nonzero(latent):
         up = layer.num_heads * (layer.head_dim - layer.rope_head_dim + layer.value_head_dim) / tp
         sizes += [
             (tokens * latent, np.where(low_q, layer.q_lora, 0.0), h, "attention"),
@@ -122,23 +122,23 @@ def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, A
             (tokens * latent, layer.kv_lora + layer.rope_head_dim, h, "attention"),
             (tokens * latent, up, layer.kv_lora, "latent"),
         ]
-    if np.any(layer.cross_attention):
+    if np.count_nonzero(layer.cross_attention):
         cross = np.asarray(layer.cross_attention) * 1.0
         sizes += [
             (tokens * cross, (layer.query_width + layer.kv_width) / tp, h, "attention"),
             (tokens * cross, h, layer.value_width / tp, "attention"),
         ]
-    if np.any(layer.ffn):
+    if np.count_nonzero(layer.ffn):
         sizes += [
             (tokens, (1.0 + layer.gated) * layer.ffn / tp, h, "mlp"),
             (tokens, h, layer.ffn / tp, "mlp"),
         ]
-    if np.any(layer.shared_ffn):
+    if np.count_nonzero(layer.shared_ffn):
         sizes += [
             (tokens, (1.0 + layer.gated) * layer.shared_ffn / tp, h, "shared"),
             (tokens, h, layer.shared_ffn / tp, "shared"),
         ]
-    if np.any(layer.num_experts):
+    if np.count_nonzero(layer.num_experts):
         sizes.append((own, layer.num_experts, h, "router"))
     return sizes
 
@@ -189,7 +189,7 @@ def _linear(layer: LayerShape, machine: Machine) -> _Linear:
 
 def _adapters(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     """Return forward and backward seconds of low-rank adapters (two thin products each, and an add)."""
-    if not np.any(layer.lora_rank):
+    if not np.count_nonzero(layer.lora_rank):
         return 0.0, 0.0
     tokens, _ = _tokens(machine)
     r, h, tp = layer.lora_rank, layer.hidden, machine.rank.tp
@@ -203,7 +203,7 @@ def _adapters(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
 
 def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     """Return forward, input-gradient and weight-gradient seconds of the routed experts."""
-    if not np.any(layer.num_experts):
+    if not np.count_nonzero(layer.num_experts):
         return 0.0, 0.0, 0.0
     rank, c = machine.rank, machine.constants
     tokens, _ = _tokens(machine)
@@ -240,7 +240,7 @@ def _attention(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
     forward = backward = 0.0
     times = 1.0 + layer.cross_attention
-    if np.any(traits.flash):
+    if np.count_nonzero(traits.flash):
         old = 1.0 + traits.old_flash * (c.flash_old_on_new - 1.0)
         old = old * (1.0 + traits.blackwell * (c.flash_blackwell - 1.0))
         forward = flash_attention_forward_s(*sizes, machine.kernels, **mask) * c.flash_forward * old
@@ -277,7 +277,7 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
 
 def _casts(layer: LayerShape, machine: Machine) -> Any:
     """Return seconds of one pass of casts to 8 or 4 bit in front of the linear layers."""
-    if not np.any(machine.rank.low):
+    if not np.count_nonzero(machine.rank.low):
         return 0.0
     tokens, _ = _tokens(machine)
     tp = machine.rank.tp
@@ -305,13 +305,13 @@ def _tensor_s(layer: LayerShape, machine: Machine, beside: Any) -> tuple[Any, An
     input gradient can run beside the weight-gradient product (`beside` seconds of it per region).
     """
     rank, c, traits = machine.rank, machine.constants, machine.traits
-    if not np.any(np.asarray(rank.tp) > 1):
+    if not np.count_nonzero(np.asarray(rank.tp) > 1):
         return 0.0, 0.0
     tokens, _ = _tokens(machine)
     size = 2.0 * tokens * layer.hidden
     split = rank.sp > 0
     gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
-    scatter = reduce_scatter_s(size, rank.tp, 1.0, machine.fabric)
+    scatter = gather  # the ring of both is the same
     whole = 0.0 if np.all(split) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
     last = np.where(split, scatter, whole) * c.tensor_comm
     last = last - traits.tensor_async * np.minimum(last, beside)
@@ -324,12 +324,12 @@ def _tensor_s(layer: LayerShape, machine: Machine, beside: Any) -> tuple[Any, An
 def _expert_s(layer: LayerShape, machine: Machine) -> Any:
     """Return seconds of sending tokens to their experts and back, one direction of a layer."""
     rank, c = machine.rank, machine.constants
-    if not np.any(layer.num_experts) or not np.any(np.asarray(rank.ep) > 1):
+    if not np.count_nonzero(layer.num_experts) or not np.count_nonzero(np.asarray(rank.ep) > 1):
         return 0.0
     tokens, own = _tokens(machine)
     routed = 2.0 * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
     sent = 2.0 * all_to_all_s(routed, rank.ep, rank.etp, machine.fabric)
-    if np.any(machine.traits.gather_tokens):
+    if np.count_nonzero(machine.traits.gather_tokens):
         everyone = 2.0 * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
         sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
@@ -339,7 +339,7 @@ def _expert_s(layer: LayerShape, machine: Machine) -> Any:
 def _context_s(layer: LayerShape, machine: Machine, attention: Any) -> Any:
     """Return what ring attention leaves exposed of passing keys and values around, one direction."""
     rank = machine.rank
-    if not np.any(np.asarray(rank.cp) > 1):
+    if not np.count_nonzero(np.asarray(rank.cp) > 1):
         return 0.0
     tokens, _ = _tokens(machine)
     block = 2.0 * tokens * layer.kv_width / rank.tp
@@ -464,7 +464,7 @@ def end_times(
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
     size = 2.0 * tokens * hidden
     gather = 0.0
-    if np.any(np.asarray(rank.tp) > 1):
+    if np.count_nonzero(np.asarray(rank.tp) > 1):
         gather = reduce_scatter_s(size, rank.tp, 1.0, machine.fabric)
         gather = np.where(rank.sp > 0, gather, all_reduce_s(size, rank.tp, 1.0, machine.fabric)) * c.tensor_comm
     trained = 2.0 - np.asarray(frozen, dtype=float)
@@ -524,19 +524,16 @@ def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[
 
     Source
     ------
-    ZeRO 1 and 2 scatter inside the shard group and reduce the shards across groups; ZeRO 0 all-reduces.
+    ZeRO 1 and 2 scatter inside the shard group and reduce the shards across groups; ZeRO 0 all-reduces, as with
+    shards of one rank.
     """
     rank, traits, fabric = machine.rank, machine.traits, machine.fabric
     factor = machine.constants.data_comm
     grads = traits.grad_reduce_bytes * params
-    shard = np.minimum(ranks, rank.shard)
+    shard = np.where(rank.zero >= 1, np.minimum(ranks, rank.shard), 1.0)
     across = all_reduce_s(grads / shard, ranks / shard, stride * shard, fabric)
-    reduce = np.where(
-        rank.zero >= 1,
-        reduce_scatter_s(grads, shard, stride, fabric) + across,
-        all_reduce_s(grads, ranks, stride, fabric),
-    )
-    gather = np.where(rank.zero >= 1, all_gather_s(traits.param_bytes * params, shard, stride, fabric), 0.0)
+    reduce = reduce_scatter_s(grads, shard, stride, fabric) + across
+    gather = all_gather_s(traits.param_bytes * params, shard, stride, fabric)
     return reduce * factor, gather * factor
 
 
