@@ -99,7 +99,7 @@ def _derate(machine: Machine, *, low: Any) -> Any:
     sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0))
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
     narrow = np.where(machine.rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit)
-    return np.where(low > 0, narrow, sixteen)
+    return np.where(low > 0, narrow, sixteen) * (1.0 + c.gemm_power * t.power)
 
 
 def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
@@ -214,7 +214,7 @@ def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     wide = (1.0 + layer.gated) * width
     h = layer.hidden
     # A balanced router needs no correction when one rank holds every expert.
-    imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep)
+    imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep) * machine.traits.uneven_routing
 
     def both(n: Any, k: Any) -> Any:
         options = {"bytes_per_element": rank.matrix_bytes, "imbalance": imbalance}
@@ -224,7 +224,7 @@ def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
         looped = grouped_gemm_s(routed, local, n, k, machine.kernels, looped=True, **options)
         return np.where(machine.traits.grouped > 0, grouped, looped)
 
-    derate = _derate(machine, low=rank.low)
+    derate = _derate(machine, low=rank.low) * c.expert_products
     up, down = both(wide, h), both(h, width)
     up_back, down_back = both(h, wide), both(width, h)
     forward = (up + down) * derate
@@ -233,26 +233,45 @@ def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
 
 
 def _attention(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
-    """Return forward and backward seconds of attention itself."""
+    """Return forward and backward seconds of attention itself.
+
+    Over cp ranks it runs in cp rounds, each with as many pairs as a causal block of the rank's own tokens,
+    and joins the rounds' outputs in fp32.
+    """
+    rank = machine.rank
+    forward, backward = _attention_round(layer, machine, rank.seq_len)
+    forward, backward = forward / rank.cp, backward / rank.cp
+    if not np.count_nonzero(np.asarray(rank.cp) > 1):
+        return forward, backward
+    own = rank.seq_len / rank.cp
+    # Half of the rounds' blocks have a diagonal and pay for it, the others run like one long sequence.
+    short, short_back = _attention_round(layer, machine, own)
+    joined = 6.0 * (rank.cp - 1.0) * rank.micro_batch * own / rank.tp
+    join = stream_s(joined * layer.value_width, machine.kernels)
+    join_back = stream_s(joined * (layer.query_width + layer.kv_width), machine.kernels)
+    forward = 0.5 * (forward + rank.cp * short) + join
+    return forward, 0.5 * (backward + rank.cp * short_back) + join_back
+
+
+def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[Any, Any]:
+    """Return forward and backward seconds of attention over one sequence of `length` tokens."""
     rank, traits, c = machine.rank, machine.traits, machine.constants
     heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
-    sizes = (rank.micro_batch, heads, kv_heads, rank.seq_len, rank.seq_len, layer.head_dim, layer.value_head_dim)
-    mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
     forward = backward = 0.0
-    times = 1.0 + layer.cross_attention
     if np.count_nonzero(traits.flash):
-        old = 1.0 + traits.old_flash * (c.flash_old_on_new - 1.0)
-        old = old * (1.0 + traits.blackwell * (c.flash_blackwell - 1.0))
-        forward = flash_attention_forward_s(*sizes, machine.kernels, **mask) * c.flash_forward * old
-        backward = flash_attention_backward_s(*sizes, machine.kernels, **mask) * c.flash_backward * old
+        sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
+        mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+        new = 1.0 + traits.blackwell * (c.flash_blackwell - 1.0)
+        forward = flash_attention_forward_s(*sizes, machine.kernels, **mask) * c.flash_forward * new
+        backward = flash_attention_backward_s(*sizes, machine.kernels, **mask) * c.flash_backward * new
     if not np.all(traits.flash):
-        sizes = (rank.micro_batch, heads, rank.seq_len, rank.seq_len, layer.head_dim, machine.kernels)
+        sizes = (rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels)
         drop = np.asarray(layer.dropout) > 0
         plain = unfused_attention_s(*sizes, dropout=drop, backward=False) * c.unfused
         plain_back = unfused_attention_s(*sizes, dropout=drop, backward=True) * c.unfused
         forward = np.where(traits.flash > 0, forward, plain)
         backward = np.where(traits.flash > 0, backward, plain_back)
-    return forward * times / rank.cp, backward * times / rank.cp
+    return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)
 
 
 def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
@@ -272,7 +291,8 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     back = norm * _NORM_BACK + 2.0 * wide * _RESIDUAL + drop + rope + inner * 2.0 * (2.0 * gate + 1.0) + permute
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
     scale = factor / (machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
-    return forward * scale, back * scale, norm * _NORM * scale
+    gap = c.kernel_gap * (np.asarray(layer.hidden) > 0)
+    return forward * scale + gap, back * scale + gap, norm * _NORM * scale
 
 
 def _casts(layer: LayerShape, machine: Machine) -> Any:
@@ -333,6 +353,7 @@ def _expert_s(layer: LayerShape, machine: Machine) -> Any:
         everyone = 2.0 * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
         sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
+    sent = sent * np.where(machine.traits.fast_dispatch > 0, c.expert_fast, 1.0)
     return sent * c.expert_comm * (1.0 - 0.5 * machine.traits.expert_overlap)
 
 
@@ -362,8 +383,9 @@ def _hosts(layer: LayerShape, machine: Machine, recompute: Recompute) -> tuple[A
     base = base + unfused * c.host_softmax
     moe = np.asarray(layer.num_experts) > 0
     local = np.maximum(1.0, layer.num_experts / rank.ep)
-    base = base + moe * (c.host_moe + (1.0 - traits.grouped) * local * c.host_expert)
-    base = base * (1.0 - traits.graphs)
+    base = base + moe * (c.host_moe * (1.0 - traits.dropped) + (1.0 - traits.grouped) * local * c.host_expert)
+    base = base * (1.0 + traits.arm_host * (c.host_arm - 1.0))
+    base = base * (1.0 - np.where(traits.graphs == 0.5, c.graph_share, traits.graphs))
     return base, base * (c.host_backward + recompute.full)
 
 
@@ -397,6 +419,8 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
     # Fused into the product, accumulation reads and writes the main gradient; else it reads the new one too.
     wide = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 4.0)
     accumulate = wide + (1.0 - machine.traits.grads_fused) * 2.0
+    # Scattered gradients are added up in shards.
+    accumulate = np.where(rank.zero >= 3, accumulate / rank.shard, accumulate)
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
     accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float))
     forward = linear.forward + attention + stream + expert + adapter + cast

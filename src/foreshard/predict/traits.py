@@ -11,8 +11,7 @@ from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 
-_NEW_ATTENTION_ARCHS = ("hopper", "blackwell")
-_OLD_FLASH = ("fa1", "fa2")
+_GRACE = ("gb200", "gb300", "gh200")
 _NARROW = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -21,12 +20,12 @@ class Traits:
     """Flags (0 or 1), bytes and class numbers of a framework on a device."""
 
     flash: Any
-    old_flash: Any  # an older flash kernel on a newer architecture
     hopper: Any
     blackwell: Any
     eager: Any
     host_class: Any
-    graphs: Any  # share of host launches that CUDA graphs remove
+    arm_host: Any
+    graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
     grad_bytes: Any
     grad_reduce_bytes: Any
     tp_overlap: Any
@@ -40,6 +39,10 @@ class Traits:
     expert_overlap: Any
     fsdp: Any
     grouped: Any
+    uneven_routing: Any
+    dropped: Any
+    fast_dispatch: Any  # a kernel that sends each token once per node
+    power: Any  # shortfall of watts per 16-bit FLOP/s against an H100-SXM, 0 where it has as many
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
     fused_loss: Any
     param_bytes: Any  # of a gathered weight
@@ -47,7 +50,17 @@ class Traits:
     vocab_multiple: Any
 
 
-_GRAPH_SHARE = {"none": 0.0, "partial": 0.7, "full": 1.0}
+_H100_J_PER_FLOP = 700.0 / 989.4e12
+
+
+def _power_shortfall(device: Device) -> float:
+    peak = device.peak_flops_per_s.get("bf16") or device.peak_flops_per_s.get("fp16") or 0.0
+    if not peak or not device.tdp_w:
+        return 0.0
+    return max(0.0, 1.0 - device.tdp_w / peak / _H100_J_PER_FLOP)
+
+
+_GRAPHS = {"none": 0.0, "partial": 0.5, "full": 1.0}
 _OPTIMIZER_BYTES = {"adamw": 0.0, "adamw-8bit": -12.0, "adafactor": -14.0, "sgd": -16.0}
 
 
@@ -68,15 +81,14 @@ def traits_of(
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)
     moments = 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes
     optimizer_bytes = framework.grad_bytes + moments + 2.0 + _OPTIMIZER_BYTES[optimizer]
-    new = device.arch in _NEW_ATTENTION_ARCHS
     return Traits(
         flash=float(framework.attention != "unfused"),
-        old_flash=float(framework.attention in _OLD_FLASH and new),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         eager=float(framework.elementwise in ("eager", "jit")),
         host_class=float(HOST_CLASSES.index(framework.host)),
-        graphs=_GRAPH_SHARE[framework.cuda_graphs],
+        arm_host=float(device.name.startswith(_GRACE)),
+        graphs=_GRAPHS[framework.cuda_graphs],
         grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=float(framework.grad_reduce_bytes),
         p2p_scatter=float(framework.p2p_scatter),
@@ -85,6 +97,10 @@ def traits_of(
         block_scaled=float(precision in ("mxfp8", "nvfp4")),
         fsdp=float(framework.fsdp != "none"),
         grouped=float(framework.grouped_gemm),
+        uneven_routing=float(framework.routing == "learned"),
+        dropped=float(framework.routing == "dropped"),
+        fast_dispatch=float(framework.dispatcher in ("deepep", "hybridep")),
+        power=_power_shortfall(device),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
         param_bytes=1.0 if framework.fp8_params and precision in _NARROW else 2.0,

@@ -166,6 +166,12 @@ def _graph_fact(text: str) -> dict[str, str]:
     return {"cuda_graphs": "full" if whole else "partial"}
 
 
+def _release_graphs(other: str) -> str:
+    """Return the CUDA graphs of the release's recipe, for a row that departs from it elsewhere."""
+    found = re.search(r"release config has .*?cuda_graph=(.*?)(?: tp_overlap=|$)", other)
+    return found[1] if found else ""
+
+
 def _expert_facts(text: str) -> dict[str, Any]:
     """Return what in_moe_dispatcher states about experts."""
     low = text.lower()
@@ -177,6 +183,10 @@ def _expert_facts(text: str) -> dict[str, Any]:
         state = re.search(rf"\b{word}=(true|false)", low)
         if state:
             facts[key] = state[1] == "true"
+    if "tokendrop" in low:
+        facts["routing"] = "dropped"
+    elif "forced balance" in low:
+        facts["routing"] = "balanced"
     return facts
 
 
@@ -214,7 +224,7 @@ def stated(framework: Framework, raw: Mapping[str, str]) -> Framework:
     if overlap:
         facts["tp_overlap"] = overlap.startswith("userbuffers")
     facts |= _overlap_facts(raw.get("in_dp_overlap", ""))
-    facts |= _graph_fact(raw.get("in_cuda_graph", ""))
+    facts |= _graph_fact(raw.get("in_cuda_graph", "") or _release_graphs(raw.get("in_other", "")))
     facts |= _expert_facts(raw.get("in_moe_dispatcher", ""))
     facts |= _optimizer_facts(raw.get("in_optimizer_dtypes", ""))
     recipe = raw.get("in_fp8_recipe", "").lower()

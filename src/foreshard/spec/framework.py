@@ -22,6 +22,7 @@ class Framework:
     fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
     cuda_graphs : none | partial | full
     grouped_gemm : experts run in one launch; False = one product per local expert
+    routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
     dispatcher : allgather | alltoall | deepep | hybridep
     cross_entropy : unfused | native | te | eager | chunked
     fp8_params : weights are stored and gathered in 8 bit
@@ -50,6 +51,7 @@ class Framework:
     fsdp: str = "none"
     cuda_graphs: str = "none"
     grouped_gemm: bool = True
+    routing: str = "learned"
     dispatcher: str = "alltoall"
     cross_entropy: str = "te"
     fp8_params: bool = False
