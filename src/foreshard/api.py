@@ -108,14 +108,18 @@ def predict_timeline(
     return request(model, cluster, plan, **choices).predict_timeline()
 
 
-def compare(model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> tuple[Prediction, ...]:
+def compare(
+    model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any
+) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
     return compare_request(request(model, cluster, plan, **choices))
 
 
 def compare_request(asked: Request) -> tuple[Prediction, ...]:
     """Return the predictions of a request under every engine and cost source."""
-    return tuple(replace(asked, engine=engine, costs=costs).predict() for engine in ENGINES for costs in COSTS)
+    return tuple(
+        replace(asked, engine=engine, costs=costs).predict() for engine in ENGINES for costs in COSTS
+    )
 
 
 def whatif(
@@ -129,7 +133,9 @@ def whatif_request(asked: Request, changes: Iterable[str]) -> tuple[Prediction, 
     """Return the base prediction of a request and the effect of each change on it, best first."""
     changes = tuple(changes)
     for change in changes:
-        apply(asked, change)  # an unknown key or value is the user's error; a change that cannot run is an answer
+        apply(
+            asked, change
+        )  # an unknown key or value is the user's error; a change that cannot run is an answer
     base = asked.predict()
     return base, rank([effect(asked, base, change) for change in changes])
 
@@ -146,12 +152,15 @@ def advise(
 
 def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
-    from foreshard.report.advice import improvements
-    from foreshard.report.html import write_report
+    from foreshard.report.advice import improvements, nearest_fit
+    from foreshard.report.html import page, page_data, write_page
 
     asked = request(model, cluster, plan, **choices)
     prediction, timeline = asked.predict_timeline()
-    write_report(path, asked, prediction, timeline, improvements(asked, prediction))
+    fits = prediction.memory.fits
+    advice = improvements(asked, prediction) if fits else ()
+    fit = None if fits else nearest_fit(asked, prediction)
+    write_page(path, page(page_data(asked, prediction, timeline, advice, fit)))
     return prediction
 
 
@@ -163,7 +172,11 @@ def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
 
 
 def validate(
-    files: Iterable[str], *, engine: str = "graph", costs: str = "formula", exclude_calibration: str | None = None
+    files: Iterable[str],
+    *,
+    engine: str = "graph",
+    costs: str = "formula",
+    exclude_calibration: str | None = None,
 ) -> dict[str, Any]:
     """Return measured runs beside their predictions, and how good these are.
 

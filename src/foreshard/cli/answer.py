@@ -81,9 +81,11 @@ def say(text: str) -> None:
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Return the object as JSON, lists of numbers on one line; infinities and NaN, which JSON lacks, as null."""
+    """Return the object as JSON, number lists on one line, infinities and NaN (which JSON lacks) as null."""
     text = json.dumps(_finite(data), indent=2, ensure_ascii=True, allow_nan=False)
-    return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    return _NUMBERS.sub(
+        lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,6 @@ from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.options import describing_a_run, to_request
 from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
-from foreshard.report import quantity
 
 if TYPE_CHECKING:
     from foreshard.report.advice import Fit
@@ -44,13 +43,15 @@ def command(ctx: click.Context, trace: str | None, report: str | None, explain: 
         prediction = request.predict()
     fits = prediction.memory.fits
     advice = _advice(request, prediction) if fits and (report or not wants_json()) else ()
-    if trace or report:
-        _write(request, prediction, timeline, advice, trace, report)
     fit = None if fits else _nearest(request, prediction)
+    if trace:
+        _write_trace(trace, prediction, timeline)
+    if report:
+        _write_report(report, request, prediction, timeline, advice, fit)
     explained = _explained(request, prediction) if explain else None
     give(_object(prediction, fit, explained), lambda: _screen(prediction, advice, explained))
     if fit is not None:
-        say(f"foreshard: {does_not_fit(prediction, fit)}")
+        say(f"foreshard: {_verdict(prediction, fit)}")
         ctx.exit(NOTHING_FITS)
 
 
@@ -64,6 +65,12 @@ def _nearest(request: Request, prediction: Prediction) -> Fit:
     from foreshard.report.advice import nearest_fit
 
     return nearest_fit(request, prediction)
+
+
+def _verdict(prediction: Prediction, fit: Fit) -> str:
+    from foreshard.report.advice import verdict
+
+    return verdict(prediction, fit)
 
 
 def _explained(request: Request, prediction: Prediction) -> dict[str, str]:
@@ -99,48 +106,35 @@ def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] |
     return data
 
 
-def does_not_fit(prediction: Prediction, fit: Fit) -> str:
-    """Return by how much, on which rank, and the nearest change that fits."""
-    memory = prediction.memory
-    over = quantity.gib(memory.peak_bytes - memory.capacity_bytes)
-    text = (
-        f"does not fit: rank {memory.peak_rank} needs {quantity.gib(memory.peak_bytes)} GiB, "
-        f"{over} GiB more than its {quantity.gib(memory.capacity_bytes)} GiB. "
-    )
-    if fit.effect is None or fit.effect.prediction is None:
-        return (
-            f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, zero, tp, pp, nodes)."
+def _write_trace(path: str, prediction: Prediction, timeline: Timeline | None) -> None:
+    from foreshard.report.trace import write_trace
+
+    if timeline is None:
+        raise SpecError(
+            f"the {prediction.engine} engine has no tasks to trace",
+            key="--trace",
+            rule="A trace shows tasks",
+            fix="Use --engine graph",
         )
-    peak = quantity.gib(fit.effect.prediction.memory.peak_bytes)
-    return f"{text}Nearest change that fits: {fit.effect.change} (peak {peak} GiB)."
+    _save(path, "trace", lambda: write_trace(path, prediction, timeline))
 
 
-def _write(
+def _write_report(
+    path: str,
     request: Request,
     prediction: Prediction,
     timeline: Timeline | None,
     advice: tuple[Effect, ...],
-    trace: str | None,
-    report: str | None,
+    fit: Fit | None,
 ) -> None:
-    """Write the files asked for, and say where they are."""
-    from foreshard.report.html import write_report
-    from foreshard.report.trace import write_trace
+    from foreshard.report.html import page, page_data, write_page
 
-    if trace:
-        if timeline is None:
-            raise SpecError(
-                f"the {prediction.engine} engine has no tasks to trace",
-                key="--trace",
-                rule="A trace shows tasks",
-                fix="Use --engine graph",
-            )
-        _save(trace, "trace", lambda: write_trace(trace, prediction, timeline))
-    if report:
-        _save(report, "report", lambda: write_report(report, request, prediction, timeline, advice))
+    made = page(page_data(request, prediction, timeline, advice, fit))
+    _save(path, "report", lambda: write_page(path, made))
 
 
 def _save(path: str, what: str, write: Callable[[], int]) -> None:
+    """Write a file the user asked for, and say where it is."""
     try:
         size = write()
     except OSError as error:

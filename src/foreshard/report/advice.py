@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from foreshard.errors import ForeshardError
+from foreshard.report import quantity
 from foreshard.report.change import Effect, apply, effect, rank
 from foreshard.report.request import Request, stated_degrees
 from foreshard.spec.plan import Plan
@@ -160,3 +161,19 @@ def _more_nodes(request: Request, savers: list[str]) -> Iterator[str]:
         yield f"nodes={num_nodes}"
         if savers:
             yield ",".join([f"nodes={num_nodes}", *savers])
+
+
+def verdict(prediction: Prediction, fit: Fit) -> str:
+    """Return by how much, on which rank, and the nearest change that fits."""
+    memory = prediction.memory
+    over = quantity.gib(memory.peak_bytes - memory.capacity_bytes)
+    text = (
+        f"does not fit: rank {memory.peak_rank} needs {quantity.gib(memory.peak_bytes)} GiB, "
+        f"{over} GiB more than its {quantity.gib(memory.capacity_bytes)} GiB. "
+    )
+    if fit.effect is None or fit.effect.prediction is None:
+        return (
+            f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, zero, tp, pp, nodes)."
+        )
+    peak = quantity.gib(fit.effect.prediction.memory.peak_bytes)
+    return f"{text}Nearest change that fits: {fit.effect.change} (peak {peak} GiB)."

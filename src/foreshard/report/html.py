@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from foreshard.report import quantity
+from foreshard.report.advice import Fit, verdict
 from foreshard.report.change import Effect
 from foreshard.report.explain import explanations
 from foreshard.report.flows import kind_of
@@ -27,15 +28,9 @@ from foreshard.spec.timeline import Event, Timeline
 MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 
-def write_report(
-    path: str,
-    request: Request,
-    prediction: Prediction,
-    timeline: Timeline | None,
-    advice: Sequence[Effect] = (),
-) -> int:
-    """Write the report and return how many bytes it takes."""
-    raw = page(page_data(request, prediction, timeline, advice)).encode("utf-8")
+def write_page(path: str, text: str) -> int:
+    """Write the page and return how many bytes it takes."""
+    raw = text.encode("utf-8")
     with open(path, "wb") as stream:
         stream.write(raw)
     return len(raw)
@@ -58,9 +53,24 @@ def page(data: dict[str, Any]) -> str:
 
 
 def page_data(
-    request: Request, prediction: Prediction, timeline: Timeline | None, advice: Sequence[Effect] = ()
+    request: Request,
+    prediction: Prediction,
+    timeline: Timeline | None,
+    advice: Sequence[Effect] = (),
+    fit: Fit | None = None,
 ) -> dict[str, Any]:
-    """Return what the page draws, and the plain text for readers without scripts."""
+    """Return what the page draws, and the plain text for readers without scripts.
+
+    Parameters
+    ----------
+    request : Request
+    prediction : Prediction
+    timeline : Timeline or None
+    advice : sequence of Effect
+        What would help; for a run that fits.
+    fit : Fit, optional
+        The nearest change that fits; for one that does not.
+    """
     explained = explanations(request, prediction)
     return {
         "text": render(prediction_screen(prediction, advice, explained)),
@@ -79,6 +89,7 @@ def page_data(
         "groups": _folded(prediction.plan),
         "timeline": _drawn(timeline) if timeline else None,
         "advice": [_advice(one) for one in advice],
+        "verdict": verdict(prediction, fit) if fit else None,
     }
 
 

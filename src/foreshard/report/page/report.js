@@ -116,7 +116,8 @@
 
   // --- what would help ---------------------------------------------------------------------------
   const adviceSection = () => {
-    if (!data.advice.length) return section("What would help", p.memory.fits ? "No single change of the plan wins one per cent or more." : "The plan does not fit; see the command line for the nearest change that does.");
+    if (data.verdict) return section("What would help", "", h("p", { class: "verdict", text: "The plan " + data.verdict }));
+    if (!data.advice.length) return section("What would help", "No single change of the plan wins one per cent or more.");
     const best = Math.max(...data.advice.map((one) => one.gain));
     return section("What would help", "Single changes that fit, each predicted anew; gain in tokens per second.",
       h("table", {}, h("thead", {}, h("tr", {}, ["change", "gain", "", "step", "peak"].map((c, i) => h("th", { class: [1, 3, 4].includes(i) ? "n" : "", scope: "col", text: c })))),
@@ -283,33 +284,27 @@
 
   // --- the plan ----------------------------------------------------------------------------------
   const spanWords = ([a, b]) => b - a === 1 ? `${a}` : `${a}-${b - 1}`;
+  const many = (n, one, more = one + "s") => `${n.toLocaleString("en")} ${n === 1 ? one : more}`;
   const planSection = () => {
     const layers = Math.max(...data.groups.flatMap((g) => g.stages.flatMap((st) => st.layers.map(([, stop]) => stop))));
-    const W = 1130, BOX = 74, STRIP = 20, most = Math.max(...data.groups.map((g) => g.stages.length));
-    const step = Math.max(118, (W + 10) / most), width = Math.max(W, step * most);
     const shade = (i, n) => `color-mix(in oklab, var(--compute), var(--data_comm) ${n > 1 ? Math.round(100 * i / (n - 1)) : 0}%)`;
     const drawings = data.groups.map((group) => {
+      const n = group.stages.length;
       const boxes = group.stages.map((st, i) => {
-        const x = i * step, w = step - 10;
-        const degrees = [["tp", st.tp], ["cp", st.cp], ["dp", st.dp], ["ep", st.ep]].filter(([, n]) => n > 1).map(([k, n]) => `${k} ${n}`).join(" · ") || "one rank";
-        const clip = (text) => text.length * 6.6 > w - 18 ? text.slice(0, Math.floor((w - 18) / 6.6) - 1) + "…" : text;
-        return s("g", tipped(`stage ${i}\nlayers ${st.layers.map(spanWords).join(", ")}\nranks ${st.ranks}\n${degrees}` + (st.recompute !== "none" ? `\nrecompute ${st.recompute}` : "")),
-          s("rect", { x: x + .5, y: .5, width: w, height: BOX, rx: 6, fill: "var(--card)", stroke: shade(i, group.stages.length), "stroke-width": 1.5 }),
-          s("text", { x: x + 10, y: 19, style: "font-weight:600", text: `stage ${i}` }),
-          s("text", { x: x + 10, y: 36, class: "soft", text: clip(`layers ${st.layers.map(spanWords).join(", ")}`) }),
-          s("text", { x: x + 10, y: 52, class: "soft", text: clip(`ranks ${st.ranks}`) }),
-          s("text", { x: x + 10, y: 68, class: "soft", text: clip(degrees) }),
-          i + 1 < group.stages.length && s("path", { d: `M${x + w + 1.5} ${BOX / 2} h7 m-4 -4 l4 4 l-4 4`, fill: "none", stroke: "var(--soft)" }));
+        const degrees = [["tp", st.tp], ["cp", st.cp], ["dp", st.dp], ["ep", st.ep]].filter(([, d]) => d > 1).map(([k, d]) => `${k} ${d}`).join(" · ") || "one rank";
+        return h("div", { class: "stage", style: `border-color:${shade(i, n)}` },
+          h("strong", { text: `stage ${i}` }), h("div", { text: `layers ${st.layers.map(spanWords).join(", ")}` }),
+          h("div", { text: `ranks ${st.ranks}` }), h("div", { text: degrees + (st.recompute !== "none" ? ` · recompute ${st.recompute}` : "") }));
       });
-      const strip = group.stages.flatMap((st, i) => st.layers.map(([a, b]) => s("rect", {
-        x: a / layers * (width - 10), y: BOX + 14, width: (b - a) / layers * (width - 10) - 1, height: STRIP, fill: shade(i, group.stages.length),
-        ...tipped(`layers ${spanWords([a, b])} on stage ${i}`) })));
-      return [h("p", { class: "plan-line", text: `${group.count > 1 ? `${group.count} groups, each: ` : ""}${group.share} samples a step in ${group.microBatches} micro-batches of ${group.microBatch}, ${group.schedule}` }),
-        h("div", { class: "plan", tabindex: width > W ? "0" : null }, s("svg", { viewBox: `0 0 ${width} ${BOX + STRIP + 32}`, width: width > W ? width : "100%", role: "img", "aria-label": "Stages of a group" }, boxes, strip,
-          s("text", { class: "soft", x: 0, y: BOX + STRIP + 28, text: "0: embedding" }),
-          s("text", { class: "soft", x: width - 10, y: BOX + STRIP + 28, "text-anchor": "end", text: `${layers - 1}: head` })))];
+      const strip = group.stages.flatMap((st, i) => st.layers.map(([a, b]) => [a, h("span", {
+        style: `width:${100 * (b - a) / layers}%;background-color:${shade(i, n)}`, ...tipped(`layers ${spanWords([a, b])} on stage ${i}`) })]))
+        .sort(([a], [b]) => a - b).map(([, node]) => node);
+      return [h("p", { class: "plan-line", text: `${group.count > 1 ? `${group.count} groups, each: ` : ""}${many(group.share, "sample")} a step in ${many(group.microBatches, "micro-batch", "micro-batches")} of ${group.microBatch}, ${group.schedule}` }),
+        h("div", { class: "stages" }, boxes),
+        h("div", { class: "stack strip", role: "img", "aria-label": "Layers by stage" }, strip),
+        h("div", { class: "ends" }, h("span", { text: "0: embedding" }), h("span", { text: `${layers - 1}: head` }))];
     });
-    return section("The plan", "Boxes are pipeline stages with their ranks; the strip shows which stage holds which layers.", drawings);
+    return section("The plan", "Pipeline stages with their ranks; the strip shows which stage holds which layers.", drawings);
   };
 
   // --- what it rests on --------------------------------------------------------------------------
