@@ -1,0 +1,130 @@
+"""Engine `graph`: a step as a program of tasks, executed; the answer is read off the critical rank.
+
+Single tasks come from `predict.formula`; everything above them is order and dependency. One rank stands
+for all ranks of a stage, one group for all equal groups.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreshard.graph.program import Kind
+from foreshard.graph.schedules import Op
+from foreshard.predict.batch import Batch, Case
+from foreshard.predict.graph_lowering import LoweredGroup, Step, lower
+from foreshard.predict.graph_prices import group_prices
+from foreshard.sim import critical_path
+from foreshard.spec.prediction import TIME_PARTS
+from foreshard.spec.timeline import Timeline
+
+
+def graph_times(
+    case: Case, batch: Batch, *, timeline: bool, compiled: bool = False
+) -> tuple[dict[str, float], Timeline | None]:
+    """Return the exposed seconds of a step by part on the critical rank, and its timeline.
+
+    Parameters
+    ----------
+    case : Case
+    batch : Batch
+        Of this one case.
+    timeline : bool
+        Also return when each task runs.
+    compiled : bool
+        Execute with numba; the same result.
+
+    Returns
+    -------
+    parts : dict
+        Every name of `TIME_PARTS`; they sum to the step time.
+    timeline : Timeline or None
+
+    Source
+    ------
+    docs/derivations/step.md.
+    """
+    step = lower(group_prices(case, batch), case.framework, float(batch.machine.constants.fsdp_contention))
+    times = critical_path.run(step.program, compiled=compiled)
+    parts = _parts(step, times)
+    num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
+    doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
+    parts["straggler"] = float(batch.machine.constants.jitter) * doublings * times.makespan_s
+    if not timeline:
+        return parts, None
+    from foreshard.predict.graph_timeline import timeline_of
+
+    return parts, timeline_of(case, step, times, sum(parts.values()))
+
+
+def _parts(step: Step, times: critical_path.Timeline) -> dict[str, float]:
+    """Assign every second of the critical rank to one part."""
+    lowered, stage = _critical(step, times)
+    prices, program = lowered.prices, step.program
+    parts = dict.fromkeys(TIME_PARTS, 0.0)
+    used = [op for op in Op if lowered.op(op, stage, 0, 0) >= 0]
+    repeats = np.array([prices.num_micro_batches - 1.0, 1.0])
+    for name, seconds in prices.parts.items():
+        parts[name] += float((seconds[used, stage] * repeats).sum())
+    on_rank = np.flatnonzero(program.resource == program.resource_names.index(
+        f"group{prices.index}.stage{stage}.compute"
+    ))  # fmt: skip
+    parts["data_comm"] += float(step.data_s[on_rank].sum())
+    parts["optimizer"] += float(prices.optimizer_s[stage])
+    gaps = _gaps(times.start_s[on_rank], times.end_s[on_rank], times.makespan_s)
+    messages = _messages(step, lowered, stage)
+    data = np.array(lowered.data[stage], dtype=np.int64)
+    hidden = _covered(gaps, times, messages)
+    either = _covered(gaps, times, np.concatenate([messages, data]))
+    parts["pipeline_comm"] += hidden
+    parts["data_comm"] += either - hidden
+    parts["bubble"] = max(0.0, float((gaps[:, 1] - gaps[:, 0]).sum()) - either)
+    # Sums of a million terms differ in their last bits; the largest part takes the difference.
+    parts["compute"] += times.makespan_s - sum(parts.values())
+    return parts
+
+
+def _critical(step: Step, times: critical_path.Timeline) -> tuple[LoweredGroup, int]:
+    """Return the group that is ready last, and its stage that computes longest."""
+    ready = [max(float(times.end_s[tasks].max()) for tasks in group.ends) for group in step.groups]
+    own = [max(float(times.end_s[g.last[: g.shape.ops.max() + 1]].max()) for _ in (0,)) for g in step.groups]
+    slowest = max(range(len(ready)), key=lambda i: (own[i], ready[i]))
+    group = step.groups[slowest]
+    program = step.program
+    busy = [
+        float(program.duration_s[program.resource == program.resource_names.index(
+            f"group{group.prices.index}.stage{s}.compute")].sum())
+        for s in range(group.prices.num_stages)
+    ]  # fmt: skip
+    return group, int(np.argmax(busy))
+
+
+def _messages(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
+    """Return the transfers a stage takes part in; only those it receives where they overlap compute."""
+    shape, count = lowered.shape, lowered.prices.num_stages
+    to = np.where(shape.kind == Kind.SEND_FORWARD, shape.stage + 1, shape.stage - 1) % count
+    is_send = (shape.kind == Kind.SEND_FORWARD) | (shape.kind == Kind.SEND_BACKWARD)
+    mine = (to == stage) | ((shape.stage == stage) & (not lowered.overlap_p2p))
+    return lowered.first[is_send & mine]
+
+
+def _gaps(start_s: np.ndarray, end_s: np.ndarray, until_s: float) -> np.ndarray:
+    """Return the idle intervals of a stream up to `until_s`, shape (gaps, 2)."""
+    return np.stack([np.append(0.0, end_s), np.append(start_s, until_s)], axis=1)
+
+
+def _covered(gaps: np.ndarray, times: critical_path.Timeline, tasks: np.ndarray) -> float:
+    """Return how many seconds of the gaps lie under the tasks."""
+    if len(tasks) == 0:
+        return 0.0
+    order = np.argsort(times.start_s[tasks], kind="stable")
+    start, end = times.start_s[tasks][order], np.maximum.accumulate(times.end_s[tasks][order])
+    # Union of intervals: each begins where those before it have ended.
+    start = np.maximum(start, np.append(-np.inf, end[:-1]))
+    length = np.maximum(end - start, 0.0)
+    keep = length > 0.0
+    if not keep.any():
+        return 0.0
+    edges = np.stack([start[keep], end[keep]], axis=1).ravel()
+    filled = np.stack([np.cumsum(length[keep]) - length[keep], np.cumsum(length[keep])], axis=1).ravel()
+    inside = np.interp(gaps, edges, filled)
+    return float((inside[:, 1] - inside[:, 0]).sum())
