@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = sorted({line.removeprefix("$ ") for line in README.splitlines() if re.match(r"(\$ )?foreshard ", line)})
+COMMANDS = sorted(
+    {line.removeprefix("$ ") for line in README.splitlines() if re.match(r"(\$ )?foreshard ", line)}
+)
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""`validate` on a table made here: a run that never was, so that only the plumbing is tested."""
+
+import pytest
+
+HEADER = (
+    "id,source,url_or_repo_path,quality,model,n_layers,hidden,ffn_hidden,n_heads,n_kv_heads,vocab,seq_len,n_experts,"
+    "topk,gated_mlp,gpu,gpus,gpus_per_node,intra_link,inter_link,framework,dtype,dp,tp,pp,vpp,cp,ep,sp,"
+    "zero_stage_or_fsdp,micro_batch,global_batch,act_recompute,flash_attention,metric_step_time_s,"
+    "metric_tokens_per_s_per_gpu,metric_tflops_per_gpu,metric_mfu,metric_peak_memory_gb,notes"
+)
+
+
+@pytest.fixture
+def table(tmp_path):
+    names = HEADER.split(",")
+    stated = {
+        "source": "made up", "quality": "A", "n_layers": "24", "hidden": "2048", "ffn_hidden": "8192",
+        "n_heads": "16", "n_kv_heads": "16", "vocab": "51200", "seq_len": "2048", "gated_mlp": "False",
+        "gpu": "A100-SXM-80GB", "gpus": "8", "gpus_per_node": "8", "framework": "Megatron-LM", "dtype": "bf16",
+        "dp": "8", "tp": "1", "pp": "1", "micro_batch": "4", "global_batch": "64", "act_recompute": "none",
+    }  # fmt: skip
+    rows = [
+        stated | {"id": "made_up-1", "metric_step_time_s": "1.5"},
+        stated | {"id": "made_up-2", "gpu": "unstated"},
+    ]
+    path = tmp_path / "llm_made_up.csv"
+    path.write_text(
+        "\n".join([HEADER, *(",".join(row.get(name, "") for name in names) for row in rows)]) + "\n"
+    )
+    return path
+
+
+def test_rows_and_scores(shell, table):
+    answer = shell("validate", table, "--engine", "analytical", "--json")
+    assert answer.code == 0 and answer.json["schema_version"] == 1
+    good, bad = answer.json["rows"]
+    assert good["status"] == "ok" and good["measured_s"] == 1.5 and good["predicted_s"] > 0
+    low, high = good["interval_s"]
+    assert low <= good["predicted_s"] <= high
+    assert bad["status"] == "skipped" and bad["reason"]
+    error = abs(good["predicted_s"] - 1.5) / 1.5
+    overall = answer.json["summary"]["overall"]
+    assert overall["mape"] == pytest.approx(error)
+    assert answer.json["summary"]["by_family"].keys() == {"made_up"}
+
+
+def test_text_has_scores_and_reasons(shell, table):
+    text = shell("validate", table, "--engine", "analytical").out
+    assert "made_up" in text and "Skipped" in text
+
+
+def test_worse_than_allowed_exits_5_and_prints_its_object(shell, table):
+    assert shell("validate", table, "--engine", "analytical", "--max-mape", "50", "--json").code == 0
+    answer = shell("validate", table, "--engine", "analytical", "--max-mape", "0.001", "--json")
+    assert answer.code == 5 and answer.json["rows"] and "0.001" in answer.err
+
+
+def test_a_bare_name_is_found_among_the_measurements(shell, table, monkeypatch):
+    monkeypatch.setenv("FORESHARD_MEASURED", str(table.parent))
+    assert shell("validate", table.name, "--engine", "analytical", "--json").code == 0
+
+
+@pytest.mark.parametrize("args", [("no-such.csv",), (), ("{table}", "--exclude-calibration", "nobody")])
+def test_bad_input_exits_2(shell, table, args):
+    answer = shell("validate", *(str(arg).format(table=table) for arg in args), "--json")
+    assert answer.code == 2 and "error" in answer.json
+
+
+def test_a_table_of_something_else_exits_2(shell, tmp_path):
+    path = tmp_path / "prices.csv"
+    path.write_text("fruit,price\napple,1\n")
+    assert shell("validate", path, "--json").code == 2
