@@ -245,8 +245,13 @@ class _GroupPricer:
                 first[s, c], last[s, c] = EMBEDDING in units, HEAD in units
         sums = {name: np.einsum("sck,sk->sc", counts, value) for name, value in self.layers.items()}
         ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
-        device, host = _op_parts(sums, ends, first, last)
+        device, host = _op_parts(sums, ends, first, last, self._host_between())
         return _with_host(device, host, self._short(), self.constants.host_sharpness)
+
+    def _host_between(self) -> np.ndarray:
+        """Host seconds of an op outside its layers, which only whole-step graphs remove; shape (stages, 1)."""
+        launched = np.array([float(machine.traits.graphs) < 1.0 for machine in self.machines])
+        return self.constants.host_micro_batch * launched[:, None]
 
     def _short(self) -> np.ndarray:
         """Samples of the last micro-batch over those of the others, shape (stages, 1)."""
@@ -342,7 +347,7 @@ def _shares(seconds: np.ndarray) -> np.ndarray:
 
 
 def _op_parts(
-    sums: dict[str, np.ndarray], ends: dict[str, np.ndarray], first: np.ndarray, last: np.ndarray
+    sums: dict[str, np.ndarray], ends: dict[str, np.ndarray], first: np.ndarray, last: np.ndarray, between: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Device seconds by part, shape (4, stages, chunks) each, and host seconds of every op."""
     device = {name: np.zeros((4, *first.shape)) for name in TIME_PARTS}
@@ -363,8 +368,8 @@ def _op_parts(
         device["tensor_comm"][op] = sums["tensor_backward"] + sums["tensor_recompute"] + edge
         device["context_comm"][op] = sums["context_backward"]
         device["expert_comm"][op] = sums["expert_backward"] + sums["expert_recompute"]
-    back = sums["host_backward"]
-    return device, np.stack([sums["host_forward"], back, back / 2, back / 2])
+    back = sums["host_backward"] + between
+    return device, np.stack([sums["host_forward"] + between, back, back / 2, back / 2])
 
 
 def _with_host(
