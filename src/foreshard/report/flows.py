@@ -7,6 +7,8 @@ from foreshard.spec.timeline import Event, Timeline
 # (kind of op, kind of its transfer, direction along the pipeline)
 _DIRECTIONS = (("forward", "send_forward", 1), ("backward", "send_backward", -1))
 
+_Place = tuple[str, int, int, int, int]  # kind, group, stage, chunk, micro-batch
+
 
 def kind_of(event: Event) -> str:
     """Return the leading word of an event's name: forward, backward, send_forward, ..."""
@@ -17,27 +19,28 @@ def pipeline_flows(timeline: Timeline) -> list[tuple[Event, Event]]:
     """Return (producer, consumer) for each micro-batch that passes from one virtual stage to the next.
 
     The producer is the transfer where the timeline has one, else the op itself; the consumer is the op on
-    the neighbouring virtual stage. Pairs whose consumer starts before the producer are left out.
+    the neighbouring virtual stage. Where an op is cut into pieces, the last produces and the first consumes.
+    Pairs whose consumer starts before the producer are left out.
     """
-    by_place: dict[tuple[str, int, int, int, int], Event] = {}
+    first: dict[_Place, Event] = {}
+    last: dict[_Place, Event] = {}
     shape: dict[int, tuple[int, int]] = {}
     for event in timeline.events:
         if event.micro_batch < 0:
             continue
-        chunk = max(event.chunk, 0)
-        by_place.setdefault((kind_of(event), event.group, event.stage, chunk, event.micro_batch), event)
+        place = (kind_of(event), event.group, event.stage, max(event.chunk, 0), event.micro_batch)
+        first.setdefault(place, event)
+        last[place] = event
         stages, chunks = shape.get(event.group, (0, 0))
-        shape[event.group] = max(stages, event.stage + 1), max(chunks, chunk + 1)
+        shape[event.group] = max(stages, event.stage + 1), max(chunks, event.chunk + 1, 1)
     flows = []
-    for (kind, group, stage, chunk, micro_batch), event in by_place.items():
+    for (kind, group, stage, chunk, micro_batch), event in last.items():
         for op, send, direction in _DIRECTIONS:
-            if kind != op and not (op == "backward" and kind == "backward_input"):
+            to = _neighbour(stage, chunk, direction, shape[group]) if kind in (op, f"{op}_input") else None
+            if to is None:
                 continue
-            place = _neighbour(stage, chunk, direction, shape[group])
-            if place is None:
-                continue
-            target = by_place.get((kind, group, *place, micro_batch))
-            source = by_place.get((send, group, stage, chunk, micro_batch), event)
+            target = first.get((kind, group, *to, micro_batch))
+            source = first.get((send, group, stage, chunk, micro_batch), event)
             if target is not None and target.start_s >= source.start_s and target.rank != source.rank:
                 flows.append((source, target))
     return flows

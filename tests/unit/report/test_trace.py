@@ -97,3 +97,32 @@ def test_the_file_is_gzip_of_utf8_json_and_the_same_each_time(answered, tmp_path
     json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()).decode("utf-8"))
     write_trace(str(tmp_path / "c.json"), prediction, timeline)
     json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+
+
+def op(kind, stage, chunk, start, micro_batch=0, stream="compute"):
+    return Event(rank=stage, group=0, stage=stage, stream=stream, name=kind, part="compute", start_s=start,
+                 end_s=start + 1, micro_batch=micro_batch, chunk=chunk)  # fmt: skip
+
+
+def test_virtual_stages_wrap_round_the_pipeline():
+    events = tuple(op("forward", stage, chunk, 2.0 * chunk + stage) for chunk in (0, 1) for stage in (0, 1))
+    pairs = pipeline_flows(Timeline(events=events, step_time_s=4.0))
+    assert [((a.stage, a.chunk), (b.stage, b.chunk)) for a, b in pairs] == [
+        ((0, 0), (1, 0)),
+        ((1, 0), (0, 1)),
+        ((0, 1), (1, 1)),
+    ]
+
+
+def test_of_an_op_in_pieces_the_last_sends_and_the_first_receives():
+    events = (
+        op("backward", 1, 0, 0.0),
+        op("backward", 1, 0, 1.0),
+        op("send_backward", 1, 0, 2.0, stream="send"),
+        op("backward", 0, 0, 3.0),
+        op("backward", 0, 0, 4.0),
+    )
+    with_send = pipeline_flows(Timeline(events=events, step_time_s=5.0))
+    assert [(a.name, a.start_s, b.start_s) for a, b in with_send] == [("send_backward", 2.0, 3.0)]
+    without = pipeline_flows(Timeline(events=(*events[:2], *events[3:]), step_time_s=5.0))
+    assert [(a.start_s, b.start_s) for a, b in without] == [(1.0, 3.0)]
