@@ -62,7 +62,8 @@ def draw_plans(
     """Return valid plans drawn from the whole space; equal plans may repeat.
 
     Every degree is drawn among the divisors it may take and every option among all of its values,
-    independently; invalid draws are thrown away.
+    independently; half of the draws each leave out context parallelism, virtual stages, shard groups and
+    offload. Only pipelines of several stages get virtual ones. Invalid draws are thrown away.
 
     Parameters
     ----------
@@ -97,10 +98,14 @@ def _draw(
     def among(values: np.ndarray) -> np.ndarray:
         return rng.choice(values, size)
 
-    tp, cp = among(divisors(int(np.gcd(heads, devices)))), among(parts)
+    def half(neutral: int, values: np.ndarray) -> np.ndarray:
+        return np.where(rng.random(size) < 0.5, neutral, among(values))
+
+    tp, cp = among(divisors(int(np.gcd(heads, devices)))), half(1, parts)
     pp, dp = among(parts[parts <= model.num_layers]), among(parts)
     micro_batch = among(divisors(global_batch))
-    vpp = np.where(rng.random(size) < 0.5, 1, among(np.arange(1, model.num_layers + 1)))
+    chunks = 1 + np.floor(rng.random(size) * (model.num_layers // pp)).astype(np.int64)
+    vpp = np.where((pp == 1) | (rng.random(size) < 0.5), 1, chunks)
     one = np.ones(size, dtype=np.int64)
     return PlanTable(
         dp=dp,
@@ -113,10 +118,10 @@ def _draw(
         micro_batch=micro_batch,
         num_micro_batches=global_batch // (dp * micro_batch),
         zero=among(np.arange(4)),
-        shard=np.where(rng.random(size) < 0.5, 0, among(parts)),
+        shard=half(0, parts),
         sp=among(np.arange(2)),
         recompute=among(np.arange(len(rules))),
         schedule=np.where(vpp > 1, _INTERLEAVED, among(np.arange(len(MODELLED_SCHEDULES)))),
-        offload=among(np.arange(4)),
+        offload=half(0, np.arange(4)),
         rules=rules,
     )
