@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +23,7 @@ from foreshard.comm.collectives import (
     reduce_scatter_s,
     send_s,
 )
-from foreshard.comm.fabric import Fabric, fabric_between
+from foreshard.comm.fabric import Fabric, fabric_of
 from foreshard.errors import SpecError
 from foreshard.profile.facts import integer, number
 from foreshard.profile.row_cluster import nic_rate
@@ -67,8 +67,8 @@ def _known_era(era: str) -> str:
 
 
 @cache
-def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str) -> tuple[Fabric, int]:
-    """Return the fabric of a row's machine, and the distance between ranks of different nodes."""
+def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str, exclude: str) -> Fabric:
+    """Return the fabric of a row's machine."""
     device = resolve_device(gpu)
     usual = 4 if device.name.startswith(_FOUR_A_NODE) else 8
     if num_nodes > 1:
@@ -80,7 +80,7 @@ def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str) ->
     rate = nic_rate(network) if nodes > 1 else None
     suffix = f"@{rate.replace(' ', '')}" if rate else ""
     cluster = load_cluster(f"{nodes}x{per_node}x{device.name}{suffix}")
-    return fabric_between(cluster, range(num_ranks), nccl=_known_era(era)), per_node
+    return fabric_of(cluster.nodes[0], nccl=_known_era(era), exclude=exclude)
 
 
 def _measured_s(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float) -> float | None:
@@ -100,7 +100,7 @@ def _measured_s(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float)
     return None
 
 
-def _case(index: int, row: Mapping[str, str]) -> Case:
+def _case(index: int, row: Mapping[str, str], exclude: str) -> Case:
     kind = row["collective"]
     megabytes = number(row, "data_size_mb") if "data_size_mb" in row else None
     num_bytes = megabytes * 1e6 if megabytes is not None else number(row, "size_bytes") or 0.0
@@ -114,7 +114,7 @@ def _case(index: int, row: Mapping[str, str]) -> Case:
         return Case(index=index, measured_s=measured, reason="not modelled")
     nodes = integer(row, "num_nodes") or 1
     era = era_of(row.get("library", ""), row.get("system", ""))
-    fabric, _ = _fabric(row["gpu"], ranks, nodes, row.get("inter_network", ""), era)
+    fabric = _fabric(row["gpu"], ranks, nodes, row.get("inter_network", ""), era, exclude)
     if kind == "p2p":
         predicted = send_s(num_bytes, nodes > 1, fabric)
     else:
@@ -124,9 +124,9 @@ def _case(index: int, row: Mapping[str, str]) -> Case:
     return Case(index=index, measured_s=measured, predicted_s=float(predicted))
 
 
-def _guarded(build: Callable[[int, Mapping[str, str]], Case], index: int, row: Mapping[str, str]) -> Case:
+def _guarded(index: int, row: Mapping[str, str], exclude: str) -> Case:
     try:
-        case = build(index, row)
+        case = _case(index, row, exclude)
     except SpecError as error:
         return Case(index=index, measured_s=None, reason=str(error))
     if case.predicted_s is not None and not np.isfinite(case.predicted_s):
@@ -134,6 +134,12 @@ def _guarded(build: Callable[[int, Mapping[str, str]], Case], index: int, row: M
     return case
 
 
-def collective_cases(table: Table) -> list[Case]:
-    """Return one case per row of a table of collectives."""
-    return [_guarded(_case, index, row) for index, row in enumerate(table.rows)]
+def collective_cases(table: Table, *, exclude: str = "") -> list[Case]:
+    """Return one case per row of a table of collectives.
+
+    Parameters
+    ----------
+    exclude : str
+        A family of measured rows that the constants must not have seen.
+    """
+    return [_guarded(index, row, exclude) for index, row in enumerate(table.rows)]

@@ -13,6 +13,7 @@ from foreshard.profile.families import Family
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.device import Device
 
+MAX_DEVICES = 1_000_000
 _RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand port by generation
 
 
@@ -57,6 +58,8 @@ def row_cluster(raw: Mapping[str, str], device: Device, family: Family, notes: N
     gpus = integer(raw, "gpus")
     if gpus is None:
         raise SpecError("the number of devices is not stated", key="gpus", rule="gpus is stated")
+    if gpus > MAX_DEVICES:
+        raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"at most {MAX_DEVICES} devices")
     per_node = min(integer(raw, "gpus_per_node") or 8, gpus)
     if not raw["gpus_per_node"]:
         notes.add("devices per node not stated: 8")

@@ -114,8 +114,8 @@ def _not_modelled(table: Table) -> list[Case]:
     ]
 
 
-def table_outcomes(table: Table, predictor: Predictor) -> list[Outcome]:
-    """Return one outcome per row of a table, in its order."""
+def table_outcomes(table: Table, predictor: Predictor, *, exclude: str = "") -> list[Outcome]:
+    """Return one outcome per row of a table, in its order; `exclude` as in `collective_cases`."""
     if table.kind in (TRAINING, MIXED):
         rows, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
         made = {row.id: _training_outcome(row, predictor) for row in rows}
@@ -123,7 +123,7 @@ def table_outcomes(table: Table, predictor: Predictor) -> list[Outcome]:
         return [made[row_id] for row_id in table.ids]
     start = time.perf_counter()
     if table.kind == COLLECTIVE:
-        cases = collective_cases(table)
+        cases = collective_cases(table, exclude=exclude)
     elif table.kind == KERNEL:
         cases = kernel_cases(table)
     else:
@@ -157,7 +157,7 @@ def validate(
     """
     outcomes: list[Outcome] = []
     for path in files:
-        outcomes += table_outcomes(read_table(path), predictor)
+        outcomes += table_outcomes(read_table(path), predictor, exclude=exclude_calibration or "")
     if not outcomes:
         raise SpecError("no table was given", rule="validation needs at least one file")
     return score(outcomes)
