@@ -194,7 +194,7 @@ def validate(
 
     constants = training_constants(exclude_calibration)
 
-    def predicted(row: Row) -> Prediction:
+    def predicted(row: Row) -> Any:
         return predict(
             row.model, row.cluster, row.plan, framework=row.framework, engine=engine, costs=costs,
             constants=constants, timeline=False, checked=False,

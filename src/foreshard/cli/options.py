@@ -16,7 +16,7 @@ MAX_SEQ_LEN = 2**26
 MAX_AMOUNT = 1e30
 
 
-class Count(click.ParamType):
+class Count(click.ParamType):  # type: ignore[type-arg]
     """A whole number from `low` to `high`."""
 
     name = "N"
@@ -33,7 +33,7 @@ class Count(click.ParamType):
         self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
 
 
-class Amount(click.ParamType):
+class Amount(click.ParamType):  # type: ignore[type-arg]
     """A finite number above zero."""
 
     name = "X"
@@ -49,7 +49,7 @@ class Amount(click.ParamType):
         self.fail(f"{str(value)[:40]!r} is not a number above zero", param, ctx)
 
 
-def _choice(*known: str) -> click.Choice:
+def _choice(*known: str) -> click.ParamType:  # type: ignore[type-arg]
     return click.Choice(known)
 
 

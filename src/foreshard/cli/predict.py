@@ -28,7 +28,9 @@ NOTHING_FITS = 3
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
 @click.pass_context
-def command(ctx: click.Context, trace: str | None, report: str | None, explain: bool, **values: Any) -> None:
+def command(
+    ctx: click.Context, /, trace: str | None, report: str | None, explain: bool, **values: Any
+) -> None:
     r"""Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
 
     \b

@@ -105,13 +105,17 @@ class Request:
         from foreshard.predict import predict
 
         asked = {**self._asked(), "engine": engine or self.engine}
-        return predict(self.model, self.cluster, self.to_plan(), timeline=False, **asked)
+        made: Prediction = predict(self.model, self.cluster, self.to_plan(), timeline=False, **asked)
+        return made
 
     def predict_timeline(self) -> tuple[Prediction, Timeline | None]:
         """Return the prediction and when each task of its step runs, None from an engine without tasks."""
         from foreshard.predict import predict_timeline
 
-        return predict_timeline(self.model, self.cluster, self.to_plan(), **self._asked())
+        made: tuple[Prediction, Timeline | None] = predict_timeline(
+            self.model, self.cluster, self.to_plan(), **self._asked()
+        )
+        return made
 
     def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Return the parts of the peak memory of each stage of each group, bytes."""
