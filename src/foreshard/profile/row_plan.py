@@ -197,6 +197,7 @@ def row_plan(
     plan = plan_from_degrees(
         model.num_layers,
         gpus,
+        etp=_expert_tensor(raw, framework, degrees, notes),
         micro_batch=micro_batch,
         global_batch=global_batch,
         seq_len=seq_len,
@@ -207,6 +208,15 @@ def row_plan(
     )
     cuts = layer_cuts(raw, model.num_layers, degrees["pp"] * vpp, notes)
     return _with_cuts(plan, cuts, degrees["pp"]), framework
+
+
+def _expert_tensor(raw: Mapping[str, str], framework: Framework, degrees: dict[str, int], notes: Notes) -> int:
+    """Return the tensor degree of experts: NeMo's Grok recipes leave it blank, Megatron then uses tp."""
+    tp, ranks = degrees["tp"], degrees["tp"] * degrees["cp"] * degrees["dp"]
+    if framework.name == "nemo" and raw["model"].startswith("Grok") and ranks % (tp * degrees["ep"]) == 0:
+        notes.add(f"tensor degree of experts not stated: {tp}, Megatron's default is tp")
+        return tp
+    return 1
 
 
 def _sharding(
@@ -223,7 +233,7 @@ def _sharding(
         found = re.search(r"\((\d+) chips/slice\)", raw["intra_link"])
         shard = int(found[1]) // degrees["tp"] if found else None
     ranks = degrees["dp"] * degrees["cp"]
-    if shard is not None and (shard >= ranks or ranks % shard):
+    if shard is not None and (not 0 < shard < ranks or ranks % shard):
         shard = None
     if flavour == "megatron-fsdp" or (flavour and framework.fsdp == "none"):
         framework = replace(framework, fsdp=flavour if flavour == "megatron-fsdp" else "fsdp1")

@@ -37,7 +37,7 @@ WORDS = (
 CELL = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(WORDS), st.text(max_size=30))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_row_is_read_or_refused(cells, data):
     names = data.draw(st.lists(st.sampled_from(sorted(cells)), min_size=1, max_size=4, unique=True))
@@ -51,3 +51,8 @@ def test_a_row_is_read_or_refused(cells, data):
     spans = sorted(span for stage in row.plan.groups[0].stages for span in stage.layers)
     assert spans[0][0] == 0
     assert spans[-1][1] == row.model.num_layers + 2
+
+
+def test_a_shard_of_nothing_is_no_shard(cells):
+    row = read_row(dict(cells) | {"zero_stage_or_fsdp": "FSDP 0"}, "t")
+    assert row.plan.groups[0].stages[0].shard_size is None
