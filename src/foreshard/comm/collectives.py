@@ -34,7 +34,7 @@ def _scale(inside: Any, exponent: Any, fabric: Fabric) -> Any:
 
 def _nic_share(inside: Any, fabric: Fabric) -> Any:
     """Return NIC bytes/s that a group's members in one domain reach together."""
-    return inside * fabric.nic_bytes_per_s / fabric.per_node
+    return inside * (fabric.nic_bytes_per_s / fabric.per_node)
 
 
 def _ramp_s(fill_s: Any, transfer_s: Any, ramp: Any) -> Any:
@@ -59,22 +59,18 @@ def _ring_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric, *, pas
     bus = _edge(link, inside, crosses, fabric)
     # The wire carries every rank's share but one; a rank's own block is copied at link speed.
     transfer = num_bytes / ranks * (passes * (ranks - 1.0) / bus + fabric.copy / link)
-    fill = fabric.launch_s + passes * (inside - 1.0) * fabric.intra_latency_s
-    outside = (ranks - inside - domains + 1.0) * fabric.intra_latency_s + (
-        domains - 1.0
-    ) * fabric.nic_latency_s
-    return (
-        fill
-        + passes * outside
-        + crosses * fabric.nic_launch_s
-        + transfer
-        + _ramp_s(fill, transfer, fabric.ramp)
+    fill = fabric.launch_s + (inside - 1.0) * (passes * fabric.intra_latency_s)
+    # Of ranks - 1 hops, domains - 1 lead over the network.
+    hops = (ranks - domains) * (passes * fabric.intra_latency_s) + (domains - 1.0) * (
+        passes * fabric.nic_latency_s
     )
+    start = fabric.launch_s + hops + crosses * fabric.nic_launch_s
+    return start + transfer + _ramp_s(fill, transfer, fabric.ramp)
 
 
 def _edge(link: Any, inside: Any, crosses: Any, fabric: Fabric) -> Any:
     """Return bytes/s of a ring's slowest edge: every byte passes every edge, NVLink and NIC alike."""
-    nic = _nic_share(inside, fabric) * fabric.nic_ring_eff
+    nic = inside * (_nic_share(1.0, fabric) * fabric.nic_ring_eff)
     return np.where(crosses, np.where(inside > 1.0, np.minimum(link, nic), nic), link)
 
 
@@ -84,19 +80,20 @@ def _tree_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric) -> Any
     switched = (fabric.in_network > 0.0) & (inside > 2.0)
     # In the switch: own buffer out once, own share of the sum once. Along a chain: up, then down.
     link = fabric.intra_bytes_per_s * _scale(inside, fabric.scaling, fabric)
-    local = (
-        num_bytes * np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, 2.0 / fabric.ring_eff) / link
-    )
-    local = np.where(inside > 1.0, local, 0.0)
+    per_byte: Any = 2.0 / fabric.ring_eff
+    start = fabric.launch_s + (inside - 1.0) * (2.0 * fabric.intra_latency_s)
+    ramp = fabric.ramp
+    if np.count_nonzero(switched):
+        per_byte = np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, per_byte)
+        start = np.where(switched, fabric.switch_launch_s, start)
+        ramp = np.where(switched, fabric.switch_ramp, ramp)
+    local = num_bytes * (inside > 1.0) * (per_byte / link)
     # A double binary tree sends each byte of the domain out twice, less the root's edge.
-    across = 2.0 * (1.0 - 1.0 / domains) * num_bytes / (_nic_share(inside, fabric) * fabric.nic_tree_eff)
-    start = np.where(
-        switched, fabric.switch_launch_s, fabric.launch_s + 2.0 * (inside - 1.0) * fabric.intra_latency_s
-    )
+    nic = inside * (_nic_share(0.5, fabric) * fabric.nic_tree_eff)
+    across = (1.0 - 1.0 / domains) * num_bytes / nic
     crosses = domains > 1.0
-    hops = 2.0 * np.ceil(np.log2(domains)) * fabric.nic_latency_s + crosses * fabric.nic_launch_s
+    hops = np.ceil(np.log2(domains)) * (2.0 * fabric.nic_latency_s) + crosses * fabric.nic_launch_s
     transfer = np.maximum(local, across)
-    ramp = np.where(switched, fabric.switch_ramp, fabric.ramp)
     return np.where(switched | crosses, start + hops + transfer + _ramp_s(start, transfer, ramp), np.inf)
 
 

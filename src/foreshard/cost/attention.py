@@ -130,6 +130,11 @@ def flash_attention_backward_s(
         batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_head_dim, kernels,
         causal=causal, window=window,
     )  # fmt: skip
+    return backward_of_forward_s(forward_s, kernels)
+
+
+def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel) -> np.ndarray:
+    """Return the backward of a fused attention whose forward takes `forward_s`."""
     busy_s = (forward_s - kernels.attn_launch_s) * (BACKWARD_FLOPS / kernels.attn_bwd_ratio)
     return np.where(forward_s > 0, busy_s + kernels.attn_launch_s, 0.0)
 
