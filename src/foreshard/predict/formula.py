@@ -21,7 +21,7 @@ from foreshard.comm.collectives import (
 )
 from foreshard.comm.fabric import Fabric
 from foreshard.cost.attention import (
-    flash_attention_backward_s,
+    backward_of_forward_s,
     flash_attention_forward_s,
     unfused_attention_s,
 )
@@ -262,8 +262,9 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
         sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
         mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
         new = 1.0 + traits.blackwell * (c.flash_blackwell - 1.0)
-        forward = flash_attention_forward_s(*sizes, machine.kernels, **mask) * c.flash_forward * new
-        backward = flash_attention_backward_s(*sizes, machine.kernels, **mask) * c.flash_backward * new
+        alone = flash_attention_forward_s(*sizes, machine.kernels, **mask)
+        forward = alone * (c.flash_forward * new)
+        backward = backward_of_forward_s(alone, machine.kernels) * (c.flash_backward * new)
     if not np.all(traits.flash):
         sizes = (rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels)
         drop = np.asarray(layer.dropout) > 0
