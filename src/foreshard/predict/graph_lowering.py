@@ -19,6 +19,8 @@ from foreshard.spec.framework import Framework
 # Elements of a gradient bucket (FRAMEWORKS.md sections 8, 11, 12); Megatron's depend on dp.
 _BUCKET_BYTES = {"ddp": 25 * 2**20}
 _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 512 * 1024**2}
+# The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
+_MESSAGES_IN_TURN = ("deepspeed", "megatron-deepspeed")
 _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
@@ -142,6 +144,7 @@ class _GroupLowering:
             [_buckets(units, machine, framework, first=s == 0 and c == 0) for c, units in enumerate(row)]
             for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True))
         ]
+        self.in_turn = framework.name in _MESSAGES_IN_TURN
         self.first_task = 0
         self.data_s = np.zeros(0)
 
@@ -162,7 +165,7 @@ class _GroupLowering:
             num_chunks=price.num_chunks,
             overlap_p2p=overlap,
         )
-        seconds = _durations(shape, price)
+        seconds = _durations(shape, price, in_turn=self.in_turn)
         cuts = self._cuts(shape)
         pieces = np.ones(len(seconds), dtype=np.int64)
         for cut in cuts:
@@ -226,8 +229,7 @@ class _GroupLowering:
         if float(self.traits[s].param_gather_overlap) > 0 and buckets.gather_s.any():
             shares = np.array([units.forward[::-1][a:b].sum() for a, b in buckets.bounds])[::-1]
             seconds = self.prices.op_s[Op.FORWARD, s, c, int(self.prices.num_micro_batches == 1)] * shares
-            following = np.append(buckets.gather_s[::-1][1:], 0.0)
-            tax = self.contention * np.minimum(following, seconds)
+            tax = self.contention * np.minimum(np.append(buckets.gather_s[::-1][1:], 0.0), seconds)
             cuts.append(_Cut(tasks=shape.ops[Op.FORWARD, s, c, :1], shares=shares, data_s=tax))
         if float(self.traits[s].grad_overlap) > 0 and buckets.reduce_s.any():
             op = Op.BACKWARD if shape.ops[Op.BACKWARD, s, c, 0] >= 0 else Op.BACKWARD_WEIGHT
@@ -361,13 +363,16 @@ def _moves(op: int, units: Units) -> tuple[list[float], list[float]]:
     return (none if op == Op.BACKWARD_WEIGHT else back), (none if op == Op.BACKWARD_INPUT else scatter)
 
 
-def _durations(shape: PipelineShape, price: GroupPrices) -> np.ndarray:
-    """Seconds of every task of the shape; the last micro-batch may be short."""
+def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np.ndarray:
+    """Seconds of every task of the shape; the last micro-batch may be short.
+
+    In turn, a forward and a backward message that meet between two stages take the time of both.
+    """
     table = price.op_s
     seconds = np.repeat(table[..., :1], price.num_micro_batches, axis=-1)
     seconds[..., -1] = table[..., 1]
     boundaries = max(price.num_stages - (price.num_chunks == 1), 1)
-    return pipeline_durations(
+    times = pipeline_durations(
         shape,
         forward_s=seconds[Op.FORWARD],
         backward_s=seconds[Op.BACKWARD],
@@ -376,6 +381,14 @@ def _durations(shape: PipelineShape, price: GroupPrices) -> np.ndarray:
         send_forward_s=price.send_forward_s[:boundaries],
         send_backward_s=price.send_backward_s[:boundaries],
     )
+    if in_turn and price.schedule == "1f1b":
+        forward, backward = shape.kind == Kind.SEND_FORWARD, shape.kind == Kind.SEND_BACKWARD
+        warm_up = price.num_stages - 1 - shape.stage + backward  # of the stage before the boundary
+        meets = (forward & (shape.micro_batch >= warm_up)) | (
+            backward & (shape.micro_batch < price.num_micro_batches - warm_up)
+        )
+        times[meets] *= 2.0
+    return times
 
 
 def _buckets(units: Units, machine: object, framework: Framework, *, first: bool) -> _Buckets:

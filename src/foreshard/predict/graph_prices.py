@@ -138,11 +138,15 @@ def _identity(case: Case, group: Group) -> Any:
 
 
 def _crosses(case: Case, here: Any, there: Any) -> float:
-    """1 when a stage and the next are on different nodes."""
+    """1 when a stage and the next do not share device links."""
     cluster = case.cluster
-    per_node = cluster.node_group_of(here.ranks[0]).per_node
-    apart = cluster.node_of(here.ranks[0]) != cluster.node_of(there.ranks[0])
-    return float(apart or (len(here.ranks) >= per_node and here is not there))
+    one, other = here.ranks[0], there.ranks[0]
+    nodes = cluster.node_group_of(one)
+    if cluster.node_of(one) == cluster.node_of(other):
+        return 0.0
+    before = sum(g.num_devices for g in cluster.nodes[: [id(g) for g in cluster.nodes].index(id(nodes))])
+    same = cluster.node_group_of(other) is nodes
+    return float(not same or (one - before) // nodes.nvlink_domain != (other - before) // nodes.nvlink_domain)
 
 
 def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
@@ -286,9 +290,9 @@ class _GroupPricer:
         expert = column(at["expert_params"], 0.0, 0.0)
         trained = column(at["dense_params"] * self.trained, table * ends_trained, head_table * ends_trained)
         expert_trained = column(at["expert_params"] * self.expert_trained, 0.0, 0.0)
-        whole = shard_times(dense + expert, machine)
-        part = shard_times(trained + expert_trained, machine)
-        gather = np.broadcast_to(whole.gather, units.shape)
+        whole, part = (
+            _shard_sums(*params, machine, units.shape) for params in ((dense, expert), (trained, expert_trained))
+        )
         return Units(
             forward=_shares(
                 column(forward, end["embedding_forward"] + end["embedding_tensor"] / 2,
@@ -300,11 +304,11 @@ class _GroupPricer:
             ),  # fmt: skip
             params=trained,
             expert_params=expert_trained,
-            gather_s=gather,
-            regather_s=np.where(is_end, 0.0, gather),
-            scatter_s=np.broadcast_to(part.scatter, units.shape),
-            copy_weights_s=np.broadcast_to(whole.copy_weights, units.shape),
-            copy_gradients_s=np.broadcast_to(part.copy_gradients, units.shape),
+            gather_s=whole["gather"],
+            regather_s=np.where(is_end, 0.0, whole["gather"]),
+            scatter_s=part["scatter"],
+            copy_weights_s=whole["copy_weights"],
+            copy_gradients_s=part["copy_gradients"],
         )
 
     def _sends(self) -> tuple[np.ndarray, np.ndarray]:
@@ -336,9 +340,19 @@ class _GroupPricer:
         if not p["tied"] or len(self.group.stages) == 1:
             return 0.0
         ends = self.group.stages[0], self.group.stages[-1]
-        cluster = self.case.cluster
-        crosses = float(cluster.node_of(ends[0].ranks[0]) != cluster.node_of(ends[1].ranks[0]))
+        crosses = _crosses(self.case, *ends)
         return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
+
+
+def _shard_sums(dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Fully sharded tasks of dense and expert weights; experts are cut over the ranks that hold the same."""
+    times = [shard_times(dense, machine)]
+    if np.any(expert):
+        rank = machine.rank
+        alike = expert_replicas(rank)
+        rank = replace(rank, dp=alike, cp=1.0, shard=alike, sync_stride=rank.ep * rank.etp)
+        times.append(shard_times(expert, replace(machine, rank=rank)))
+    return {name: np.broadcast_to(sum(getattr(t, name) for t in times), shape) for name in times[0].__slots__}
 
 
 def _shares(seconds: np.ndarray) -> np.ndarray:
@@ -375,12 +389,18 @@ def _op_parts(
 def _with_host(
     device: dict[str, np.ndarray], host: np.ndarray, short: np.ndarray, sharpness: float
 ) -> dict[str, np.ndarray]:
-    """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op."""
+    """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
+
+    The host runs ahead from op to op, so what counts is its time over the device's for all ops of a
+    micro-batch on the stage.
+    """
     scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
     parts = {name: value[..., None] * scale for name, value in device.items()}
     busy = sum(parts.values())
-    ratio = host[..., None] / np.maximum(busy, 1e-12)
-    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
+    pair = [Op.FORWARD, Op.BACKWARD]
+    on_stage = busy[pair].sum((0, 2))  # (stages, 2)
+    ratio = host[pair].sum((0, 2))[:, None] / np.maximum(on_stage, 1e-12)
+    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)[:, None, :]
     return parts
 
 
