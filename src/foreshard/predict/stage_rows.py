@@ -31,7 +31,7 @@ def extra_chunks(num_blocks: int, num_chunks: np.ndarray) -> tuple[np.ndarray, n
     Chunks 1 to the second result have one more, and chunk 0 where the third is 1: the three rules of
     `block_cuts` are one, the remainder fills the middle, then the first chunk.
     """
-    base = num_blocks // num_chunks
+    base = np.floor(num_blocks / num_chunks)
     rest = num_blocks - base * num_chunks
     full = (rest == num_chunks - 1) & (rest > 0)
     return base, rest - full, full * 1
@@ -58,36 +58,41 @@ def stage_rows_of(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
 
 def _equal_blocks(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
     """Rows: first stage, middle stages with one block more, the other middle stages, last stage."""
+    pp, vpp = pp.astype(np.float64), vpp.astype(np.float64)
     base, filled, head_start = extra_chunks(model.num_layers, pp * vpp)
-    each = filled // pp
+    each = np.floor(filled / pp)
     longer = filled - each * pp  # stages 1 to this have one more
-    whole = vpp * base + each
-    piped = pp > 1
-    middle = np.maximum(pp - 2, 0)
-    more = np.minimum(longer, middle)
-    counts = [
-        whole + head_start + ~piped * model.num_next_token,
-        whole + 1,
-        whole,
-        whole + (longer >= pp - 1) + model.num_next_token,
-    ]
-    multiplicity = [np.ones_like(pp), more, middle - more, piped * 1]
-    first_stage = [np.zeros_like(pp), np.ones_like(pp), more + 1, pp - 1]
-    used = [i for i in range(4) if i == 0 or np.any(multiplicity[i])]
-    zero = np.zeros(pp.shape)
+    shape = (4, pp.size)
+    counts, first_stage, multiplicity = np.empty(shape), np.zeros(shape), np.ones(shape)
+    has_embedding, has_head = np.zeros(shape), np.zeros(shape)
+    multiplicity[3] = pp > 1.0
+    middle = np.maximum(pp - 2.0, 0.0)
+    np.minimum(longer, middle, out=multiplicity[1])
+    np.subtract(middle, multiplicity[1], out=multiplicity[2])
+    has_embedding[0] = has_head[3] = 1.0
+    has_head[0] = pp == 1.0
+    counts[:] = vpp * base + each
+    counts[0] += head_start
+    counts[1] += 1.0
+    counts[3] += longer >= pp - 1.0
+    if model.num_next_token:
+        counts += has_head * model.num_next_token
+    first_stage[1] = 1.0
+    first_stage[2] = multiplicity[1] + 1.0
+    first_stage[3] = pp - 1.0
+    used = [i for i in range(4) if np.count_nonzero(multiplicity[i])]
+    rows = (counts, first_stage, multiplicity, has_embedding, has_head)
+    if len(used) < len(counts):
+        rows = tuple(row[used] for row in rows)
     return StageRows(
-        blocks=(model.blocks[0],),
-        counts=(np.array([counts[i] for i in used], dtype=np.float64),),
-        first_stage=np.array([first_stage[i] for i in used]),
-        multiplicity=np.array([multiplicity[i] for i in used], dtype=np.float64),
-        has_embedding=np.array([zero + (i == 0) for i in used]),
-        has_head=np.array([~piped if i == 0 else zero + (i == 3) for i in used], dtype=np.float64),
-    )
+        blocks=(model.blocks[0],), counts=(rows[0],), first_stage=rows[1], multiplicity=rows[2],
+        has_embedding=rows[3], has_head=rows[4],
+    )  # fmt: skip
 
 
 def _mixed_blocks(model: Model, kinds: list[Block], pp: np.ndarray, vpp: np.ndarray) -> StageRows:
     """Rows: every stage."""
-    base, filled, head_start = extra_chunks(model.num_layers, pp * vpp)
+    base, filled, head_start = (part.astype(np.int64) for part in extra_chunks(model.num_layers, pp * vpp))
     stage = np.arange(int(pp.max()))[:, None]
     present = stage < pp
     index = {block: i for i, block in enumerate(kinds)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.framework import Framework
 from foreshard.spec.layout import plan_from_degrees
-from foreshard.spec.model import Model
+from foreshard.spec.model import Block, Model
 from foreshard.spec.plan import Plan
 
 OFFLOADS = ("none", "optimizer", "activations", "all")
@@ -224,7 +225,7 @@ def table_batch(
         constants=constants,
     )
     return Batch(
-        kinds=tuple(_floats(layer_shape(block)) for block in rows.blocks),
+        kinds=tuple(_shape(block) for block in rows.blocks),
         counts=rows.counts,
         machine=machine,
         recompute=rule or recompute_columns(table, rows),
@@ -236,7 +237,9 @@ def table_batch(
     )
 
 
-def _floats(shape: LayerShape) -> LayerShape:
+@lru_cache(maxsize=64)
+def _shape(block: Block) -> LayerShape:
+    shape = layer_shape(block)
     return LayerShape(**{f.name: float(getattr(shape, f.name)) for f in fields(LayerShape)})
 
 
@@ -249,7 +252,7 @@ def _rank(table: PlanTable, precision: str, seq_len: int) -> RankShape:
         ep=_real(table.ep),
         etp=_real(table.etp),
         dp=dp,
-        sp=table.sp * (tp > 1),
+        sp=(table.sp * (tp > 1)) * 1.0,
         zero=_real(table.zero),
         shard=_shard(table)[None],
         micro_batch=_real(table.micro_batch),
@@ -268,7 +271,7 @@ def _shard(table: PlanTable) -> np.ndarray:
 
 def _pipeline(model: Model, node: NodeGroup, table: PlanTable) -> Pipeline:
     def one(value: float) -> np.ndarray:
-        return np.full((1, 1), float(value))
+        return np.array([[float(value)]])
 
     width = table.tp * table.cp * table.dp
     return Pipeline(
@@ -294,12 +297,8 @@ def recompute_columns(table: PlanTable, rows: StageRows) -> Recompute:
 
     As `recompute_of` of each plan's rule, whose `block`, `uniform` and `every` count the blocks of a chunk.
     """
-    fixed = [recompute_of(text, 1) for text in table.rules]
-    columns: dict[str, Any] = {}
-    for name in Recompute.__slots__:
-        values = [float(getattr(rule, name)) for rule in fixed]
-        columns[name] = np.array(values)[table.recompute][None] if len(set(values)) > 1 else values[0]
-    counting = [(i, text) for i, text in enumerate(table.rules) if text.startswith("every-") or text.count(":") == 2]
+    values, counting = _rule_values(table.rules)
+    columns = {name: value if isinstance(value, float) else value[table.recompute][None] for name, value in values}
     if counting:
         layers = np.maximum(np.rint(sum(rows.counts) / table.vpp), 1.0)
         for i, text in counting:
@@ -307,6 +306,15 @@ def recompute_columns(table: PlanTable, rows: StageRows) -> Recompute:
             name, value = _counted(text, layers)
             columns[name] = np.where(here, value, columns[name])
     return Recompute(**columns)
+
+
+@lru_cache(maxsize=64)
+def _rule_values(rules: tuple[str, ...]) -> tuple[list[tuple[str, Any]], list[tuple[int, str]]]:
+    """Return each number of the rules, one value where they agree, and the rules that count blocks."""
+    fixed = [recompute_of(text, 1) for text in rules]
+    columns = {name: [float(getattr(rule, name)) for rule in fixed] for name in Recompute.__slots__}
+    values = [(name, np.array(column) if len(set(column)) > 1 else column[0]) for name, column in columns.items()]
+    return values, [(i, text) for i, text in enumerate(rules) if text.startswith("every-") or text.count(":") == 2]
 
 
 def _counted(text: str, layers: np.ndarray) -> tuple[str, np.ndarray]:
@@ -376,13 +384,13 @@ def table_memory_parts(
         expert_dp=np.maximum(1.0, dp * cp * tp / (ep * etp)),
         shard_size=_shard(table)[None],
         zero=_real(table.zero),
-        sp=table.sp * (tp > 1),
+        sp=(table.sp * (tp > 1)) * 1.0,
         activation_bytes_per_element=4.0 if precision in _WIDE else 2.0,
         fp8=float(precision in ("fp8", "mxfp8")),
         fp4=float(precision == "nvfp4"),
         recompute=rule or recompute_columns(table, rows),
-        offload_optimizer=(offload == 1) | (offload == 3) if np.any(offload) else 0.0,
-        offload_activations=(offload >= 2) * 1.0 if np.any(offload) else 0.0,
+        offload_optimizer=(offload & 1) * 1.0 if np.count_nonzero(offload) else 0.0,
+        offload_activations=(offload >= 2) * 1.0 if np.count_nonzero(offload) else 0.0,
         state_bytes=optimizer_state_bytes(optimizer, framework.moment_bytes),
         outer_params=float(model.learned_positions * model.hidden),
         embedding_trainable=float(not model.embedding_frozen),
@@ -393,8 +401,7 @@ def table_memory_parts(
 
 def _in_flight(table: PlanTable, stage: np.ndarray) -> np.ndarray:
     """Return the micro-batches whose activations a stage holds, as `predict.memory.in_flight` does."""
-    p, m, v = table.pp, table.num_micro_batches, table.vpp
+    p, m, v = (column.astype(np.float64) for column in (table.pp, table.num_micro_batches, table.vpp))
     behind = p - stage
-    plain = np.minimum(m, behind)
-    held = np.where((v > 1) & (p > 1), np.minimum(m * v, 2 * behind - 2 + (v - 1) * p + 1) / v, plain)
-    return np.where(table.schedule == _GPIPE, m, held)
+    chunks = np.where((v > 1.0) & (p > 1.0), 2.0 * behind - 1.0 + (v - 1.0) * p, behind * v)
+    return np.where(table.schedule == _GPIPE, m, np.minimum(m * v, chunks) / v)

@@ -71,7 +71,7 @@ def test_memory_parts_are_those_of_the_first_stage_of_each_row(space):
     for i, case in enumerate(cases):
         expected = plan_memory(case)[1].peak
         rows_used = rows.multiplicity[:, i] > 0
-        np.testing.assert_allclose(parts.peak[rows_used, i], expected[rows.first_stage[rows_used, i]], rtol=1e-9)
+        np.testing.assert_allclose(parts.peak[rows_used, i], expected[rows.first_stage[rows_used, i].astype(int)], rtol=1e-9)
 
 
 def test_drawn_plans_keep_every_rule(space):
