@@ -20,6 +20,7 @@ from foreshard.predict.formula import (
     layer_times,
     message_s,
     optimizer_s,
+    region_s,
     shard_times,
     sync_times,
     tied_sync_s,
@@ -53,13 +54,17 @@ class StepTimes:
 def stage_times(batch: Batch) -> StageTimes:
     """Return what one micro-batch costs on each distinct stage, collectives inside it included."""
     p, machine = batch.pipeline, batch.machine
-    ends = end_times(p.hidden, p.vocab, p.head_rows, machine, frozen=p.head_frozen, heads=p.heads)
+    region = region_s(p.hidden, machine)
+    ends = end_times(
+        p.hidden, p.vocab, p.head_rows, machine, frozen=p.head_frozen, heads=p.heads, region=region
+    )
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
     forward, backward, weight, host = (np.zeros(shape) for _ in range(4))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
-        times = layer_times(kind, machine, batch.recompute)
+        as_wide = np.all(kind.hidden == p.hidden)
+        times = layer_times(kind, machine, batch.recompute, region=region if as_wide else None)
         _add_layers(parts, times, count)
         forward += count * times.forward_s
         backward += count * times.backward_s
