@@ -316,27 +316,40 @@ def _cast_factor(machine: Machine) -> Any:
 
 def _weight_casts(params: Any, machine: Machine) -> Any:
     """Return seconds of casting the weights once a micro-batch, where a framework does not keep them."""
+    if not np.count_nonzero(machine.rank.low):
+        return 0.0
     return stream_s(0.9 * params * _cast_factor(machine), machine.kernels) * machine.rank.low
 
 
-def _tensor_s(layer: LayerShape, machine: Machine, beside: Any) -> tuple[Any, Any]:
+def region_s(hidden: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of gathering the activations of a tensor-parallel region, and of summing them.
+
+    Scattering the sum takes as long as gathering: the ring of both is the same.
+    """
+    rank = machine.rank
+    if not np.count_nonzero(np.asarray(rank.tp) > 1):
+        return 0.0, 0.0
+    tokens, _ = _tokens(machine)
+    size = 2.0 * tokens * hidden
+    gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
+    whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
+    return gather, whole
+
+
+def _tensor_s(region: tuple[Any, Any], machine: Machine, beside: Any) -> tuple[Any, Any]:
     """Return exposed seconds of the collectives around one tensor-parallel region, forward and backward.
 
     Forward waits for all of them. Backward gathers the output gradient first; the collective of the
     input gradient can run beside the weight-gradient product (`beside` seconds of it per region).
     """
     rank, c, traits = machine.rank, machine.constants, machine.traits
-    if not np.count_nonzero(np.asarray(rank.tp) > 1):
+    gather, whole = region
+    if not np.count_nonzero(gather):
         return 0.0, 0.0
-    tokens, _ = _tokens(machine)
-    size = 2.0 * tokens * layer.hidden
     split = rank.sp > 0
-    gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
-    scatter = gather  # the ring of both is the same
-    whole = 0.0 if np.all(split) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
-    last = np.where(split, scatter, whole) * c.tensor_comm
+    last = np.where(split, gather, whole) * c.tensor_comm
     last = last - traits.tensor_async * np.minimum(last, beside)
-    forward = np.where(split, gather + scatter, whole) * c.tensor_comm
+    forward = np.where(split, 2.0 * gather, whole) * c.tensor_comm
     backward = np.where(split, gather, 0.0) * c.tensor_comm + last
     shown = 1.0 - traits.tp_overlap * np.where(split, c.tensor_hidden, 0.0)
     return forward * shown, backward * shown
@@ -358,17 +371,21 @@ def _expert_s(layer: LayerShape, machine: Machine) -> Any:
     return sent * c.expert_comm * (1.0 - 0.5 * machine.traits.expert_overlap)
 
 
-def _context_s(layer: LayerShape, machine: Machine, attention: Any) -> Any:
-    """Return what ring attention leaves exposed of passing keys and values around, one direction."""
+def _context_s(layer: LayerShape, machine: Machine, attention: Any, backward: Any) -> tuple[Any, Any]:
+    """Return what ring attention leaves exposed of passing keys and values around, forward and backward.
+
+    Backward passes their gradients around as well.
+    """
     rank = machine.rank
     if not np.count_nonzero(np.asarray(rank.cp) > 1):
-        return 0.0
+        return 0.0, 0.0
     tokens, _ = _tokens(machine)
     block = 2.0 * tokens * layer.kv_width / rank.tp
     steps = rank.cp - 1.0
     crosses = rank.cp * rank.tp > machine.fabric.domain
     ring = steps * send_s(block, crosses, machine.fabric)
-    return np.where(rank.cp > 1, np.maximum(ring - attention * steps / rank.cp, 0.0), 0.0)
+    hidden = steps / rank.cp
+    return np.maximum(ring - attention * hidden, 0.0), np.maximum(2.0 * ring - backward * hidden, 0.0)
 
 
 def _hosts(layer: LayerShape, machine: Machine, recompute: Recompute) -> tuple[Any, Any]:
@@ -390,7 +407,9 @@ def _hosts(layer: LayerShape, machine: Machine, recompute: Recompute) -> tuple[A
     return base, base * (c.host_backward + recompute.full)
 
 
-def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> LayerTimes:
+def layer_times(
+    layer: LayerShape, machine: Machine, recompute: Recompute, *, region: tuple[Any, Any] | None = None
+) -> LayerTimes:
     """Return the seconds of every task of one layer.
 
     Parameters
@@ -398,6 +417,8 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
     layer : LayerShape
     machine : Machine
     recompute : Recompute
+    region : tuple, optional
+        :func:`region_s` of the layer's width, where the caller has it.
 
     Returns
     -------
@@ -430,7 +451,10 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
     has_mlp = np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0
     # An expert layer without a dense or shared part enters no tensor-parallel region after attention.
     regions = 1.0 + np.where(moe & (rank.etp <= 1), has_mlp * 1.0, 1.0)
-    tensor, tensor_back = _tensor_s(layer, machine, linear.weight_gradient / 2.0)
+    if region is None:
+        region = region_s(layer.hidden, machine)
+    tensor, tensor_back = _tensor_s(region, machine, linear.weight_gradient / 2.0)
+    context, context_back = _context_s(layer, machine, attention, attention_back)
     sent = _expert_s(layer, machine)
     again = recompute
     redo = (
@@ -451,8 +475,8 @@ def layer_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> La
         tensor_forward=regions * tensor,
         tensor_backward=regions * tensor_back,
         tensor_recompute=again.full * regions * tensor,
-        context_forward=_context_s(layer, machine, attention),
-        context_backward=2.0 * _context_s(layer, machine, attention_back * 0.5),
+        context_forward=context,
+        context_backward=context_back,
         expert_forward=sent,
         expert_backward=sent,
         expert_recompute=np.maximum(again.full, again.moe) * sent,
@@ -476,9 +500,13 @@ class EndTimes:
 
 
 def end_times(
-    hidden: Any, vocab: Any, head_rows: Any, machine: Machine, *, frozen: Any = 0.0, heads: Any = 1.0
+    hidden: Any, vocab: Any, head_rows: Any, machine: Machine, *, frozen: Any = 0.0, heads: Any = 1.0,
+    region: tuple[Any, Any] | None = None,
 ) -> EndTimes:
-    """Return the seconds of the two ends of the model; `heads` counts outputs (1 + next-token modules)."""
+    """Return the seconds of the two ends of the model.
+
+    `heads` counts outputs (1 + next-token modules); `region` is :func:`region_s` where the caller has it.
+    """
     rank, c = machine.rank, machine.constants
     tokens, own = _tokens(machine)
     rows = np.where(np.asarray(head_rows) > 0, rank.micro_batch * np.asarray(head_rows, dtype=float), tokens)
@@ -487,11 +515,8 @@ def end_times(
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
-    size = 2.0 * tokens * hidden
-    gather = 0.0
-    if np.count_nonzero(np.asarray(rank.tp) > 1):
-        gather = reduce_scatter_s(size, rank.tp, 1.0, machine.fabric)
-        gather = np.where(rank.sp > 0, gather, all_reduce_s(size, rank.tp, 1.0, machine.fabric)) * c.tensor_comm
+    scatter, whole = region_s(hidden, machine) if region is None else region
+    gather = np.where(rank.sp > 0, scatter, whole) * c.tensor_comm
     trained = 2.0 - np.asarray(frozen, dtype=float)
     return EndTimes(
         embedding_forward=lookup,
