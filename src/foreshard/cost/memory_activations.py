@@ -190,13 +190,13 @@ def _layer(
     if block.kv_lora:
         saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)
     peak = n.element * n.split * block.num_heads * load.seq_len if unfused else 0.0
-    if np.any(np.asarray(load.cp) > 1):  # a ring keeps every received chunk of keys and values
+    if np.count_nonzero(np.asarray(load.cp) > 1):  # a ring keeps every received chunk of keys and values
         peak = np.maximum(peak, n.element * n.split * block.kv_width * load.cp)
     for there, half in ((block.ffn, _dense_mlp), (block.num_experts, _experts)):
         if there:
             more, working = half(block, n, load, profile)
             saved, peak = saved + more, np.maximum(peak, working)
-    if np.any(rule.op):
+    if np.count_nonzero(rule.op):
         kept = rule.op * _op_saved(block, n, load) + (1 - rule.op) * saved
         saved, peak = kept, peak + rule.op * saved
     return saved, peak
