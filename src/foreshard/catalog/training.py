@@ -44,6 +44,7 @@ class TrainingConstants:
     cast_traffic: float = _term(1.3, 0.0, 3.0, "8-bit cast traffic over one read and one write")
     cast_blocks: float = _term(1.3, 0.0, 4.0, "the same where every block of elements has its own scale")
     grad_accumulate: float = _term(1.9, 0.0, 3.0, "traffic of fp32 gradient accumulation over read and write")
+    grad_product: float = _term(1.1, 1.0, 1.6, "weight-gradient products that add into fp32 over plain ones")
     loss_traffic: float = _term(1.0, 0.3, 3.0, "traffic of the loss over its kernels' operands")
     tensor_comm: float = _term(1.0, 0.9, 1.6, "tensor-parallel collectives in training over isolated")
     tensor_hidden: float = _term(0.85, 0.3, 1.0, "share of tensor-parallel time hidden when overlap is on")

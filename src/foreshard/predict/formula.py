@@ -180,11 +180,18 @@ def _linear(layer: LayerShape, machine: Machine) -> _Linear:
     return _Linear(
         forward=time[:count].sum(0),
         input_gradient=time[count : 2 * count].sum(0),
-        weight_gradient=time[2 * count :].sum(0) * trained,
+        weight_gradient=time[2 * count :].sum(0) * trained * _wide_gradient(machine),
         mlp=of("mlp"),
         shared=of("shared"),
         latent=of("latent"),
     )
+
+
+def _wide_gradient(machine: Machine) -> Any:
+    """Return the slowdown of a weight-gradient product that adds into an fp32 gradient."""
+    t = machine.traits
+    fused = t.grads_fused * (t.grad_bytes >= 4) * (machine.rank.zero < 3)
+    return 1.0 + fused * (machine.constants.grad_product - 1.0)
 
 
 def _adapters(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
@@ -229,7 +236,7 @@ def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     up_back, down_back = both(h, wide), both(width, h)
     forward = (up + down) * derate
     # The weight gradient has the same work; its rows are the weights and its inner size the tokens.
-    return forward, (up_back + down_back) * derate, forward * (1.0 - np.asarray(layer.frozen, dtype=float))
+    return forward, (up_back + down_back) * derate, _wide_gradient(machine) * forward * (1.0 - np.asarray(layer.frozen, dtype=float))
 
 
 def _attention(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
@@ -286,10 +293,12 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     rope = tokens * (layer.query_width + layer.key_width) / rank.tp * _ROPE
     routed = layer.top_k * tokens / rank.tp
     inner = tokens * (layer.ffn + layer.shared_ffn) / rank.tp + routed * layer.expert_ffn
+    # Eager code runs the activation and the product of a gated MLP as kernels of their own.
+    split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * 0.6
     # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
     permute = 8.0 * routed * layer.hidden
-    forward = norm * _NORM + 2.0 * wide * _RESIDUAL + drop + rope + inner * 2.0 * (gate + 1.0) + permute
-    back = norm * _NORM_BACK + 2.0 * wide * _RESIDUAL + drop + rope + inner * 2.0 * (2.0 * gate + 1.0) + permute
+    forward = norm * _NORM + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
+    back = norm * _NORM_BACK + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
     scale = factor / (machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
     gap = c.kernel_gap * (np.asarray(layer.hidden) > 0)

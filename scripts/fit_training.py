@@ -1,0 +1,203 @@
+"""Fit the constants of training steps on the measured runs, on all families and without each.
+
+    python scripts/fit_training.py              write src/foreshard/catalog/data/training_constants.json
+    python scripts/fit_training.py --check      refit and fail when a shipped constant differs
+
+Needs the folder of measurements (FORESHARD_MEASURED) and scipy. Deterministic: no random draw, a fixed
+start. Each family counts with the square root of its distinct configurations, at most 12; a constant that
+no run identifies stays at its start, which comes from kernels, collectives or code, not from these runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from foreshard.catalog.training import TrainingConstants, term_metadata
+from foreshard.errors import ForeshardError
+from foreshard.predict.analytical import step_times
+from foreshard.predict.batch import Batch, Case, build_batch, with_constants
+from foreshard.profile.rows import Row, read_training_rows
+from foreshard.profile.tables import measured_folder
+
+OUT = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/training_constants.json"
+SEALED = "llm_torchtitan_2024.csv"
+TOGETHER = ("dgxc", "megatronbridge", "nemo_docs")  # one recipe code base: they leave together
+NOT_FITTED = (
+    "maxtext_tpu",  # torus links are not modelled
+    "stas_h200_b200",  # offloads to the host, whose bandwidth is not in the data
+    "megatronbridge_memory",  # measures memory; its times come from a few steps
+    "misc_fsdp",  # two rows
+)
+SPREAD = 0.06  # log error at which a row starts to count less than its square
+HOLD = 1.5  # how strongly a constant is held to its start, per range
+ROUNDS = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Distinct configurations with their median measured step."""
+
+    rows: tuple[Row, ...]
+    measured_s: np.ndarray
+    batch: Batch
+
+    @property
+    def families(self) -> np.ndarray:
+        """Family of each row."""
+        return np.array([row.family for row in self.rows])
+
+    @property
+    def experts(self) -> np.ndarray:
+        """Whether each row has experts."""
+        return np.array([any(b.num_experts for b, _ in row.model.block_kinds()) for row in self.rows])
+
+    def take(self, keep: np.ndarray) -> Runs:
+        """Return the rows where `keep` is true."""
+        rows = tuple(row for row, wanted in zip(self.rows, keep, strict=True) if wanted)
+        return Runs(rows=rows, measured_s=self.measured_s[keep], batch=batch_of(rows))
+
+    def log_error(self, constants: TrainingConstants) -> np.ndarray:
+        """Return log(predicted / measured) of each row."""
+        return np.log(step_times(with_constants(self.batch, constants)).total / self.measured_s)
+
+
+def batch_of(rows: Iterable[Row]) -> Batch:
+    """Return the rows as one batch."""
+    cases = [Case(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
+    return build_batch(cases, TrainingConstants())
+
+
+def load_runs(paths: Sequence[Path]) -> Runs:
+    """Return every timed run once; equal inputs are one row with the median time."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in read_training_rows(paths)[0]:
+        if row.measured_s and not row.oom and row.family not in NOT_FITTED:
+            groups.setdefault((row.family, *row.config_key), []).append(row)
+    firsts = tuple(rows[0] for rows in groups.values())
+    measured = np.array([np.median([row.measured_s for row in rows]) for rows in groups.values()])
+    return Runs(rows=firsts, measured_s=measured, batch=batch_of(firsts))
+
+
+def training_tables(folder: Path) -> list[Path]:
+    """Return the training tables but the sealed one."""
+    return [path for path in sorted(folder.glob("llm_*.csv")) if path.name != SEALED]
+
+
+def weights(runs: Runs) -> np.ndarray:
+    """Return the weight of each row: a family counts as the root of its size, experts half."""
+    out = np.zeros(len(runs.rows))
+    families, experts = runs.families, runs.experts
+    for family in sorted(set(families)):
+        for moe in (False, True):
+            rows = (families == family) & (experts == moe)
+            if rows.any():
+                out[rows] = min(np.sqrt(rows.sum()), 12.0) / rows.sum() * (0.5 if moe else 1.0)
+    return out
+
+
+def fit(runs: Runs, *, start: TrainingConstants | None = None, rounds: int = ROUNDS) -> TrainingConstants:
+    """Return the constants with the least robust log error, inside their ranges."""
+    terms = term_metadata()
+    names = list(terms)
+    low = np.array([terms[name]["low"] for name in names])
+    span = np.array([terms[name]["high"] for name in names]) - low
+    held = (np.array([getattr(TrainingConstants(), name) for name in names]) - low) / span
+    first = TrainingConstants() if start is None else start
+    begin = np.clip((np.array([getattr(first, name) for name in names]) - low) / span, 1e-3, 1 - 1e-3)
+    root = np.sqrt(weights(runs))
+
+    def constants(point: np.ndarray) -> TrainingConstants:
+        return TrainingConstants(**dict(zip(names, (low + point * span).tolist(), strict=True)))
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        return np.concatenate([runs.log_error(constants(point)) * root / SPREAD, HOLD * (point - held)])
+
+    found = least_squares(
+        residuals, begin, bounds=(0.0, 1.0), loss="soft_l1", max_nfev=rounds, diff_step=1e-3
+    )
+    return constants(found.x)
+
+
+def left_out(families: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return, for each family, the families that leave with it."""
+    return {name: TOGETHER if name in TOGETHER else (name,) for name in sorted(set(families))}
+
+
+def rounded(constants: TrainingConstants) -> dict[str, float]:
+    """Return the constants with five significant digits."""
+    return {name: float(f"{value:.5g}") for name, value in asdict(constants).items()}
+
+
+def fit_all(runs: Runs, say: bool = True) -> dict[str, object]:
+    """Return the document that is shipped."""
+    whole = fit(runs)
+    without: dict[str, dict[str, float]] = {}
+    done: dict[tuple[str, ...], dict[str, float]] = {}
+    for family, leaving in left_out(runs.families).items():
+        if leaving not in done:
+            keep = ~np.isin(runs.families, leaving)
+            done[leaving] = rounded(fit(runs.take(keep)))
+            if say:
+                error = runs.log_error(TrainingConstants(**done[leaving]))[~keep]
+                print(f"without {'+'.join(leaving)}: {_figures(error)}", file=sys.stderr)
+        without[family] = done[leaving]
+    counts = {name: int((runs.families == name).sum()) for name in sorted(set(runs.families))}
+    if say:
+        print(f"all: {_figures(runs.log_error(whole))}", file=sys.stderr)
+    return {
+        "fitted_by": "scripts/fit_training.py",
+        "configurations": counts,
+        "sealed": "torchtitan",
+        "all": rounded(whole),
+        "without": without,
+    }
+
+
+def _figures(log_error: np.ndarray) -> str:
+    off = np.abs(np.expm1(log_error))
+    return f"median {np.median(off):.3f}, p90 {np.quantile(off, 0.9):.3f}, rows {len(off)}"
+
+
+def differences(shipped: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    """Return every constant that differs by more than one part in a thousand of its range."""
+    terms = term_metadata()
+    out = []
+    for name, term in terms.items():
+        span = term["high"] - term["low"]
+        pairs = [("all", shipped["all"], found["all"])]
+        pairs += [(f, shipped["without"][f], found["without"][f]) for f in found["without"]]  # type: ignore[index]
+        for where, old, new in pairs:
+            if abs(old[name] - new[name]) > 1e-3 * span:  # type: ignore[index]
+                out.append(f"{where}: {name} shipped {old[name]}, refitted {new[name]}")  # type: ignore[index]
+    return out
+
+
+def main() -> int:
+    """Fit and write, or check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        runs = load_runs(training_tables(measured_folder()))
+    except ForeshardError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    document = fit_all(runs)
+    if not arguments.check:
+        OUT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return 0
+    found = differences(json.loads(OUT.read_text(encoding="utf-8")), document)
+    print("\n".join(found) or "training constants: the shipped ones are the refitted ones")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
