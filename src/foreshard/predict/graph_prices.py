@@ -391,16 +391,15 @@ def _with_host(
 ) -> dict[str, np.ndarray]:
     """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
 
-    The host runs ahead from op to op, so what counts is its time over the device's for all ops of a
-    micro-batch on the stage.
+    The host runs ahead from op to op, so what counts is its time over the device's for a forward and
+    its backward.
     """
     scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
     parts = {name: value[..., None] * scale for name, value in device.items()}
     busy = sum(parts.values())
     pair = [Op.FORWARD, Op.BACKWARD]
-    on_stage = busy[pair].sum((0, 2))  # (stages, 2)
-    ratio = host[pair].sum((0, 2))[:, None] / np.maximum(on_stage, 1e-12)
-    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)[:, None, :]
+    ratio = host[pair].sum(0)[..., None] / np.maximum(busy[pair].sum(0), 1e-12)
+    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
     return parts
 
 
