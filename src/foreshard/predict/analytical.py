@@ -6,6 +6,7 @@ chunks); what gradient and weight collectives do not hide behind one micro-batch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +174,12 @@ def _unhidden(moved: Any, behind: Any, overlaps: Any, limit: float) -> Any:
     return moved - overlaps * np.minimum(limit * moved, behind)
 
 
+def _of_stage(stage: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return what picks one stage of each pipeline from an array (stages, pipelines)."""
+    flat = stage * stage.size + np.arange(stage.size)
+    return lambda values: values.take(flat)
+
+
 def step_times(batch: Batch) -> StepTimes:
     """Return the step time of every pipeline and its parts on the rank that sets the pace.
 
@@ -185,27 +192,30 @@ def step_times(batch: Batch) -> StepTimes:
     ------
     docs/derivations/step.md.
     """
-    p = {name: np.asarray(getattr(batch.pipeline, name))[0] for name in batch.pipeline.__slots__}
+    p = {
+        name: np.asarray(getattr(batch.pipeline, name))[0]
+        for name in ("num_micro_batches", "num_chunks", "num_devices", "zero_bubble")
+    }
     stage = stage_times(batch)
     present = batch.multiplicity > 0
     total = np.where(present, stage.total, -1.0)
     slowest = total.argmax(0)
-    columns = np.arange(total.shape[1])
-    t_max = total[slowest, columns]
+    pace = _of_stage(slowest)
+    t_max = pace(total)
     # Zero-bubble H1 fills idle time with weight gradients: only forward + input - weight stays open.
     passage = np.where(p["zero_bubble"] > 0, np.maximum(stage.total - 2.0 * stage.weight, 0.0), stage.total)
-    once = (passage * batch.multiplicity).sum(0) - passage[slowest, columns]
+    once = (passage * batch.multiplicity).sum(0) - pace(passage)
     m = p["num_micro_batches"]
-    parts = {name: m * value[slowest, columns] for name, value in stage.parts.items()}
+    parts = {name: m * pace(value) for name, value in stage.parts.items()}
     parts["bubble"] = once / p["num_chunks"]
     sync = np.where(present, _gradient_sync(batch, stage), 0.0)
     once_a_step = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), batch.machine)
     optimizer = np.where(present, once_a_step, 0.0)
     tail = sync + optimizer
-    latest = tail.argmax(0)
-    parts["data_comm"] = parts["data_comm"] + sync[latest, columns]
-    parts["optimizer"] = optimizer[latest, columns]
-    busy = m * t_max + parts["bubble"] + tail[latest, columns]
+    latest = _of_stage(tail.argmax(0))
+    parts["data_comm"] = parts["data_comm"] + latest(sync)
+    parts["optimizer"] = latest(optimizer)
+    busy = m * t_max + parts["bubble"] + latest(tail)
     doublings = np.maximum(0.0, np.log2(np.maximum(p["num_devices"], 1.0) / 8.0))
     parts["straggler"] = batch.machine.constants.jitter * doublings * busy
     return StepTimes(total=busy + parts["straggler"], parts=parts, stage=slowest)

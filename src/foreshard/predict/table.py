@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import TrainingConstants
-from foreshard.comm.fabric import fabric_of
+from foreshard.comm.fabric import Fabric, fabric_of
+from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import MemoryParts, StageLoad, optimizer_state_bytes, stage_memory
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.errors import SpecError
@@ -215,11 +216,10 @@ def table_batch(
     """
     node = equal_nodes(cluster)
     rows = rows or stage_rows_of(model, table.pp, table.vpp)
-    attention = framework.attention if framework.attention != "unfused" else "fa2"
-    nccl = "old" if framework.nccl == "old" else "2.2x"
+    kernels, fabric = _device_numbers(node, framework, precision, fidelity)
     machine = Machine(
-        kernels=kernel_model(node.device, precision, attention=attention, fidelity=fidelity),
-        fabric=fabric_of(node, nccl=nccl, fidelity=fidelity),
+        kernels=kernels,
+        fabric=fabric,
         traits=traits_of(framework, node.device, optimizer=optimizer, comm=comm, precision=precision),
         rank=_rank(table, precision, seq_len),
         constants=constants,
@@ -235,6 +235,16 @@ def table_batch(
         pipeline=_pipeline(model, node, table),
         plan_index=np.arange(len(table)),
     )
+
+
+@lru_cache(maxsize=64)
+def _device_numbers(
+    node: NodeGroup, framework: Framework, precision: str, fidelity: str
+) -> tuple[KernelModel, Fabric]:
+    attention = framework.attention if framework.attention != "unfused" else "fa2"
+    nccl = "old" if framework.nccl == "old" else "2.2x"
+    kernels = kernel_model(node.device, precision, attention=attention, fidelity=fidelity)
+    return kernels, fabric_of(node, nccl=nccl, fidelity=fidelity)
 
 
 @lru_cache(maxsize=64)
