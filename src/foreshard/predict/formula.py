@@ -16,7 +16,6 @@ from foreshard.comm.collectives import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
-    reduce_scatter_s,
     send_s,
 )
 from foreshard.comm.fabric import Fabric
@@ -145,7 +144,7 @@ def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, A
 
 def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
     """Return seconds of products, one row per (m, n, k, _), forward rate of the linear layers."""
-    shape = np.broadcast_shapes(*(np.shape(x) for size in sizes for x in size[:3]))
+    shape = np.broadcast_shapes(*{np.shape(x) for size in sizes for x in size[:3]})
     m, n, k = (np.empty((len(sizes), *shape)) for _ in range(3))
     for i, size in enumerate(sizes):
         m[i], n[i], k[i] = size[:3]
@@ -562,9 +561,10 @@ def shard_times(params: Any, machine: Machine) -> ShardTimes:
     weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
     replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
     across = all_reduce_s(grads / rank.shard, replicas, rank.sync_stride * rank.shard, fabric)
+    gather, scatter = _gather_scatter_s(weights, grads, rank.shard, rank.sync_stride, fabric)
     return ShardTimes(
-        gather=all_gather_s(weights, rank.shard, rank.sync_stride, fabric) * factor,
-        scatter=(reduce_scatter_s(grads, rank.shard, rank.sync_stride, fabric) + across) * factor,
+        gather=gather * factor,
+        scatter=(scatter + across) * factor,
         copy_weights=stream_s(2.0 * weights, machine.kernels),
         copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels),
     )
@@ -591,9 +591,14 @@ def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[
     grads = traits.grad_reduce_bytes * params
     shard = np.where(rank.zero >= 1, np.minimum(ranks, rank.shard), 1.0)
     across = all_reduce_s(grads / shard, ranks / shard, stride * shard, fabric)
-    reduce = reduce_scatter_s(grads, shard, stride, fabric) + across
-    gather = all_gather_s(traits.param_bytes * params, shard, stride, fabric)
-    return reduce * factor, gather * factor
+    gather, scatter = _gather_scatter_s(traits.param_bytes * params, grads, shard, stride, fabric)
+    return (scatter + across) * factor, gather * factor
+
+
+def _gather_scatter_s(weights: Any, grads: Any, ranks: Any, stride: Any, fabric: Fabric) -> tuple[Any, Any]:
+    """Return seconds of gathering weights and of scattering gradients: one ring, two sizes."""
+    both = all_gather_s(np.array((weights, grads)), ranks, stride, fabric)
+    return both[0], both[1]
 
 
 def expert_replicas(rank: RankShape) -> Any:
