@@ -140,10 +140,15 @@ class _GroupLowering:
         self.index = prices.index
         self.traits = [machine.traits for machine in prices.machines]
         self.sharded = [float(m.rank.zero) >= 3 for m in prices.machines]
-        self.buckets = [
-            [_buckets(units, machine, framework, first=s == 0 and c == 0) for c, units in enumerate(row)]
-            for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True))
-        ]
+        known: dict[tuple[int, int, bool], _Buckets] = {}
+        self.buckets: list[list[_Buckets]] = []
+        for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True)):
+            self.buckets.append([])
+            for c, units in enumerate(row):
+                key = id(units), id(machine), s == 0 and c == 0
+                if key not in known:
+                    known[key] = _buckets(units, machine, framework, first=key[2])
+                self.buckets[s].append(known[key])
         self.in_turn = framework.name in _MESSAGES_IN_TURN
         self.first_task = 0
         self.data_s = np.zeros(0)

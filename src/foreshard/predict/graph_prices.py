@@ -17,6 +17,7 @@ from foreshard.predict.batch import Batch, Case, stage_rows
 from foreshard.predict.formula import (
     LayerTimes,
     Machine,
+    ShardTimes,
     end_times,
     expert_replicas,
     layer_times,
@@ -188,7 +189,7 @@ class _GroupPricer:
 
     def __init__(self, case: Case, batch: Batch, g: int, rows: list[int], table: dict[str, np.ndarray],
                  kinds: dict[Any, int], fabric: Fabric | None):  # fmt: skip
-        self.case, self.g, self.kinds = case, g, kinds
+        self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
         self.group = case.plan.groups[g]
         self.pipeline = {
             name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
@@ -216,7 +217,15 @@ class _GroupPricer:
     def prices(self) -> GroupPrices:
         """Return everything the lowering needs of this group."""
         parts = self._parts()
-        units = [[self._unit_prices(s, c) for c in range(self.num_chunks)] for s in range(len(self.units))]
+        known: dict[Any, Units] = {}
+        units = []
+        for s, row in enumerate(self.units):
+            units.append([])
+            for c, names in enumerate(row):
+                key = self.rows[s], tuple(names), self._tied_here(s)
+                if key not in known:
+                    known[key] = self._unit_prices(s, c)
+                units[s].append(known[key])
         forward_s, backward_s = self._sends()
         schedule = self.group.schedule
         if schedule == "interleaved" and self.num_chunks == 1:
@@ -268,18 +277,21 @@ class _GroupPricer:
         ]  # fmt: skip
         return np.array(share)[:, None]
 
+    def _tied_here(self, s: int) -> bool:
+        """Whether the head of this stage shares the embedding's table on it."""
+        return self.pipeline["tied"] > 0 and any(EMBEDDING in names for names in self.units[s])
+
     def _unit_prices(self, s: int, c: int) -> Units:
         """Prices of the units of one chunk."""
         units, machine, end, p = np.array(self.units[s][c]), self.machines[s], self.ends[s], self.pipeline
         table = p["hidden"] * p["vocab"] / float(machine.rank.tp)
-        tied_here = p["tied"] > 0 and any(EMBEDDING in row for row in self.units[s])
         at = {name: value[s] for name, value in self.layers.items()}
         forward = at["forward"] + at["tensor_forward"] + at["context_forward"] + at["expert_forward"]
         backward = (
             at["backward_input"] + at["backward_weight"] + at["recompute"] + at["tensor_backward"]
             + at["tensor_recompute"] + at["context_backward"] + at["expert_backward"] + at["expert_recompute"]
         )  # fmt: skip
-        head_table = 0.0 if tied_here else table
+        head_table = 0.0 if self._tied_here(s) else table
         is_end = units < 0
 
         def column(blocks: np.ndarray, embedding: float, head: float) -> np.ndarray:
@@ -346,6 +358,8 @@ class _GroupPricer:
 
 def _shard_sums(dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Fully sharded tasks of dense and expert weights; experts are cut over the ranks that hold the same."""
+    if machine.rank.zero < 3:
+        return dict.fromkeys(ShardTimes.__slots__, np.zeros(shape))
     times = [shard_times(dense, machine)]
     if np.any(expert):
         rank = machine.rank
