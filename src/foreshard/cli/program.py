@@ -93,6 +93,9 @@ def run(args: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return INTERRUPTED
+    except OSError as error:  # a full disk, a closed pipe: neither our fault nor bad input
+        refused = ForeshardError(f"the system refused: {error.strerror or error}", file=error.filename)
+        return _fail(refused, args)
     except Exception as error:  # the last line of defence: a fault of ours, never a traceback at the user
         return _fault(error, args)
 

@@ -17,7 +17,6 @@ from foreshard.report import quantity
 from foreshard.report.advice import Fit, verdict
 from foreshard.report.change import Effect
 from foreshard.report.explain import explanations
-from foreshard.report.flows import kind_of
 from foreshard.report.plain import render
 from foreshard.report.request import Request
 from foreshard.report.summary import PART_NAMES, boxes, plan_line, prediction_screen, speed_line
@@ -25,6 +24,7 @@ from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 from foreshard.spec.timeline import Event, Timeline
 
+_STREAMS = ("compute", "tensor", "context", "expert", "host", "send_forward", "send_backward")
 MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 
@@ -187,7 +187,7 @@ def _drawn(timeline: Timeline) -> dict[str, Any]:
     for event in sorted(events, key=lambda e: (e.group, e.stage, e.rank, _stream_order(e.stream), e.start_s)):
         track = (event.group, event.stage, event.rank, event.stream)
         start, end = round(event.start_s / tick), round(event.end_s / tick)
-        row = [start - clock.get(track, 0), end - start, names.setdefault(kind_of(event), len(names))]
+        row = [start - clock.get(track, 0), end - start, names.setdefault(event.name, len(names))]
         row += [parts.setdefault(event.part, len(parts)), event.micro_batch, event.chunk]
         tracks.setdefault(track, []).append(row)
         clock[track] = end
@@ -205,8 +205,9 @@ def _drawn(timeline: Timeline) -> dict[str, Any]:
 
 
 def _stream_order(stream: str) -> tuple[int, str]:
-    """Put compute first, then transfers, then the rest."""
-    return (0 if stream == "compute" else 1 if stream.startswith("send") else 2), stream
+    """Put compute first, then what shares its time, then transfers, then the rest."""
+    named = next((i for i, name in enumerate(_STREAMS) if stream.startswith(name)), len(_STREAMS))
+    return named, stream
 
 
 def _ends_of(events: list[Event]) -> tuple[list[Event], dict[str, Any] | None]:

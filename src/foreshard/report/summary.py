@@ -184,7 +184,8 @@ def prediction_screen(
     if explained is not None:
         tables += _explained(prediction, explained)
     footer = [
-        f"{prediction.engine} engine, {prediction.costs} costs, {prediction.fidelity}; {prediction.evidence}",
+        f"{prediction.engine} engine, {prediction.costs} costs, {prediction.fidelity}; "
+        f"evidence: {prediction.evidence}",
         f"{prediction.framework}; catalog {prediction.catalog_version or 'unversioned'}; "
         f"{len(prediction.assumptions)} assumptions" + ("" if explained is not None else " (--explain)"),
     ]

@@ -1,8 +1,9 @@
 """The predicted step as a Chrome/Perfetto trace: a process per rank, a track per stream, flows for transfers.
 
 Names and categories follow Kineto, so that tools for measured traces read predicted ones: kernels have the
-category `kernel` with `stream`, `device` and `correlation`, communication kernels begin with `nccl`, the
-step is a `user_annotation`. Format: "Trace Event Format" (Google, 2016); ui.perfetto.dev opens it.
+category `kernel` with `stream`, `device` and `correlation`, communication kernels begin with `nccl`, host
+launches are `cuda_runtime`, the step is a `user_annotation`. Format: "Trace Event Format" (Google, 2016);
+ui.perfetto.dev opens it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _NCCL = {
     "pipeline_comm": "ncclDevKernel_SendRecv",
     "data_comm": "ncclDevKernel_ReduceScatter",
 }
+_NO_KERNEL = {"host": "cuda_runtime", "straggler": "user_annotation"}
 _ANNOTATIONS = 0  # track of the step's own span; streams follow
 
 
@@ -45,7 +47,9 @@ def trace_object(
     omitted = max(0, len(timeline.events) - max_events)
     tracks = _tracks(kept)
     events = [*_names(prediction.plan, tracks), *_steps(timeline, tracks)]
-    events += [_slice(event, track, i) for i, (event, track) in enumerate(tracks.items(), start=1)]
+    events += [
+        _slice(event, track, i, prediction.plan) for i, (event, track) in enumerate(tracks.items(), start=1)
+    ]
     kept_ids = {id(event) for event in kept}
     flows = [pair for pair in pipeline_flows(timeline) if id(pair[0]) in kept_ids and id(pair[1]) in kept_ids]
     for number, pair in enumerate(flows, start=1):
@@ -145,16 +149,21 @@ def _steps(timeline: Timeline, tracks: _Tracks) -> Iterator[dict[str, Any]]:
         }
 
 
-def _kernel_name(event: Event) -> str:
+def _kernel_name(event: Event, sequence_parallel: bool) -> str:
+    """Return the name a measured trace would show, and what the task is in ours."""
     nccl = _NCCL.get(event.part)
-    if nccl is None:
+    if (
+        nccl is None or event.stream == "compute"
+    ):  # compute that a collective beside it slows is no collective
         return event.name
+    if event.part == "tensor_comm" and sequence_parallel:
+        nccl = "ncclDevKernel_AllGather_ReduceScatter"
     if event.part == "data_comm" and "gather" in event.name.lower():
         nccl = "ncclDevKernel_AllGather"
     return f"{nccl} {event.name}"
 
 
-def _slice(event: Event, track: tuple[int, int], number: int) -> dict[str, Any]:
+def _slice(event: Event, track: tuple[int, int], number: int, plan: Plan) -> dict[str, Any]:
     start, end = _ns(event.start_s), _ns(event.end_s)
     args = {
         "stream": track[1],
@@ -169,8 +178,8 @@ def _slice(event: Event, track: tuple[int, int], number: int) -> dict[str, Any]:
         args["chunk"] = event.chunk
     return {
         "ph": "X",
-        "cat": "kernel",
-        "name": _kernel_name(event),
+        "cat": _NO_KERNEL.get(event.part, "kernel"),
+        "name": _kernel_name(event, plan.groups[event.group].sp),
         "pid": track[0],
         "tid": track[1],
         "ts": start / 1e3,

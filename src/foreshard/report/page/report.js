@@ -146,7 +146,7 @@
 
   const ganttSection = () => {
     if (!tracks.length) return section("The step as it runs", "This engine gives no timeline.");
-    const LABEL = 168, ROW = 18, GAP = 8, TOP = 26;
+    const LABEL = 182, ROW = 18, GAP = 8, TOP = 26;
     let view = [0, tl.step], picked = null, rows = [];
     const told = h("p", { class: "told", "aria-live": "polite" });
     const svg = s("svg", { role: "img", "aria-label": "Gantt chart of the predicted step" });
@@ -197,12 +197,13 @@
       for (const { y: top } of rows) nodes.push(s("rect", { class: "lane", x: LABEL, y: top + 1, width: width() - LABEL - 10, height: ROW - 2 }));
       for (const t of ticks()) {
         nodes.push(s("line", { class: "rule", x1: xOf(t), x2: xOf(t), y1: TOP - 6, y2: height }));
-        nodes.push(s("text", { class: "soft", x: xOf(t), y: 14, "text-anchor": "middle", text: t ? time(t) : "0" }));
+        const edge = xOf(t) > width() - 36;
+        nodes.push(s("text", { class: "soft", x: edge ? width() - 6 : xOf(t), y: 14, "text-anchor": edge ? "end" : "middle", text: t ? time(t) : "0" }));
       }
       rows.forEach((row, i) => {
         const head = !i || rows[i - 1].track.rank !== row.track.rank;
         if (head) nodes.push(s("text", { x: 8, y: row.y + 13, text: `rank ${row.track.rank}` }));
-        nodes.push(s("text", { class: "soft", x: 66, y: row.y + 13, text: row.track.stream.replace(/_/g, " ").slice(0, 14) }));
+        nodes.push(s("text", { class: "soft", x: 66, y: row.y + 13, text: row.track.stream.replace(/_/g, " ").slice(0, 18) }));
         drawRow(row, nodes);
       });
       if (tl.hidden && tl.hidden.to > view[0] && tl.hidden.from < view[1]) {
@@ -315,7 +316,7 @@
       link.click();
     };
     const explained = Object.entries(p.explain || {});
-    return section("Assumptions and sources", `${p.engine} engine, ${p.costs} costs, ${p.fidelity}. ${p.evidence}`,
+    return section("Assumptions and sources", `${p.engine} engine, ${p.costs} costs, ${p.fidelity}; evidence: ${p.evidence}.`,
       h("ol", {}, p.assumptions.map((text) => h("li", { text }))),
       explained.length ? h("details", {}, h("summary", { text: "How each number comes about" }),
         h("dl", {}, explained.map(([key, text]) => [h("dt", { text: key.replace(/_/g, " ") }), h("dd", { text })]))) : null,
