@@ -24,7 +24,7 @@ import numpy as np
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
-from foreshard.catalog.training import training_constants
+from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.predict.space import draw_plans
 from foreshard.predict.table import COLUMNS, PlanTable, TableResult, evaluate, table_memory
 from foreshard.spec.checks import MODELLED_SCHEDULES
@@ -61,12 +61,13 @@ class PlanSet:
     seq_len: int
     global_batch: int
     table: PlanTable
+    constants: TrainingConstants
 
     def evaluate(self, table: PlanTable | None = None) -> TableResult:
         """Return time and memory of all plans, or of others on the same cluster."""
         return evaluate(
             self.model, self.cluster, table or self.table, framework=self.framework,
-            constants=training_constants(), seq_len=self.seq_len, precision=self.precision,
+            constants=self.constants, seq_len=self.seq_len, precision=self.precision,
         )  # fmt: skip
 
     def memory(self) -> None:
@@ -90,6 +91,7 @@ def _plan_set(entry: dict[str, Any], table: PlanTable) -> PlanSet:
         seq_len=entry["seq_len"],
         global_batch=entry["global_batch"],
         table=table,
+        constants=training_constants(),
     )
 
 
@@ -247,10 +249,11 @@ def show(result: dict[str, Any]) -> None:
     if isinstance(result["calculon"], str):
         print(f"Calculon: {result['calculon']}")
         return
-    print(f"{'same plans':>28} {'plans':>6} {'valid':>6} {'calculon/s':>11} {'foreshard/s':>11} {'ratio, cpu':>10}")
+    print("per cpu second")
+    print(f"{'same plans':>28} {'plans':>6} {'valid':>6} {'calculon':>9} {'foreshard':>9} {'ratio':>6}")
     for name, row in result["calculon"].items():
-        numbers = f"{row['calculon_plans_per_s']:>11.0f} {row['foreshard_plans_per_s']:>11.0f} {row['ratio']:>10.0f}"
-        print(f"{name:>28} {row['plans']:>6} {row['calculon_valid']:>6} {numbers}")
+        numbers = f"{row['calculon_plans_per_cpu_s']:>9.0f} {row['foreshard_plans_per_cpu_s']:>9.0f}"
+        print(f"{name:>28} {row['plans']:>6} {row['calculon_valid']:>6} {numbers} {row['ratio']:>6.0f}")
 
 
 def main() -> None:

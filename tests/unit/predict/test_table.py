@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -168,3 +171,17 @@ def test_a_cluster_of_different_nodes_is_refused():
             model, cluster, table, framework=load_framework("megatron-core"), constants=TrainingConstants(),
             seq_len=2048,
         )  # fmt: skip
+
+
+def test_the_committed_plans_are_a_thousand_valid_ones():
+    file = Path(__file__).parents[3] / "bench" / "plans_1000.json"
+    sets = json.loads(file.read_text(encoding="utf-8"))["sets"]
+    total = 0
+    for entry in sets:
+        model, cluster = load_model(entry["model"]), load_cluster(entry["cluster"])
+        table = PlanTable.from_columns(entry["columns"], tuple(entry["rules"]))
+        assert valid_plans(model, cluster, table, seq_len=entry["seq_len"]).all()
+        assert (table.global_batch == entry["global_batch"]).all()
+        total += len(table)
+    assert total == 1000
+    assert {entry["model"] for entry in sets} == {"gpt3-175b", "gpt-22b", "llama3-70b", "mixtral-8x22b"}
