@@ -1,0 +1,99 @@
+"""The contract of `predict`, with the real predictor from end to end."""
+
+import gzip
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).parents[3] / "examples/llama3-70b.json"
+RUN = ("predict", MODEL, "8x8xh100-sxm", "--tp", "8", "--pp", "2", "--global-batch", "64")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The report and the trace of one run, with its prediction."""
+    from foreshard.cli.program import run
+
+    folder = tmp_path_factory.mktemp("predict")
+    report, trace, out = (folder / name for name in ("r.html", "t.json.gz", "p.json"))
+    args = [*map(str, RUN), "--report", str(report), "--trace", str(trace), "-o", str(out), "--json"]
+    assert run(args) == 0
+    page = report.read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
+    return json.loads(out.read_text()), data, json.loads(gzip.decompress(trace.read_bytes()))
+
+
+def test_parts_sum_to_the_whole(files):
+    prediction, _, _ = files
+    step = prediction["step_time_s"]
+    assert sum(prediction["time_breakdown_s"].values()) == pytest.approx(step, rel=1e-9)
+    memory = prediction["memory"]
+    assert sum(memory["breakdown_bytes"].values()) == pytest.approx(memory["peak_bytes"], abs=1)
+    low, high = prediction["step_time_interval_s"]
+    assert low < step < high
+
+
+def test_the_report_splits_every_stage_into_what_the_prediction_says(files):
+    prediction, data, _ = files
+    peaks = prediction["memory"]["per_stage_peak_bytes"][0]
+    assert len(data["stages"]) == len(peaks) == 2
+    for stage, peak in zip(data["stages"], peaks, strict=True):
+        assert sum(stage["parts"].values()) == pytest.approx(peak, rel=1e-9)
+
+
+def test_the_timeline_ends_with_the_step_and_stays_inside_it(files):
+    prediction, data, trace = files
+    step_us = prediction["step_time_s"] * 1e6
+    ends = [e["ts"] + e["dur"] for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert max(ends) == pytest.approx(step_us, rel=1e-6)
+    assert data["timeline"]["step"] == pytest.approx(prediction["step_time_s"])
+    assert {track["stage"] for track in data["timeline"]["tracks"]} == {0, 1}
+
+
+def test_no_track_of_the_trace_overlaps(files):
+    tracks = {}
+    for event in files[2]["traceEvents"]:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
+    for spans in tracks.values():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            assert start >= end - 1e-3
+
+
+def test_each_micro_batch_crosses_the_boundary_twice(files):
+    flows = [event for event in files[2]["traceEvents"] if event["ph"] == "s"]
+    assert len(flows) == 2 * 64 // 4
+
+
+def test_one_measured_step_is_met_and_said(shell):
+    plain = shell(*RUN, "--json").json
+    answer = shell(*RUN, "--observed-step-s", "12.5", "--json").json
+    assert answer["step_time_s"] == pytest.approx(12.5) and answer["fidelity"] == "calibrated"
+    assert plain["fidelity"] == "zero-shot"
+    assert "Learned: one measured step" in shell(*RUN, "--observed-step-s", "12.5").out
+
+
+def test_the_analytical_engine_has_no_trace_but_a_report(shell, tmp_path):
+    answer = shell(*RUN, "--engine", "analytical", "--trace", tmp_path / "t.json", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--trace"
+    answer = shell(*RUN, "--engine", "analytical", "--report", tmp_path / "r.html", "--json")
+    assert answer.code == 0 and "This engine gives no timeline" in (tmp_path / "r.html").read_text()
+
+
+def test_compare_shows_both_engines(shell):
+    found = shell("compare", *RUN[1:], "--json").json["predictions"]
+    assert {one["engine"] for one in found} == {"analytical", "graph"}
+
+
+def test_the_nearest_change_that_fits_does_fit(shell):
+    answer = shell("predict", MODEL, "1x1xh100-sxm", "--json")
+    assert answer.code == 3 and answer.json["infeasible"]["over_bytes"] > 0
+    changes = dict(part.split("=") for part in answer.json["infeasible"]["nearest_change"].split(","))
+    nodes = changes.pop("nodes")
+    flags = [word for key, value in changes.items() for word in (f"--{key}", value)]
+    assert shell("predict", MODEL, f"{nodes}x1xh100-sxm", *flags, "--json").code == 0
