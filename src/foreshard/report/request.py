@@ -153,7 +153,10 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in ("precision", "optimizer", "framework", "seq_len"):
         return replace(plan, **{name: value})
-    if name in ("micro_batch", "schedule", "sp"):
+    if name == "micro_batch":  # as the flag: samples per data-parallel rank
+        groups = tuple(replace(group, micro_batch=value * group.stages[0].inner_dp) for group in plan.groups)
+        return replace(plan, groups=groups)
+    if name in ("schedule", "sp"):
         return replace(plan, groups=tuple(replace(group, **{name: value}) for group in plan.groups))
     if name in ("zero", "shard_size", "recompute", "offload"):
         groups = tuple(

@@ -24,6 +24,7 @@ def test_options_change_inside_a_plan_degrees_do_not(answered):
     changed = apply(by_plan, "recompute=full,zero=3").to_plan()
     assert {stage.recompute for group in changed.groups for stage in group.stages} == {"full"}
     assert {stage.zero for group in changed.groups for stage in group.stages} == {3}
+    assert apply(by_plan, "micro-batch=4").to_plan() == apply(asked, "micro-batch=4").to_plan()
     with pytest.raises(SpecError, match="plan file"):
         apply(by_plan, "tp=4")
     with pytest.raises(SpecError, match="plan file"):
