@@ -32,7 +32,7 @@ class TrainingConstants:
     gemm_derate_hopper: float = _term(1.0, 0.8, 1.4, "further factor on Hopper, whose clocks fall under load")
     gemm_derate_blackwell: float = _term(1.0, 0.8, 1.4, "further factor on Blackwell")
     gemm_power: float = _term(0.5, 0.0, 3.0, "slowdown per share of power a FLOP lacks against an H100-SXM")
-    gemm_derate_8bit: float = _term(1.16, 0.8, 1.6, "8-bit matrix products in training over isolated ones")
+    gemm_derate_8bit: float = _term(1.0, 0.7, 1.6, "8-bit matrix products in training over isolated ones")
     gemm_derate_4bit: float = _term(0.8, 0.3, 1.6, "4-bit matrix products in training over isolated ones")
     flash_forward: float = _term(1.15, 0.8, 1.8, "flash attention forward in training over isolated")
     flash_backward: float = _term(1.15, 0.8, 1.8, "flash attention backward in training over isolated")
@@ -40,7 +40,6 @@ class TrainingConstants:
     unfused: float = _term(1.0, 0.5, 2.0, "attention as separate kernels in training over isolated")
     eager_traffic: float = _term(1.3, 0.5, 3.0, "elementwise traffic of eager kernels over ideal fusion")
     fused_traffic: float = _term(1.0, 0.4, 2.0, "elementwise traffic of fused kernels over ideal fusion")
-    kernel_gap: float = _term(20e-6, 0.0, 200e-6, "seconds between the small kernels of a layer pass")
     cast_traffic: float = _term(1.3, 0.0, 3.0, "8-bit cast traffic over one read and one write")
     cast_blocks: float = _term(1.3, 0.0, 4.0, "the same where every block of elements has its own scale")
     grad_accumulate: float = _term(1.9, 0.0, 3.0, "traffic of fp32 gradient accumulation over read and write")
@@ -58,14 +57,14 @@ class TrainingConstants:
     expert_products: float = _term(1.2, 0.9, 2.0, "grouped products in training over isolated, beyond other products")
     expert_fast: float = _term(0.8, 0.3, 1.2, "deduplicating dispatch kernels over a plain all-to-all")
     host_megatron_2020: float = _term(500e-6, 100e-6, 900e-6, "host seconds of a layer forward, 2020 code")
-    host_megatron_deepspeed: float = _term(800e-6, 500e-6, 1500e-6, "host seconds of a layer forward")
+    host_megatron_deepspeed: float = _term(800e-6, 500e-6, 1200e-6, "host seconds of a layer forward")
     host_megatron_core: float = _term(700e-6, 100e-6, 1500e-6, "host seconds of a layer forward")
     host_eager: float = _term(600e-6, 100e-6, 1200e-6, "host seconds of a layer forward, eager PyTorch")
     host_compiled: float = _term(150e-6, 20e-6, 400e-6, "host seconds of a layer forward, compiled")
     host_micro_batch: float = _term(1e-3, 0.0, 6e-3, "host seconds of a chunk's forward or backward outside its layers")
     host_backward: float = _term(1.15, 0.8, 1.6, "host time of a backward over a forward")
-    host_tensor: float = _term(0.0, 0.0, 0.5, "share more host time with tensor parallelism")
-    host_arm: float = _term(1.3, 1.0, 2.0, "host time on Arm hosts (Grace) over x86")
+    host_tensor: float = _term(0.05, 0.0, 0.2, "share more host time with tensor parallelism")
+    host_arm: float = _term(1.4, 1.0, 2.0, "host time on Arm hosts (Grace) over x86")
     host_softmax: float = _term(470e-6, 0.0, 900e-6, "host seconds more per layer when softmax is not fused")
     graph_share: float = _term(0.7, 0.2, 1.0, "share of host launches that partial CUDA graphs remove")
     host_expert: float = _term(230e-6, 0.0, 400e-6, "host seconds per local expert of a layer pass, looped")
@@ -73,14 +72,14 @@ class TrainingConstants:
     step_fixed: float = _term(5e-3, 0.0, 60e-3, "seconds of a step outside layers: clipping, logging, sync")
     step_per_layer: float = _term(0.3e-3, 0.0, 1e-3, "seconds of the optimizer per layer on the rank")
     jitter: float = _term(0.006, 0.0, 0.02, "slowdown per doubling of devices beyond 8")
-    host_sharpness: float = _term(5.0, 2.0, 12.0, "exponent that joins device and host time")
+    host_sharpness: float = _term(4.0, 2.5, 8.0, "exponent that joins device and host time")
 
     @classmethod
     def ideal(cls) -> TrainingConstants:
         """Return the constants that correct nothing: isolated kernels, no host, all overlap granted."""
         values = {f.name: 1.0 for f in fields(cls)}
         for name in values:
-            if name.startswith("host_") or name.endswith("_gap") or name in ("gemm_power", "jitter", "fsdp_contention", "step_fixed", "step_per_layer"):
+            if name.startswith("host_") or name in ("gemm_power", "jitter", "fsdp_contention", "step_fixed", "step_per_layer"):
                 values[name] = 0.0
         return cls(**{**values, "host_sharpness": 6.0, "host_arm": 1.0})
 

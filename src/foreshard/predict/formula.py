@@ -35,6 +35,9 @@ from foreshard.predict.traits import Traits
 # Bytes per element of hidden width that elementwise kernels move: a norm reads and writes 16 bit and
 # its backward reads two and writes one; a residual reads two and writes one, backward joins gradients.
 _NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
+# A norm behind a cast: the cast reads 2 and writes 4, the norm reads 4 and writes 2; backward runs both
+# again and its own kernels move fp32.
+_CAST_NORM, _CAST_NORM_BACK = 12.0, 30.0
 _DROPOUT = 5.0
 _ROPE = 4.0
 
@@ -296,12 +299,13 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * 0.6
     # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
     permute = 8.0 * routed * layer.hidden
-    forward = norm * _NORM + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
-    back = norm * _NORM_BACK + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
+    norm_forward = norm * (_NORM + traits.norm_cast * (_CAST_NORM - _NORM))
+    norm_back = norm * (_NORM_BACK + traits.norm_cast * (_CAST_NORM_BACK - _NORM_BACK))
+    forward = norm_forward + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
+    back = norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
     scale = factor / (machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
-    gap = c.kernel_gap * (np.asarray(layer.hidden) > 0)
-    return forward * scale + gap, back * scale + gap, norm * _NORM * scale
+    return forward * scale, back * scale, norm_forward * scale
 
 
 def _casts(layer: LayerShape, machine: Machine) -> Any:

@@ -14,6 +14,7 @@ from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.graph.schedules import Op
 from foreshard.predict.graph_prices import GroupPrices, Units, bucket_sync_s
+from foreshard.predict.formula import Machine
 from foreshard.spec.framework import Framework
 
 # Elements of a gradient bucket (FRAMEWORKS.md sections 8, 11, 12); Megatron's depend on dp.
@@ -145,7 +146,7 @@ class _GroupLowering:
         for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True)):
             self.buckets.append([])
             for c, units in enumerate(row):
-                key = id(units), id(machine), s == 0 and c == 0
+                key = id(units), id(machine), s == 0 and c == 0 and _overlaps(machine)
                 if key not in known:
                     known[key] = _buckets(units, machine, framework, first=key[2])
                 self.buckets[s].append(known[key])
@@ -396,7 +397,12 @@ def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np
     return times
 
 
-def _buckets(units: Units, machine: object, framework: Framework, *, first: bool) -> _Buckets:
+def _overlaps(machine: Machine) -> bool:
+    """Whether gradients or weights move beside compute, which takes buckets."""
+    return float(machine.traits.grad_overlap) > 0 or float(machine.traits.param_gather_overlap) > 0
+
+
+def _buckets(units: Units, machine: Machine, framework: Framework, *, first: bool) -> _Buckets:
     """Cut the units of a chunk, in order of backward, into buckets and price them."""
     rank = machine.rank
     sizes = (units.params + units.expert_params)[::-1]

@@ -23,6 +23,7 @@ class Traits:
     hopper: Any
     blackwell: Any
     eager: Any
+    norm_cast: Any
     host_class: Any
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
@@ -86,6 +87,7 @@ def traits_of(
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         eager=float(framework.elementwise in ("eager", "jit")),
+        norm_cast=float(framework.norm_cast),
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(device.name.startswith(_GRACE)),
         graphs=_GRAPHS[framework.cuda_graphs],

@@ -18,6 +18,7 @@ class Framework:
     grads_accumulate_fused : weight-gradient products add straight into the main gradient
     tp_overlap, grad_overlap, param_gather_overlap, p2p_overlap, expert_overlap : what is hidden by default
     tensor_async : backward collectives of tensor parallelism run beside the weight-gradient product
+    norm_cast : the residual is cast to fp32 before each norm, and both run again in backward
     p2p_scatter : without sequence parallelism, each tensor rank sends its part of a stage's output
     fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
     cuda_graphs : none | partial | full
@@ -46,6 +47,7 @@ class Framework:
     param_gather_overlap: bool = False
     p2p_overlap: bool = True
     tensor_async: bool = True
+    norm_cast: bool = False
     p2p_scatter: bool = False
     expert_overlap: bool = False
     fsdp: str = "none"
