@@ -25,8 +25,9 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.predict.plan_table import COLUMNS, PlanTable
 from foreshard.predict.space import draw_plans
-from foreshard.predict.table import COLUMNS, PlanTable, TableResult, evaluate, table_memory
+from foreshard.predict.table import TableResult, evaluate, table_memory
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -79,7 +80,9 @@ class PlanSet:
 def load_sets(path: Path = FILE) -> list[PlanSet]:
     """Return the committed plans."""
     sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
-    return [_plan_set(entry, PlanTable.from_columns(entry["columns"], tuple(entry["rules"]))) for entry in sets]
+    return [
+        _plan_set(entry, PlanTable.from_columns(entry["columns"], tuple(entry["rules"]))) for entry in sets
+    ]
 
 
 def _plan_set(entry: dict[str, Any], table: PlanTable) -> PlanSet:
@@ -149,7 +152,12 @@ def measure(sets: list[PlanSet]) -> dict[str, Any]:
     memory = seconds(lambda: [s.memory() for s in sets])["cpu_s"]
     total = seconds(lambda: [s.evaluate() for s in sets])["cpu_s"]
     fits = float(np.mean(np.concatenate([s.evaluate().fits for s in sets])))
-    return {"rates": rows, "share_memory": memory / total, "share_time": 1.0 - memory / total, "share_fits": fits}
+    return {
+        "rates": rows,
+        "share_memory": memory / total,
+        "share_time": 1.0 - memory / total,
+        "share_fits": fits,
+    }
 
 
 def calculon_mask(table: PlanTable, num_blocks: int) -> np.ndarray:
@@ -167,8 +175,9 @@ def calculon_execution(row: dict[str, int], rule: str, num_devices: int) -> dict
     tp, pp, dp = row["tp"], row["pp"], row["dp"]
     return {
         "num_procs": num_devices, "tensor_par": tp, "pipeline_par": pp, "data_par": dp,
-        "tensor_par_net": int(tp > 8), "pipeline_par_net": int(tp * dp * pp > 8), "data_par_net": int(tp * dp > 8),
-        "batch_size": row["micro_batch"] * row["num_micro_batches"] * dp, "microbatch_size": row["micro_batch"],
+        "tensor_par_net": int(tp > 8), "pipeline_par_net": int(tp * dp * pp > 8),
+        "data_par_net": int(tp * dp > 8), "microbatch_size": row["micro_batch"],
+        "batch_size": row["micro_batch"] * row["num_micro_batches"] * dp,
         "datatype": "float16", "fused_activation": True, "attention_type": "multihead",
         "activation_recompute": _CALCULON_RECOMPUTE[rule], "pipeline_interleaving": row["vpp"],
         "optimizer_sharding": row["zero"] == 1 and dp > 1,
@@ -214,7 +223,7 @@ def calculon_run(path: Path, name: str, table: PlanTable) -> tuple[Callable[[], 
 
 
 def beside_calculon(sets: list[PlanSet], path: Path) -> dict[str, Any]:
-    """Return rates of both programs on the same plans: those committed that Calculon can express, and more."""
+    """Return rates of both programs on the same plans: the committed ones Calculon can express, and more."""
     rows = {}
     for s, entry in zip(sets, SETS, strict=True):
         if s.model.name not in CALCULON_MODELS:
@@ -258,7 +267,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calculon", type=Path, help="checkout of Calculon, imported from there")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--draw", action="store_true", help="draw the committed plans anew")

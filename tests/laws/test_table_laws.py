@@ -13,9 +13,10 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants
+from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import draw_plans, valid_plans
 from foreshard.predict.stage_rows import extra_chunks, stage_rows_of
-from foreshard.predict.table import PlanTable, evaluate
+from foreshard.predict.table import evaluate
 from foreshard.spec.checks import check_plan
 from foreshard.spec.layout import block_cuts
 
@@ -32,7 +33,12 @@ def drawn(case: str, seed: int, num_plans: int = 12):
     name, cluster, global_batch, seq_len = CASES[case]
     model, cluster = load_model(name), load_cluster(cluster)
     rng = np.random.default_rng(seed)
-    return model, cluster, draw_plans(model, cluster, num_plans, rng, global_batch=global_batch, seq_len=seq_len), seq_len
+    return (
+        model,
+        cluster,
+        draw_plans(model, cluster, num_plans, rng, global_batch=global_batch, seq_len=seq_len),
+        seq_len,
+    )
 
 
 def price(model, cluster, table, seq_len):
@@ -99,7 +105,8 @@ def test_more_network_is_never_slower(case, seed):
     """A rate used upside down."""
     model, cluster, table, seq_len = drawn(case, seed)
     faster = replace(
-        cluster, nodes=tuple(replace(node, nic_bytes_per_s=2 * node.nic_bytes_per_s) for node in cluster.nodes)
+        cluster,
+        nodes=tuple(replace(node, nic_bytes_per_s=2 * node.nic_bytes_per_s) for node in cluster.nodes),
     )
     before, after = price(model, cluster, table, seq_len), price(model, faster, table, seq_len)
     assert (after.step_time_s <= before.step_time_s * (1 + 1e-9)).all()
@@ -120,7 +127,9 @@ def test_masks_agree_with_the_rules_of_plans(case, seed):
 def test_draws_repeat_with_their_seed():
     """Hidden state in the generator."""
     first, second = drawn("dense", 5)[2], drawn("dense", 5)[2]
-    assert all((getattr(first, name) == getattr(second, name)).all() for name in first.__slots__ if name != "rules")
+    assert all(
+        (getattr(first, name) == getattr(second, name)).all() for name in first.__slots__ if name != "rules"
+    )
 
 
 @settings(max_examples=20, deadline=None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, stage_activations
-from foreshard.cost.memory_states import stage_states
+from foreshard.cost.memory_states import States, stage_states
 
 if TYPE_CHECKING:
     from foreshard.spec.framework import Framework
@@ -151,20 +151,7 @@ def stage_memory(
     docs/derivations/memory.md; validated in tests/validation/test_memory.py.
     """
     profile = profile or memory_profile(framework.memory)
-    states = stage_states(load, framework, profile)
-    acts = stage_activations(load, framework, profile)
-    lazy = profile.lazy_gradients * (np.asarray(load.num_micro_batches) <= 1)
-    working = states.working + acts.temporary
-    first = states.gradients * (1 - lazy)
-    every = states.gradients + states.backward_gradients
-    others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
-    moments = (
-        (first, acts.saved, np.maximum(working, acts.logits)),
-        (every, others, working),
-        (states.gradients, 0.0, states.step),
-    )
-    totals = [gradients + saved + temporary for gradients, saved, temporary in moments]
-    fullest = np.maximum(np.maximum(totals[0], totals[1]), totals[2])
+    states, moments, totals, fullest = _moments(load, framework, profile)
     gradients, saved, temporary = (
         np.where(totals[0] >= fullest, at_start, np.where(totals[1] >= fullest, at_end, at_step))
         for at_start, at_end, at_step in zip(*moments, strict=True)
@@ -182,6 +169,34 @@ def stage_memory(
         reserved=profile.slack * allocated + outside,
         outside=outside + whole,
     )
+
+
+def stage_peak_bytes(load: StageLoad, framework: Framework) -> Any:
+    """Return the peak of :func:`stage_memory` without its parts."""
+    profile = memory_profile(framework.memory)
+    states, _, _, fullest = _moments(load, framework, profile)
+    allocated = states.parameters + states.optimizer + states.buffers + fullest
+    return (1.0 + profile.slack) * allocated + _outside_bytes(load, framework, profile)
+
+
+def _moments(
+    load: StageLoad, framework: Framework, profile: MemoryProfile
+) -> tuple[States, tuple[tuple[Any, Any, Any], ...], list[Any], Any]:
+    """Return the states, then gradients, activations and temporaries of three moments, sums, largest sum."""
+    states = stage_states(load, framework, profile)
+    acts = stage_activations(load, framework, profile)
+    lazy = profile.lazy_gradients * (np.asarray(load.num_micro_batches) <= 1)
+    working = states.working + acts.temporary
+    first = states.gradients * (1 - lazy)
+    every = states.gradients + states.backward_gradients
+    others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
+    moments = (
+        (first, acts.saved, np.maximum(working, acts.logits)),
+        (every, others, working),
+        (states.gradients, 0.0, states.step),
+    )
+    totals = [gradients + saved + temporary for gradients, saved, temporary in moments]
+    return states, moments, totals, np.maximum(np.maximum(totals[0], totals[1]), totals[2])
 
 
 def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:

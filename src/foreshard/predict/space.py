@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreshard.predict.table import COLUMNS, PlanTable
+from foreshard.predict.plan_table import COLUMNS, PlanTable
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -36,7 +36,8 @@ def valid_plans(model: Model, cluster: Cluster, table: PlanTable, *, seq_len: in
     """
     t = table
     width = t.tp * t.cp * t.dp
-    ok = (width * t.pp == cluster.num_devices) & (width % (t.ep * t.etp) == 0) & (t.pp * t.vpp <= model.num_layers)
+    ok = (width * t.pp == cluster.num_devices) & (width % (t.ep * t.etp) == 0)
+    ok &= t.pp * t.vpp <= model.num_layers
     for block, _ in model.block_kinds():
         ok &= block.num_heads % t.tp == 0
         if block.num_experts:
@@ -88,7 +89,12 @@ def draw_plans(
 
 
 def _draw(
-    model: Model, cluster: Cluster, size: int, rng: np.random.Generator, global_batch: int, rules: tuple[str, ...]
+    model: Model,
+    cluster: Cluster,
+    size: int,
+    rng: np.random.Generator,
+    global_batch: int,
+    rules: tuple[str, ...],
 ) -> PlanTable:
     devices, blocks = cluster.num_devices, model.block_kinds()
     experts = max(block.num_experts for block, _ in blocks)

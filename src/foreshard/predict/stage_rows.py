@@ -1,11 +1,14 @@
-"""Distinct stages of pipelines that degree flags cut, from arithmetic on the degrees."""
+"""Distinct stages of pipelines that degree flags cut, and what they recompute, from arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.spec.model import Block, Model
 
 
@@ -81,9 +84,8 @@ def _equal_blocks(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
     first_stage[2] = multiplicity[1] + 1.0
     first_stage[3] = pp - 1.0
     used = [i for i in range(4) if np.count_nonzero(multiplicity[i])]
-    rows = (counts, first_stage, multiplicity, has_embedding, has_head)
-    if len(used) < len(counts):
-        rows = tuple(row[used] for row in rows)
+    all_rows = (counts, first_stage, multiplicity, has_embedding, has_head)
+    rows = all_rows if len(used) == 4 else tuple(row[used] for row in all_rows)
     return StageRows(
         blocks=(model.blocks[0],), counts=(rows[0],), first_stage=rows[1], multiplicity=rows[2],
         has_embedding=rows[3], has_head=rows[4],
@@ -119,3 +121,43 @@ def _mixed_blocks(model: Model, kinds: list[Block], pp: np.ndarray, vpp: np.ndar
         has_embedding=(stage == 0) * present * 1.0,
         has_head=last * 1.0,
     )
+
+
+def recompute_columns(
+    rules: tuple[str, ...], code: np.ndarray, rows: StageRows, vpp: np.ndarray
+) -> Recompute:
+    """Return the recompute rules of pipelines as numbers, one row where no stage differs.
+
+    As `recompute_of` of rule `rules[code]`, where `block`, `uniform` and `every` count the blocks of a chunk.
+    """
+    values, counting = _rule_values(rules)
+    columns = {name: value if isinstance(value, float) else value[code][None] for name, value in values}
+    if counting:
+        layers = np.maximum(np.rint(sum(rows.counts) / vpp), 1.0)
+        for i, text in counting:
+            here = code == i
+            name, value = _counted(text, layers)
+            columns[name] = np.where(here, value, columns[name])
+    return Recompute(**columns)
+
+
+@lru_cache(maxsize=64)
+def _rule_values(rules: tuple[str, ...]) -> tuple[list[tuple[str, Any]], list[tuple[int, str]]]:
+    """Return each number of the rules, one value where they agree, and the rules that count blocks."""
+    fixed = [recompute_of(text, 1) for text in rules]
+    values: list[tuple[str, Any]] = []
+    for name in Recompute.__slots__:
+        column = [float(getattr(rule, name)) for rule in fixed]
+        values.append((name, np.array(column) if len(set(column)) > 1 else column[0]))
+    counts = [text.startswith("every-") or text.count(":") == 2 for text in rules]
+    return values, [(i, text) for i, text in enumerate(rules) if counts[i]]
+
+
+def _counted(text: str, layers: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return which number of a rule depends on the blocks of a chunk, and its value."""
+    if text.startswith("every-"):
+        return "full", np.floor(layers / int(text[6:])) / layers
+    count = float(text.rpartition(":")[2])
+    if text.startswith("full:block:"):
+        return "full", np.minimum(count, layers) / layers
+    return "unit", np.minimum(count, layers)

@@ -12,23 +12,39 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants
+from foreshard.cost.memory import stage_memory
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.errors import SpecError
 from foreshard.predict.analytical import step_times
 from foreshard.predict.batch import Case, build_batch, layer_counts
 from foreshard.predict.memory import plan_memory
+from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import RULES, draw_plans, valid_plans
-from foreshard.predict.stage_rows import stage_rows_of
-from foreshard.predict.table import PlanTable, evaluate, recompute_columns, table_memory, table_memory_parts
+from foreshard.predict.stage_rows import recompute_columns, stage_rows_of
+from foreshard.predict.table import evaluate, table_loads, table_memory
 from foreshard.spec.checks import check_plan
 from foreshard.spec.layout import layer_spans
 
 SPACES = {
-    "dense, thousands of devices": ("gpt3-175b", "512x8xa100-sxm-80gb", 1536, 2048, "bf16", "megatron-lm@2022"),
+    "dense, thousands of devices": (
+        "gpt3-175b",
+        "512x8xa100-sxm-80gb",
+        1536,
+        2048,
+        "bf16",
+        "megatron-lm@2022",
+    ),
     "dense, one node": ("gpt-22b", "1x8xa100-sxm-80gb", 192, 2048, "bf16", "megatron-deepspeed@2022"),
     "wide vocabulary": ("llama3-70b", "8x8xh100-sxm", 512, 8192, "bf16", "torchtitan@2024"),
     "experts, 8 bit": ("mixtral-8x7b", "8x8xh100-sxm", 512, 4096, "fp8", "megatron-bridge@26.06"),
-    "two kinds of blocks, next-token module": ("deepseek-v3", "32x8xh100-sxm", 1024, 4096, "bf16", "megatron-core"),
+    "two kinds of blocks, next-token module": (
+        "deepseek-v3",
+        "32x8xh100-sxm",
+        1024,
+        4096,
+        "bf16",
+        "megatron-core",
+    ),
     "windows": ("gpt-oss-20b", "2x8xh100-sxm", 128, 8192, "bf16", "megatron-core"),
     "no fast links": ("gpt-22b", "4x4xt4", 64, 1024, "fp16", "ddp"),
 }
@@ -70,11 +86,13 @@ def test_memory_is_that_of_the_plans(space):
 def test_memory_parts_are_those_of_the_first_stage_of_each_row(space):
     model, _, table, framework, options, cases = space
     rows = stage_rows_of(model, table.pp, table.vpp)
-    parts = table_memory_parts(model, table, framework, rows=rows, **options)
+    parts = stage_memory(table_loads(model, table, framework, rows=rows, **options), framework)
     for i, case in enumerate(cases):
         expected = plan_memory(case)[1].peak
         rows_used = rows.multiplicity[:, i] > 0
-        np.testing.assert_allclose(parts.peak[rows_used, i], expected[rows.first_stage[rows_used, i].astype(int)], rtol=1e-9)
+        np.testing.assert_allclose(
+            parts.peak[rows_used, i], expected[rows.first_stage[rows_used, i].astype(int)], rtol=1e-9
+        )
 
 
 def test_drawn_plans_keep_every_rule(space):
@@ -117,7 +135,11 @@ def test_stage_rows_are_the_stages_of_the_layout(name):
             expected[key] = expected.get(key, 0) + 1
         found: dict[tuple, int] = {}
         for r in np.flatnonzero(rows.multiplicity[:, i]):
-            key = (tuple(c[r, i] for c in rows.counts), rows.has_embedding[r, i] == 1, rows.has_head[r, i] == 1)
+            key = (
+                tuple(c[r, i] for c in rows.counts),
+                rows.has_embedding[r, i] == 1,
+                rows.has_head[r, i] == 1,
+            )
             found[key] = found.get(key, 0) + int(rows.multiplicity[r, i])
         assert found == expected, (p, v)
 
@@ -133,7 +155,7 @@ def test_recompute_columns_are_the_rules_of_the_stages():
     pp = np.repeat([1, 5, 7, 48], len(rules))
     table = PlanTable.from_columns({"pp": pp, "recompute": np.tile(np.arange(len(rules)), 4)}, rules)
     rows = stage_rows_of(model, table.pp, table.vpp)
-    columns = recompute_columns(table, rows)
+    columns = recompute_columns(rules, table.recompute, rows, table.vpp)
     shape = rows.multiplicity.shape
     for r, i in zip(*np.nonzero(rows.multiplicity), strict=True):
         expected = recompute_of(rules[table.recompute[i]], round(rows.counts[0][r, i]))
@@ -144,12 +166,18 @@ def test_recompute_columns_are_the_rules_of_the_stages():
 def test_comm_options_optimizer_and_fidelity_reach_the_result():
     model, cluster = load_model("gpt-22b"), load_cluster("1x8xa100-sxm-80gb")
     table = PlanTable.from_columns({"dp": 8, "num_micro_batches": 4, "vpp": [1, 1]})
-    options = {"framework": load_framework("megatron-core"), "constants": TrainingConstants(), "seq_len": 2048}
+    options = {
+        "framework": load_framework("megatron-core"),
+        "constants": TrainingConstants(),
+        "seq_len": 2048,
+    }
     base = evaluate(model, cluster, table, **options)
     shown = evaluate(model, cluster, table, comm={"grad_overlap": True}, **options)
     assert (shown.step_time_s < base.step_time_s).all()
     assert (evaluate(model, cluster, table, optimizer="sgd", **options).peak_bytes < base.peak_bytes).all()
-    assert (evaluate(model, cluster, table, fidelity="datasheet", **options).step_time_s < base.step_time_s).all()
+    assert (
+        evaluate(model, cluster, table, fidelity="datasheet", **options).step_time_s < base.step_time_s
+    ).all()
 
 
 def test_offload_lowers_memory_as_in_plans():
@@ -158,7 +186,9 @@ def test_offload_lowers_memory_as_in_plans():
     framework = load_framework("megatron-core")
     result = table_memory(model, cluster, table, framework, precision="bf16", seq_len=2048)
     plans = [table.plan(i, model, seq_len=2048) for i in range(4)]
-    expected = [plan_memory(Case(model=model, cluster=cluster, plan=p, framework=framework))[0] for p in plans]
+    expected = [
+        plan_memory(Case(model=model, cluster=cluster, plan=p, framework=framework))[0] for p in plans
+    ]
     np.testing.assert_allclose(result.peak_bytes, [memory.peak_bytes for memory in expected], rtol=1e-12)
     assert result.peak_bytes[0] > max(result.peak_bytes[1], result.peak_bytes[2]) > result.peak_bytes[3]
 
