@@ -53,6 +53,7 @@ class TrainingConstants:
     data_hidden: float = _term(0.7, 0.4, 1.0, "largest share of gradient collectives that overlap hides")
     fsdp_contention: float = _term(0.35, 0.0, 0.6, "slowdown per second of overlapped gather or scatter")
     expert_comm: float = _term(1.2, 0.7, 3.0, "expert all-to-all in training over isolated")
+    expert_hidden: float = _term(0.5, 0.0, 1.0, "share of expert all-to-all hidden when overlap is on")
     expert_imbalance: float = _term(1.15, 1.0, 2.0, "routed tokens of the fullest rank over the mean, learned router")
     expert_products: float = _term(1.2, 0.9, 2.0, "grouped products in training over isolated, beyond other products")
     expert_fast: float = _term(0.8, 0.3, 1.2, "deduplicating dispatch kernels over a plain all-to-all")

@@ -39,6 +39,8 @@ _NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
 # again and its own kernels move fp32.
 _CAST_NORM, _CAST_NORM_BACK = 12.0, 30.0
 _DROPOUT = 5.0
+# SiLU and product apart read and write five times per output, fused three times.
+_SPLIT_GATE = 5.0 / 3.0 - 1.0
 _ROPE = 4.0
 
 
@@ -88,11 +90,15 @@ class LayerTimes:
         )  # fmt: skip
 
 
-def _tokens(machine: Machine) -> tuple[Any, Any]:
-    """Return tokens a rank computes on between collectives, and tokens of its sequence-parallel part."""
+def _tokens(machine: Machine) -> Any:
+    """Return tokens a rank computes on between collectives."""
     rank = machine.rank
-    tokens = rank.micro_batch * rank.seq_len / rank.cp
-    return tokens, tokens / np.where(rank.sp > 0, rank.tp, 1.0)
+    return rank.micro_batch * rank.seq_len / rank.cp
+
+
+def _own_tokens(machine: Machine) -> Any:
+    """Return tokens of a rank's sequence-parallel part."""
+    return _tokens(machine) / np.where(machine.rank.sp > 0, machine.rank.tp, 1.0)
 
 
 def _derate(machine: Machine, *, low: Any) -> Any:
@@ -106,7 +112,7 @@ def _derate(machine: Machine, *, low: Any) -> Any:
 
 def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
     """Return (rows, outputs, inputs, group) of every matrix product a layer's forward runs per token."""
-    tokens, own = _tokens(machine)
+    tokens, own = _tokens(machine), _own_tokens(machine)
     tp = machine.rank.tp
     h = layer.hidden
     latent = np.asarray(layer.kv_lora) > 0
@@ -200,7 +206,7 @@ def _adapters(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     """Return forward and backward seconds of low-rank adapters (two thin products each, and an add)."""
     if not np.count_nonzero(layer.lora_rank):
         return 0.0, 0.0
-    tokens, _ = _tokens(machine)
+    tokens = _tokens(machine)
     r, h, tp = layer.lora_rank, layer.hidden, machine.rank.tp
     down = gemm_s(tokens, r, h, machine.kernels, sixteen_bit=True)
     up = gemm_s(tokens, h / tp, r, machine.kernels, sixteen_bit=True)
@@ -215,7 +221,7 @@ def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     if not np.count_nonzero(layer.num_experts):
         return 0.0, 0.0, 0.0
     rank, c = machine.rank, machine.constants
-    tokens, _ = _tokens(machine)
+    tokens = _tokens(machine)
     # Each tensor-parallel rank routes its own part of the tokens; etp ranks then share an expert.
     routed = layer.top_k * tokens / rank.tp * rank.etp
     local = np.maximum(1.0, layer.num_experts / rank.ep)
@@ -284,10 +290,10 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
     return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)
 
 
-def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
-    """Return forward and backward seconds of memory-bound kernels, and forward ones of norms and experts."""
+def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
+    """Return forward and backward seconds of memory-bound kernels; of norms and expert activations forward."""
     rank, traits, c = machine.rank, machine.traits, machine.constants
-    tokens, own = _tokens(machine)
+    tokens, own = _tokens(machine), _own_tokens(machine)
     gate = 1.0 + np.asarray(layer.gated, dtype=float)
     wide = own * layer.hidden
     norm = layer.num_norms * wide
@@ -296,7 +302,7 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     routed = layer.top_k * tokens / rank.tp
     inner = tokens * (layer.ffn + layer.shared_ffn) / rank.tp + routed * layer.expert_ffn
     # Eager code runs the activation and the product of a gated MLP as kernels of their own.
-    split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * 0.6
+    split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * _SPLIT_GATE
     # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
     permute = 8.0 * routed * layer.hidden
     norm_forward = norm * (_NORM + traits.norm_cast * (_CAST_NORM - _NORM))
@@ -305,14 +311,15 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     back = norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
     scale = factor / (machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
-    return forward * scale, back * scale, norm_forward * scale
+    expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
+    return forward * scale, back * scale, norm_forward * scale, expert * scale
 
 
 def _casts(layer: LayerShape, machine: Machine) -> Any:
     """Return seconds of one pass of casts to 8 or 4 bit in front of the linear layers."""
     if not np.count_nonzero(machine.rank.low):
         return 0.0
-    tokens, _ = _tokens(machine)
+    tokens = _tokens(machine)
     tp = machine.rank.tp
     inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
     routed = layer.top_k * (layer.hidden + layer.expert_ffn) / tp
@@ -341,7 +348,7 @@ def region_s(hidden: Any, machine: Machine) -> tuple[Any, Any]:
     rank = machine.rank
     if not np.count_nonzero(np.asarray(rank.tp) > 1):
         return 0.0, 0.0
-    tokens, _ = _tokens(machine)
+    tokens = _tokens(machine)
     size = 2.0 * tokens * hidden
     gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
     whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
@@ -372,7 +379,7 @@ def _expert_s(layer: LayerShape, machine: Machine) -> Any:
     rank, c = machine.rank, machine.constants
     if not np.count_nonzero(layer.num_experts) or not np.count_nonzero(np.asarray(rank.ep) > 1):
         return 0.0
-    tokens, own = _tokens(machine)
+    tokens, own = _tokens(machine), _own_tokens(machine)
     routed = 2.0 * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
     sent = 2.0 * all_to_all_s(routed, rank.ep, rank.etp, machine.fabric)
     if np.count_nonzero(machine.traits.gather_tokens):
@@ -380,24 +387,32 @@ def _expert_s(layer: LayerShape, machine: Machine) -> Any:
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
         sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
     sent = sent * np.where(machine.traits.fast_dispatch > 0, c.expert_fast, 1.0)
-    return sent * c.expert_comm * (1.0 - 0.5 * machine.traits.expert_overlap)
+    return sent * c.expert_comm * (1.0 - c.expert_hidden * machine.traits.expert_overlap)
 
 
 def _context_s(layer: LayerShape, machine: Machine, attention: Any, backward: Any) -> tuple[Any, Any]:
-    """Return what ring attention leaves exposed of passing keys and values around, forward and backward.
+    """Return what attention leaves exposed of moving keys and values over cp ranks, forward and backward.
 
-    Backward passes their gradients around as well.
+    A ring passes them on behind the attention of the previous block; a gather brings all of them first.
+    Backward moves their gradients as well.
     """
     rank = machine.rank
     if not np.count_nonzero(np.asarray(rank.cp) > 1):
         return 0.0, 0.0
-    tokens, _ = _tokens(machine)
+    tokens = _tokens(machine)
     block = 2.0 * tokens * layer.kv_width / rank.tp
     steps = rank.cp - 1.0
     crosses = rank.cp * rank.tp > machine.fabric.domain
     ring = steps * send_s(block, crosses, machine.fabric)
     hidden = steps / rank.cp
-    return np.maximum(ring - attention * hidden, 0.0), np.maximum(2.0 * ring - backward * hidden, 0.0)
+    forward = np.maximum(ring - attention * hidden, 0.0)
+    back = np.maximum(2.0 * ring - backward * hidden, 0.0)
+    if not np.count_nonzero(machine.traits.context_gather):
+        return forward, back
+    gather = all_gather_s(block * rank.cp, rank.cp, rank.tp, machine.fabric)
+    scatter = reduce_scatter_s(block * rank.cp, rank.cp, rank.tp, machine.fabric)
+    whole = machine.traits.context_gather > 0
+    return np.where(whole, gather, forward), np.where(whole, gather + scatter, back)
 
 
 def _hosts(layer: LayerShape, machine: Machine, recompute: Recompute) -> tuple[Any, Any]:
@@ -444,7 +459,7 @@ def layer_times(
     rank, c = machine.rank, machine.constants
     linear = _linear(layer, machine)
     attention, attention_back = _attention(layer, machine)
-    stream, stream_back, norms = _elementwise(layer, machine)
+    stream, stream_back, norms, expert_act = _elementwise(layer, machine)
     expert, expert_input, expert_weight = _experts(layer, machine)
     adapter, adapter_back = _adapters(layer, machine)
     cast = _casts(layer, machine)
@@ -473,10 +488,11 @@ def layer_times(
         again.core_attn * attention
         + again.mlp * linear.mlp
         + again.layernorm * norms
-        + (again.moe + again.moe_act * 0.15) * expert
+        + again.moe * expert
+        + again.moe_act * expert_act
         + again.shared_experts * linear.shared
         + again.mla_up_proj * linear.latent
-        + again.op * 0.5 * linear.forward
+        + again.op * 0.5 * linear.forward  # every second product is kept
     )
     host_forward, host_backward = _hosts(layer, machine, recompute)
     return LayerTimes(
@@ -520,7 +536,7 @@ def end_times(
     `heads` counts outputs (1 + next-token modules); `region` is :func:`region_s` where the caller has it.
     """
     rank, c = machine.rank, machine.constants
-    tokens, own = _tokens(machine)
+    tokens, own = _tokens(machine), _own_tokens(machine)
     rows = np.where(np.asarray(head_rows) > 0, rank.micro_batch * np.asarray(head_rows, dtype=float), tokens)
     padded = np.ceil(vocab / (machine.traits.vocab_multiple * rank.tp)) * machine.traits.vocab_multiple
     product = gemm_s(rows, padded, hidden, machine.kernels, sixteen_bit=True) * _derate(machine, low=0.0 * rank.low)

@@ -38,6 +38,7 @@ class Traits:
     grads_fused: Any
     block_scaled: Any  # casts carry a scale per block of elements
     expert_overlap: Any
+    context_gather: Any
     fsdp: Any
     grouped: Any
     uneven_routing: Any
@@ -76,7 +77,7 @@ def traits_of(
     """Return the numbers of a framework; `comm` overrides what overlaps."""
     options = {
         name: float((comm or {}).get(name, getattr(framework, name)))
-        for name in ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap")
+        for name in ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap", "context_gather")
     }
     if framework.host not in HOST_CLASSES:
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)

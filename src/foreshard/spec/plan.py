@@ -27,7 +27,7 @@ RECOMPUTE_MODULES = (
     "mla_up_proj",
     "op",
 )
-COMM_OPTIONS = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap")
+COMM_OPTIONS = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap", "context_gather")
 MAX_BATCH = 2**31
 
 DEFAULTS: dict[str, Any] = {
