@@ -57,7 +57,7 @@ def gemm_s(
     memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))
     time_s = np.maximum(compute_s, memory_s) + kernels.gemm_exposed * np.minimum(compute_s, memory_s)
     time_s = time_s + kernels.gemm_launch_s
-    if min(float(np.min(size, initial=1.0)) for size in (m, n, k, batch)) > 0:
+    if all(np.count_nonzero(size) == size.size for size in (m, n, k, batch)):
         return np.asarray(time_s)
     return np.where((m > 0) & (n > 0) & (k > 0) & (batch > 0), time_s, 0.0)
 
