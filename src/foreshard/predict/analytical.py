@@ -64,7 +64,7 @@ def stage_times(batch: Batch) -> StageTimes:
     forward, backward, weight, host = (np.zeros(shape) for _ in range(4))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
-        as_wide = np.all(kind.hidden == p.hidden)
+        as_wide = not np.count_nonzero(kind.hidden - p.hidden)
         times = layer_times(kind, machine, batch.recompute, region=region if as_wide else None)
         _add_layers(parts, times, count)
         forward += count * times.forward_s
