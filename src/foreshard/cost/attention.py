@@ -149,6 +149,7 @@ def unfused_attention_s(
     *,
     dropout: Any,
     backward: bool,
+    bytes_per_element: Any = 2.0,
 ) -> np.ndarray:
     """Seconds of attention as separate kernels: batched products, one softmax kernel, dropout.
 
@@ -162,6 +163,8 @@ def unfused_attention_s(
     dropout : array_like of bool
         Whether the probabilities pass a dropout kernel.
     backward : bool
+    bytes_per_element : array_like, bytes
+        Of a score.
 
     Returns
     -------
@@ -175,7 +178,7 @@ def unfused_attention_s(
     count = np.asarray(batch, dtype=np.float64) * num_heads
     scores_s = gemm_s(q_len, kv_len, head_dim, kernels, sixteen_bit=True, batch=count)
     values_s = gemm_s(q_len, head_dim, kv_len, kernels, sixteen_bit=True, batch=count)
-    scores = count * q_len * kv_len
+    scores = count * q_len * kv_len * (np.asarray(bytes_per_element) / 2.0)
     softmax_bytes = _SOFTMAX_BACKWARD_BYTES if backward else _SOFTMAX_FORWARD_BYTES
     dropped = np.asarray(dropout, dtype=bool)
     traffic_s = stream_s(scores * softmax_bytes, kernels)

@@ -109,4 +109,5 @@ class RankShape:
     low: Any  # 1 when the linear layers run in 8 or 4 bit
     four_bit: Any
     matrix_bytes: Any  # bytes of an operand of the linear layers
+    element_bytes: Any  # bytes of an activation between layers
     sync_stride: Any  # distance between data-parallel ranks in cluster order

@@ -166,6 +166,7 @@ def rank_shape(plan: Plan, group: Group, stage: Stage) -> RankShape:
         low=float(low),
         four_bit=float(four),
         matrix_bytes=0.5 if four else 1.0 if low else wide,
+        element_bytes=wide,
         sync_stride=float(stage.tp),
     )
 

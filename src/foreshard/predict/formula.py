@@ -283,8 +283,9 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
     if not np.all(traits.flash):
         sizes = (rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels)
         drop = np.asarray(layer.dropout) > 0
-        plain = unfused_attention_s(*sizes, dropout=drop, backward=False) * c.unfused
-        plain_back = unfused_attention_s(*sizes, dropout=drop, backward=True) * c.unfused
+        options = {"dropout": drop, "bytes_per_element": rank.element_bytes}
+        plain = unfused_attention_s(*sizes, backward=False, **options) * c.unfused
+        plain_back = unfused_attention_s(*sizes, backward=True, **options) * c.unfused
         forward = np.where(traits.flash > 0, forward, plain)
         backward = np.where(traits.flash > 0, backward, plain_back)
     return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)
@@ -310,7 +311,8 @@ def _elementwise(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, An
     forward = norm_forward + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
     back = norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
-    scale = factor / (machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    # The byte counts are those of 16 bit.
+    scale = factor * rank.element_bytes / (2.0 * machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     return forward * scale, back * scale, norm_forward * scale, expert * scale
 
@@ -349,7 +351,7 @@ def region_s(hidden: Any, machine: Machine) -> tuple[Any, Any]:
     if not np.count_nonzero(np.asarray(rank.tp) > 1):
         return 0.0, 0.0
     tokens = _tokens(machine)
-    size = 2.0 * tokens * hidden
+    size = rank.element_bytes * tokens * hidden
     gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
     whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
     return gather, whole
@@ -380,10 +382,10 @@ def _expert_s(layer: LayerShape, machine: Machine) -> Any:
     if not np.count_nonzero(layer.num_experts) or not np.count_nonzero(np.asarray(rank.ep) > 1):
         return 0.0
     tokens, own = _tokens(machine), _own_tokens(machine)
-    routed = 2.0 * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
+    routed = rank.element_bytes * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
     sent = 2.0 * all_to_all_s(routed, rank.ep, rank.etp, machine.fabric)
     if np.count_nonzero(machine.traits.gather_tokens):
-        everyone = 2.0 * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
+        everyone = rank.element_bytes * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
         sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
     sent = sent * np.where(machine.traits.fast_dispatch > 0, c.expert_fast, 1.0)
@@ -400,7 +402,7 @@ def _context_s(layer: LayerShape, machine: Machine, attention: Any, backward: An
     if not np.count_nonzero(np.asarray(rank.cp) > 1):
         return 0.0, 0.0
     tokens = _tokens(machine)
-    block = 2.0 * tokens * layer.kv_width / rank.tp
+    block = rank.element_bytes * tokens * layer.kv_width / rank.tp
     steps = rank.cp - 1.0
     crosses = rank.cp * rank.tp > machine.fabric.domain
     ring = steps * send_s(block, crosses, machine.fabric)
@@ -561,7 +563,7 @@ def message_s(hidden: Any, crosses_node: Any, machine: Machine) -> Any:
     rank = machine.rank
     parts = np.where((rank.sp > 0) | (machine.traits.p2p_scatter > 0), rank.tp, 1.0)
     own = rank.micro_batch * rank.seq_len / rank.cp / parts
-    return send_s(2.0 * own * hidden, crosses_node, machine.fabric) * machine.constants.pipeline_comm
+    return send_s(rank.element_bytes * own * hidden, crosses_node, machine.fabric) * machine.constants.pipeline_comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,7 @@ def _rank(table: PlanTable, precision: str, seq_len: int) -> RankShape:
         low=float(low),
         four_bit=float(four),
         matrix_bytes=0.5 if four else 1.0 if low else 4.0 if precision in _WIDE else 2.0,
+        element_bytes=4.0 if precision in _WIDE else 2.0,
         sync_stride=tp,
     )
 
