@@ -2,202 +2,305 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from foreshard.errors import SpecError
+from foreshard.spec.block import Block
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Group, Plan
+from foreshard.spec.plan import (
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    Group,
+    Plan,
+    Stage,
+    check_recompute,
+    one_of,
+    whole,
+)
 
 MODELLED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def check_plan(plan: Plan, model: Model, cluster: Cluster, *, file: str | None = None) -> None:
-    """Raise SpecError at the first rule that the plan breaks on this model and cluster."""
+    """Raise SpecError at the first rule that the plan breaks on this model and cluster.
+
+    Parameters
+    ----------
+    plan, model, cluster
+    file : str, optional
+        Where the plan was read; the error then names the key in the file, else the flag.
+    """
+    case = _Case(plan=plan, model=model, cluster=cluster, file=file)
     for rule in (
+        _options_known,
         _ranks_exist_once,
         _samples_once,
+        _rank_shares_split,
         _layers_once,
         _degrees_fit_ranks,
-        _degrees_divide_model,
+        _shards_divide,
+        _tensor_divides_model,
+        _experts_divide_model,
         _chunks_match,
-        _schedules_known,
+        _interleaving_divides,
         _precision_supported,
         _sequence_divides,
         _one_vendor,
     ):
-        rule(plan, model, cluster, file)
+        rule(case)
 
 
-def _ranks_exist_once(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    seen: set[int] = set()
-    for rank in plan.ranks:
-        if rank >= cluster.num_devices:
-            raise SpecError(
-                f"rank {rank} is used, the cluster has {cluster.num_devices} devices",
-                file=file, key="groups.stages.ranks", value=rank,
-                rule=f"ranks go from 0 to {cluster.num_devices - 1}",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A plan, what it must fit, and how to name what breaks a rule."""
+
+    plan: Plan
+    model: Model
+    cluster: Cluster
+    file: str | None
+
+    def stages(self) -> Iterator[tuple[str, Group, Stage]]:
+        """Yield every stage with its key in the plan file."""
+        for g, group in enumerate(self.plan.groups):
+            for s, stage in enumerate(group.stages):
+                yield f"groups[{g}].stages[{s}]", group, stage
+
+    def groups(self) -> Iterator[tuple[str, Group]]:
+        """Yield every group with its key in the plan file."""
+        for g, group in enumerate(self.plan.groups):
+            yield f"groups[{g}]", group
+
+    def key(self, where: str, name: str, flag: str | None = None) -> str:
+        """Return the flag where the plan came from flags, else the key in the file."""
+        if self.file is None:
+            return f"--{flag or name}"
+        return f"{where}.{name}" if where else name
+
+    def error(self, what: str, key: str, value: object, rule: str, fix: str) -> SpecError:
+        """Return the error of a broken rule."""
+        return SpecError(what, file=self.file, key=key, value=value, rule=rule, fix=fix)
+
+    def kinds(self) -> list[Block]:
+        """Return the distinct blocks of the model."""
+        return [block for block, _ in self.model.block_kinds()]
+
+
+def _options_known(case: _Case) -> None:
+    plan, file = case.plan, case.file
+    one_of(plan.precision, PRECISIONS, key=case.key("", "precision", "dtype"), file=file)
+    one_of(plan.optimizer, OPTIMIZERS, key=case.key("", "optimizer"), file=file)
+    for where, group in case.groups():
+        one_of(group.schedule, SCHEDULES, key=case.key(where, "schedule"), file=file)
+        if group.schedule not in MODELLED_SCHEDULES:
+            raise case.error(
+                f"schedule {group.schedule} is not modelled yet", case.key(where, "schedule"), group.schedule,
+                f"modelled are {', '.join(MODELLED_SCHEDULES)}", f"use {MODELLED_SCHEDULES[-1]}",
             )  # fmt: skip
-        if rank in seen:
-            raise SpecError(
-                f"rank {rank} is used twice", file=file, key="groups.stages.ranks", value=rank,
-                rule="every rank is at most in one place",
-            )  # fmt: skip
-        seen.add(rank)
+        whole(group.micro_batch, key=case.key(where, "micro_batch", "micro-batch"), file=file)
+    for where, _, stage in case.stages():
+        whole(stage.zero, 0, 3, key=case.key(where, "zero"), file=file)
+        one_of(stage.offload, OFFLOADS, key=case.key(where, "offload"), file=file)
+        check_recompute(stage.recompute, key=case.key(where, "recompute"), file=file)
 
 
-def _samples_once(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    total = sum(group.share for group in plan.groups)
-    if total != plan.global_batch:
-        raise SpecError(
-            f"shares sum to {total}, the global batch is {plan.global_batch}",
-            file=file, key="groups.share", value=total, rule="every sample is taken once per step",
-        )  # fmt: skip
-    for g, group in enumerate(plan.groups):
-        for s, stage in enumerate(group.stages):
-            if stage.rank_shares is None:
-                continue
-            key = f"groups[{g}].stages[{s}].rank_shares"
-            if len(stage.rank_shares) != stage.inner_dp or sum(stage.rank_shares) != group.micro_batch:
-                raise SpecError(
-                    f"{list(stage.rank_shares)} does not split micro_batch {group.micro_batch} "
-                    f"over {stage.inner_dp} ranks",
-                    file=file, key=key, value=list(stage.rank_shares),
-                    rule="rank_shares has one entry per inner data-parallel rank and sums to micro_batch",
+def _ranks_exist_once(case: _Case) -> None:
+    count = case.cluster.num_devices
+    seen: dict[int, str] = {}
+    for where, _, stage in case.stages():
+        key = f"{where}.ranks"
+        for rank in stage.ranks:
+            if not 0 <= rank < count:
+                raise case.error(
+                    f"rank {rank} is used, the cluster has {count} devices", key, rank,
+                    f"ranks go from 0 to {count - 1}", f"name ranks below {count}, or use a larger cluster",
                 )  # fmt: skip
+            if rank in seen:
+                raise case.error(
+                    f"rank {rank} is used twice, first in {seen[rank]}", key, rank,
+                    "every rank is at most in one place", f"leave rank {rank} out of one of the two",
+                )  # fmt: skip
+            seen[rank] = where
 
 
-def _layers_once(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    last = model.num_layers + 2
-    for g, group in enumerate(plan.groups):
-        spans = [
-            group.stages[s].layers[c]
-            for c in range(max(len(stage.layers) for stage in group.stages))
-            for s in range(len(group.stages))
-            if c < len(group.stages[s].layers)
-        ]
+def _samples_once(case: _Case) -> None:
+    total = sum(group.share for group in case.plan.groups)
+    if total != case.plan.global_batch:
+        raise case.error(
+            f"shares sum to {total}, the global batch is {case.plan.global_batch}", "groups.share", total,
+            "every sample is taken once per step", f"make the shares sum to {case.plan.global_batch}",
+        )  # fmt: skip
+
+
+def _rank_shares_split(case: _Case) -> None:
+    for where, group, stage in case.stages():
+        shares = stage.rank_shares
+        if shares is None:
+            continue
+        if len(shares) * stage.tp * stage.cp != len(stage.ranks) or sum(shares) != group.micro_batch:
+            raise case.error(
+                f"{list(shares)} does not split micro_batch {group.micro_batch} over {stage.inner_dp} ranks",
+                f"{where}.rank_shares", ", ".join(map(str, shares)),
+                "rank_shares has one entry per inner data-parallel rank and sums to micro_batch",
+                f"give {stage.inner_dp} numbers that sum to {group.micro_batch}",
+            )  # fmt: skip
+
+
+def _layers_once(case: _Case) -> None:
+    last = case.model.num_layers + 2
+    rule = "stages cover every layer in order, chunk by chunk, each exactly once"
+    for where, group in case.groups():
         reached = 0
-        for start, stop in spans:
-            if start != reached:
-                what = f"layers {reached} to {start} are not covered" if start > reached else (
-                    f"layer {start} is assigned twice or out of order"
-                )
-                raise SpecError(
-                    what, file=file, key=f"groups[{g}].stages.layers", value=[start, stop],
-                    rule="stages cover layers in order, chunk by chunk, each exactly once",
+        for s, (start, stop) in _spans(group):
+            key = f"{where}.stages[{s}].layers"
+            if start > reached:
+                raise case.error(
+                    f"layers {reached} to {start - 1} are not covered", key, f"[{start}, {stop}]", rule,
+                    f"start the interval at {reached}",
+                )  # fmt: skip
+            if start < reached:
+                raise case.error(
+                    f"layer {start} is assigned twice or out of order", key, f"[{start}, {stop}]", rule,
+                    f"start the interval at {reached}",
                 )  # fmt: skip
             reached = stop
         if reached != last:
-            raise SpecError(
-                f"layers end at {reached}, {model.name} has layers 0 to {last - 1} "
-                f"(embedding, {model.num_layers} blocks, head)",
-                file=file, key=f"groups[{g}].stages.layers", value=reached,
-                rule="stages cover every layer exactly once",
+            raise case.error(
+                f"layers end at {reached}, {case.model.name} has layers 0 to {last - 1} "
+                f"(embedding, {case.model.num_layers} blocks, head)",
+                f"{where}.stages.layers", reached, rule, f"end the last interval at {last}",
             )  # fmt: skip
 
 
-def _degrees_fit_ranks(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    for g, group in enumerate(plan.groups):
+def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield (stage, interval) in the order in which a sample passes them."""
+    for chunk in range(max(len(stage.layers) for stage in group.stages)):
         for s, stage in enumerate(group.stages):
-            key = f"groups[{g}].stages[{s}]"
-            if len(stage.ranks) % (stage.tp * stage.cp):
-                raise SpecError(
-                    f"tp {stage.tp} x cp {stage.cp} does not divide {len(stage.ranks)} ranks",
-                    file=file, key=key, value=len(stage.ranks), rule="len(ranks) = tp x cp x inner dp",
-                )  # fmt: skip
-            if len(stage.ranks) % (stage.ep * stage.etp):
-                raise SpecError(
-                    f"ep {stage.ep} x etp {stage.etp} does not divide {len(stage.ranks)} ranks",
-                    file=file, key=key, value=stage.ep, rule="etp x ep divides tp x cp x inner dp",
-                )  # fmt: skip
-            if stage.shard_size is not None and (stage.inner_dp * stage.cp) % stage.shard_size:
-                raise SpecError(
-                    f"shard_size {stage.shard_size} does not divide {stage.inner_dp * stage.cp} ranks",
-                    file=file, key=f"{key}.shard_size", value=stage.shard_size,
-                    rule="a shard group divides the data-parallel ranks",
-                )  # fmt: skip
+            if chunk < len(stage.layers):
+                yield s, stage.layers[chunk]
 
 
-def _degrees_divide_model(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    kinds = [block for block, _ in model.block_kinds()]
-    for group in plan.groups:
-        for stage in group.stages:
-            for block in kinds:
-                if block.num_heads % stage.tp:
-                    raise SpecError(
-                        f"tp {stage.tp} does not divide {block.num_heads} attention heads",
-                        file=file, key="--tp", value=stage.tp, rule="tp divides the attention heads",
-                        fix=f"use a divisor of {block.num_heads}",
+def _degrees_fit_ranks(case: _Case) -> None:
+    for where, _, stage in case.stages():
+        count = len(stage.ranks)
+        if count % (stage.tp * stage.cp):
+            raise case.error(
+                f"tp {stage.tp} x cp {stage.cp} does not divide {count} ranks", case.key(where, "tp"),
+                stage.tp, "len(ranks) = tp x cp x inner dp", f"choose tp x cp that divides {count}",
+            )  # fmt: skip
+        if count % (stage.ep * stage.etp):
+            raise case.error(
+                f"ep {stage.ep} x etp {stage.etp} does not divide {count} ranks", case.key(where, "ep"),
+                stage.ep, "etp x ep divides tp x cp x inner dp", f"choose ep x etp that divides {count}",
+            )  # fmt: skip
+
+
+def _shards_divide(case: _Case) -> None:
+    for where, _, stage in case.stages():
+        if stage.shard_size is None:
+            continue
+        key, replicas = case.key(where, "shard_size", "shard-size"), stage.inner_dp * stage.cp
+        whole(stage.shard_size, key=key, name="shard_size", file=case.file)
+        if replicas % stage.shard_size:
+            raise case.error(
+                f"shard_size {stage.shard_size} does not divide {replicas} ranks", key, stage.shard_size,
+                "a shard group divides the data-parallel ranks, inner dp x cp",
+                f"use a divisor of {replicas}",
+            )  # fmt: skip
+
+
+def _tensor_divides_model(case: _Case) -> None:
+    kinds = case.kinds()
+    for where, _, stage in case.stages():
+        for block in kinds:
+            for count, name in ((block.num_heads, "attention heads"), (block.ffn, "feed-forward channels"),
+                                (block.shared_ffn, "channels of shared experts")):  # fmt: skip
+                if count % stage.tp:
+                    raise case.error(
+                        f"tp {stage.tp} does not divide {count} {name}", case.key(where, "tp"), stage.tp,
+                        f"tp divides the {name}", f"use a divisor of {count}",
                     )  # fmt: skip
-                if block.num_experts and block.num_experts % stage.ep:
-                    raise SpecError(
-                        f"ep {stage.ep} does not divide {block.num_experts} experts",
-                        file=file, key="--ep", value=stage.ep, rule="ep divides the number of experts",
-                        fix=f"use a divisor of {block.num_experts}",
-                    )  # fmt: skip
-            if stage.ep > 1 and not any(block.num_experts for block in kinds):
-                raise SpecError(
-                    f"ep {stage.ep} for {model.name}, which has no experts",
-                    file=file, key="--ep", value=stage.ep, rule="ep > 1 needs a mixture-of-experts model",
-                    fix="leave out ep",
+
+
+def _experts_divide_model(case: _Case) -> None:
+    kinds = [block for block in case.kinds() if block.num_experts]
+    for where, _, stage in case.stages():
+        for name, degree in (("ep", stage.ep), ("etp", stage.etp)):
+            if degree > 1 and not kinds:
+                raise case.error(
+                    f"{name} {degree} for {case.model.name}, which has no experts", case.key(where, name),
+                    degree, f"{name} > 1 needs a mixture-of-experts model", f"leave out {name}",
                 )  # fmt: skip
+        for block in kinds:
+            for name, degree, count, what in (
+                ("ep", stage.ep, block.num_experts, "experts"),
+                ("etp", stage.etp, block.expert_ffn, "channels of an expert"),
+            ):
+                if count % degree:
+                    raise case.error(
+                        f"{name} {degree} does not divide {count} {what}", case.key(where, name), degree,
+                        f"{name} divides the number of {what}", f"use a divisor of {count}",
+                    )  # fmt: skip
 
 
-def _chunks_match(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    for g, group in enumerate(plan.groups):
-        chunks = {len(stage.layers) for stage in group.stages}
+def _chunks_match(case: _Case) -> None:
+    for where, group in case.groups():
+        chunks = sorted({len(stage.layers) for stage in group.stages})
         if len(chunks) > 1:
-            raise SpecError(
-                "stages of one group differ in virtual stages", file=file, key=f"groups[{g}].stages.layers",
-                value=sorted(chunks), rule="every stage of a group has the same number of layer intervals",
+            raise case.error(
+                "stages of one group differ in virtual stages", f"{where}.stages.layers", str(chunks),
+                "every stage of a group has the same number of layer intervals",
+                f"give each stage {chunks[-1]} intervals",
             )  # fmt: skip
         if group.num_chunks > 1 and group.schedule != "interleaved":
-            raise SpecError(
+            raise case.error(
                 f"{group.num_chunks} virtual stages with schedule {group.schedule}",
-                file=file, key=f"groups[{g}].schedule", value=group.schedule,
-                rule="only the interleaved schedule has virtual stages", fix="use interleaved",
-            )  # fmt: skip
-        _interleaving_divides(group, g, file)
-
-
-def _interleaving_divides(group: Group, g: int, file: str | None) -> None:
-    p, m = len(group.stages), group.num_micro_batches
-    if group.schedule == "interleaved" and group.num_chunks > 1 and p > 1 and m % p:
-        raise SpecError(
-            f"{m} micro-batches on {p} interleaved stages", file=file, key=f"groups[{g}].share", value=m,
-            rule="interleaving takes micro-batches in groups of pp, so pp divides their number",
-            fix=f"use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1",
-        )  # fmt: skip
-
-
-def _schedules_known(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    for g, group in enumerate(plan.groups):
-        if group.schedule not in MODELLED_SCHEDULES:
-            raise SpecError(
-                f"schedule {group.schedule} is not modelled yet", file=file, key=f"groups[{g}].schedule",
-                value=group.schedule, rule=f"modelled are {', '.join(MODELLED_SCHEDULES)}",
+                case.key(where, "schedule"), group.schedule, "only the interleaved schedule has virtual stages", "use interleaved",
             )  # fmt: skip
 
 
-def _precision_supported(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    for device in {cluster.device_of(rank).name: cluster.device_of(rank) for rank in plan.ranks}.values():
-        device.peak(plan.precision)
+def _interleaving_divides(case: _Case) -> None:
+    for where, group in case.groups():
+        p, m = len(group.stages), group.num_micro_batches
+        if group.num_chunks > 1 and p > 1 and m % p:
+            raise case.error(
+                f"{m} micro-batches on {p} interleaved stages", case.key(where, "share", "global-batch"), m,
+                "interleaving takes micro-batches in groups of pp, so pp divides their number",
+                f"use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1",
+            )  # fmt: skip
 
 
-def _sequence_divides(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    for group in plan.groups:
-        for stage in group.stages:
-            if plan.seq_len % stage.cp or (group.sp and plan.seq_len % (stage.cp * stage.tp)):
-                raise SpecError(
-                    f"sequence {plan.seq_len} does not divide over cp {stage.cp}"
-                    + (f" x tp {stage.tp}" if group.sp else ""),
-                    file=file, key="--seq", value=plan.seq_len, rule="cp (times tp with sp) divides the sequence",
-                )  # fmt: skip
+def _precision_supported(case: _Case) -> None:
+    precision = case.plan.precision
+    for device in {case.cluster.device_of(rank) for rank in case.plan.ranks}:
+        if not device.supports(precision):
+            has = [name for name in PRECISIONS if device.supports(name)]
+            raise case.error(
+                f"{device.name} has no {precision}", case.key("", "precision", "dtype"), precision,
+                "the device computes matrix products of the precision in hardware",
+                f"use one of: {', '.join(has)}" if has else "use another device",
+            )  # fmt: skip
 
 
-def _one_vendor(plan: Plan, model: Model, cluster: Cluster, file: str | None) -> None:
-    vendors = {cluster.device_of(rank).vendor for rank in plan.ranks}
+def _sequence_divides(case: _Case) -> None:
+    seq_len = case.plan.seq_len
+    for _, group, stage in case.stages():
+        parts = stage.cp * (stage.tp if group.sp else 1)
+        if seq_len % parts:
+            what = f"cp {stage.cp}" + (f" x tp {stage.tp}" if group.sp else "")
+            raise case.error(
+                f"sequence {seq_len} does not divide over {what}", case.key("", "seq_len", "seq"), seq_len,
+                "cp (times tp with sp) divides the sequence", f"use a multiple of {parts}",
+            )  # fmt: skip
+
+
+def _one_vendor(case: _Case) -> None:
+    vendors = sorted({case.cluster.device_of(rank).vendor for rank in case.plan.ranks})
     if len(vendors) > 1:
-        raise SpecError(
-            f"devices of {' and '.join(sorted(vendors))} in one plan", file=file, key="groups.stages.ranks",
-            value=", ".join(sorted(vendors)), rule="no collective library joins devices of two vendors",
-            fix="use the devices of one vendor",
+        raise case.error(
+            f"devices of {' and '.join(vendors)} in one plan", "groups.stages.ranks", ", ".join(vendors),
+            "no collective library joins devices of two vendors", "use the devices of one vendor",
         )  # fmt: skip

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from foreshard.errors import SpecError
-from foreshard.spec.plan import PRECISIONS, SCHEDULES, Group, Plan, Stage, check_recompute
+from foreshard.spec.plan import (
+    MAX_SEQ_LEN,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    Group,
+    Plan,
+    Stage,
+    check_recompute,
+    invalid,
+    one_of,
+    whole,
+)
 
 
 def block_cuts(num_blocks: int, num_chunks: int) -> list[int]:
@@ -49,14 +64,6 @@ def layer_spans(num_blocks: int, pp: int, vpp: int) -> list[list[tuple[int, int]
     return spans
 
 
-def _degree(name: str, value: object, low: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 2**31:
-        raise SpecError(
-            f"{value!r} is not a valid {name}", key=f"--{name}", value=value, rule=f"must be a whole number >= {low}"
-        )
-    return value
-
-
 def plan_from_degrees(
     num_blocks: int,
     num_devices: int,
@@ -90,85 +97,35 @@ def plan_from_degrees(
     SpecError
         When the degrees do not use every device exactly once or do not divide.
     """
-    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp, "micro-batch": micro_batch}
-    for name, value in degrees.items():
-        _degree(name, value)
-    _degree("seq", seq_len)
-    model_size = tp * pp * cp
-    if dp is None:
-        dp, rest = divmod(num_devices, model_size)
-        if rest or dp == 0:
-            raise SpecError(
-                f"tp {tp} x pp {pp} x cp {cp} = {model_size} does not divide {num_devices} devices",
-                key="--tp/--pp/--cp",
-                value=model_size,
-                rule="devices = dp x tp x pp x cp",
-                fix=f"choose degrees whose product divides {num_devices}",
-            )
-    _degree("dp", dp)
-    if dp * model_size != num_devices:
-        raise SpecError(
-            f"dp {dp} x tp {tp} x pp {pp} x cp {cp} = {dp * model_size}, the cluster has {num_devices} devices",
-            key="--dp",
-            value=dp,
-            rule="devices = dp x tp x pp x cp; idle devices only through a plan file",
-            fix=f"leave out --dp, or set it to {num_devices // model_size}" if num_devices % model_size == 0 else None,
-        )
-    if (tp * cp * dp) % (ep * etp):
-        raise SpecError(
-            f"ep {ep} x etp {etp} does not divide tp x cp x dp = {tp * cp * dp}",
-            key="--ep",
-            value=ep,
-            rule="etp x ep divides tp x cp x dp",
-        )
-    if pp * vpp > num_blocks:
-        raise SpecError(
-            f"pp {pp} x vpp {vpp} = {pp * vpp} virtual stages for {num_blocks} blocks",
-            key="--pp",
-            value=pp,
-            rule="every virtual stage holds at least one block",
-            fix=f"use at most {num_blocks} virtual stages",
-        )
-    if schedule is None:
-        schedule = "interleaved" if vpp > 1 else "1f1b"
-    if schedule not in SCHEDULES or precision not in PRECISIONS:
-        bad, known = (schedule, SCHEDULES) if schedule not in SCHEDULES else (precision, PRECISIONS)
-        key = "--schedule" if schedule not in SCHEDULES else "--dtype"
-        raise SpecError(f"unknown {bad!r}", key=key, value=bad, rule=f"must be one of {', '.join(known)}")
-    if vpp > 1 and schedule != "interleaved":
-        raise SpecError(
-            f"vpp {vpp} with schedule {schedule}",
-            key="--schedule",
-            value=schedule,
-            rule="only the interleaved schedule has virtual stages",
-            fix="use --schedule interleaved, or --vpp 1",
-        )
-    if global_batch is None:
-        global_batch = dp * pp * micro_batch
-    _degree("global-batch", global_batch)
-    if global_batch % dp:
-        raise SpecError(
-            f"global batch {global_batch} is not a multiple of dp {dp}",
-            key="--global-batch",
-            value=global_batch,
-            rule="every data-parallel rank takes the same share; uneven shares only through a plan file",
-            fix=f"use {max(1, global_batch // dp) * dp}",
-        )
-    recompute = check_recompute(recompute, key="--recompute")
+    _check_counts(
+        {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp, "micro-batch": micro_batch}, seq_len
+    )
+    dp = _data_parallel(dp, tp, pp, cp, num_devices)
     width = tp * cp * dp
+    if width % (ep * etp):
+        raise SpecError(
+            f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}",
+            key="--ep", value=ep, rule="etp x ep divides tp x cp x dp",
+            fix=f"choose ep x etp that divides {width}",
+        )  # fmt: skip
+    schedule = _schedule(schedule, pp, vpp, num_blocks)
+    if sp is not None and not isinstance(sp, bool):
+        raise invalid(sp, "must be true or false", key="--sp", name="sp")
+    global_batch = _global_batch(global_batch, dp, dp * pp * micro_batch)
+    options: dict[str, Any] = {
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+        "etp": etp,
+        "zero": whole(zero, 0, 3, key="--zero", name="zero"),
+        "shard_size": None
+        if shard_size is None
+        else whole(shard_size, key="--shard-size", name="shard-size"),
+        "recompute": check_recompute(recompute, key="--recompute"),
+        "offload": one_of(offload, OFFLOADS, key="--offload", name="offload"),
+    }
     stages = tuple(
-        Stage(
-            ranks=tuple(range(i * width, (i + 1) * width)),
-            layers=tuple(spans),
-            tp=tp,
-            cp=cp,
-            ep=ep,
-            etp=etp,
-            zero=zero,
-            shard_size=shard_size,
-            recompute=recompute,
-            offload=offload,
-        )
+        Stage(ranks=tuple(range(i * width, (i + 1) * width)), layers=tuple(spans), **options)
         for i, spans in enumerate(layer_spans(num_blocks, pp, vpp))
     )
     group = Group(
@@ -181,8 +138,82 @@ def plan_from_degrees(
     return Plan(
         global_batch=global_batch,
         seq_len=seq_len,
-        precision=precision,
-        optimizer=optimizer,
+        precision=one_of(precision, PRECISIONS, key="--dtype", name="dtype"),
+        optimizer=one_of(optimizer, OPTIMIZERS, key="--optimizer", name="optimizer"),
         framework=framework,
         groups=(group,),
     )
+
+
+def _check_counts(degrees: dict[str, Any], seq_len: Any) -> None:
+    for name, value in degrees.items():
+        whole(value, key=f"--{name}", name=name)
+    whole(seq_len, 1, MAX_SEQ_LEN, key="--seq", name="seq")
+
+
+def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
+    """Return dp, from the devices when it is not given; every device is used exactly once."""
+    model_size = tp * pp * cp
+    fits, rest = divmod(num_devices, model_size)
+    if dp is None:
+        if rest or fits == 0:
+            raise SpecError(
+                f"tp {tp} x pp {pp} x cp {cp} = {model_size} does not divide {num_devices} devices",
+                key="--tp/--pp/--cp",
+                value=model_size,
+                rule="devices = dp x tp x pp x cp",
+                fix=f"choose degrees whose product divides {num_devices}",
+            )
+        return fits
+    whole(dp, key="--dp", name="dp")
+    if dp * model_size != num_devices:
+        raise SpecError(
+            f"dp {dp} x tp {tp} x pp {pp} x cp {cp} = {dp * model_size}, "
+            f"the cluster has {num_devices} devices",
+            key="--dp",
+            value=dp,
+            rule="devices = dp x tp x pp x cp; idle devices only through a plan file",
+            fix=f"choose degrees whose product divides {num_devices}" if rest or fits == 0
+            else f"leave out --dp, or set it to {fits}",
+        )  # fmt: skip
+    return int(dp)
+
+
+def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
+    """Return the schedule of a pipeline whose virtual stages the model fills."""
+    if pp * vpp > num_blocks:
+        raise SpecError(
+            f"pp {pp} x vpp {vpp} = {pp * vpp} virtual stages for {num_blocks} blocks",
+            key="--pp",
+            value=pp,
+            rule="every virtual stage holds at least one block",
+            fix=f"use at most {num_blocks} virtual stages",
+        )
+    if schedule is None:
+        return "interleaved" if vpp > 1 else "1f1b"
+    one_of(schedule, SCHEDULES, key="--schedule", name="schedule")
+    if vpp > 1 and schedule != "interleaved":
+        raise SpecError(
+            f"vpp {vpp} with schedule {schedule}",
+            key="--schedule",
+            value=schedule,
+            rule="only the interleaved schedule has virtual stages",
+            fix="use --schedule interleaved, or --vpp 1",
+        )
+    return str(schedule)
+
+
+def _global_batch(global_batch: Any, dp: int, default: int) -> int:
+    """Return the samples of a step, which data-parallel ranks share evenly."""
+    batch = whole(
+        default if global_batch is None else global_batch, key="--global-batch", name="global-batch"
+    )
+    if batch % dp:
+        raise SpecError(
+            f"global batch {batch} is not a multiple of dp {dp}",
+            key="--global-batch",
+            value=batch,
+            rule="every data-parallel rank takes the same share; uneven shares only through a plan file",
+            fix=f"use {max(1, batch // dp) * dp}",
+        )
+    return batch

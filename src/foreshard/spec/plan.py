@@ -7,10 +7,12 @@ The file format is JSON, schema version 1 (docs/design.md). Group and stage keys
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from foreshard.errors import SpecError
 
@@ -27,8 +29,19 @@ RECOMPUTE_MODULES = (
     "mla_up_proj",
     "op",
 )
-COMM_OPTIONS = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap", "context_gather")
+COMM_OPTIONS = (
+    "tp_overlap",
+    "grad_overlap",
+    "param_gather_overlap",
+    "p2p_overlap",
+    "expert_overlap",
+    "context_gather",
+)
+OFFLOADS = ("none", "optimizer", "activations", "all")
 MAX_BATCH = 2**31
+MAX_SEQ_LEN = 2**26
+MAX_FILE_BYTES = 8_000_000
+_MAX_CHARS = 64
 
 DEFAULTS: dict[str, Any] = {
     "micro_batch": 1,
@@ -169,6 +182,62 @@ def _stage_dict(stage: Stage) -> dict[str, Any]:
     return out
 
 
+def shown(value: Any) -> str:
+    """Return a value as an error message quotes it: short, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits has no repr
+        return f"a very long {type(value).__name__}"
+
+
+def _quoted(value: Any) -> Any:
+    """Return a value as the error object carries it: the value itself where JSON can hold it in a line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str):
+        return value[:_MAX_CHARS]
+    if isinstance(value, bool) or value is None or (isinstance(value, int) and abs(value) < 10**18):
+        return value
+    return shown(value)
+
+
+def invalid(
+    value: Any, rule: str, *, key: str, name: str = "", fix: str | None = None, file: str | None = None
+) -> SpecError:
+    """Return the error of a value that breaks a rule, to be raised."""
+    what = f"{shown(value)} is not a valid {name}" if name else f"{shown(value)} is not valid"
+    return SpecError(what, file=file, key=key, value=_quoted(value), rule=rule, fix=fix)
+
+
+def whole(
+    value: Any, low: int = 1, high: int = MAX_BATCH, *, key: str, name: str = "", file: str | None = None
+) -> int:
+    """Return the value if it is a whole number in a range; True and 2.0 are not.
+
+    Raises
+    ------
+    SpecError
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise invalid(value, f"must be a whole number from {low} to {high}", key=key, name=name, file=file)
+    return value
+
+
+def one_of(value: Any, known: Sequence[str], *, key: str, name: str = "", file: str | None = None) -> str:
+    """Return the value if it is one of the known words.
+
+    Raises
+    ------
+    SpecError
+        With the nearest word as the fix.
+    """
+    if isinstance(value, str) and value in known:
+        return value
+    near = get_close_matches(value[:_MAX_CHARS], known, n=1) if isinstance(value, str) else []
+    fix = f"Did you mean {near[0]!r}?" if near else None
+    raise invalid(value, f"must be one of {', '.join(known)}", key=key, name=name, fix=fix, file=file)
+
+
 class _Reader:
     """Reads values out of parsed JSON and raises errors that name file and key."""
 
@@ -176,34 +245,41 @@ class _Reader:
         self.file = file
 
     def fail(self, key: str, value: Any, rule: str, fix: str | None = None) -> SpecError:
-        shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
-        return SpecError(
-            f"{shown} is not valid", file=self.file, key=key, value=value, rule=rule, fix=fix
-        )
+        return invalid(value, rule, key=key, fix=fix, file=self.file)
 
     def mapping(self, value: Any, key: str, known: Sequence[str]) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise self.fail(key, value, "must be a JSON object")
         for name in value:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                fix = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}"
-                where = f"{key}.{name}" if key else name
-                raise SpecError(f"unknown key {name!r}", file=self.file, key=where, value=name, fix=fix)
+                raise self._unknown(name, key, known)
         return value
+
+    def _unknown(self, name: Any, key: str, known: Sequence[str]) -> SpecError:
+        text = name[:_MAX_CHARS] if isinstance(name, str) else shown(name)
+        near = get_close_matches(text, known, n=1)
+        return SpecError(
+            f"unknown key {text!r}",
+            file=self.file,
+            key=f"{key}.{text}" if key else text,
+            value=text,
+            rule=f"Known keys: {', '.join(known)}",
+            fix=f"Did you mean {near[0]!r}?" if near else None,
+        )
 
     def integer(self, value: Any, key: str, low: int = 1, high: int = MAX_BATCH) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(key, value, f"must be a whole number from {low} to {high}")
-        return value
+        return whole(value, low, high, key=key, file=self.file)
 
     def choice(self, value: Any, key: str, known: Sequence[str]) -> str:
-        if value not in known:
-            near = get_close_matches(str(value), known, n=1)
-            raise self.fail(
-                key, value, f"must be one of {', '.join(known)}", f"Did you mean {near[0]!r}?" if near else None
-            )
-        return value
+        return one_of(value, known, key=key, file=self.file)
+
+    def required(self, data: Mapping[str, Any], key: str, names: Sequence[str], owner: str) -> None:
+        for name in names:
+            if name not in data:
+                raise SpecError(
+                    f"missing key {name!r}", file=self.file, key=key or name,
+                    rule=f"{owner} states {', '.join(names)}", fix=f"Add {name!r}",
+                )  # fmt: skip
 
     def array(self, value: Any, key: str) -> list[Any]:
         if not isinstance(value, list) or not value:
@@ -222,53 +298,62 @@ def check_recompute(value: Any, *, key: str = "recompute", file: str | None = No
         return value
     if head == "full":
         kind, _, count = rest.partition(":")
-        if kind in ("uniform", "block") and count.isdecimal() and 0 < int(count) < 10**6:
+        if kind in ("uniform", "block") and _is_count(count):
             return value
     if head == "selective":
-        modules = rest.split("+") if rest else ["core_attn"]
+        modules = list(dict.fromkeys(rest.split("+"))) if rest else ["core_attn"]
         if all(module in RECOMPUTE_MODULES for module in modules):
             return "selective:" + "+".join(modules)
-    if value.startswith("every-") and value[6:].isdecimal() and 0 < int(value[6:]) < 10**6:
+    if value.startswith("every-") and _is_count(value[6:]):
         return value
     raise read.fail(key, value, rule, f"Known modules: {', '.join(RECOMPUTE_MODULES)}")
 
 
-def _stage_options(read: _Reader, data: Mapping[str, Any], inherited: dict[str, Any], key: str) -> dict[str, Any]:
-    merged = {name: data.get(name, inherited[name]) for name in ("zero", "shard_size", "recompute", "offload")}
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 6 and int(text) > 0
+
+
+def _stage_options(
+    read: _Reader, data: Mapping[str, Any], inherited: dict[str, Any], key: str
+) -> dict[str, Any]:
+    merged = {
+        name: data.get(name, inherited[name]) for name in ("zero", "shard_size", "recompute", "offload")
+    }
     merged["zero"] = read.integer(merged["zero"], f"{key}.zero", 0, 3)
     if merged["shard_size"] is not None:
         merged["shard_size"] = read.integer(merged["shard_size"], f"{key}.shard_size")
     merged["recompute"] = check_recompute(merged["recompute"], key=f"{key}.recompute", file=read.file)
-    merged["offload"] = read.choice(merged["offload"], f"{key}.offload", ("none", "optimizer", "activations", "all"))
+    merged["offload"] = read.choice(merged["offload"], f"{key}.offload", OFFLOADS)
     return merged
 
 
 def _parse_stage(read: _Reader, data: Any, inherited: dict[str, Any], key: str) -> Stage:
     data = read.mapping(data, key, _STAGE_KEYS)
-    for name in ("ranks", "layers"):
-        if name not in data:
-            raise SpecError(f"missing key {name!r}", file=read.file, key=key, rule="a stage names its ranks and layers")
+    read.required(data, key, ("ranks", "layers"), "a stage")
     ranks = tuple(read.integer(r, f"{key}.ranks", 0) for r in read.array(data["ranks"], f"{key}.ranks"))
-    spans = []
-    for span in read.array(data["layers"], f"{key}.layers"):
-        if not isinstance(span, list) or len(span) != 2:
-            raise read.fail(f"{key}.layers", span, "must be half-open intervals [start, stop]")
-        start = read.integer(span[0], f"{key}.layers", 0)
-        spans.append((start, read.integer(span[1], f"{key}.layers", start + 1)))
-    degrees = {name: read.integer(data.get(name, 1), f"{key}.{name}") for name in ("tp", "cp", "ep", "etp")}
+    spans = tuple(
+        _parse_span(read, span, f"{key}.layers") for span in read.array(data["layers"], f"{key}.layers")
+    )
+    tp, cp, ep, etp = (read.integer(data.get(name, 1), f"{key}.{name}") for name in ("tp", "cp", "ep", "etp"))
     shares = data.get("rank_shares")
     if shares is not None:
-        shares = tuple(read.integer(s, f"{key}.rank_shares", 0) for s in read.array(shares, f"{key}.rank_shares"))
+        where = f"{key}.rank_shares"
+        shares = tuple(read.integer(share, where, 0) for share in read.array(shares, where))
     options = _stage_options(read, data, inherited, key)
-    return Stage(ranks=ranks, layers=tuple(spans), rank_shares=shares, **degrees, **options)
+    return Stage(ranks=ranks, layers=spans, tp=tp, cp=cp, ep=ep, etp=etp, rank_shares=shares, **options)
+
+
+def _parse_span(read: _Reader, span: Any, key: str) -> tuple[int, int]:
+    if not isinstance(span, list) or len(span) != 2:
+        raise read.fail(key, span, "must be half-open intervals [start, stop]")
+    start = read.integer(span[0], key, 0)
+    return start, read.integer(span[1], key, start + 1)
 
 
 def _parse_group(read: _Reader, data: Any, defaults: dict[str, Any], key: str) -> Group:
     data = read.mapping(data, key, _GROUP_KEYS)
     merged = {**defaults, **{name: data[name] for name in DEFAULTS if name in data}}
-    for name in ("share", "stages"):
-        if name not in data:
-            raise SpecError(f"missing key {name!r}", file=read.file, key=key, rule="a group states share and stages")
+    read.required(data, key, ("share", "stages"), "a group")
     if not isinstance(merged["sp"], bool):
         raise read.fail(f"{key}.sp", merged["sp"], "must be true or false")
     stages = tuple(
@@ -294,11 +379,8 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
     """
     read = _Reader(file)
     data = read.mapping(data, "", _PLAN_KEYS)
-    for name in ("global_batch", "seq_len", "groups"):
-        if name not in data:
-            raise SpecError(f"missing key {name!r}", file=file, key=name, rule="a plan states it")
-    if data.get("schema_version", 1) != 1:
-        raise read.fail("schema_version", data["schema_version"], "must be 1")
+    read.required(data, "", ("global_batch", "seq_len", "groups"), "a plan")
+    read.integer(data.get("schema_version", 1), "schema_version", 1, 1)
     defaults = {**DEFAULTS, **read.mapping(data.get("defaults", {}), "defaults", tuple(DEFAULTS))}
     comm = read.mapping(data.get("comm", {}), "comm", COMM_OPTIONS)
     for name, value in comm.items():
@@ -309,7 +391,7 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
         raise read.fail("framework", framework, "must be a name, optionally name@release")
     return Plan(
         global_batch=read.integer(data["global_batch"], "global_batch"),
-        seq_len=read.integer(data["seq_len"], "seq_len", 1, 2**26),
+        seq_len=read.integer(data["seq_len"], "seq_len", 1, MAX_SEQ_LEN),
         precision=read.choice(data.get("precision", "bf16"), "precision", PRECISIONS),
         optimizer=read.choice(data.get("optimizer", "adamw"), "optimizer", OPTIMIZERS),
         framework=framework,
@@ -322,16 +404,39 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
 
 
 def load_plan(path: str) -> Plan:
-    """Return the Plan stored in a JSON file."""
+    """Return the Plan stored in a JSON file.
+
+    Raises
+    ------
+    SpecError
+        When the file cannot be read, is no JSON, or describes no plan.
+    """
+    file = str(path)
     try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read(8_000_001)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read the plan: {error}", file=str(path), fix="give a JSON plan file") from None
-    if len(text) > 8_000_000:
-        raise SpecError("the plan file is larger than 8 MB", file=str(path), rule="a plan is at most 8 MB")
+        with open(path, "rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"cannot read the plan: {error}", file=file, fix="Give a JSON plan file") from None
+    if len(data) > MAX_FILE_BYTES:
+        rule = f"a plan file has at most {MAX_FILE_BYTES // 10**6} MB"
+        raise SpecError("the plan file is too large", file=file, rule=rule, fix="Check the path")
     try:
-        data = json.loads(text)
+        text = data.decode("utf-8")
+        parsed = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_keys_once)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"not valid JSON: {error}", file=str(path), fix="check for a truncated file") from None
-    return parse_plan(data, file=str(path))
+        fix = "Check for a truncated file"
+        raise SpecError(f"not valid JSON: {error}", file=file, rule="a plan is JSON", fix=fix) from None
+    return parse_plan(parsed, file=file)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f"key {name[:_MAX_CHARS]!r} appears twice in one object")
+        made[name] = value
+    return made

@@ -21,7 +21,15 @@ TIME_PARTS = (
     "host",
     "straggler",
 )
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "comm_buffers", "reserved")
+MEMORY_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporary",
+    "comm_buffers",
+    "reserved",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
