@@ -333,40 +333,44 @@ class _GroupLowering:
 
     def _add_sharded(self, s: int) -> list[int]:
         """Gather each unit before use and scatter its gradients after, one unit ahead."""
-        shape, first = self.lowered.shape, self.lowered.first
-        rows: list[tuple[int, float, float, int, int]] = []  # piece, gather, scatter, chunk, micro-batch
-        here = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
-        for task in here.tolist():
-            op, c, j = int(shape.kind[task]), int(shape.chunk[task]), int(shape.micro_batch[task])
-            units = self.prices.units[s][c]
-            gather, scatter = _moves(op, units)
-            rows += [(int(first[task]) + i, g, r, c, j) for i, (g, r) in enumerate(zip(gather, scatter, strict=True))]
+        shape, builder = self.lowered.shape, self.builder
+        ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
+        first_piece = int(self.lowered.first[ops[0]])  # the pieces of a stage follow each other
+        moves = {
+            (op, c): _moves(op, units) for op in Op for c, units in enumerate(self.prices.units[s])
+        }
+        gather_s, scatter_s = np.concatenate(
+            [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)], axis=1
+        )
+        owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
         ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
-        moves = []  # (issued after piece, order, piece, seconds, is scatter)
-        for i, (_, gather_s, scatter_s, _, _) in enumerate(rows):
-            if gather_s > 0.0:
-                moves.append((i - ahead, 1, i, gather_s))
-            if scatter_s > 0.0:
-                moves.append((i, 0, i, scatter_s))
-        last = -1
-        for after, order, i, seconds in sorted(moves):
-            kind = Kind.PARAMETER_GATHER if order else Kind.GRADIENT_REDUCE
-            ready = [rows[after][0]] if after >= 0 else []
-            task = self.add_transfer(s, seconds, ready, kind, rows[i][4], rows[i][3])
-            waiting = i if order else i + ahead
-            if waiting < len(rows):
-                self.builder.depend(rows[waiting][0], task)
-            last = task if not order else last
-        return [last] if last >= 0 else []
+        gathers, scatters = np.flatnonzero(gather_s), np.flatnonzero(scatter_s)
+        # When piece i ends, its gradients leave before the weights of piece i + ahead come.
+        after, waiting = np.append(gathers - ahead, scatters), np.append(gathers, scatters + ahead)
+        order = np.argsort(np.append(2 * (gathers - ahead) + 1, 2 * scatters))
+        piece = np.append(gathers, scatters)[order]
+        is_gather = (np.arange(len(order)) < len(gathers))[order]
+        tasks = builder.add_many(
+            builder.resource(f"group{self.index}.stage{s}.data"),
+            np.append(gather_s[gathers], scatter_s[scatters])[order],
+            kind=np.where(is_gather, Kind.PARAMETER_GATHER, Kind.GRADIENT_REDUCE),
+            group=self.index, stage=s, chunk=shape.chunk[owner][piece], micro_batch=shape.micro_batch[owner][piece],
+        )  # fmt: skip
+        after, waiting = after[order], waiting[order]
+        builder.depend(tasks[after >= 0], first_piece + after[after >= 0])
+        used = waiting < len(gather_s)
+        builder.depend(first_piece + waiting[used], tasks[used])
+        self.lowered.data[s] += tasks.tolist()
+        return tasks[~is_gather][-1:].tolist()
 
 
-def _moves(op: int, units: Units) -> tuple[list[float], list[float]]:
-    """Return seconds of gather and scatter of each unit of an op, in the order of its pieces."""
-    none = [0.0] * len(units.params)
+def _moves(op: int, units: Units) -> np.ndarray:
+    """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces."""
+    none = np.zeros(len(units.params))
     if op == Op.FORWARD:
-        return units.gather_s.tolist(), none
-    back, scatter = units.regather_s[::-1].tolist(), units.scatter_s[::-1].tolist()
-    return (none if op == Op.BACKWARD_WEIGHT else back), (none if op == Op.BACKWARD_INPUT else scatter)
+        return np.stack([units.gather_s, none])
+    gather, scatter = units.regather_s[::-1], units.scatter_s[::-1]
+    return np.stack([none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter])
 
 
 def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np.ndarray:

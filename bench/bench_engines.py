@@ -1,0 +1,80 @@
+"""Both engines on the committed plans: plans and tasks per second, as ratios: python bench/bench_engines.py.
+
+Every plan goes from a Plan object to its breakdown; the analytical engine is timed plan by plan, as
+`predict` uses it, and in batch, as a search does. One core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_plans import PlanSet, load_sets
+
+from foreshard.predict.analytical import step_times
+from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.graph import graph_times
+from foreshard.predict.graph_lowering import lower
+from foreshard.predict.graph_prices import group_prices
+from foreshard.sim import critical_path
+
+
+def cases_of(plans: PlanSet, every: int) -> list[Case]:
+    """Return every so-many-th plan of a set."""
+    options = {"seq_len": plans.seq_len, "precision": plans.precision, "framework": plans.framework.label}
+    return [
+        Case(
+            model=plans.model, cluster=plans.cluster, framework=plans.framework,
+            plan=plans.table.plan(i, plans.model, **options),
+        )
+        for i in range(0, len(plans.table), every)
+    ]  # fmt: skip
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def programs_of(plans: PlanSet, cases: list[Case]) -> list:
+    contention = plans.constants.fsdp_contention
+    return [
+        lower(group_prices(case, build_batch([case], plans.constants)), case.framework, contention).program
+        for case in cases
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=5, help="take every so-many-th of the 1,000 plans")
+    every = parser.parse_args().every
+    print(f"{'plans of':<16}{'plans':>6}{'tasks':>9}{'engine/s':>10}{'alone/s':>9}{'batch/s':>9}"
+          f"{'python tasks/s':>16}{'compiled tasks/s':>18}{'compiled/python':>17}{'alone/graph':>13}")  # fmt: skip
+    for plans in load_sets():
+        cases = cases_of(plans, every)
+        programs = programs_of(plans, cases)
+        num_tasks = sum(program.num_tasks for program in programs)
+        critical_path.run(programs[0], compiled=True)
+        python_s = cpu_s(lambda p=programs: [critical_path.run(program) for program in p])
+        compiled_s = cpu_s(lambda p=programs: [critical_path.run(program, compiled=True) for program in p])
+        graph_s = cpu_s(lambda c=cases, s=plans: [
+            graph_times(case, build_batch([case], s.constants), timeline=False, compiled=True) for case in c
+        ])  # fmt: skip
+        alone_s = cpu_s(lambda c=cases, s=plans: [step_times(build_batch([x], s.constants)) for x in c])
+        batch_s = cpu_s(lambda s=plans: s.evaluate())
+        print(f"{plans.model.name:<16}{len(cases):>6}{num_tasks // len(cases):>9}{len(cases) / graph_s:>10.0f}"
+              f"{len(cases) / alone_s:>9.0f}{len(plans.table) / batch_s:>9.0f}{num_tasks / python_s:>16.3g}"
+              f"{num_tasks / compiled_s:>18.3g}{python_s / compiled_s:>17.1f}{graph_s / alone_s:>13.1f}")  # fmt: skip
+        sizes = np.array([program.num_tasks for program in programs])
+        print(f"{'':<16}tasks of a plan: median {np.median(sizes):.0f}, largest {sizes.max()}")
+
+
+if __name__ == "__main__":
+    main()
