@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import TrainingConstants
-from foreshard.comm.fabric import Fabric, fabric_of, slowest
+from foreshard.comm.fabric import Fabric, fabric_between, fabric_of
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import (
@@ -26,14 +27,13 @@ from foreshard.graph.shapes import (
 )
 from foreshard.predict.formula import Machine
 from foreshard.predict.traits import Traits, traits_of
-from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Block, Model
 from foreshard.spec.plan import Group, Plan, Stage
 
 T = TypeVar("T")
 _LOW = ("fp8", "mxfp8", "nvfp4")
-_OLD_DEVICE_ATTENTION = ("pascal", "volta", "maxwell", "kepler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Pipeline:
     num_chunks: Any
     gpipe: Any
     zero_bubble: Any
-    crosses_node: Any  # 1 when neighbouring stages are on different nodes
+    crosses_node: Any  # 1 when any neighbouring stages are on different nodes
     num_devices: Any  # of the whole plan
     hidden: Any
     vocab: Any
@@ -102,34 +102,98 @@ def _shape(block: Block) -> LayerShape:
     return layer_shape(block)
 
 
-def sync_width(plan: Plan, stage: Stage) -> int:
-    """Data-parallel ranks, over all groups, that hold the layers of this stage."""
-    first = stage.layers[0][0]
-    total = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """Ranks of a stage that are alike: same node group, same samples of each micro-batch."""
+
+    node_group: int
+    share: float
+    rank: int  # the first of them
+
+
+def stage_workers(cluster: Cluster, group: Group, stage: Stage) -> tuple[Worker, ...]:
+    """Return the kinds of ranks of a stage that take samples, in rank order.
+
+    A micro-batch is split over the inner data-parallel ranks by `rank_shares`, else evenly; ranks that
+    cannot split it evenly are all priced at the larger part.
+    """
+    taken = min(group.micro_batch, group.share)
+    shares = stage.rank_shares or (-(-taken // stage.inner_dp),)
+    if len(cluster.nodes) == 1:
+        biggest = max(range(len(shares)), key=shares.__getitem__)
+        return (
+            Worker(
+                node_group=0, share=float(shares[biggest]), rank=stage.ranks[biggest * stage.tp * stage.cp]
+            ),
+        )
+    ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
+    where = np.searchsorted(ends, stage.ranks, side="right").tolist()
+    split = stage.tp * stage.cp
+    found: dict[tuple[int, float], int] = {}
+    for i, (rank, node_group) in enumerate(zip(stage.ranks, where, strict=True)):
+        share = float(shares[(i // split) % len(shares)])
+        if share > 0.0:
+            found.setdefault((node_group, share), rank)
+    return tuple(Worker(node_group=key[0], share=key[1], rank=rank) for key, rank in found.items())
+
+
+def _pace(case: Case, workers: Sequence[Worker]) -> Worker:
+    """Return the worker the others wait for: most samples over matrix rate."""
+    if len(workers) == 1:
+        return workers[0]
+    nodes, precision = case.cluster.nodes, case.plan.precision
+    return max(workers, key=lambda w: w.share / nodes[w.node_group].device.peak(precision))
+
+
+def layer_replicas(plan: Plan, num_layers: int) -> np.ndarray:
+    """Return the data-parallel ranks, over all groups, that hold each layer; shape (num_layers + 2,)."""
+    change = np.zeros(num_layers + 3)
     for group in plan.groups:
-        for other in group.stages:
-            if any(start <= first < stop for start, stop in other.layers):
-                total += other.inner_dp
-    return total
+        for stage in group.stages:
+            for start, stop in stage.layers:
+                change[start] += stage.inner_dp
+                change[stop] -= stage.inner_dp
+    return np.cumsum(change)[:-1]
 
 
-def _stage_fabric(case: Case, stage: Stage, cluster_groups: Sequence[NodeGroup], fidelity: str) -> Fabric:
-    nccl = "old" if case.framework.nccl == "old" else "2.2x"
-    kinds = {_group_index(case.cluster, r) for r in (stage.ranks if len(case.cluster.nodes) > 1 else stage.ranks[:1])}
-    fabrics = [fabric_of(cluster_groups[i], nccl=nccl, fidelity=fidelity) for i in sorted(kinds)]
-    return fabrics[0] if len(fabrics) == 1 else slowest(fabrics)
+def sync_width(stage: Stage, replicas: np.ndarray) -> float:
+    """Return the data-parallel ranks that reduce the gradients of a stage: the most of any of its layers."""
+    return float(max(replicas[start:stop].max() for start, stop in stage.layers))
 
 
-def _group_index(cluster: Cluster, rank: int) -> int:
-    start = 0
-    for index, group in enumerate(cluster.nodes):
-        start += group.count * group.per_node
-        if rank < start:
-            return index
-    raise IndexError(rank)
+def _nccl(case: Case) -> str:
+    return "old" if case.framework.nccl == "old" else "2.2x"
+
+
+def _fabric(case: Case, ranks: Sequence[int], fidelity: str) -> Fabric:
+    """Return the fabric that collectives over some ranks see."""
+    cluster = case.cluster
+    if len(cluster.nodes) > 1:
+        return fabric_between(cluster, ranks, nccl=_nccl(case), fidelity=fidelity)
+    over = cluster.network.oversubscription
+    return fabric_of(cluster.nodes[0], nccl=_nccl(case), fidelity=fidelity, oversubscription=over)
+
+
+def link_domains(cluster: Cluster) -> np.ndarray:
+    """Return, per rank, the number of the node or NVLink domain it shares device links in."""
+    parts, before = [], 0
+    for nodes in cluster.nodes:
+        domains = np.arange(nodes.num_devices) // max(nodes.per_node, nodes.nvlink_domain)
+        parts.append(before + domains)
+        before += int(domains[-1]) + 1
+    return np.concatenate(parts)
+
+
+def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:
+    """Return whether any rank of a stage and its neighbour in another stage share no device links."""
+    one, other = domains[np.array(here.ranks)], domains[np.array(there.ranks)]
+    wide = max(len(one), len(other))
+    place = np.arange(wide)
+    return bool(np.any(one[place * len(one) // wide] != other[place * len(other) // wide]))
 
 
 def layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[float, ...]:
+    """Return how many layers of each kind of block a stage holds, next-token modules included."""
     counts = [0.0] * len(kinds)
     last = model.num_layers
     for start, stop in stage.layers:
@@ -140,15 +204,8 @@ def layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[f
     return tuple(counts)
 
 
-def rank_micro_batch(group: Group, stage: Stage) -> float:
-    if stage.rank_shares:
-        return float(max(stage.rank_shares))
-    return float(-(-group.micro_batch // stage.inner_dp)) if group.micro_batch >= stage.inner_dp else 1.0
-
-
-def rank_shape(plan: Plan, group: Group, stage: Stage) -> RankShape:
-    """Return how a rank of this stage executes layers."""
-    dp = sync_width(plan, stage)
+def _rank_shape(plan: Plan, group: Group, stage: Stage, share: float, replicas: np.ndarray) -> RankShape:
+    """Return how a rank that takes `share` samples of a micro-batch executes the layers of a stage."""
     low = plan.precision in _LOW
     four = plan.precision == "nvfp4"
     wide = 4.0 if plan.precision in ("fp32", "tf32") else 2.0
@@ -157,11 +214,12 @@ def rank_shape(plan: Plan, group: Group, stage: Stage) -> RankShape:
         cp=float(stage.cp),
         ep=float(stage.ep),
         etp=float(stage.etp),
-        dp=float(dp),
+        dp=sync_width(stage, replicas),
         sp=float(group.sp and stage.tp > 1),
         zero=float(stage.zero),
-        shard=float(min(stage.shard_size or dp * stage.cp, dp * stage.cp)),
-        micro_batch=rank_micro_batch(group, stage),
+        # States are cut inside the group; groups hold whole copies.
+        shard=float(stage.shard_size or stage.inner_dp * stage.cp),
+        micro_batch=share,
         seq_len=float(plan.seq_len),
         low=float(low),
         four_bit=float(four),
@@ -173,50 +231,48 @@ def rank_shape(plan: Plan, group: Group, stage: Stage) -> RankShape:
 
 def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
     """Return the distinct stages of a plan, group by group, in stage order."""
-    model, cluster, plan = case.model, case.cluster, case.plan
+    model, plan = case.model, case.plan
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
-    rows: dict[tuple, StageRow] = {}
-    cluster_groups = cluster.nodes
+    replicas = layer_replicas(plan, model.num_layers)
+    rows: dict[Any, StageRow] = {}
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
             counts = layer_counts(model, stage, kinds)
             embedding = float(any(start == 0 for start, _ in stage.layers))
             head = float(any(stop == model.num_layers + 2 for _, stop in stage.layers))
-            device_groups = tuple(sorted({_group_index(cluster, r) for r in stage.ranks}))
-            key = (g, counts, embedding, head, device_groups, stage.tp, stage.cp, stage.ep, stage.etp,
-                   stage.inner_dp, stage.zero, stage.shard_size, stage.recompute, stage.rank_shares)  # fmt: skip
+            workers = stage_workers(case.cluster, group, stage)
+            pace = _pace(case, workers)
+            rank = _rank_shape(plan, group, stage, pace.share, replicas)
+            places = tuple(dict.fromkeys(worker.node_group for worker in workers))
+            key = (g, counts, embedding, head, places, pace.node_group, rank, stage.recompute)
             if key in rows:
                 rows[key] = replace(rows[key], stages=(*rows[key].stages, s))
                 continue
-            rows[key] = _stage_row(case, g, s, counts, embedding, head, device_groups, cluster_groups, fidelity)
+            ends = embedding, head
+            rows[key] = _stage_row(case, (g, s), counts, ends, rank, pace.node_group, fidelity)
     return list(rows.values())
 
 
 def _stage_row(
     case: Case,
-    g: int,
-    s: int,
+    where: tuple[int, int],
     counts: tuple[float, ...],
-    embedding: float,
-    head: float,
-    device_groups: tuple[int, ...],
-    cluster_groups: Sequence[NodeGroup],
+    ends: tuple[float, float],
+    rank: RankShape,
+    node_group: int,
     fidelity: str,
 ) -> StageRow:
     plan, framework = case.plan, case.framework
-    group = plan.groups[g]
-    stage = group.stages[s]
-    devices = [cluster_groups[i].device for i in device_groups]
-    # Ranks of one stage wait for each other, so the slowest device sets its pace.
-    device = min(devices, key=lambda d: d.peak(plan.precision))
+    stage = plan.groups[where[0]].stages[where[1]]
+    device = case.cluster.nodes[node_group].device
     attention = framework.attention if framework.attention != "unfused" else "fa2"
     return StageRow(
-        group=g,
-        stages=(s,),
+        group=where[0],
+        stages=(where[1],),
         counts=counts,
-        rank=rank_shape(plan, group, stage),
+        rank=rank,
         kernels=kernel_model(device, plan.precision, attention=attention, fidelity=fidelity),
-        fabric=_stage_fabric(case, stage, cluster_groups, fidelity),
+        fabric=_fabric(case, stage.ranks, fidelity),
         traits=traits_of(
             framework,
             device,
@@ -225,26 +281,42 @@ def _stage_row(
             precision=plan.precision,
         ),
         recompute=recompute_of(stage.recompute, max(1, round(sum(counts) / len(stage.layers)))),
-        has_embedding=embedding,
-        has_head=head,
+        has_embedding=ends[0],
+        has_head=ends[1],
     )
 
 
-def _pipeline(case: Case, g: int, cluster: Cluster) -> Pipeline:
+def boundaries(group: Group) -> list[tuple[Stage, Stage]]:
+    """Return the pairs of stages that exchange messages; with virtual stages the last feeds the first."""
+    stages = group.stages
+    pairs = list(pairwise(stages))
+    return [*pairs, (stages[-1], stages[0])] if len(stages) > 1 and group.num_chunks > 1 else pairs
+
+
+def _micro_batches(group: Group) -> float:
+    """Return the micro-batches of a step, a short last one as a fraction of the others."""
+    rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
+    if group.num_micro_batches == 1 or rest == group.micro_batch:
+        return float(group.num_micro_batches)
+    short = max(
+        rest / group.micro_batch
+        if stage.rank_shares
+        else -(-rest // stage.inner_dp) / -(-group.micro_batch // stage.inner_dp)
+        for stage in group.stages
+    )
+    return group.num_micro_batches - 1 + short
+
+
+def _pipeline(case: Case, g: int, domains: np.ndarray) -> Pipeline:
     plan, model = case.plan, case.model
     group = plan.groups[g]
-    crosses = 0.0
-    if len(group.stages) > 1:
-        domain = cluster.nodes[0].per_node
-        here, there = group.stages[0].ranks, group.stages[1].ranks
-        crosses = float(cluster.node_of(here[0]) != cluster.node_of(there[0]) or len(here) >= domain)
     return Pipeline(
-        num_micro_batches=float(group.num_micro_batches),
+        num_micro_batches=_micro_batches(group),
         num_stages=float(len(group.stages)),
         num_chunks=float(group.num_chunks),
         gpipe=float(group.schedule == "gpipe"),
         zero_bubble=float(group.schedule == "zb-h1"),
-        crosses_node=crosses,
+        crosses_node=float(any(crosses_node(*pair, domains) for pair in boundaries(group))),
         num_devices=float(len(plan.ranks)),
         hidden=float(model.hidden),
         vocab=float(model.vocab),
@@ -267,9 +339,7 @@ def _stack(grid: Sequence[Sequence[T]], cls: type[T]) -> T:
     )
 
 
-def build_batch(
-    cases: Sequence[Case], constants: TrainingConstants, *, fidelity: str = "zero-shot"
-) -> Batch:
+def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity: str = "zero-shot") -> Batch:
     """Return the arrays of all pipelines of all cases.
 
     Parameters
@@ -285,9 +355,10 @@ def build_batch(
     pipelines, stages, kinds, index = [], [], [], []
     for plan_index, case in enumerate(cases):
         rows = stage_rows(case, fidelity=fidelity)
+        domains = link_domains(case.cluster)
         case_kinds = [_shape(block) for block, _ in case.model.block_kinds()]
         for g in range(len(case.plan.groups)):
-            pipelines.append(_pipeline(case, g, case.cluster))
+            pipelines.append(_pipeline(case, g, domains))
             stages.append([row for row in rows if row.group == g])
             kinds.append(case_kinds)
             index.append(plan_index)

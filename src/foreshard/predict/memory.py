@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from foreshard.cost.memory import MemoryParts, StageLoad, optimizer_state_bytes, stage_memory
 from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.predict.batch import Case, layer_counts, rank_micro_batch, sync_width
+from foreshard.predict.batch import (
+    Case,
+    Worker,
+    layer_counts,
+    layer_replicas,
+    stage_workers,
+    sync_width,
+)
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan import Group, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
 
 _EIGHT_BIT = ("fp8", "mxfp8")
@@ -37,58 +45,76 @@ def _padded_vocab(case: Case, stage: Stage) -> int:
     return math.ceil(case.model.vocab / unit) * unit
 
 
-def stage_loads(case: Case) -> tuple[StageLoad, list[tuple[int, int]]]:
-    """Return what every stage of every group holds, and the (group, stage) of each row."""
-    plan, model = case.plan, case.model
-    kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
-    where = [(g, s) for g, group in enumerate(plan.groups) for s in range(len(group.stages))]
-    stages = [(plan.groups[g], plan.groups[g].stages[s], s) for g, s in where]
-    counts = np.array([layer_counts(model, stage, kinds) for _, stage, _ in stages])
-    rules = [
-        recompute_of(stage.recompute, max(1, round(sum(row) / len(stage.layers))))
-        for (_, stage, _), row in zip(stages, counts, strict=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One kind of rank of one stage."""
+
+    g: int
+    s: int
+    group: Group
+    stage: Stage
+    worker: Worker
+    replicas: float  # ranks over all groups that hold the same dense weights, apart from cp
+
+
+def _rows(case: Case) -> list[_Row]:
+    replicas = layer_replicas(case.plan, case.model.num_layers)
+    return [
+        _Row(g=g, s=s, group=group, stage=stage, worker=worker, replicas=sync_width(stage, replicas))
+        for g, group in enumerate(case.plan.groups)
+        for s, stage in enumerate(group.stages)
+        for worker in stage_workers(case.cluster, group, stage)
     ]
 
-    def column(values: Sequence[float]) -> np.ndarray:
-        return np.array(values, dtype=np.float64)
 
-    dense = column([sync_width(plan, stage) * stage.cp for _, stage, _ in stages])
-    load = StageLoad(
+def _load(case: Case, rows: list[_Row]) -> StageLoad:
+    """Return what each kind of rank holds."""
+    plan, model = case.plan, case.model
+    kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
+    stages = [row.stage for row in rows]
+    counts = np.array([layer_counts(model, stage, kinds) for stage in stages])
+    rules = [
+        recompute_of(stage.recompute, max(1, round(sum(row) / len(stage.layers))))
+        for stage, row in zip(stages, counts, strict=True)
+    ]
+    last = model.num_layers + 2
+
+    def column(value: Callable[[_Row], float]) -> np.ndarray:
+        return np.array([value(row) for row in rows], dtype=np.float64)
+
+    return StageLoad(
         kinds=tuple((block, counts[:, i]) for block, i in kinds.items()),
-        has_embedding=column([any(a == 0 for a, _ in stage.layers) for _, stage, _ in stages]),
-        has_head=column([any(b == model.num_layers + 2 for _, b in stage.layers) for _, stage, _ in stages]),
+        has_embedding=column(lambda r: any(start == 0 for start, _ in r.stage.layers)),
+        has_head=column(lambda r: any(stop == last for _, stop in r.stage.layers)),
         hidden=model.hidden,
-        vocab=column([_padded_vocab(case, stage) for _, stage, _ in stages]),
+        vocab=column(lambda r: _padded_vocab(case, r.stage)),
         tied=float(model.tied_embeddings),
-        in_flight=column([in_flight(group, s) for group, _, s in stages]),
-        num_micro_batches=column([group.num_micro_batches for group, _, _ in stages]),
-        micro_batch=column([rank_micro_batch(group, stage) for group, stage, _ in stages]),
+        in_flight=column(lambda r: in_flight(r.group, r.s)),
+        num_micro_batches=column(lambda r: r.group.num_micro_batches),
+        micro_batch=column(lambda r: r.worker.share),
         seq_len=float(plan.seq_len),
-        tp=column([stage.tp for _, stage, _ in stages]),
-        cp=column([stage.cp for _, stage, _ in stages]),
-        ep=column([stage.ep for _, stage, _ in stages]),
-        etp=column([stage.etp for _, stage, _ in stages]),
-        dp=dense,
-        expert_dp=column([_expert_ranks(plan, stage) for _, stage, _ in stages]),
-        shard_size=np.minimum(dense, column([stage.shard_size or 2**40 for _, stage, _ in stages])),
-        zero=column([stage.zero for _, stage, _ in stages]),
-        sp=column([group.sp and stage.tp > 1 for group, stage, _ in stages]),
+        tp=column(lambda r: r.stage.tp),
+        cp=column(lambda r: r.stage.cp),
+        ep=column(lambda r: r.stage.ep),
+        etp=column(lambda r: r.stage.etp),
+        dp=column(lambda r: r.replicas * r.stage.cp),
+        expert_dp=column(
+            lambda r: max(1.0, r.replicas * r.stage.cp * r.stage.tp / (r.stage.ep * r.stage.etp))
+        ),
+        shard_size=column(lambda r: r.stage.shard_size or r.stage.inner_dp * r.stage.cp),
+        zero=column(lambda r: r.stage.zero),
+        sp=column(lambda r: r.group.sp and r.stage.tp > 1),
         activation_bytes_per_element=4.0 if plan.precision in ("fp32", "tf32") else 2.0,
         fp8=float(plan.precision in _EIGHT_BIT),
         fp4=float(plan.precision == "nvfp4"),
         recompute=Recompute.stack(rules),
-        offload_optimizer=column([stage.offload in ("optimizer", "all") for _, stage, _ in stages]),
-        offload_activations=column([stage.offload in ("activations", "all") for _, stage, _ in stages]),
+        offload_optimizer=column(lambda r: r.stage.offload in ("optimizer", "all")),
+        offload_activations=column(lambda r: r.stage.offload in ("activations", "all")),
         state_bytes=optimizer_state_bytes(plan.optimizer, case.framework.moment_bytes),
         outer_params=_outer_params(model),
         embedding_trainable=float(not model.embedding_frozen),
         head_trainable=float(not model.head_frozen),
     )
-    return load, where
-
-
-def _expert_ranks(plan: Plan, stage: Stage) -> float:
-    return max(1.0, sync_width(plan, stage) * stage.cp * stage.tp / (stage.ep * stage.etp))
 
 
 def _outer_params(model: Model) -> float:
@@ -96,36 +122,44 @@ def _outer_params(model: Model) -> float:
 
 
 def plan_memory(case: Case) -> tuple[Memory, MemoryParts]:
-    """Return the peak of the fullest rank (peak over capacity) and the parts of every stage."""
-    load, where = stage_loads(case)
-    parts = stage_memory(load, case.framework)
-    capacities = np.array(
-        [
-            min(case.cluster.device_of(rank).capacity_bytes for rank in _sample(case.plan.groups[g].stages[s]))
-            for g, s in where
-        ]
-    )
-    peak = parts.peak
-    fullest = int(np.argmax(peak / capacities))
-    g, s = where[fullest]
-    stage = case.plan.groups[g].stages[s]
-    rank = min(_sample(stage), key=lambda r: case.cluster.device_of(r).capacity_bytes)
-    breakdown = {name: float(np.broadcast_to(getattr(parts, name), peak.shape)[fullest]) for name in MEMORY_PARTS}
-    table: list[list[float]] = [[] for _ in case.plan.groups]
-    for (group, _), value in zip(where, peak, strict=True):
-        table[group].append(float(value))
-    total = sum(breakdown.values())
+    """Return the peak of the fullest rank (peak over capacity) and the parts of every stage.
+
+    Ranks of one stage that differ in device or samples are priced apart; the fullest stands for the stage.
+
+    Returns
+    -------
+    memory : Memory
+    parts : MemoryParts
+        One row per stage, group by group.
+    """
+    rows = _rows(case)
+    parts = stage_memory(_load(case, rows), case.framework)
+    capacity = np.array([case.cluster.nodes[row.worker.node_group].device.capacity_bytes for row in rows])
+    fullest_first = np.argsort(-(parts.peak / capacity), kind="stable")
+    chosen: dict[tuple[int, int], int] = {}
+    for i in fullest_first.tolist():
+        chosen.setdefault((rows[i].g, rows[i].s), i)
+    table: list[list[float]] = [[0.0] * len(group.stages) for group in case.plan.groups]
+    for (g, s), i in chosen.items():
+        table[g][s] = float(parts.peak[i])
+    fullest = int(fullest_first[0])
+    breakdown = {
+        name: float(np.broadcast_to(getattr(parts, name), parts.peak.shape)[fullest]) for name in MEMORY_PARTS
+    }
     memory = Memory(
-        peak_bytes=total,
-        peak_allocated_bytes=float(np.broadcast_to(parts.allocated, peak.shape)[fullest]),
-        peak_rank=rank,
-        capacity_bytes=float(capacities[fullest]),
-        fits=bool(np.all(peak <= capacities)),
+        peak_bytes=sum(breakdown.values()),
+        peak_allocated_bytes=float(parts.allocated[fullest]),
+        peak_rank=rows[fullest].worker.rank,
+        capacity_bytes=float(capacity[fullest]),
+        fits=bool(np.all(parts.peak <= capacity)),
         breakdown_bytes=breakdown,
         per_stage_peak_bytes=tuple(tuple(row) for row in table),
     )
-    return memory, parts
+    return memory, _take(parts, [chosen[where] for where in sorted(chosen)])
 
 
-def _sample(stage: Stage) -> tuple[int, ...]:
-    return stage.ranks
+def _take(parts: MemoryParts, rows: list[int]) -> MemoryParts:
+    """Return some rows of the parts."""
+    shape = parts.peak.shape
+    values = {f.name: np.broadcast_to(getattr(parts, f.name), shape)[rows] for f in fields(MemoryParts)}
+    return MemoryParts(**values)

@@ -258,7 +258,8 @@ def _chunks_match(case: _Case) -> None:
         if group.num_chunks > 1 and group.schedule != "interleaved":
             raise case.error(
                 f"{group.num_chunks} virtual stages with schedule {group.schedule}",
-                case.key(where, "schedule"), group.schedule, "only the interleaved schedule has virtual stages", "use interleaved",
+                case.key(where, "schedule"), group.schedule,
+                "only the interleaved schedule has virtual stages", "use interleaved",
             )  # fmt: skip
 
 
