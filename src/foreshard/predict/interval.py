@@ -1,14 +1,16 @@
 """Intervals around a predicted step time: split-conformal quantiles of residuals that shipped with us.
 
 A residual is log(measured / predicted) of a run whose family was left out of the fit. Residuals are grouped
-by class, what the prediction rests on; an interval is the finite-sample quantile of its class, wider when
-the query is far from every run of the class. `data/residuals.json` is written by `scripts/accuracy.py`.
+by class, what the prediction rests on; the half width of an interval is the finite-sample quantile of the
+absolute residual of its class (the sign of one family's shift says nothing about the next family), wider
+when the query is far from every run of the class. `data/residuals.json` is written by
+`scripts/accuracy.py --residuals`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
@@ -25,8 +28,9 @@ if TYPE_CHECKING:
 LEVEL = 0.9
 FEATURES = ("log2 parameters", "log2 hidden", "log2 sequence", "log2 tokens per rank", "log2 tp", "log2 pp",
             "log2 devices")  # fmt: skip
-HOST_BOUND = 0.2  # share of host time from which a step counts as bound by the host
-MIN_CLASS = 19  # smallest class whose 90 % interval has two finite ends: 20 x 0.95 = 19
+HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
+MIN_CLASS = 19  # smallest class: its 90 % interval ends inside the residuals with room on both sides
+_NARROW = ("fp8", "mxfp8", "nvfp4")
 
 
 def conformal_quantile(scores: ArrayLike, level: float) -> float:
@@ -65,6 +69,12 @@ def signed_quantiles(residuals: ArrayLike, level: float = LEVEL) -> tuple[float,
     values = np.asarray(residuals, float).ravel()
     tail = 1.0 - (1.0 - level) / 2.0
     return -conformal_quantile(-values, tail), conformal_quantile(values, tail)
+
+
+def absolute_bounds(residuals: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
+    """Return (-q, q) such that a new absolute residual stays below q with probability at least `level`."""
+    half = conformal_quantile(np.abs(np.asarray(residuals, float)), level)
+    return -half, half
 
 
 def neighbour_distance(
@@ -116,17 +126,13 @@ def spread(
     ----------
     predicted : array, shape (q,), seconds or bytes
     bounds : (float, float)
-        From `signed_quantiles`.
+        From `absolute_bounds` or `signed_quantiles`.
     factor : array, shape () or (q,)
-        From `widening`; it stretches both ends away from the middle.
+        From `widening`; it stretches both ends away from the prediction.
     """
     low, high = bounds
     value, wide = np.asarray(predicted, float), np.asarray(factor, float)
-    middle = 0.5 * (low + high) if np.isfinite(low + high) else 0.0
-    return (
-        value * np.exp(middle + (low - middle) * wide),
-        value * np.exp(middle + (high - middle) * wide),
-    )
+    return value * np.exp(low * wide), value * np.exp(high * wide)
 
 
 def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
@@ -149,6 +155,7 @@ def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
 def class_of(
     model: Model,
     plan: Plan,
+    framework: Framework,
     parts: Mapping[str, float],
     *,
     evidence: str = "fitted",
@@ -158,8 +165,10 @@ def class_of(
 
     Parameters
     ----------
+    framework : Framework
+        Attention as separate kernels rests on other constants than flash attention.
     parts : mapping
-        Seconds of the step by part; a step the host bounds is a class of its own.
+        Seconds of the step by part; a step whose host time shows is a class of its own.
     evidence : str
         What the kernel times rest on: fitted, architecture or datasheet.
     fidelity : str
@@ -175,21 +184,27 @@ def class_of(
         kind = "dense"
     if fidelity != "zero-shot":
         return (f"{fidelity}:{kind}", fidelity, "all")
-    width = "narrow" if plan.precision in ("fp8", "mxfp8", "nvfp4") else "wide"
-    return (f"{kind}:{width}:{evidence}", f"{kind}:{width}", kind, "all")
+    attention = "unfused" if framework.attention == "unfused" else "flash"
+    width = "narrow" if plan.precision in _NARROW else "wide"
+    path = (kind, attention, width, evidence)
+    return (*(":".join(path[:n]) for n in range(len(path), 0, -1)), "all")
 
 
 @cache
 def residual_classes() -> Mapping[str, Mapping[str, Any]]:
-    """Return the shipped classes: residuals and points, or bounds with their source."""
+    """Return the shipped classes: bounds of the log residual, and the points they were measured at."""
     text = files("foreshard.catalog").joinpath("data/residuals.json").read_text(encoding="utf-8")
-    return json.loads(text)["classes"]
+    data = json.loads(text)
+    return {
+        name: entry | {"points": points_of(name, data["points"])} for name, entry in data["classes"].items()
+    }
 
 
-def _bounds(entry: Mapping[str, Any], level: float) -> tuple[float, float]:
-    if "residuals" in entry:
-        return signed_quantiles(entry["residuals"], level)
-    return float(entry["bounds"][0]), float(entry["bounds"][1])
+def points_of(name: str, points: Mapping[str, Sequence[Sequence[float]]]) -> list[Sequence[float]]:
+    """Return the points of a class: those stored under its own name and under narrower ones."""
+    wanted = "" if name == "all" else name
+    inside = (own for own in points if own == wanted or not wanted or own.startswith(f"{wanted}:"))
+    return [point for own in inside for point in points[own]]
 
 
 def step_interval(
@@ -199,15 +214,14 @@ def step_interval(
     *,
     evidence: str = "fitted",
     fidelity: str = "zero-shot",
-    level: float = LEVEL,
     classes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[float, float]:
-    """Return (low, high) of a predicted step time from the narrowest class with finite bounds.
+    """Return the 90 % interval (low, high) of a predicted step time from the narrowest class there is.
 
     Parameters
     ----------
     case : Case
-        The model and the plan count.
+        The model, the plan and the framework count.
     step_time_s : float, seconds
     parts, evidence, fidelity
         As in `class_of`.
@@ -215,18 +229,25 @@ def step_interval(
         None: the shipped residuals.
     """
     table = residual_classes() if classes is None else classes
-    for name in class_of(case.model, case.plan, parts, evidence=evidence, fidelity=fidelity):
-        entry = table.get(name)
+    names = class_of(case.model, case.plan, case.framework, parts, evidence=evidence, fidelity=fidelity)
+    return class_interval(names, features_of(case.model, case.plan), step_time_s, table)
+
+
+def class_interval(
+    names: Sequence[str],
+    features: Sequence[float],
+    predicted_s: float,
+    classes: Mapping[str, Mapping[str, Any]],
+) -> tuple[float, float]:
+    """Return (low, high) of one prediction from the first of its classes that the table has."""
+    for name in names:
+        entry = classes.get(name)
         if entry is None:
-            continue
-        bounds = _bounds(entry, level)
-        if not np.all(np.isfinite(bounds)):
             continue
         factor = 1.0
         if entry.get("points"):
-            query = [features_of(case.model, case.plan)]
-            distance = neighbour_distance(query, entry["points"], entry["scale"])
+            distance = neighbour_distance([features], entry["points"], entry["scale"])
             factor = float(widening(distance, entry["typical"])[0])
-        low, high = spread(step_time_s, bounds, factor)
+        low, high = spread(predicted_s, (entry["bounds"][0], entry["bounds"][1]), factor)
         return float(low), float(high)
-    raise AssertionError("residuals.json has no class 'all' with finite bounds")
+    raise AssertionError("residuals.json has no class 'all'")

@@ -15,11 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from foreshard.predict.interval import (
     LEVEL,
     MIN_CLASS,
-    conformal_quantile,
+    absolute_bounds,
+    class_interval,
     neighbour_distance,
     signed_quantiles,
-    spread,
-    widening,
 )
 
 
@@ -55,74 +54,90 @@ def feature_scale(features: ArrayLike) -> NDArray[np.float64]:
     return np.where(middle > 0, middle, np.where(np.ptp(data, axis=0) > 0, np.std(data, axis=0), 1.0))
 
 
-def class_entry(rows: Sequence[LeftOut]) -> dict[str, Any]:
-    """Return one class of `residuals.json`: residuals, points, their scale and typical distance."""
-    points = np.array([row.features for row in rows], float)
+def class_entry(rows: Sequence[LeftOut], *, signed: bool = False, level: float = LEVEL) -> dict[str, Any]:
+    """Return one class: bounds of its log residual, distinct points, their scale and typical distance.
+
+    Parameters
+    ----------
+    signed : bool
+        Each end has its own quantile, as for predictions known to be too fast; the prediction itself always
+        lies inside.
+    """
+    points = np.unique(np.array([row.features for row in rows], float).round(3), axis=0)
     scale = feature_scale(points)
-    near = neighbour_distance(points, points, scale, skip_self=True)
-    distinct = near[near > 0]
+    near = neighbour_distance(points, points, scale, skip_self=True) if len(points) > 1 else np.ones(1)
+    residuals = [row.residual for row in rows]
+    low, high = signed_quantiles(residuals, level) if signed else absolute_bounds(residuals, level)
     return {
-        "residuals": [round(row.residual, 4) for row in rows],
-        "points": [[round(value, 3) for value in row.features] for row in rows],
+        "bounds": [round(min(low, 0.0), 4), round(max(high, 0.0), 4)],
+        "rows": len(rows),
+        "points": points.tolist(),
         "scale": [round(float(value), 4) for value in scale],
-        "typical": round(float(np.quantile(distinct, 0.9)) if len(distinct) else 1.0, 4),
+        "typical": round(float(np.quantile(near, 0.9)), 4),
         "families": sorted({row.family for row in rows}),
     }
 
 
-def build_classes(rows: Iterable[LeftOut]) -> dict[str, dict[str, Any]]:
-    """Return every class with enough rows for two finite ends; `all` holds every row."""
+def build_classes(rows: Iterable[LeftOut], *, signed: bool = False) -> dict[str, dict[str, Any]]:
+    """Return every class with enough rows; a class `all` holds every row."""
     groups: dict[str, list[LeftOut]] = {}
     for row in rows:
         for name in row.classes:
             groups.setdefault(name, []).append(row)
-    return {name: class_entry(group) for name, group in sorted(groups.items()) if len(group) >= MIN_CLASS}
+    large = {name: group for name, group in sorted(groups.items()) if len(group) >= MIN_CLASS}
+    return {name: class_entry(group, signed=signed) for name, group in large.items()}
 
 
-def interval_of(
-    row: LeftOut, classes: Mapping[str, Mapping[str, Any]], level: float = LEVEL
-) -> tuple[float, float] | None:
-    """Return the interval a query gets from some classes, None when none of them is finite."""
-    for name in row.classes:
-        entry = classes.get(name)
-        if entry is None:
-            continue
-        bounds = signed_quantiles(entry["residuals"], level)
-        if np.all(np.isfinite(bounds)):
-            distance = neighbour_distance([row.features], entry["points"], entry["scale"])
-            low, high = spread(row.predicted_s, bounds, widening(distance, entry["typical"])[0])
-            return float(low), float(high)
-    return None
+def interval_of(row: LeftOut, classes: Mapping[str, Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Return the interval a query gets from some classes, None when it has none of its own."""
+    if not any(name in classes for name in row.classes):
+        return None
+    return class_interval(row.classes, row.features, row.predicted_s, classes)
 
 
-def family_coverage(
-    rows: Sequence[LeftOut], level: float = LEVEL, together: Sequence[tuple[str, ...]] = ()
-) -> dict[str, float]:
-    """Return for each family the share of its runs inside intervals built from the other families.
+def inside(rows: Sequence[LeftOut], classes: Mapping[str, Mapping[str, Any]]) -> list[bool | None]:
+    """Return whether each row's measured time is in its interval; None where it gets none."""
+    made = [interval_of(row, classes) for row in rows]
+    return [
+        None if ends is None else ends[0] <= row.measured_s <= ends[1]
+        for row, ends in zip(rows, made, strict=True)
+    ]
+
+
+def judged_by_others(rows: Sequence[LeftOut], together: Sequence[tuple[str, ...]] = ()) -> list[bool | None]:
+    """Return whether each row is inside an interval built from families that share nothing with its own.
 
     Parameters
     ----------
     together : sequence of tuples of families
         Families that share configurations; none of them serves to judge another.
     """
-    out = {}
-    for family in dict.fromkeys(row.family for row in rows):
-        leaving = next((set(names) for names in together if family in names), {family})
-        classes = build_classes(row for row in rows if row.family not in leaving)
-        mine = [row for row in rows if row.family == family]
-        made = [(row, interval_of(row, classes, level)) for row in mine]
-        known = [low_high[0] <= row.measured_s <= low_high[1] for row, low_high in made if low_high]
-        if known:
-            out[family] = float(np.mean(known))
+    out: list[bool | None] = [None] * len(rows)
+    leaving = [next((names for names in together if row.family in names), (row.family,)) for row in rows]
+    for names in dict.fromkeys(leaving):
+        mine = [i for i, own in enumerate(leaving) if own == names]
+        classes = build_classes(row for row in rows if row.family not in names)
+        for i, good in zip(mine, inside([rows[i] for i in mine], classes), strict=True):
+            out[i] = good
     return out
 
 
-__all__ = [
-    "LeftOut",
-    "build_classes",
-    "class_entry",
-    "conformal_quantile",
-    "family_coverage",
-    "feature_scale",
-    "interval_of",
-]
+def cross_fitted(rows: Sequence[LeftOut], *, folds: int = 10, seed: int = 0) -> list[bool | None]:
+    """Return whether each row is inside an interval built from the rows of the other folds.
+
+    Folds are drawn at random, so rows of one family judge each other: coverage within classes as they are.
+    """
+    fold = np.random.default_rng(seed).permutation(len(rows)) % folds
+    out: list[bool | None] = [None] * len(rows)
+    for number in range(folds):
+        mine = np.flatnonzero(fold == number)
+        classes = build_classes(row for row, own in zip(rows, fold, strict=True) if own != number)
+        for i, good in zip(mine, inside([rows[i] for i in mine], classes), strict=True):
+            out[i] = good
+    return out
+
+
+def coverage(hits: Iterable[bool | None]) -> float | None:
+    """Return the share of hits, None without a row."""
+    known = [hit for hit in hits if hit is not None]
+    return float(np.mean(known)) if known else None

@@ -3,20 +3,32 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.predict.interval import (
     FEATURES,
+    absolute_bounds,
     class_of,
     conformal_quantile,
     features_of,
     neighbour_distance,
+    points_of,
     residual_classes,
     signed_quantiles,
     spread,
     step_interval,
     widening,
 )
-from foreshard.profile.conformal import LeftOut, build_classes, family_coverage, feature_scale, interval_of
+from foreshard.profile.conformal import (
+    LeftOut,
+    build_classes,
+    class_entry,
+    coverage,
+    cross_fitted,
+    feature_scale,
+    interval_of,
+    judged_by_others,
+)
 from foreshard.spec.layout import plan_from_degrees
 
 
@@ -97,26 +109,57 @@ def test_coverage_of_a_family_never_uses_it_or_its_siblings():
     rows = [left_out("near", r, (float(i % 7),)) for i, r in enumerate(rng.normal(0, 0.05, 60))]
     rows += [left_out("odd", 1.0, (3.0,))] * 30
     rows += [left_out("sibling", 1.0, (3.0,))] * 30
-    alone = family_coverage(rows)
-    apart = family_coverage(rows, together=[("odd", "sibling")])
-    assert alone["odd"] == 1.0
-    assert apart["odd"] == apart["sibling"] == 0.0
+    alone, apart = judged_by_others(rows), judged_by_others(rows, [("odd", "sibling")])
+    assert all(alone[60:90])  # the sibling's shift is in the interval that judges it
+    assert not any(apart[60:])
+    assert coverage(apart[60:]) == 0.0
+
+
+def test_cross_fitting_covers_the_level_within_a_class():
+    rng = np.random.default_rng(6)
+    rows = [left_out("a", r, (float(i % 7),)) for i, r in enumerate(rng.normal(0.1, 0.05, 300))]
+    assert 0.85 <= coverage(cross_fitted(rows)) <= 0.95
+    assert cross_fitted(rows) == cross_fitted(rows)
+    assert coverage([None, None]) is None
+
+
+def test_a_shift_counts_on_both_sides():
+    assert absolute_bounds(np.linspace(0.1, 0.3, 200))[0] == -absolute_bounds(np.linspace(0.1, 0.3, 200))[1]
+    low, high = class_entry([left_out("a", r) for r in np.linspace(0.1, 0.3, 40)], signed=True)["bounds"]
+    assert low == 0.0  # the prediction itself stays inside
+    assert 0.2 < high <= 0.3
+
+
+def test_points_of_a_class_are_those_of_its_narrower_classes():
+    points = {
+        "dense:flash:wide": [[1.0]],
+        "dense:flash:narrow": [[2.0]],
+        "dense:unfused:wide": [[3.0]],
+        "densely": [[4.0]],
+    }
+    assert points_of("dense:flash", points) == [[1.0], [2.0]]
+    assert points_of("dense", points) == [[1.0], [2.0], [3.0]]
+    assert len(points_of("all", points)) == 4
 
 
 @pytest.fixture
 def case():
     model = load_model("llama-3-8b")
     plan = plan_from_degrees(model.num_layers, 8, tp=8, seq_len=8192)
-    return SimpleNamespace(model=model, plan=plan)
+    return SimpleNamespace(model=model, plan=plan, framework=load_framework("megatron-core"))
 
 
 PARTS = {"compute": 1.0, "host": 0.0}
 
 
 def test_classes_say_what_a_prediction_rests_on(case):
-    assert class_of(case.model, case.plan, PARTS) == ("dense:wide:fitted", "dense:wide", "dense", "all")
-    assert class_of(case.model, case.plan, {"compute": 1.0, "host": 1.0})[2] == "host"
-    assert class_of(case.model, case.plan, PARTS, fidelity="calibrated")[0] == "calibrated:dense"
+    seen = case.model, case.plan, case.framework
+    assert class_of(*seen, PARTS) == (
+        "dense:flash:wide:fitted", "dense:flash:wide", "dense:flash", "dense", "all",
+    )  # fmt: skip
+    assert class_of(*seen, {"compute": 1.0, "host": 1.0})[3] == "host"
+    assert class_of(*seen[:2], load_framework("megatron-lm@2021"), PARTS)[2] == "dense:unfused"
+    assert class_of(*seen, PARTS, fidelity="calibrated")[0] == "calibrated:dense"
     assert len(features_of(case.model, case.plan)) == len(FEATURES)
 
 
@@ -128,6 +171,7 @@ def test_a_query_gets_its_narrowest_class(case):
 @pytest.mark.parametrize("fidelity", ["datasheet", "zero-shot", "calibrated"])
 def test_shipped_classes_bound_every_query(case, fidelity):
     assert "all" in residual_classes()
-    low, high = step_interval(case, 2.0, PARTS, fidelity=fidelity)
-    assert 0 < low < high < np.inf
-    assert low <= 2.0 <= high
+    for parts in (PARTS, {"compute": 1.0, "host": 1.0}):
+        low, high = step_interval(case, 2.0, parts, fidelity=fidelity)
+        assert 0 < low <= 2.0 <= high < np.inf
+        assert low < high

@@ -1,0 +1,155 @@
+"""Rows of the published runs under one set of constants, and how tables print them: shared by the
+scripts behind docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.errors import InfeasibleError, SpecError
+from foreshard.predict import predict
+from foreshard.profile.families import TRIO
+from foreshard.profile.mixed_rows import mixed_rows
+from foreshard.profile.rows import Row, Skipped, read_training_rows
+from foreshard.profile.scoring import APART, Outcome
+from foreshard.profile.tables import read_table
+from foreshard.spec.prediction import Prediction
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTANTS = ROOT / "src/foreshard/catalog/data/training_constants.json"
+SIBLING = {"megatronbridge_memory": "megatronbridge"}  # same code and machines: leaves with the trio
+SEALED = "llm_torchtitan_2024.csv"
+MIXED = ("hetero_sailor_validation.csv", "hetero_amp_trials.csv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row under one set of constants."""
+
+    row: Row
+    outcome: Outcome
+    prediction: Prediction | None
+
+
+def read_all(folder: Path, open_sealed: bool) -> tuple[list[Row], list[Skipped]]:
+    """Return the training rows and those of mixed clusters, and what is not predicted."""
+    paths = sorted(p for p in folder.glob("llm_*.csv*") if open_sealed or p.name != SEALED)
+    rows, skipped = read_training_rows(paths)
+    for name in MIXED:
+        if (folder / name).exists():
+            more, less = mixed_rows(read_table(folder / name))
+            rows, skipped = rows + more, skipped + less
+    return rows, skipped
+
+
+def outcome_of(row: Row, made: Prediction | None, reason: str | None) -> Outcome:
+    """Return what was measured and predicted of one row."""
+    peak = None
+    if made is not None:
+        peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
+    return Outcome(
+        id=row.id, family=row.family, status="ok" if made else "skipped", reason=reason,
+        measured_s=row.measured_s, predicted_s=made.step_time_s if made else None,
+        interval_s=tuple(made.step_time_interval_s) if made else None,
+        measured_peak_bytes=row.measured_peak_bytes, predicted_peak_bytes=peak,
+        config_key=row.config_key, rank_key=row.rank_key, oom=row.oom,
+        fits=made.memory.fits if made else None,
+    )  # fmt: skip
+
+
+def left_out_constants(row: Row) -> TrainingConstants:
+    """Return constants that never saw the row's family; families outside every fit use all constants."""
+    family = SIBLING.get(row.family, row.family)
+    return training_constants(family if family in fitted_families() else None)
+
+
+@cache
+def fitted_families() -> tuple[str, ...]:
+    """Return the families that take part in the fit, each with constants that never saw it."""
+    return tuple(json.loads(CONSTANTS.read_text(encoding="utf-8"))["without"])
+
+
+def run_row(row: Row, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot") -> Run:
+    """Predict one row."""
+    made, reason = None, None
+    try:
+        made = predict(
+            row.model, row.cluster, row.plan, framework=row.framework, engine=engine, fidelity=fidelity,
+            constants=None if fidelity == "datasheet" else constants, timeline=False, checked=False,
+        )  # fmt: skip
+    except (SpecError, InfeasibleError) as error:
+        reason = str(error)
+    return Run(row=row, outcome=outcome_of(row, made, reason), prediction=made)
+
+
+def run_all(
+    rows: Sequence[Row], *, engine: str, fidelity: str = "zero-shot", left_out: bool = False
+) -> list[Run]:
+    """Predict every row; with `left_out` by constants that never saw its family."""
+    whole = training_constants()
+    return [
+        run_row(
+            row, engine=engine, fidelity=fidelity, constants=left_out_constants(row) if left_out else whole
+        )
+        for row in rows
+    ]
+
+
+def is_moe(row: Row) -> bool:
+    """Whether any layer has experts."""
+    return any(block.num_experts for block in row.model.blocks)
+
+
+def is_lora(row: Row) -> bool:
+    """Whether any layer is adapted."""
+    return any(block.lora_targets for block in row.model.blocks)
+
+
+def counted(row: Row) -> bool:
+    """Quality-A rows and the rows of SC21, on devices other than TPUs."""
+    return (row.quality == "A" or row.family == "sc21") and not row.raw["gpu"].startswith("TPU")
+
+
+def dense(row: Row) -> bool:
+    """Counted rows without experts or adapters."""
+    return counted(row) and not is_moe(row) and not is_lora(row)
+
+
+SUBSETS: dict[str, Callable[[Row], bool]] = {
+    "dense pooled, without vTrain": lambda r: dense(r) and r.family != APART,
+    "Korthikanti and SC21": lambda r: r.family in ("korthikanti", "sc21"),
+    "llm-foundry A100": lambda r: r.family == "llmfoundry" and counted(r) and "A100" in r.raw["gpu"],
+    "InternEvo": lambda r: r.family == "internevo" and dense(r),
+    "NVIDIA trio, dense": lambda r: r.family in TRIO and dense(r),
+    "NVIDIA trio, experts": lambda r: r.family in TRIO and counted(r) and is_moe(r),
+    "MLPerf LoRA": lambda r: r.family == "mlperf" and counted(r) and is_lora(r),
+    "vTrain": lambda r: r.family == APART and counted(r),
+}
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Return a fraction as percent."""
+    return "-" if value is None else f"{100 * value:.{digits}f}"
+
+
+def pair(scores: dict[str, Any] | None) -> str:
+    """Return median / 90th percentile of the error in percent."""
+    return "-" if scores is None else f"{percent(scores['median_ape'])} / {percent(scores['p90_ape'])}"
+
+
+def number(value: float | None) -> str:
+    """Return a number with two digits."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
+    """Return a table."""
+    out = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    out += ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
+    return [*out, ""]
