@@ -94,8 +94,9 @@ def stage_times(batch: Batch) -> StageTimes:
     ratio = host / np.maximum(device, 1e-12)
     parts["host"] = device * ((1.0 + ratio**q) ** (1.0 / q) - 1.0)
     return StageTimes(
-        forward=forward,
-        backward=backward,
+        # Collectives also run while the host holds the device up.
+        forward=forward + parts["host"],
+        backward=backward + parts["host"],
         parts=parts,
         total=device + parts["host"],
         weight=weight,
