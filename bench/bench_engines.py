@@ -55,8 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=5, help="take every so-many-th of the 1,000 plans")
     every = parser.parse_args().every
-    print(f"{'plans of':<16}{'plans':>6}{'tasks':>9}{'engine/s':>10}{'alone/s':>9}{'batch/s':>9}"
-          f"{'python tasks/s':>16}{'compiled tasks/s':>18}{'compiled/python':>17}{'alone/graph':>13}")  # fmt: skip
+    columns = (
+        "plans tasks graph/s alone/s batch/s python-tasks/s compiled-tasks/s compiled/python graph/alone"
+    )
+    print(f"{'plans of':<16}", *(f"{name:>15}" for name in columns.split()))
     for plans in load_sets():
         cases = cases_of(plans, every)
         programs = programs_of(plans, cases)
@@ -69,9 +71,10 @@ def main() -> None:
         ])  # fmt: skip
         alone_s = cpu_s(lambda c=cases, s=plans: [step_times(build_batch([x], s.constants)) for x in c])
         batch_s = cpu_s(lambda s=plans: s.evaluate())
-        print(f"{plans.model.name:<16}{len(cases):>6}{num_tasks // len(cases):>9}{len(cases) / graph_s:>10.0f}"
-              f"{len(cases) / alone_s:>9.0f}{len(plans.table) / batch_s:>9.0f}{num_tasks / python_s:>16.3g}"
-              f"{num_tasks / compiled_s:>18.3g}{python_s / compiled_s:>17.1f}{graph_s / alone_s:>13.1f}")  # fmt: skip
+        rates = (len(cases) / graph_s, len(cases) / alone_s, len(plans.table) / batch_s)
+        speeds = (num_tasks / python_s, num_tasks / compiled_s, python_s / compiled_s, graph_s / alone_s)
+        row = (len(cases), num_tasks // len(cases), *rates, *speeds)
+        print(f"{plans.model.name:<16}", *(f"{value:>15.4g}" for value in row))
         sizes = np.array([program.num_tasks for program in programs])
         print(f"{'':<16}tasks of a plan: median {np.median(sizes):.0f}, largest {sizes.max()}")
 

@@ -16,9 +16,11 @@ import simpy
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.predict import predict
+from foreshard.predict.analytical import step_times
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.graph_prices import bucket_sync_s, group_prices
+from foreshard.predict.graph import graph_times
+from foreshard.predict.graph_buckets import bucket_sync_s
+from foreshard.predict.graph_prices import group_prices
 from foreshard.spec.plan import Group, Plan, Stage
 
 CONSTANTS = replace(TrainingConstants(), jitter=0.0)
@@ -47,7 +49,10 @@ class Pipeline:
 
     def message(self, s: int, way: str, k: int, end: str):
         """One end of message k over the boundary after stage s: it lasts from when both ends are there."""
-        mine, theirs = self.event(s, way, k, end), self.event(s, way, k, "send" if end == "receive" else "receive")
+        mine, theirs = (
+            self.event(s, way, k, end),
+            self.event(s, way, k, "send" if end == "receive" else "receive"),
+        )
         mine.succeed()
         yield mine & theirs
         yield self.env.timeout(self.prices.send_forward_s[s])
@@ -151,27 +156,26 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_graph_is_what_simpy_simulates(name):
-    cuts, count, overlap = CASES[name]
-    model, cluster, plan, simulated_s = simulated(cuts, count, overlap)
-    graph = predict(model, cluster, plan, engine="graph", constants=CONSTANTS)
-    assert graph.step_time_s == pytest.approx(simulated_s, rel=1e-6)
+    case, simulated_s = simulated(*CASES[name])
+    assert sum(graph_parts(case).values()) == pytest.approx(simulated_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["long first stage, overlap", "alternating, overlap"])
 def test_simpy_sides_with_graph_where_the_engines_differ(name):
     """Uneven stages with overlap: the closed form is off by more than 2 %, the graph by nothing."""
-    cuts, count, overlap = CASES[name]
-    model, cluster, plan, simulated_s = simulated(cuts, count, overlap)
-    analytical, graph = (
-        predict(model, cluster, plan, engine=engine, constants=CONSTANTS).step_time_s
-        for engine in ("analytical", "graph")
-    )
+    case, simulated_s = simulated(*CASES[name])
+    analytical = float(step_times(build_batch([case], CONSTANTS)).total[0])
+    graph = sum(graph_parts(case).values())
     assert abs(analytical - simulated_s) > 0.02 * simulated_s
     assert abs(graph - simulated_s) < 1e-3 * simulated_s
 
 
+def graph_parts(case):
+    return graph_times(case, build_batch([case], CONSTANTS), timeline=False)[0]
+
+
 def simulated(cuts, count, overlap):
-    """Return model, cluster, plan and the seconds that SimPy takes for the step."""
+    """Return the case and the seconds that SimPy takes for its step."""
     model = api.load_model("llama3-8b")
     width = 16 if len(cuts) > 1 else 32
     cluster = api.load_cluster(f"{width * len(cuts) // 8}x8xh100-sxm@800Gb/s")
@@ -182,7 +186,7 @@ def simulated(cuts, count, overlap):
         prices, overlap=overlap, contention=CONSTANTS.fsdp_contention,
         bucket_elements=max(40e6, 1e6 * float(prices.machines[0].rank.dp)),
     )  # fmt: skip
-    return model, cluster, plan, pipeline.run()
+    return case, pipeline.run()
 
 
 class Sharded:
@@ -196,10 +200,22 @@ class Sharded:
         for k in range(prices.num_micro_batches):
             seconds = prices.op_s[:, 0, 0, int(k == prices.num_micro_batches - 1)]
             for i in range(len(units.params)):
-                self.add(seconds[FORWARD] * units.forward[i], units.gather_s[i], 0.0, units.copy_weights_s[i], contention)
+                self.add(
+                    seconds[FORWARD] * units.forward[i],
+                    units.gather_s[i],
+                    0.0,
+                    units.copy_weights_s[i],
+                    contention,
+                )
             for i in reversed(range(len(units.params))):
                 copies = units.copy_gradients_s[i] + (units.regather_s[i] > 0) * units.copy_weights_s[i]
-                self.add(seconds[BACKWARD] * units.backward[i], units.regather_s[i], units.scatter_s[i], copies, contention)
+                self.add(
+                    seconds[BACKWARD] * units.backward[i],
+                    units.regather_s[i],
+                    units.scatter_s[i],
+                    copies,
+                    contention,
+                )
         self.gathered = [self.env.event() for _ in range(len(self.pieces) + 2)]
         self.scattered = [self.env.event() for _ in self.pieces]
 
@@ -240,7 +256,7 @@ def test_sharded_graph_is_what_simpy_simulates(rate):
     plan = api.make_plan(model, cluster, seq_len=4096, global_batch=96, zero=3, framework="composer")
     case = Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
     (prices,) = group_prices(case, build_batch([case], CONSTANTS))
-    graph = predict(model, cluster, plan, engine="graph", constants=CONSTANTS)
-    assert graph.step_time_s == pytest.approx(Sharded(prices, CONSTANTS.fsdp_contention).run(), rel=1e-9)
-    exposed = graph.time_breakdown_s["data_comm"] / graph.step_time_s
+    parts = graph_parts(case)
+    assert sum(parts.values()) == pytest.approx(Sharded(prices, CONSTANTS.fsdp_contention).run(), rel=1e-9)
+    exposed = parts["data_comm"] / sum(parts.values())
     assert exposed > 0.5 if rate == "200Gb/s" else exposed < 0.3

@@ -59,15 +59,13 @@ def graph_times(
 def _parts(step: Step, times: critical_path.Timeline) -> dict[str, float]:
     """Assign every second of the critical rank to one part."""
     lowered, stage = _critical(step, times)
-    prices, program = lowered.prices, step.program
+    prices = lowered.prices
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     used = [op for op in Op if lowered.op(op, stage, 0, 0) >= 0]
     repeats = np.array([prices.num_micro_batches - 1.0, 1.0])
     for name, seconds in prices.parts.items():
         parts[name] += float((seconds[used, stage] * repeats).sum())
-    on_rank = np.flatnonzero(program.resource == program.resource_names.index(
-        f"group{prices.index}.stage{stage}.compute"
-    ))  # fmt: skip
+    on_rank = _on_rank(step, lowered, stage)
     parts["data_comm"] += float(step.data_s[on_rank].sum())
     parts["optimizer"] += float(prices.optimizer_s[stage])
     gaps = _gaps(times.start_s[on_rank], times.end_s[on_rank], times.makespan_s)
@@ -84,18 +82,26 @@ def _parts(step: Step, times: critical_path.Timeline) -> dict[str, float]:
 
 
 def _critical(step: Step, times: critical_path.Timeline) -> tuple[LoweredGroup, int]:
-    """Return the group that is ready last, and its stage that computes longest."""
-    ready = [max(float(times.end_s[tasks].max()) for tasks in group.ends) for group in step.groups]
-    own = [max(float(times.end_s[g.last[: g.shape.ops.max() + 1]].max()) for _ in (0,)) for g in step.groups]
-    slowest = max(range(len(ready)), key=lambda i: (own[i], ready[i]))
-    group = step.groups[slowest]
+    """Return the group whose gradients are ready last, and its stage that computes longest."""
+    ready_s = [
+        max(
+            float(times.end_s[lowered.last[lowered.last_gradient(s, 0)]])
+            for s in range(lowered.prices.num_stages)
+        )
+        for lowered in step.groups
+    ]
+    slowest = step.groups[int(np.argmax(ready_s))]
+    stages = range(slowest.prices.num_stages)
+    return slowest, max(
+        stages, key=lambda s: float(step.program.duration_s[_on_rank(step, slowest, s)].sum())
+    )
+
+
+def _on_rank(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
+    """Return the tasks of a stage's compute stream, in order."""
     program = step.program
-    busy = [
-        float(program.duration_s[program.resource == program.resource_names.index(
-            f"group{group.prices.index}.stage{s}.compute")].sum())
-        for s in range(group.prices.num_stages)
-    ]  # fmt: skip
-    return group, int(np.argmax(busy))
+    stream = program.resource_names.index(f"group{lowered.prices.index}.stage{stage}.compute")
+    return program.resource_tasks[program.resource_indptr[stream] : program.resource_indptr[stream + 1]]
 
 
 def _messages(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:

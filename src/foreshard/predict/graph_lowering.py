@@ -13,13 +13,10 @@ import numpy as np
 from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline_shape
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.graph.schedules import Op
-from foreshard.predict.graph_prices import GroupPrices, Units, bucket_sync_s
-from foreshard.predict.formula import Machine
+from foreshard.predict.graph_buckets import Buckets, chunk_buckets, overlaps, slowdown_s
+from foreshard.predict.graph_prices import GroupPrices, Units
 from foreshard.spec.framework import Framework
 
-# Elements of a gradient bucket (FRAMEWORKS.md sections 8, 11, 12); Megatron's depend on dp.
-_BUCKET_BYTES = {"ddp": 25 * 2**20}
-_BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 512 * 1024**2}
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _MESSAGES_IN_TURN = ("deepspeed", "megatron-deepspeed")
 _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
@@ -47,11 +44,11 @@ class LoweredGroup:
     optimizer: list[int] = field(default_factory=list)
 
     def op(self, op: int, stage: int, chunk: int, micro_batch: int) -> int:
-        """Task of the shape, -1 where the schedule has no such op."""
+        """Return the task of the shape, -1 where the schedule has no such op."""
         return int(self.shape.ops[op, stage, chunk, micro_batch])
 
     def last_gradient(self, stage: int, chunk: int) -> int:
-        """Task of the shape whose end completes the gradients of a chunk."""
+        """Return the task of the shape whose end completes the gradients of a chunk."""
         tasks = [self.op(op, stage, chunk, self.prices.num_micro_batches - 1) for op in _LAST_GRADIENT]
         return max(tasks)
 
@@ -64,8 +61,6 @@ class Step:
     ----------
     data_s : ndarray, shape (tasks,)
         What gradient and weight collectives add to each task of a compute stream: slowdown and copies.
-    unit : ndarray, shape (tasks,)
-        Which piece of its op a task is.
     """
 
     program: Program
@@ -80,15 +75,6 @@ class _Cut:
     tasks: np.ndarray
     shares: np.ndarray
     data_s: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Buckets:
-    """Gradient buckets of one chunk in order of backward: [start, stop) of its reversed units."""
-
-    bounds: list[tuple[int, int]]
-    reduce_s: np.ndarray
-    gather_s: np.ndarray
 
 
 def lower(prices: list[GroupPrices], framework: Framework, contention: float) -> Step:
@@ -141,21 +127,21 @@ class _GroupLowering:
         self.index = prices.index
         self.traits = [machine.traits for machine in prices.machines]
         self.sharded = [float(m.rank.zero) >= 3 for m in prices.machines]
-        known: dict[tuple[int, int, bool], _Buckets] = {}
-        self.buckets: list[list[_Buckets]] = []
+        known: dict[tuple[int, int, bool], Buckets] = {}
+        self.buckets: list[list[Buckets]] = []
         for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True)):
             self.buckets.append([])
             for c, units in enumerate(row):
-                key = id(units), id(machine), s == 0 and c == 0 and _overlaps(machine)
+                key = id(units), id(machine), s == 0 and c == 0 and overlaps(machine)
                 if key not in known:
-                    known[key] = _buckets(units, machine, framework, first=key[2])
+                    known[key] = chunk_buckets(units, machine, framework, first=key[2])
                 self.buckets[s].append(known[key])
         self.in_turn = framework.name in _MESSAGES_IN_TURN
         self.first_task = 0
         self.data_s = np.zeros(0)
 
     def compute(self, stage: int) -> str:
-        """Name of a stage's compute stream."""
+        """Return the name of a stage's compute stream."""
         return f"group{self.index}.stage{stage}.compute"
 
     def add_pipeline(self) -> None:
@@ -241,7 +227,7 @@ class _GroupLowering:
             op = Op.BACKWARD if shape.ops[Op.BACKWARD, s, c, 0] >= 0 else Op.BACKWARD_WEIGHT
             shares = np.array([units.backward[::-1][a:b].sum() for a, b in buckets.bounds])
             seconds = self.prices.op_s[op, s, c, 1] * shares
-            tax = _slowdown(seconds, buckets.reduce_s, self.contention)
+            tax = slowdown_s(seconds, buckets.reduce_s, self.contention)
             cuts.append(_Cut(tasks=shape.ops[op, s, c, -1:], shares=shares, data_s=tax))
         return cuts
 
@@ -258,7 +244,7 @@ class _GroupLowering:
     def add_data(self, others: list[_GroupLowering]) -> None:
         """Append the collectives of weights and gradients of every stage."""
         for s in range(self.prices.num_stages):
-            ends = [int(self.lowered.last[self.lowered.last_gradient(s, c)]) for c in range(self.prices.num_chunks)]
+            ends = self.last_pieces(s)
             if self.sharded[s]:
                 ends += self._add_sharded(s)
             else:
@@ -266,10 +252,11 @@ class _GroupLowering:
                 ends += self._add_reduces(s, others)
             self.lowered.ends.append(ends)
         if self.prices.tied_s > 0.0:
-            ends = self.lowered.ends
-            both = [*ends[0], *ends[-1]]
+            lowered_ends = self.lowered.ends
+            both = [*lowered_ends[0], *lowered_ends[-1]]
             for s in {0, self.prices.num_stages - 1}:
-                ends[s].append(self.add_transfer(s, self.prices.tied_s, both, Kind.GRADIENT_REDUCE))
+                task = self.add_transfer(s, self.prices.tied_s, both, Kind.GRADIENT_REDUCE)
+                lowered_ends[s].append(task)
 
     def _add_gathers(self, s: int) -> None:
         """Gather updated weights before the first forward: one bucket ahead of the one in use."""
@@ -302,15 +289,20 @@ class _GroupLowering:
                 continue
             first = int(self.lowered.first[self.lowered.last_gradient(s, c)])
             for b, seconds in enumerate(buckets.reduce_s.tolist()):
-                lowest = self.prices.spans[s][c][1] - buckets.bounds[b][1]
-                ready = [first + b, *(task for other in others for task in other.ready(lowest))]
+                layer = self.prices.spans[s][c][1] - buckets.bounds[b][1]
+                ready = [first + b, *(task for other in others for task in other.ready(layer))]
                 ends.append(self.add_transfer(s, seconds, ready, Kind.GRADIENT_REDUCE, chunk=c))
         if total > 0.0:
-            own = [int(self.lowered.last[self.lowered.last_gradient(s, c)]) for c in range(self.prices.num_chunks)]
             lowest = [span[0] for span in self.prices.spans[s]]
-            ready = own + [task for other in others for layer in lowest for task in other.ready(layer)]
+            ready = self.last_pieces(s)
+            ready += [task for other in others for layer in lowest for task in other.ready(layer)]
             ends.append(self.add_transfer(s, total, ready, Kind.GRADIENT_REDUCE))
         return ends
+
+    def last_pieces(self, s: int) -> list[int]:
+        """Return the tasks that complete the gradients of each chunk of a stage."""
+        lowered = self.lowered
+        return [int(lowered.last[lowered.last_gradient(s, c)]) for c in range(self.prices.num_chunks)]
 
     def ready(self, layer: int) -> list[int]:
         """Return the tasks after which this group has the gradient of a layer."""
@@ -336,11 +328,10 @@ class _GroupLowering:
         shape, builder = self.lowered.shape, self.builder
         ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
         first_piece = int(self.lowered.first[ops[0]])  # the pieces of a stage follow each other
-        moves = {
-            (op, c): _moves(op, units) for op in Op for c, units in enumerate(self.prices.units[s])
-        }
+        moves = {(op, c): _moves(op, units) for op in Op for c, units in enumerate(self.prices.units[s])}
         gather_s, scatter_s = np.concatenate(
-            [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)], axis=1
+            [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)],
+            axis=1,
         )
         owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
         ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
@@ -354,7 +345,8 @@ class _GroupLowering:
             builder.resource(f"group{self.index}.stage{s}.data"),
             np.append(gather_s[gathers], scatter_s[scatters])[order],
             kind=np.where(is_gather, Kind.PARAMETER_GATHER, Kind.GRADIENT_REDUCE),
-            group=self.index, stage=s, chunk=shape.chunk[owner][piece], micro_batch=shape.micro_batch[owner][piece],
+            group=self.index, stage=s, chunk=shape.chunk[owner[piece]],
+            micro_batch=shape.micro_batch[owner[piece]],
         )  # fmt: skip
         after, waiting = after[order], waiting[order]
         builder.depend(tasks[after >= 0], first_piece + after[after >= 0])
@@ -370,7 +362,9 @@ def _moves(op: int, units: Units) -> np.ndarray:
     if op == Op.FORWARD:
         return np.stack([units.gather_s, none])
     gather, scatter = units.regather_s[::-1], units.scatter_s[::-1]
-    return np.stack([none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter])
+    return np.stack(
+        [none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter]
+    )
 
 
 def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np.ndarray:
@@ -399,43 +393,3 @@ def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np
         )
         times[meets] *= 2.0
     return times
-
-
-def _overlaps(machine: Machine) -> bool:
-    """Whether gradients or weights move beside compute, which takes buckets."""
-    return float(machine.traits.grad_overlap) > 0 or float(machine.traits.param_gather_overlap) > 0
-
-
-def _buckets(units: Units, machine: Machine, framework: Framework, *, first: bool) -> _Buckets:
-    """Cut the units of a chunk, in order of backward, into buckets and price them."""
-    rank = machine.rank
-    sizes = (units.params + units.expert_params)[::-1]
-    limit = _bucket_elements(framework, float(rank.dp * rank.cp), first=first)
-    bounds, start, filled = [], 0, 0.0
-    for i, size in enumerate(sizes.tolist()):
-        filled += size
-        if filled >= limit or i == len(sizes) - 1:
-            bounds.append((start, i + 1))
-            start, filled = i + 1, 0.0
-    dense = np.array([units.params[::-1][a:b].sum() for a, b in bounds])
-    expert = np.array([units.expert_params[::-1][a:b].sum() for a, b in bounds])
-    reduce_s, gather_s = bucket_sync_s(dense, expert, machine)
-    return _Buckets(bounds=bounds, reduce_s=reduce_s, gather_s=gather_s)
-
-
-def _bucket_elements(framework: Framework, replicas: float, *, first: bool) -> float:
-    """Elements after which a bucket leaves; Megatron has small ones only on the first stage's first chunk."""
-    if framework.name in _BUCKET_BYTES:
-        return _BUCKET_BYTES[framework.name] / framework.grad_bytes
-    if framework.name in _BUCKET_ELEMENTS:
-        return _BUCKET_ELEMENTS[framework.name]
-    return max(40e6, 1e6 * replicas) if first else np.inf
-
-
-def _slowdown(seconds: np.ndarray, moved: np.ndarray, contention: float) -> np.ndarray:
-    """Return what collectives add to each piece; that of piece b starts at its end, one after another."""
-    tax, pending = np.zeros(len(seconds)), 0.0
-    for b, (busy, after) in enumerate(zip(seconds.tolist(), moved.tolist(), strict=True)):
-        tax[b] = contention * min(pending, busy)
-        pending = max(0.0, pending - busy - tax[b]) + after
-    return tax

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from foreshard.comm.fabric import Fabric, slowest
-from foreshard.graph.schedules import Op
-from foreshard.predict.batch import Batch, Case, stage_rows
+from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
 from foreshard.predict.formula import (
     LayerTimes,
     Machine,
@@ -24,15 +23,15 @@ from foreshard.predict.formula import (
     message_s,
     optimizer_s,
     shard_times,
-    sync_times,
     tied_sync_s,
 )
+from foreshard.predict.graph_ops import op_parts, with_host
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group
-from foreshard.spec.prediction import TIME_PARTS
 
 T = TypeVar("T")
 EMBEDDING, HEAD = -2, -1  # units of a chunk that are no block; blocks carry the index of their kind
+_ENDS = ("embedding", "head")
 _LAYER_FIELDS = tuple(f.name for f in fields(LayerTimes))
 
 
@@ -96,7 +95,7 @@ class GroupPrices:
     @property
     def op_s(self) -> np.ndarray:
         """Seconds of each op, shape (4, stages, chunks, 2)."""
-        return sum(self.parts.values())
+        return np.sum(list(self.parts.values()), axis=0)
 
 
 def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
@@ -109,9 +108,10 @@ def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
         name: np.stack([np.broadcast_to(getattr(times, name), shape) for times in layers], axis=-1)
         for name in _LAYER_FIELDS
     }
+    domains = link_domains(case.cluster)
     distinct: dict[Any, int] = {}
     for g, group in enumerate(case.plan.groups):
-        distinct.setdefault(_identity(case, group), g)
+        distinct.setdefault(_identity(case, group, domains), g)
     fabric = _common_fabric(batch)
     return [_GroupPricer(case, batch, g, row_of[g], table, kinds, fabric).prices() for g in distinct.values()]
 
@@ -127,27 +127,18 @@ def _rows_of_stages(case: Case) -> list[list[int]]:
     return rows
 
 
-def _identity(case: Case, group: Group) -> Any:
-    """What makes two groups the same but for the numbers of their ranks."""
+def _identity(case: Case, group: Group, domains: np.ndarray) -> Any:
+    """Return what makes two groups the same but for the numbers of their ranks."""
     cluster = case.cluster
     stages = []
     for i, stage in enumerate(group.stages):
-        where = tuple(dict.fromkeys(id(cluster.node_group_of(r)) for r in stage.ranks)) if len(cluster.nodes) > 1 else ()
+        mixed = len(cluster.nodes) > 1
+        nodes = tuple(dict.fromkeys(id(cluster.node_group_of(r)) for r in stage.ranks)) if mixed else ()
         following = group.stages[(i + 1) % len(group.stages)]
-        stages.append((replace(stage, ranks=()), len(stage.ranks), where, _crosses(case, stage, following)))
+        stages.append(
+            (replace(stage, ranks=()), len(stage.ranks), nodes, crosses_node(stage, following, domains))
+        )
     return group.share, group.micro_batch, group.schedule, group.sp, tuple(stages)
-
-
-def _crosses(case: Case, here: Any, there: Any) -> float:
-    """1 when a stage and the next do not share device links."""
-    cluster = case.cluster
-    one, other = here.ranks[0], there.ranks[0]
-    nodes = cluster.node_group_of(one)
-    if cluster.node_of(one) == cluster.node_of(other):
-        return 0.0
-    before = sum(g.num_devices for g in cluster.nodes[: [id(g) for g in cluster.nodes].index(id(nodes))])
-    same = cluster.node_group_of(other) is nodes
-    return float(not same or (one - before) // nodes.nvlink_domain != (other - before) // nodes.nvlink_domain)
 
 
 def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
@@ -158,14 +149,13 @@ def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
 
 def _machine_at(batch: Batch, row: int, column: int) -> Machine:
     shape, machine = batch.multiplicity.shape, batch.machine
-    places = {
-        name: _at(getattr(machine, name), row, column, shape) for name in ("kernels", "fabric", "traits", "rank")
-    }
+    names = ("kernels", "fabric", "traits", "rank")
+    places = {name: _at(getattr(machine, name), row, column, shape) for name in names}
     return replace(machine, **places)
 
 
 def _common_fabric(batch: Batch) -> Fabric | None:
-    """The fabric that gradient collectives over all groups see; None when all stages share one."""
+    """Return the fabric that gradient collectives over all groups see; None when all stages share one."""
     shape = batch.multiplicity.shape
     places = [(r, g) for g in range(shape[1]) for r in range(shape[0]) if batch.multiplicity[r, g] > 0]
     fabric = batch.machine.fabric
@@ -190,7 +180,7 @@ class _GroupPricer:
     def __init__(self, case: Case, batch: Batch, g: int, rows: list[int], table: dict[str, np.ndarray],
                  kinds: dict[Any, int], fabric: Fabric | None):  # fmt: skip
         self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
-        self.group = case.plan.groups[g]
+        self.group, self.domains = case.plan.groups[g], link_domains(case.cluster)
         self.pipeline = {
             name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
         }
@@ -198,27 +188,29 @@ class _GroupPricer:
         one = {row: _machine_at(batch, row, g) for row in dict.fromkeys(rows)}
         ends = {row: self._ends(machine) for row, machine in one.items()}
         self.local = [one[row] for row in rows]
-        self.machines = [machine if fabric is None else replace(machine, fabric=fabric) for machine in self.local]
+        self.machines = self.local if fabric is None else [replace(m, fabric=fabric) for m in self.local]
         self.ends = [ends[row] for row in rows]
         self.constants = batch.machine.constants
         frozen = np.array([float(np.max(kind.frozen)) for kind in batch.kinds])
         trained = np.array([max(0.0, float(np.asarray(kind.trainable)[0, g])) for kind in batch.kinds])
         self.trained, self.expert_trained = trained, 1.0 - frozen
         merged = len(self.group.stages) == 1 and self.group.num_chunks > 1
-        self.spans = [[(s.layers[0][0], s.layers[-1][1])] if merged else list(s.layers) for s in self.group.stages]
+        stages = self.group.stages
+        self.spans = [[(s.layers[0][0], s.layers[-1][1])] if merged else list(s.layers) for s in stages]
         self.num_chunks = len(self.spans[0])
         self.units = [[_chunk_units(case.model, span, kinds) for span in spans] for spans in self.spans]
 
     def _ends(self, machine: Machine) -> dict[str, float]:
         p = self.pipeline
-        times = end_times(p["hidden"], p["vocab"], p["head_rows"], machine, frozen=p["head_frozen"], heads=p["heads"])
+        sizes = (p["hidden"], p["vocab"], p["head_rows"])
+        times = end_times(*sizes, machine, frozen=p["head_frozen"], heads=p["heads"])
         return {name: float(getattr(times, name)) for name in times.__slots__}
 
     def prices(self) -> GroupPrices:
         """Return everything the lowering needs of this group."""
         parts = self._parts()
         known: dict[Any, Units] = {}
-        units = []
+        units: list[list[Units]] = []
         for s, row in enumerate(self.units):
             units.append([])
             for c, names in enumerate(row):
@@ -258,18 +250,20 @@ class _GroupPricer:
                 first[s, c], last[s, c] = EMBEDDING in units, HEAD in units
         sums = {name: np.einsum("sck,sk->sc", counts, value) for name, value in self.layers.items()}
         ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
-        device, host = _op_parts(sums, ends, first, last, self._host_between())
-        return _with_host(device, host, self._short(), self.constants.host_sharpness)
+        device, host = op_parts(sums, ends, first, last, self._host_between())
+        return with_host(device, host, self._short(), self.constants.host_sharpness)
 
     def _host_between(self) -> np.ndarray:
-        """Host seconds of an op outside its layers, which only whole-step graphs remove; shape (stages, 1)."""
+        """Return host seconds of an op outside its layers, shape (stages, 1)."""
         launched = np.array([float(machine.traits.graphs) < 1.0 for machine in self.machines])
         return self.constants.host_micro_batch * launched[:, None]
 
     def _short(self) -> np.ndarray:
-        """Samples of the last micro-batch over those of the others, shape (stages, 1)."""
+        """Return the samples of the last micro-batch over those of the others, shape (stages, 1)."""
         group = self.group
         rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
+        if group.num_micro_batches == 1:  # the batch is priced at its samples
+            return np.ones((len(group.stages), 1))
         share = [
             -(-rest // stage.inner_dp) / -(-group.micro_batch // stage.inner_dp) if not stage.rank_shares
             else rest / group.micro_batch
@@ -303,17 +297,14 @@ class _GroupPricer:
         trained = column(at["dense_params"] * self.trained, table * ends_trained, head_table * ends_trained)
         expert_trained = column(at["expert_params"] * self.expert_trained, 0.0, 0.0)
         whole, part = (
-            _shard_sums(*params, machine, units.shape) for params in ((dense, expert), (trained, expert_trained))
+            _shard_sums(*params, machine, units.shape)
+            for params in ((dense, expert), (trained, expert_trained))
         )
         return Units(
-            forward=_shares(
-                column(forward, end["embedding_forward"] + end["embedding_tensor"] / 2,
-                       end["head_forward"] + end["head_tensor"] / 2)
-            ),  # fmt: skip
+            forward=_shares(column(forward, *(end[f"{e}_forward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))),
             backward=_shares(
-                column(backward, end["embedding_backward"] + end["embedding_tensor"] / 2,
-                       end["head_backward"] + end["head_tensor"] / 2)
-            ),  # fmt: skip
+                column(backward, *(end[f"{e}_backward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))
+            ),
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
@@ -330,10 +321,8 @@ class _GroupPricer:
         forward, backward = np.zeros(count), np.zeros(count)
         for i in range(count if count > 1 else 0):
             j = (i + 1) % count
-            crosses = _crosses(self.case, stages[i], stages[j])
-            here, there = (
-                float(message_s(self.pipeline["hidden"], crosses, self.local[k])) for k in (i, j)
-            )
+            crosses = crosses_node(stages[i], stages[j], self.domains)
+            here, there = (float(message_s(self.pipeline["hidden"], crosses, self.local[k])) for k in (i, j))
             forward[i] = backward[i] = max(here, there)
         return forward, backward
 
@@ -352,12 +341,14 @@ class _GroupPricer:
         if not p["tied"] or len(self.group.stages) == 1:
             return 0.0
         ends = self.group.stages[0], self.group.stages[-1]
-        crosses = _crosses(self.case, *ends)
+        crosses = crosses_node(*ends, self.domains)
         return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
 
 
-def _shard_sums(dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Fully sharded tasks of dense and expert weights; experts are cut over the ranks that hold the same."""
+def _shard_sums(
+    dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Return the sharded tasks of all weights; experts are cut over the ranks that hold the same."""
     if machine.rank.zero < 3:
         return dict.fromkeys(ShardTimes.__slots__, np.zeros(shape))
     times = [shard_times(dense, machine)]
@@ -372,64 +363,3 @@ def _shard_sums(dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: 
 def _shares(seconds: np.ndarray) -> np.ndarray:
     total = seconds.sum()
     return seconds / total if total > 0 else np.full(len(seconds), 1.0 / max(1, len(seconds)))
-
-
-def _op_parts(
-    sums: dict[str, np.ndarray], ends: dict[str, np.ndarray], first: np.ndarray, last: np.ndarray, between: np.ndarray
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Device seconds by part, shape (4, stages, chunks) each, and host seconds of every op."""
-    device = {name: np.zeros((4, *first.shape)) for name in TIME_PARTS}
-    edge = first * ends["embedding_tensor"] / 2 + last * ends["head_tensor"] / 2
-    weight = sums["backward_weight"] + first * ends["embedding_backward"] + last * ends["head_backward"] / 2
-    given = sums["backward_input"] + last * ends["head_backward"] / 2
-    device["compute"][Op.FORWARD] = (
-        sums["forward"] + first * ends["embedding_forward"] + last * ends["head_forward"]
-    )
-    device["compute"][Op.BACKWARD] = given + weight
-    device["compute"][Op.BACKWARD_INPUT] = given
-    device["compute"][Op.BACKWARD_WEIGHT] = weight
-    device["tensor_comm"][Op.FORWARD] = sums["tensor_forward"] + edge
-    device["context_comm"][Op.FORWARD] = sums["context_forward"]
-    device["expert_comm"][Op.FORWARD] = sums["expert_forward"]
-    for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        device["recompute"][op] = sums["recompute"]
-        device["tensor_comm"][op] = sums["tensor_backward"] + sums["tensor_recompute"] + edge
-        device["context_comm"][op] = sums["context_backward"]
-        device["expert_comm"][op] = sums["expert_backward"] + sums["expert_recompute"]
-    back = sums["host_backward"] + between
-    return device, np.stack([sums["host_forward"] + between, back, back / 2, back / 2])
-
-
-def _with_host(
-    device: dict[str, np.ndarray], host: np.ndarray, short: np.ndarray, sharpness: float
-) -> dict[str, np.ndarray]:
-    """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
-
-    The host runs ahead from op to op, so what counts is its time over the device's for a forward and
-    its backward.
-    """
-    scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
-    parts = {name: value[..., None] * scale for name, value in device.items()}
-    busy = sum(parts.values())
-    pair = [Op.FORWARD, Op.BACKWARD]
-    ratio = host[pair].sum(0)[..., None] / np.maximum(busy[pair].sum(0), 1e-12)
-    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
-    return parts
-
-
-def bucket_sync_s(params: np.ndarray, expert_params: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds of reducing each bucket and of gathering its updated weights.
-
-    Parameters
-    ----------
-    params, expert_params : ndarray, shape (buckets,)
-        Trained parameters of this rank in each bucket.
-    machine : Machine
-        Of one stage, every field a number.
-    """
-    rank = machine.rank
-    reduce, gather = sync_times(params, rank.dp * rank.cp, rank.sync_stride, machine)
-    if np.any(expert_params):
-        more = sync_times(expert_params, expert_replicas(rank), rank.ep * rank.etp, machine)
-        reduce, gather = reduce + more[0], gather + more[1]
-    return np.broadcast_to(reduce, params.shape), np.broadcast_to(gather, params.shape)

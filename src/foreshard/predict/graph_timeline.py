@@ -6,6 +6,7 @@ An op holds many layers; its parts are drawn one after another, each as long as 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,8 @@ _PARTS = (
     ("expert_comm", "expert", "expert"),
     ("host", "host", "launch"),
 )
+# Of each (op, stage, chunk, last micro-batch): (part, stream, name, share of the op)
+_Table = dict[tuple[int, int, int, bool], list[tuple[str, str, str | None, float]]]
 _NAMES = [kind.name.lower() for kind in Kind]
 _SENDS = (int(Kind.SEND_FORWARD), int(Kind.SEND_BACKWARD))
 
@@ -48,8 +51,13 @@ def timeline_of(case: Case, step: Step, times: TaskTimes, step_time_s: float) ->
         events += _once_events(step, lowered, times, ranks)
         for s, rank in enumerate(ranks):
             if step_time_s > times.makespan_s:
-                place = {"rank": rank, "group": lowered.prices.index, "stage": s, "stream": "compute"}
-                span = {"start_s": times.makespan_s, "end_s": step_time_s}
+                place: dict[str, Any] = {
+                    "rank": rank,
+                    "group": lowered.prices.index,
+                    "stage": s,
+                    "stream": "compute",
+                }
+                span: dict[str, Any] = {"start_s": times.makespan_s, "end_s": step_time_s}
                 events.append(Event(name="wait for stragglers", part="straggler", **place, **span))
     events.sort(key=lambda event: (event.start_s, event.rank))
     return Timeline(events=tuple(events), step_time_s=step_time_s)
@@ -63,13 +71,15 @@ def _pipeline_events(
     shares = _shares(lowered)
     last_batch = lowered.prices.num_micro_batches - 1
     tasks = np.arange(lowered.first[0], lowered.last[-1] + 1)
-    columns = (program.kind, program.stage, program.chunk, program.micro_batch, times.start_s, times.end_s, step.data_s)
+    labels = (program.kind, program.stage, program.chunk, program.micro_batch)
+    columns = (*labels, times.start_s, times.end_s, step.data_s)
     for kind, stage, chunk, micro_batch, start_s, end_s, data_s in zip(
         *(column[tasks].tolist() for column in columns), strict=True
     ):
         if end_s <= start_s:
             continue
-        place = {"rank": ranks[stage], "group": group, "stage": stage, "micro_batch": micro_batch, "chunk": chunk}
+        place: dict[str, Any] = {"rank": ranks[stage], "group": group, "stage": stage}
+        place |= {"micro_batch": micro_batch, "chunk": chunk}
         name = _NAMES[kind]
         if kind in _SENDS:
             yield Event(stream=name, name=name, part="pipeline_comm", start_s=start_s, end_s=end_s, **place)
@@ -83,18 +93,18 @@ def _pipeline_events(
             yield Event(stream="compute", name="shared", part="data_comm", start_s=at, end_s=end_s, **place)
 
 
-def _shares(lowered: LoweredGroup) -> dict[tuple[int, int, int, bool], list[tuple[str, str, str | None, float]]]:
+def _shares(lowered: LoweredGroup) -> _Table:
     """Return the parts of every op and the share each has of it."""
     prices = lowered.prices
     op_s = prices.op_s
-    table: dict[tuple[int, int, int, bool], list[tuple[str, str, str | None, float]]] = {}
+    table: _Table = {}
     for op in Op:
         for s in range(prices.num_stages):
             for c in range(prices.num_chunks):
                 for last in (False, True):
                     place = (op, s, c, int(last))
                     total = max(float(op_s[place]), 1e-30)
-                    row = [(p, stream, name, float(prices.parts[p][place]) / total) for p, stream, name in _PARTS]
+                    row = [(*drawn, float(prices.parts[drawn[0]][place]) / total) for drawn in _PARTS]
                     table[int(op), s, c, last] = [entry for entry in row if entry[3] > 0.0]
     return table
 

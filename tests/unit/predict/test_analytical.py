@@ -53,12 +53,17 @@ def test_virtual_stages_divide_the_bubble():
 
 
 def test_zero_bubble_fills_with_weight_gradients():
-    bubble = {s: parts_of(case_of(pp=4, tp=4, schedule=s, global_batch=16))["bubble"] for s in ("1f1b", "zb-h1")}
+    bubble = {
+        s: parts_of(case_of(pp=4, tp=4, schedule=s, global_batch=16))["bubble"] for s in ("1f1b", "zb-h1")
+    }
     assert 0.0 < bubble["zb-h1"] < 0.6 * bubble["1f1b"]
 
 
 def test_full_recompute_repeats_the_forward():
-    batches = [build_batch([case_of("1x1xh100-sxm", recompute=r, global_batch=1)], CONSTANTS) for r in ("none", "full")]
+    batches = [
+        build_batch([case_of("1x1xh100-sxm", recompute=r, global_batch=1)], CONSTANTS)
+        for r in ("none", "full")
+    ]
     none, full = (stage_times(batch) for batch in batches)
     layers = none.parts["compute"].item()
     assert 0.25 * layers < full.parts["recompute"].item() < 0.4 * layers
@@ -67,7 +72,13 @@ def test_full_recompute_repeats_the_forward():
 
 def test_collectives_appear_with_their_degrees():
     single = parts_of(case_of("1x1xh100-sxm", global_batch=1))
-    assert single["tensor_comm"] == single["context_comm"] == single["data_comm"] == single["pipeline_comm"] == 0.0
+    assert (
+        single["tensor_comm"]
+        == single["context_comm"]
+        == single["data_comm"]
+        == single["pipeline_comm"]
+        == 0.0
+    )
     assert parts_of(case_of(tp=8, global_batch=2))["tensor_comm"] > 0.0
     assert parts_of(case_of(global_batch=16))["data_comm"] > 0.0
     assert parts_of(case_of(pp=2, tp=8, global_batch=2))["pipeline_comm"] > 0.0

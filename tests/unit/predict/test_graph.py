@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -49,9 +49,7 @@ def with_groups(case, shares, micro_batch=1):
     (group,) = case.plan.groups
     groups = []
     for d, share in enumerate(shares):
-        stages = tuple(
-            replace(s, ranks=s.ranks[d * s.tp : (d + 1) * s.tp], zero=0) for s in group.stages
-        )
+        stages = tuple(replace(s, ranks=s.ranks[d * s.tp : (d + 1) * s.tp], zero=0) for s in group.stages)
         groups.append(
             Group(share=share, stages=stages, micro_batch=micro_batch, schedule=group.schedule, sp=group.sp)
         )
@@ -89,7 +87,9 @@ def test_pipeline_of_two_by_hand():
 
 def test_short_last_micro_batch_costs_less():
     full = case_of("1x1xh100-sxm", global_batch=8, micro_batch=4)
-    short = replace(full, plan=replace(full.plan, global_batch=5, groups=(replace(full.plan.groups[0], share=5),)))
+    short = replace(
+        full, plan=replace(full.plan, global_batch=5, groups=(replace(full.plan.groups[0], share=5),))
+    )
     (prices,) = prices_of(short)
     device = {part: value for part, value in prices.parts.items() if part != "host"}
     total = sum(device.values())
@@ -133,7 +133,8 @@ def test_gradients_of_uneven_groups_meet_bucket_by_bucket():
 def test_overlap_hides_gradient_sync():
     settings = {"pp": 1, "tp": 1, "global_batch": 16, "zero": 1}
     off, on = (
-        parts_of(case_of(comm={"grad_overlap": x, "param_gather_overlap": x}, **settings)) for x in (False, True)
+        parts_of(case_of(comm={"grad_overlap": x, "param_gather_overlap": x}, **settings))
+        for x in (False, True)
     )
     assert 0.0 < on["data_comm"] < 0.7 * off["data_comm"]
     assert on["compute"] == pytest.approx(off["compute"])
@@ -167,7 +168,9 @@ def test_tied_table_is_summed_between_the_ends():
 def test_stages_in_one_link_domain_use_the_links():
     """Four devices to a node, but NVLink joins 72."""
     inside, outside = (
-        prices_of(case_of(cluster, pp=2, tp=4, global_batch=8, framework="megatron-core"))[0].send_forward_s[0]
+        prices_of(case_of(cluster, pp=2, tp=4, global_batch=8, framework="megatron-core"))[0].send_forward_s[
+            0
+        ]
         for cluster in ("2x4xgb200-nvl72", "2x4xh100-sxm")
     )
     assert outside > 3.0 * inside
@@ -186,7 +189,9 @@ def test_virtual_stages_of_a_single_stage_are_one():
     case = case_of("1x1xh100-sxm", global_batch=2)
     (group,) = case.plan.groups
     stage = replace(group.stages[0], layers=((0, 17), (17, 34)))
-    cut = replace(case, plan=replace(case.plan, groups=(replace(group, schedule="interleaved", stages=(stage,)),)))
+    cut = replace(
+        case, plan=replace(case.plan, groups=(replace(group, schedule="interleaved", stages=(stage,)),))
+    )
     assert step_of(cut) == pytest.approx(step_of(case), rel=1e-12)
 
 
@@ -224,7 +229,7 @@ def test_timeline_holds_the_parts(choices):
     key = lambda e: (e.rank, e.stream)  # noqa: E731
     for _, events in groupby(sorted(timeline.events, key=lambda e: (*key(e), e.start_s)), key):
         events = list(events)
-        assert all(a.end_s <= b.start_s + 1e-12 for a, b in zip(events, events[1:], strict=False))
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(events))
     ranks = {event.rank for event in timeline.events}
     assert ranks == {stage.ranks[0] for stage in case.plan.groups[0].stages}
     computed = {

@@ -1,0 +1,67 @@
+"""Seconds of the ops of a pipeline by part: device tasks of their layers, and what the host adds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreshard.graph.schedules import Op
+from foreshard.spec.prediction import TIME_PARTS
+
+
+def op_parts(
+    sums: dict[str, np.ndarray],
+    ends: dict[str, np.ndarray],
+    first: np.ndarray,
+    last: np.ndarray,
+    between: np.ndarray,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return device seconds by part, shape (4, stages, chunks) each, and host seconds of every op.
+
+    Parameters
+    ----------
+    sums : dict
+        Seconds of each task of `LayerTimes` over the layers of a chunk, shape (stages, chunks).
+    ends : dict
+        Seconds of each task of `EndTimes`, shape (stages, 1).
+    first, last : ndarray, shape (stages, chunks)
+        1 where a chunk holds the embedding, the head.
+    between : ndarray, shape (stages, 1)
+        Host seconds of an op outside its layers.
+    """
+    device = {name: np.zeros((4, *first.shape)) for name in TIME_PARTS}
+    edge = first * ends["embedding_tensor"] / 2 + last * ends["head_tensor"] / 2
+    weight = sums["backward_weight"] + first * ends["embedding_backward"] + last * ends["head_backward"] / 2
+    given = sums["backward_input"] + last * ends["head_backward"] / 2
+    device["compute"][Op.FORWARD] = (
+        sums["forward"] + first * ends["embedding_forward"] + last * ends["head_forward"]
+    )
+    device["compute"][Op.BACKWARD] = given + weight
+    device["compute"][Op.BACKWARD_INPUT] = given
+    device["compute"][Op.BACKWARD_WEIGHT] = weight
+    device["tensor_comm"][Op.FORWARD] = sums["tensor_forward"] + edge
+    device["context_comm"][Op.FORWARD] = sums["context_forward"]
+    device["expert_comm"][Op.FORWARD] = sums["expert_forward"]
+    for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        device["recompute"][op] = sums["recompute"]
+        device["tensor_comm"][op] = sums["tensor_backward"] + sums["tensor_recompute"] + edge
+        device["context_comm"][op] = sums["context_backward"]
+        device["expert_comm"][op] = sums["expert_backward"] + sums["expert_recompute"]
+    back = sums["host_backward"] + between
+    return device, np.stack([sums["host_forward"] + between, back, back / 2, back / 2])
+
+
+def with_host(
+    device: dict[str, np.ndarray], host: np.ndarray, short: np.ndarray, sharpness: float
+) -> dict[str, np.ndarray]:
+    """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
+
+    The host runs ahead from op to op, so what counts is its time over the device's for a forward and
+    its backward.
+    """
+    scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
+    parts = {name: value[..., None] * scale for name, value in device.items()}
+    busy = sum(parts.values())
+    pair = [Op.FORWARD, Op.BACKWARD]
+    ratio = host[pair].sum(0)[..., None] / np.maximum(busy[pair].sum(0), 1e-12)
+    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
+    return parts
