@@ -35,6 +35,10 @@ class MemoryProfile:
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
     fp8_mlp_input : in 8-bit training the gated activation keeps its input in 8 bit
+    drops_transposes : no transposed 8-bit copy of a weight outlives its product
+    default_dropout : dropout is on unless its arguments say otherwise: masks and dropped scores are kept
+    transposed_attention : attention is batch first, its projection is not: from two samples on, the attention
+        output is kept twice
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
     keeps_outputs : a stage keeps its outputs until their backward (DeepSpeed and torch pipelines)
     logit_bytes : peak bytes per logit where the loss differs from what the framework entry says; 0 = as there
@@ -59,6 +63,9 @@ class MemoryProfile:
     unit_bytes: float = 0.0
     eager_mlp: bool = False
     fp8_mlp_input: bool = False
+    drops_transposes: bool = False
+    default_dropout: bool = False
+    transposed_attention: bool = False
     eager_norm: bool = False
     keeps_outputs: bool = False
     logit_bytes: float = 0.0

@@ -125,9 +125,7 @@ def optimizer_state_bytes(optimizer: str, moment_bytes: float = 4.0) -> float:
     }[optimizer]
 
 
-def stage_memory(
-    load: StageLoad, framework: Framework, profile: MemoryProfile | None = None
-) -> MemoryParts:
+def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile | None = None) -> MemoryParts:
     """Return the peak bytes of a rank, by part.
 
     The peak is the largest of three moments: the start of the first backward of the fullest pipeline (all

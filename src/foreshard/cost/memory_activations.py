@@ -107,13 +107,21 @@ def _tokens(load: StageLoad) -> _Tokens:
     )
 
 
-def _attention_saved(block: Block, n: _Tokens, load: StageLoad, unfused: bool) -> tuple[Any, Any]:
+def _drops(block: Block, profile: MemoryProfile) -> bool:
+    return block.dropout > 0 or profile.default_dropout
+
+
+def _attention_saved(
+    block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: MemoryProfile
+) -> tuple[Any, Any]:
     """Return what attention saves beyond its norm, and what recomputing its core saves of it."""
     out = block.num_heads * block.value_head_dim
     keep = n.element * (block.query_width + block.kv_width + out)
     if not block.frozen:
         keep = keep + n.low * n.gemm_input * out
-    drop = block.dropout > 0
+    if profile.transposed_attention:
+        keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
+    drop = _drops(block, profile)
     score = n.element * (1 + drop) + drop
     core = block.num_heads * load.seq_len * score if unfused else 4 * block.num_heads
     saved = n.split * (keep + core)
@@ -148,7 +156,7 @@ def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfi
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
     outputs = (np.maximum(qkv, up) if block.parallel else qkv + up) * (1 - load.recompute.layernorm)
     inputs = norms * (n.element + 6 * profile.eager_norm)
-    return n.norm * block.hidden * (inputs + outputs + 2 * (block.dropout > 0))
+    return n.norm * block.hidden * (inputs + outputs + 2 * _drops(block, profile))
 
 
 def _dense_mlp(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> tuple[Any, Any]:
@@ -185,7 +193,7 @@ def _layer(
 ) -> tuple[Any, Any]:
     """Return what one layer saves per micro-batch unless recomputed in full, and its temporaries."""
     rule = load.recompute
-    attention, core = _attention_saved(block, n, load, unfused)
+    attention, core = _attention_saved(block, n, load, unfused, profile)
     saved = _norms_saved(block, n, load, profile) + attention - core * rule.core_attn
     if block.kv_lora:
         saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)

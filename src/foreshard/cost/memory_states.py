@@ -128,10 +128,10 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         return 1 / np.where(split, shard, 1), 1 / np.where(split, expert_shard, 1)
 
     element = load.activation_bytes_per_element
-    low = load.fp8 * FP8_WORKSPACE_BYTES + load.fp4 * FP4_WORKSPACE_BYTES
     weight = 4.0 if profile.weights_are_master else element
-    block_weight = np.where(framework.fp8_params & (low > 0), low, weight + low)
+    block_weight = _block_weight_bytes(load, weight, framework, profile)
     spared = framework.fp8_params * load.fp8 * (FP8_WORKSPACE_BYTES - FP8_FROZEN_BYTES)
+    spared = spared * (not profile.drops_transposes)
     dense3, expert3 = over(3)
     dense2, expert2 = over(2)
     dense1, expert1 = over(1)
@@ -159,6 +159,15 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
         working=(zero >= 3) * np.maximum(unit, live) + cached,
         step=_step_bytes(have, dense1, expert1, framework, profile),
+    )
+
+
+def _block_weight_bytes(load: StageLoad, weight: Any, framework: Framework, profile: MemoryProfile) -> Any:
+    """Return the bytes of one weight of a block, with the low-precision copies that stay over the step."""
+    low = load.fp8 * FP8_WORKSPACE_BYTES + load.fp4 * FP4_WORKSPACE_BYTES
+    keep = 0.5 if profile.drops_transposes else 1.0
+    return np.where(
+        framework.fp8_params & (low > 0), keep * low, weight + low * (not profile.drops_transposes)
     )
 
 

@@ -204,9 +204,7 @@ def _optimizer_facts(text: str) -> dict[str, int]:
     if re.search(r"grad_reduce_in_fp32=true", low):
         facts |= {"grad_bytes": 4, "grad_reduce_bytes": 4}
     if re.search(r"grad (?:reduce|sync)(?:/buffer)? bf16|grad_sync_dtype bf16|grad-reduce-in-bf16", low):
-        facts["grad_reduce_bytes"] = 2
-        if "grad-reduce-in-bf16" not in low:  # the buffer takes the reduction dtype, main gradients too
-            facts["grad_bytes"] = 2
+        facts |= {"grad_bytes": 2, "grad_reduce_bytes": 2}  # the buffer takes the dtype of the reduction
     if "grad_sync_dtype none" in low:  # Apex reduces in the optimizer's dtype, fp32
         facts |= {"grad_bytes": 4, "grad_reduce_bytes": 4}
     main = re.search(rf"main_grads {dtype}", low)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foreshard.catalog.frameworks import frameworks, load_framework
 from foreshard.spec.framework import Framework
@@ -24,12 +25,33 @@ _PAPERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the code of a source sets away from its framework entry, for the rows it names.
+
+    where : patterns by column, all of which a row's cells contain (case does not matter)
+    sets : fields of the framework
+    why : the file that sets them
+    """
+
+    where: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Any]
+    why: str
+
+    def names(self, raw: Mapping[str, str]) -> bool:
+        """Whether the recipe is the one of this row."""
+        return all(re.search(text, raw.get(column, ""), re.IGNORECASE) for column, text in self.where.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Readings of one source; an empty string or None means the framework's own default.
 
     dtype, recompute, seq_len, zero, nic : what a blank cell means, with why
     flops : how the source counts the FLOPs behind its TFLOP/s: causal | full | hardware
     gigabyte : bytes of the unit of metric_peak_memory_gb
+    memory : what metric_peak_memory_gb counts where a row's notes do not say: '' | allocated | reserved
+        (bytes that the allocator or the whole process holds), with why
+    recipes : what the source's code sets away from the framework entry
     """
 
     dtype: str = "bf16"
@@ -43,9 +65,46 @@ class Family:
     nic_why: str = ""
     flops: str = "full"
     gigabyte: float = GIB
+    memory: str = ""
+    memory_why: str = ""
+    recipes: tuple[Recipe, ...] = ()
 
 
 _JEAN_ZAY = "4 Omni-Path 100 Gb/s links per node (IDRIS, Jean Zay description)"
+
+_BIGSCIENCE = (
+    Recipe(
+        where={"source": r"chronicles-prequel \(line [1-8]?\d?\d\)"},
+        sets={"grad_bytes": 2},
+        why="16-bit gradients: before line 899 of chronicles-prequel.md, which brings the BF16 optimizer",
+    ),
+)
+_BRIDGE = (
+    Recipe(
+        where={"model": "405B", "gpu": "GB200", "dtype": "FP8"},
+        sets={"memory": "megatron-bridge-expandable"},
+        why="expandable segments (Megatron-Bridge v0.2.0-v0.4.2 scripts/performance/perf_plugins.py)",
+    ),
+)
+_BRIDGE_MEMORY = (
+    Recipe(
+        where={"model": "Moonlight"},
+        sets={"master_bytes": 2, "moment_bytes": 2, "grad_bytes": 2, "grad_reduce_bytes": 2},
+        why="precision-aware optimizer (Megatron-Bridge recipes/moonlight/h100/moonlight_16b.py)",
+    ),
+    Recipe(
+        where={"model": "Llama-3.*70B"},
+        sets={"memory": "megatron-bridge-no-transpose", "fp8_params": True, "grad_bytes": 2},
+        why="no transposes of 8-bit weights kept (llama3_70b_sft_32gpu_h100_fp8cs_config)",
+    ),
+)
+_STAS = (
+    Recipe(
+        where={"notes": "base \\(no Liger\\)"},
+        sets={"memory": "deepspeed-eager"},
+        why="model code without Liger kernels (stas00/ml-engineering)",
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     "vtrain_single": Family(
@@ -57,9 +116,17 @@ FAMILIES: dict[str, Family] = {
         zero_why="ZERO_STAGE=1 in tr3m-1B3-emb-norm-pile.slurm",
         nic="400 Gb/s",
         nic_why=_JEAN_ZAY,
+        memory="reserved",
+        memory_why="nvidia-smi (tr11-176B-ml/chronicles-prequel.md)",
+        recipes=_BIGSCIENCE,
     ),
     "internevo": Family(
-        flops="hardware", seq_len=2048, seq_why="SEQ_LEN of configs/7B_sft.py", recompute="full"
+        flops="hardware",
+        seq_len=2048,
+        seq_why="SEQ_LEN of configs/7B_sft.py",
+        recompute="full",
+        memory="reserved",
+        memory_why="read from outside the process, as its table of host memory (doc/en/train_performance.md)",
     ),
     "mlperf": Family(
         dtype="fp8", dtype_why="the NVIDIA LoRA submissions of these rounds train in fp8", flops="causal"
@@ -68,9 +135,21 @@ FAMILIES: dict[str, Family] = {
     "sc21": Family(flops="hardware", dtype="fp16", recompute="full"),
     "megatron_2020": Family(flops="hardware", dtype="fp16", recompute="full"),
     "megatron_h100": Family(flops="full"),
-    "megatronbridge": Family(flops="causal"),
-    "megatronbridge_memory": Family(flops="causal"),
-    "stas_h200_b200": Family(flops="causal", gigabyte=1e9),
+    "megatronbridge": Family(flops="causal", recipes=_BRIDGE),
+    "megatronbridge_memory": Family(
+        flops="causal",
+        gigabyte=1e9,
+        memory="allocated",
+        memory_why="peak allocated, 1e9 bytes (Megatron-Bridge training/utils/train_utils.py)",
+        recipes=_BRIDGE_MEMORY,
+    ),
+    "stas_h200_b200": Family(
+        flops="causal",
+        gigabyte=1e9,
+        memory="reserved",
+        memory_why="max_memory_reserved, as the other rows of the source",
+        recipes=_STAS,
+    ),
     "simumax_b200": Family(gigabyte=1e9),
     "torchtitan_2024": Family(gigabyte=1e9),
     "torchtitan": Family(gigabyte=1e9),
@@ -144,6 +223,16 @@ def framework_of(family: str, raw: Mapping[str, str], precision: str) -> tuple[F
         if word in text:
             return load_framework(label), ()
     return load_framework("megatron-core"), (f"framework {raw['framework']!r} read as megatron-core",)
+
+
+def with_recipe(
+    family: Family, framework: Framework, raw: Mapping[str, str]
+) -> tuple[Framework, tuple[str, ...]]:
+    """Return the framework as the source's own code sets it for this row, and the lines that say so."""
+    used = [recipe for recipe in family.recipes if recipe.names(raw)]
+    for recipe in used:
+        framework = replace(framework, **recipe.sets)
+    return framework, tuple(recipe.why for recipe in used)
 
 
 def _mlperf(raw: Mapping[str, str]) -> tuple[Framework, tuple[str, ...]]:

@@ -55,6 +55,25 @@ def layer_cuts(raw: Mapping[str, str], num_blocks: int, num_chunks: int, notes: 
     return block_cuts(num_blocks, num_chunks)
 
 
+def cost_cuts(model: Model, num_stages: int) -> list[int]:
+    """Return blocks per stage as nanotron cuts: a stage takes blocks until it passes its share of the cost.
+
+    Source
+    ------
+    nanotron 2411b022 models/base.py build_model (cumulative costs against even thresholds) and
+    models/llama.py get_block_compute_costs: 4h^2 + 3hf per layer, Vh for the head, nothing for the embedding.
+    """
+    block = model.blocks[0]
+    layer = model.hidden * (4 * block.num_heads * block.head_dim + 3 * block.ffn)
+    total = model.num_layers * layer + model.vocab * model.hidden
+    cuts = [0] * num_stages
+    stage = 0
+    for done in range(1, model.num_layers + 1):
+        cuts[stage] += 1
+        stage += done * layer > total * (stage + 1) / num_stages
+    return cuts
+
+
 def _with_cuts(plan: Plan, cuts: list[int], pp: int) -> Plan:
     """Return the plan with these blocks per virtual stage; the embedding is first, the head last."""
     group = plan.groups[0]
@@ -206,11 +225,16 @@ def row_plan(
         framework=framework.label,
         **options,
     )
-    cuts = layer_cuts(raw, model.num_layers, degrees["pp"] * vpp, notes)
+    if framework.name == "nanotron" and vpp == 1:
+        cuts = cost_cuts(model, degrees["pp"])
+    else:
+        cuts = layer_cuts(raw, model.num_layers, degrees["pp"] * vpp, notes)
     return _with_cuts(plan, cuts, degrees["pp"]), framework
 
 
-def _expert_tensor(raw: Mapping[str, str], framework: Framework, degrees: dict[str, int], notes: Notes) -> int:
+def _expert_tensor(
+    raw: Mapping[str, str], framework: Framework, degrees: dict[str, int], notes: Notes
+) -> int:
     """Return the tensor degree of experts: NeMo's Grok recipes leave it blank, Megatron then uses tp."""
     tp, ranks = degrees["tp"], degrees["tp"] * degrees["cp"] * degrees["dp"]
     if framework.name == "nemo" and raw["model"].startswith("Grok") and ranks % (tp * degrees["ep"]) == 0:

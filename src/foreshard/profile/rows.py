@@ -11,7 +11,7 @@ from foreshard.catalog.devices import device_assumption, resolve_device
 from foreshard.catalog.models import resolve_row_model
 from foreshard.errors import SpecError
 from foreshard.profile.facts import number, precision_of, stated
-from foreshard.profile.families import FAMILIES, Family, family_of, framework_of
+from foreshard.profile.families import FAMILIES, Family, family_of, framework_of, with_recipe
 from foreshard.profile.row_cluster import Notes, row_cluster
 from foreshard.profile.row_plan import row_plan
 from foreshard.profile.tables import TRAINING, Table, read_table
@@ -137,6 +137,8 @@ def measured_memory(raw: Mapping[str, str], family: Family) -> tuple[float | Non
     )
     if kind == "unknown" and "reserved" in notes and "allocated vs reserved not stated" not in notes:
         kind = "reserved"
+    if kind == "unknown":
+        kind = family.memory or kind
     unit = 1e9 if "GiB*1.0737" in raw["notes"] else family.gigabyte
     return value * unit, kind
 
@@ -175,12 +177,13 @@ def read_row(raw: Mapping[str, str], table: str) -> Row:
         notes.add(f"dtype not stated: {family.dtype}, {family.dtype_why}")
     precision, more = precision_of(raw["dtype"] or family.dtype, device)
     release, also = framework_of(name, raw, precision)
-    for line in (*more, *also):
+    recipe, set_there = with_recipe(family, release, raw)
+    for line in (*more, *also, *set_there):
         notes.add(line)
     if "muon" in raw["notes"].lower():
         notes.add("Muon optimizer read as AdamW")
     cluster = row_cluster(raw, device, family, notes)
-    plan, framework = row_plan(raw, model, device, name, family, stated(release, raw), precision, notes)
+    plan, framework = row_plan(raw, model, device, name, family, stated(recipe, raw), precision, notes)
     peak, kind = measured_memory(raw, family)
     oom = raw["notes"].startswith("OOM:")
     return Row(

@@ -5,10 +5,12 @@ import pytest
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.model_dims import model_from_dims
 from foreshard.errors import SpecError
 from foreshard.profile.facts import precision_of, recompute_of, sharding_of, stated
 from foreshard.profile.families import Family, family_of, framework_of
 from foreshard.profile.row_cluster import nic_rate
+from foreshard.profile.row_plan import cost_cuts
 from foreshard.profile.rows import measured_memory, measured_step_s, read_row, read_training_rows
 
 
@@ -259,3 +261,46 @@ def test_files_are_read_and_skips_explained(tmp_path, cells):
 
 def test_memory_is_none_when_blank(cells):
     assert measured_memory(cells, Family()) == (None, "")
+
+
+def test_nanotron_cuts_layers_by_cost(row):
+    """Worked by hand: 16 layers of 4, a head of 16: half of 80 is passed by layer 11."""
+    model = model_from_dims(
+        "small", n_layers=16, hidden=64, ffn=128, n_heads=4, n_kv_heads=4, vocab=2560, gated=True
+    )
+    layer, head = 4 * 64 * 64 + 3 * 64 * 128, 2560 * 64
+    assert head == 4 * layer
+    assert cost_cuts(model, 1) == [16]
+    assert cost_cuts(model, 2) == [11, 5]
+    assert cost_cuts(model, 4) == [6, 5, 5, 0]
+
+
+def test_memory_is_what_the_source_says(cells):
+    cells["metric_peak_memory_gb"] = "10"
+    silent = Family(memory="reserved", gigabyte=1e9)
+    assert measured_memory(cells, silent) == (1e10, "reserved")
+    assert measured_memory(cells, Family()) == (10 * 2.0**30, "unknown")
+    said = cells | {"notes": "peak allocated after iteration 2"}
+    assert measured_memory(said, silent) == (1e10, "allocated")
+
+
+def test_recipes_set_what_the_code_of_a_source_sets(row):
+    plain = row(id="megatronbridge_memory-0099", framework="Megatron-Bridge")
+    assert (plain.framework.memory, plain.framework.moment_bytes) == ("megatron-bridge-no-transpose", 2)
+    assert any("transposes" in line for line in plain.assumptions)
+    other = row(id="nemo_docs-0099", framework="Megatron-Bridge")
+    assert other.framework.memory != "megatron-bridge-no-transpose"
+
+
+def test_bigscience_before_the_bf16_optimizer(row):
+    def gradient_bytes(line):
+        source = f"BigScience tr11-176B chronicles-prequel (line {line})"
+        changes = {"framework": "Megatron-DeepSpeed", "in_optimizer_dtypes": ""}
+        return row(id="bigscience-0099", source=source, **changes).framework.grad_bytes
+
+    assert [gradient_bytes(line) for line in (77, 583, 898, 917)] == [2, 2, 2, 4]
+
+
+def test_megatron_reduces_in_the_dtype_of_its_buffer():
+    facts = stated(load_framework("megatron-core"), {"in_optimizer_dtypes": "--grad-reduce-in-bf16"})
+    assert (facts.grad_bytes, facts.grad_reduce_bytes) == (2, 2)
