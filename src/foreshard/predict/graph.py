@@ -6,16 +6,22 @@ for all ranks of a stage, one group for all equal groups.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from foreshard.graph.program import Kind
 from foreshard.graph.schedules import Op
 from foreshard.predict.batch import Batch, Case
 from foreshard.predict.graph_lowering import LoweredGroup, Step, lower
-from foreshard.predict.graph_prices import group_prices
+from foreshard.predict.graph_prices import GroupPrices, group_prices
 from foreshard.sim import critical_path
+from foreshard.spec.framework import Framework
 from foreshard.spec.prediction import TIME_PARTS
 from foreshard.spec.timeline import Timeline
+
+MAX_TASKS = 100_000  # a tenth of a second in plain Python
+_ROUNDS = (12, 18, 24)
 
 
 def graph_times(
@@ -43,17 +49,53 @@ def graph_times(
     ------
     docs/derivations/step.md.
     """
-    step = lower(group_prices(case, batch), case.framework, float(batch.machine.constants.fsdp_contention))
-    times = critical_path.run(step.program, compiled=compiled)
-    parts = _parts(step, times)
+    run = _Run(case.framework, float(batch.machine.constants.fsdp_contention), compiled)
+    prices = group_prices(case, batch)
+    parts = run.parts(prices)
+    makespan_s = sum(parts.values())
     num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
     doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
-    parts["straggler"] = float(batch.machine.constants.jitter) * doublings * times.makespan_s
+    parts["straggler"] = float(batch.machine.constants.jitter) * doublings * makespan_s
     if not timeline:
         return parts, None
     from foreshard.predict.graph_timeline import timeline_of
 
-    return parts, timeline_of(case, step, times, sum(parts.values()))
+    step, times = run(prices)
+    return parts, timeline_of(case, step, times, times.makespan_s * (sum(parts.values()) / makespan_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How programs are lowered and executed."""
+
+    framework: Framework
+    contention: float
+    compiled: bool
+
+    def __call__(self, prices: list[GroupPrices]) -> tuple[Step, critical_path.Timeline]:
+        """Return the program of a step and when its tasks run."""
+        step = lower(prices, self.framework, self.contention)
+        return step, critical_path.run(step.program, compiled=self.compiled)
+
+    def parts(self, prices: list[GroupPrices]) -> dict[str, float]:
+        """Return the parts of the step, folding the steady state of a very large program.
+
+        Past the warm-up every round of as many micro-batches as there are stages takes the same time, so
+        shorter runs tell a round's parts; where three of them are not in line, the whole is run. Several
+        groups are never folded: they meet at their ends.
+        """
+        first = prices[0]
+        rounds = first.num_micro_batches // first.num_stages
+        if len(prices) > 1 or rounds <= 2 * _ROUNDS[2] or first.num_tasks <= MAX_TASKS:
+            return _parts(*self(prices))
+        few, some, more = (_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS)
+        few_s, some_s, more_s = (sum(parts.values()) for parts in (few, some, more))
+        if abs((more_s - some_s) - (some_s - few_s)) > 1e-9 * more_s:
+            return _parts(*self(prices))
+        times = (rounds - _ROUNDS[2]) / (_ROUNDS[2] - _ROUNDS[1])
+        parts = {name: max(0.0, value + times * (value - some[name])) for name, value in more.items()}
+        parts["compute"] += more_s + times * (more_s - some_s) - sum(parts.values())
+        return parts
 
 
 def _parts(step: Step, times: critical_path.Timeline) -> dict[str, float]:

@@ -93,6 +93,22 @@ class GroupPrices:
         return self.group.num_micro_batches
 
     @property
+    def num_tasks(self) -> int:
+        """About how many tasks the group has."""
+        sharded = [float(machine.rank.zero) >= 3 for machine in self.machines]
+        pieces = sum(
+            5 * sum(len(units.params) for units in row) if cut else 4 * self.num_chunks
+            for cut, row in zip(sharded, self.units, strict=True)
+        )
+        return self.num_micro_batches * pieces
+
+    def without(self, rounds: int) -> GroupPrices:
+        """Return the group with fewer micro-batches: so many times its stages less."""
+        group = self.group
+        share = group.share - rounds * self.num_stages * group.micro_batch
+        return replace(self, group=replace(group, share=share))
+
+    @property
     def op_s(self) -> np.ndarray:
         """Seconds of each op, shape (4, stages, chunks, 2)."""
         return np.sum(list(self.parts.values()), axis=0)

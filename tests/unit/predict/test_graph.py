@@ -12,6 +12,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.graph.program import Kind
+from foreshard.predict import graph
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.graph import graph_times
 from foreshard.predict.graph_lowering import lower
@@ -261,3 +262,28 @@ def test_large_pipelines_are_quick_to_price():
     ops = 2 * 16 * 7 * 128
     assert ops < step.program.num_tasks < 2.1 * ops
     assert np.all(step.data_s >= 0.0)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"framework": "composer", "zero": 3, "global_batch": 16 * 60},
+        {"framework": "composer", "zero": 3, "global_batch": 16 * 120 + 16, "micro_batch": 2},
+        {"pp": 4, "tp": 4, "global_batch": 240},
+        {"pp": 4, "tp": 4, "vpp": 4, "global_batch": 240, "framework": "megatron-bridge@26.06"},
+        {"pp": 4, "tp": 2, "zero": 3, "global_batch": 480, "framework": "composer"},
+        {"pp": 4, "tp": 4, "schedule": "zb-h1", "global_batch": 241},
+        {"model": "gpt3-13b", "pp": 8, "tp": 2, "schedule": "gpipe", "global_batch": 400},
+    ],
+    ids=["sharded", "short", "1f1b", "interleaved", "sharded-stages", "zero-bubble", "gpipe"],
+)
+def test_folding_the_steady_state_changes_nothing(choices, monkeypatch):
+    case = case_of(**choices)
+    whole = parts_of(case)
+    lowered = []
+    monkeypatch.setattr(graph, "MAX_TASKS", 0)
+    monkeypatch.setattr(graph, "lower", lambda prices, *rest: lowered.append(prices) or lower(prices, *rest))
+    folded = parts_of(case)
+    assert len(lowered) == 3
+    assert sum(folded.values()) == pytest.approx(sum(whole.values()), rel=1e-6)
+    assert folded == pytest.approx(whole, rel=1e-3, abs=1e-4 * sum(whole.values()))
