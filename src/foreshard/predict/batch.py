@@ -66,7 +66,7 @@ class StageRow:
 class Pipeline:
     """Numbers of one group of a plan: how many micro-batches, stages, chunks."""
 
-    num_micro_batches: Any
+    num_micro_batches: Any  # a short last one counts as a fraction
     num_stages: Any
     num_chunks: Any
     gpipe: Any
@@ -117,8 +117,7 @@ def stage_workers(cluster: Cluster, group: Group, stage: Stage) -> tuple[Worker,
     A micro-batch is split over the inner data-parallel ranks by `rank_shares`, else evenly; ranks that
     cannot split it evenly are all priced at the larger part.
     """
-    taken = min(group.micro_batch, group.share)
-    shares = stage.rank_shares or (-(-taken // stage.inner_dp),)
+    shares = stage.rank_shares or (-(-group.micro_batch // stage.inner_dp),)
     if len(cluster.nodes) == 1:
         biggest = max(range(len(shares)), key=shares.__getitem__)
         return (
@@ -296,7 +295,7 @@ def boundaries(group: Group) -> list[tuple[Stage, Stage]]:
 def _micro_batches(group: Group) -> float:
     """Return the micro-batches of a step, a short last one as a fraction of the others."""
     rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
-    if group.num_micro_batches == 1 or rest == group.micro_batch:
+    if rest == group.micro_batch:
         return float(group.num_micro_batches)
     short = max(
         rest / group.micro_batch

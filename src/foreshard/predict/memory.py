@@ -91,7 +91,7 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
         tied=float(model.tied_embeddings),
         in_flight=column(lambda r: in_flight(r.group, r.s)),
         num_micro_batches=column(lambda r: r.group.num_micro_batches),
-        micro_batch=column(lambda r: r.worker.share),
+        micro_batch=column(lambda r: min(r.worker.share, math.ceil(r.group.share / r.stage.inner_dp))),
         seq_len=float(plan.seq_len),
         tp=column(lambda r: r.stage.tp),
         cp=column(lambda r: r.stage.cp),

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import kernel_evidence
 from foreshard.catalog.training import TrainingConstants, training_constants
-from foreshard.cost.energy import WAITING_POWER, energy_j
+from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER, energy_j
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
 from foreshard.predict.analytical import step_times
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import Batch, Case, build_batch
+from foreshard.predict.explanation import explanations, rate_explanations
+from foreshard.predict.flops import model_flops, recomputed_flops
 from foreshard.predict.interval import step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import Plan, invalid, one_of
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 
-CATALOG_VERSION = "2026.11"
 ENGINES = ("analytical", "graph")
+COSTS = ("formula",)
 FIDELITIES = ("datasheet", "zero-shot", "calibrated")
+MAX_GRAPH_OPS = 2_000_000
+"""Forwards and backwards the graph engine takes on: about 10 s and 2 GB."""
+
+PART_WORDS = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "tensor_comm": "tensor-parallel collectives",
+    "context_comm": "passing keys and values between context-parallel ranks",
+    "expert_comm": "sending tokens to experts",
+    "pipeline_comm": "messages between stages",
+    "bubble": "waiting while the pipeline fills and drains",
+    "data_comm": "gradient and weight collectives",
+    "optimizer": "the optimizer and what a step does once",
+    "host": "launches by the host",
+    "straggler": "waiting for the slowest rank",
+}
 
 
 def predict(model: Model, cluster: Cluster, plan: Plan, **options: Any) -> Prediction:
@@ -79,112 +103,151 @@ def predict_timeline(
         For an invalid plan or an unknown engine, cost source or fidelity.
     """
     started = time.perf_counter()
-    _known("--engine", engine, ENGINES)
-    _known("--costs", costs, ("formula",))
-    _known("--fidelity", fidelity, FIDELITIES[:2])
+    one_of(engine, ENGINES, key="--engine", name="engine")
+    one_of(costs, COSTS, key="--costs", name="cost source")
+    one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
+    _number("--tokens", tokens)
+    _number("--usd-per-device-hour", usd_per_device_hour, zero=True)
+    _number("--observed-step-s", observed_step_s)
     if checked:
         check_plan(plan, model, cluster)
     framework = framework or load_framework(plan.framework)
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = Case(model=model, cluster=cluster, plan=plan, framework=framework)
-    parts, events = _times(case, engine, constants, fidelity, timeline)
-    learned: tuple[str, ...] = ()
-    if observed_step_s is not None:
-        parts, learned = _corrected(parts, observed_step_s)
-        fidelity = "calibrated"
-    prediction = _assemble(
-        case, parts, engine=engine, costs=costs, fidelity=fidelity, learned=learned, tokens=tokens,
-        usd_per_device_hour=usd_per_device_hour, started=started,
-    )  # fmt: skip
+    batch = build_batch([case], constants, fidelity=fidelity)
+    parts, events = _times(case, batch, engine, timeline)
+    asked = _Asked(engine=engine, costs=costs, fidelity=fidelity, tokens=tokens, usd=usd_per_device_hour)
+    prediction = _assemble(case, batch, parts, asked, observed_step_s, started)
     return prediction, events
 
 
-def _known(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise SpecError(f"unknown {value!r}", key=key, value=value, rule=f"must be one of {', '.join(choices)}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """How to predict, as the caller asked."""
+
+    engine: str
+    costs: str
+    fidelity: str
+    tokens: float | None
+    usd: float | None
 
 
-def _times(
-    case: Case, engine: str, constants: TrainingConstants, fidelity: str, timeline: bool
-) -> tuple[dict[str, float], Timeline | None]:
+def _number(key: str, value: Any, *, zero: bool = False) -> None:
+    """Refuse what is no finite number above 0, or at least 0 with `zero`; None stands for not asked."""
+    if value is None:
+        return
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not 0 <= value < 1e30 or (value == 0 and not zero):
+        rule = f"must be a finite number {'of at least' if zero else 'above'} 0"
+        raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
+
+
+def _times(case: Case, batch: Batch, engine: str, timeline: bool) -> tuple[dict[str, float], Timeline | None]:
     """Return the parts of the step from one engine."""
-    batch = build_batch([case], constants, fidelity=fidelity)
     if engine == "analytical":
         step = step_times(batch)
         longest = int(step.total.argmax())
         return {name: float(step.parts[name][longest]) for name in TIME_PARTS}, None
+    _check_size(case.plan)
     from foreshard.predict.graph import graph_times
 
     return graph_times(case, batch, timeline=timeline)
 
 
-def _corrected(parts: dict[str, float], observed_s: float) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Scale every part so that they sum to the measured step."""
-    if not (isinstance(observed_s, int | float) and 0 < observed_s < 1e9):
+def _check_size(plan: Plan) -> None:
+    """Refuse programs that would not fit this machine's memory; equal groups are one program."""
+    sizes = {(g.num_micro_batches, len(g.stages), g.num_chunks) for g in plan.groups}
+    num_ops = sum(2 * math.prod(size) for size in sizes)
+    if num_ops > MAX_GRAPH_OPS:
         raise SpecError(
-            f"{observed_s!r} is not a step time", key="--observed-step-s", value=observed_s,
-            rule="must be seconds above 0",
-        )  # fmt: skip
-    ratio = observed_s / sum(parts.values())
-    text = (
-        f"one measured step of {observed_s:.4g} s: this cluster takes {ratio:.3f} of the time predicted "
-        "without it; every part is scaled alike"
+            f"{num_ops:,} forwards and backwards in one step",
+            key="--engine",
+            value="graph",
+            rule=f"the graph engine lines up at most {MAX_GRAPH_OPS:,}",
+            fix="Use --engine analytical, or a larger --micro-batch",
+        )
+
+
+def _scaled(parts: dict[str, float], step_s: float) -> dict[str, float]:
+    """Return the parts, scaled alike so that they sum to the step."""
+    ratio = step_s / sum(parts.values())
+    return {name: value * ratio for name, value in parts.items()}
+
+
+def _learned(predicted_s: float, interval: tuple[float, float], observed_s: float) -> str:
+    low, high = interval
+    ratio = observed_s / predicted_s
+    verdict = "inside it" if low <= observed_s <= high else (
+        "outside it: check that model, plan and framework are those of the run"
+    )  # fmt: skip
+    return (
+        f"one measured step of {observed_s:.4g} s: this cluster takes {ratio:.3f} of the time "
+        f"predicted without it; every part is scaled alike; the prediction was {predicted_s:.4g} s, 90 % interval {low:.4g} to "
+        f"{high:.4g} s, the measurement lies {verdict}"
     )
-    return {name: value * ratio for name, value in parts.items()}, (text,)
+
+
+def _devices(case: Case) -> list[tuple[Device, int]]:
+    """Return the devices that the plan uses and how many of each."""
+    cluster = case.cluster
+    ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
+    counts = np.bincount(np.searchsorted(ends, case.plan.ranks, side="right"), minlength=len(ends)).tolist()
+    return [(nodes.device, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n]
 
 
 def _evidence(case: Case) -> str:
-    ranks = case.plan.ranks
-    found = {kernel_evidence(d, case.plan.precision) for d in {case.cluster.device_of(r).name: case.cluster.device_of(r) for r in ranks}.values()}  # noqa: E501
-    for weakest in ("datasheet", "architecture", "fitted"):
-        if weakest in found:
-            return weakest
-    return "datasheet"
+    found = {kernel_evidence(device, case.plan.precision) for device, _ in _devices(case)}
+    return next((weakest for weakest in ("datasheet", "architecture") if weakest in found), "fitted")
 
 
-def _mean(case: Case, value: Any) -> float:
-    groups: dict[int, int] = {}
-    start, bounds = 0, []
-    for index, group in enumerate(case.cluster.nodes):
-        bounds.append((start, start + group.num_devices, index))
-        start += group.num_devices
-    for rank in case.plan.ranks:
-        for low, high, index in bounds:
-            if low <= rank < high:
-                groups[index] = groups.get(index, 0) + 1
-    return sum(n * value(case.cluster.nodes[i].device) for i, n in groups.items())
+def _peak(case: Case, precision: str) -> float | None:
+    """Return the dense peak of all devices of the plan in a precision; None where one lacks it."""
+    devices = _devices(case)
+    if not all(device.supports(precision) for device, _ in devices):
+        return None
+    return sum(n * device.peak(precision) for device, n in devices)
+
+
+def _watts(case: Case) -> float | None:
+    """Return the power limits of all devices of the plan; None where one is not published."""
+    devices = _devices(case)
+    return sum(n * device.tdp_w for device, n in devices) if all(d.tdp_w for d, _ in devices) else None
 
 
 def _bottleneck(parts: Mapping[str, float]) -> str:
-    return max(parts, key=lambda name: parts[name])
+    """Return the largest part in words, and the largest of what is no work of the model."""
+    step = sum(parts.values())
+    largest = max(parts, key=lambda name: parts[name])
+    text = f"{PART_WORDS[largest]} ({parts[largest] / step:.0%} of the step)"
+    rest = {name: value for name, value in parts.items() if name not in ("compute", largest)}
+    second = max(rest, key=lambda name: rest[name])
+    if largest == "compute" and rest[second] >= 0.05 * step:
+        text += f", then {PART_WORDS[second]} ({rest[second] / step:.0%})"
+    return text
 
 
 def _assemble(
     case: Case,
+    batch: Batch,
     parts: dict[str, float],
-    *,
-    engine: str,
-    costs: str,
-    fidelity: str,
-    learned: tuple[str, ...],
-    tokens: float | None,
-    usd_per_device_hour: float | None,
+    asked: _Asked,
+    observed_step_s: float | None,
     started: float,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    model, cluster, plan = case.model, case.cluster, case.plan
+    plan, evidence = case.plan, _evidence(case)
     step_s = sum(parts.values())
+    interval = step_interval(case, step_s, parts, evidence=evidence, fidelity=asked.fidelity)
+    fidelity = asked.fidelity
+    learned: tuple[str, ...] = ()
+    if observed_step_s is not None:
+        learned = (_learned(step_s, interval, float(observed_step_s)),)
+        parts, step_s, fidelity = _scaled(parts, observed_step_s), float(observed_step_s), "calibrated"
+        interval = step_interval(case, step_s, parts, evidence=evidence, fidelity=fidelity)
     memory, _ = plan_memory(case)
-    evidence = _evidence(case)
-    interval = step_interval(case, step_s, parts, evidence=evidence, fidelity=fidelity)
     num_devices = len(plan.ranks)
-    peak = _mean(case, lambda device: device.peak(plan.precision))
-    peak16 = _mean(case, lambda device: device.peak_flops_per_s.get("bf16", 0.0))
-    flops = model.flops_per_token(plan.seq_len, False) * plan.tokens
-    causal = model.flops_per_token(plan.seq_len, True) * plan.tokens
-    redone = parts["recompute"] / max(parts["compute"], 1e-12)
-    tdp = _mean(case, lambda device: device.tdp_w) / num_devices
+    rates, texts = _rates(case, batch, parts, step_s)
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=interval,
@@ -192,43 +255,83 @@ def _assemble(
         tokens_per_s=plan.tokens / step_s,
         samples_per_s=plan.global_batch / step_s,
         tokens_per_s_per_device=plan.tokens / step_s / num_devices,
-        mfu=flops / (step_s * peak),
-        mfu_causal=causal / (step_s * peak),
-        mfu_bf16=flops / (step_s * peak16) if peak16 else None,
-        hfu=flops * (1.0 + redone) / (step_s * peak),
+        **rates,
         time_breakdown_s=parts,
         memory=memory,
-        cost=money(cluster, step_s, plan.tokens, tokens=tokens, usd_per_device_hour=usd_per_device_hour),
-        energy_j_per_step=energy_j(tdp, num_devices, parts),
+        cost=money(case.cluster, step_s, plan.tokens, tokens=asked.tokens, usd_per_device_hour=asked.usd),
         goodput=None,
         bottleneck=_bottleneck(parts),
         plan=plan,
-        model=model.name,
-        cluster=cluster.name,
+        model=case.model.name,
+        cluster=case.cluster.name,
         framework=case.framework.label,
-        engine=engine,
-        costs=costs,
+        engine=asked.engine,
+        costs=asked.costs,
         fidelity=fidelity,
         evidence=evidence,
         assumptions=(*learned, *_assumptions(case)),
-        catalog_version=CATALOG_VERSION,
+        explain=explanations(case, batch, parts, engine=asked.engine, measured=bool(learned)) | texts,
+        catalog_version=catalog_version(),
         predict_s=time.perf_counter() - started,
     )
 
 
+def _rates(
+    case: Case, batch: Batch, parts: Mapping[str, float], step_s: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return utilisation and energy, and what explains them."""
+    peak, peak16, watts = _peak(case, case.plan.precision), _peak(case, "bf16"), _watts(case)
+    if peak is None:  # unreachable after the rules of a plan; measured runs skip them
+        raise SpecError(
+            f"a device of the plan has no {case.plan.precision}", key="--dtype", value=case.plan.precision
+        )
+    flops, again = model_flops(case, causal=False), recomputed_flops(case, batch)
+    rates = {
+        "mfu": flops / (step_s * peak),
+        "mfu_causal": model_flops(case, causal=True) / (step_s * peak),
+        "mfu_bf16": None if peak16 is None else flops / (step_s * peak16),
+        "hfu": (flops + again) / (step_s * peak),
+        "energy_j_per_step": None if watts is None else energy_j(watts, parts),
+    }
+    busy_s = sum(parts[name] for name in BUSY_PARTS)
+    texts = rate_explanations(
+        case, flops=flops, again=again, peak=peak, step_s=step_s, watts=watts, busy_s=busy_s
+    )
+    return rates, texts
+
+
 def _assumptions(case: Case) -> tuple[str, ...]:
     """Return what was assumed to answer, in plain sentences."""
-    framework = case.framework
+    plan, framework = case.plan, case.framework
+    overlap = {
+        name: "on" if plan.comm.get(name, getattr(framework, name)) else "off"
+        for name in ("tp_overlap", "grad_overlap")
+    }
     said = [
         *case.cluster.assumptions,
         *case.model.assumptions,
         f"framework {framework.label}: attention {framework.attention}, "
         f"{8 * framework.grad_bytes}-bit main gradients, "
-        f"tensor overlap {'on' if framework.tp_overlap else 'off'}, "
-        f"gradient overlap {'on' if framework.grad_overlap else 'off'}",
-        "no data loading, checkpointing, evaluation or failures in the step",
-        f"energy: devices at their power limit while computing, {WAITING_POWER:.0%} of it while waiting",
+        f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
+        "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted",
     ]
+    if _watts(case) is None:
+        said.append("energy: no power limit is known for every device, so it is not predicted")
+    else:
+        waiting = f"{WAITING_POWER:.0%} of it while waiting (assumed, no measurement shipped)"
+        said.append(f"energy: devices at their power limit while computing, {waiting}")
     if any(block.num_experts for block, _ in case.model.block_kinds()):
-        said.append("experts: tokens spread over ranks as unevenly as in the measured runs")
+        said.append(_ROUTING[framework.routing])
+    if any(stage.offload != "none" for group in plan.groups for stage in group.stages):
+        said.append("offload: its memory is counted, the time of moving states to the host and back is not")
+    if len(plan.ranks) < case.cluster.num_devices:
+        idle = case.cluster.num_devices - len(plan.ranks)
+        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
     return tuple(said)
+
+
+_ROUTING = {
+    "learned": "experts: a learned router; the fullest rank holds more tokens than the mean, as fitted",
+    "balanced": "experts: every expert gets equally many tokens",
+    "dropped": "experts: capacity factor 1, tokens beyond it are dropped",
+}

@@ -72,7 +72,7 @@ class Prediction:
     time_breakdown_s: Mapping[str, float]
     memory: Memory
     cost: Money
-    energy_j_per_step: float
+    energy_j_per_step: float | None
     goodput: float | None
     bottleneck: str
     plan: Plan

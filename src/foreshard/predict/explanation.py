@@ -1,0 +1,238 @@
+"""Where each number of a prediction comes from: formula, the figures of this run, and source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.cost.energy import WAITING_POWER
+from foreshard.predict.batch import Batch, Case
+from foreshard.predict.formula import expert_replicas
+from foreshard.spec.plan import COMM_OPTIONS, Group, Stage
+from foreshard.units import format_bytes as size
+from foreshard.units import format_seconds as lasting
+
+_STEP = "docs/derivations/step.md"
+_KERNELS = "docs/derivations/kernels.md"
+_COLLECTIVES = "docs/derivations/collectives.md"
+_CONSTANTS = "docs/derivations/training.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What the texts quote, of the stage with most layers of the group with most micro-batches.
+
+    `params` are the trained ones of the rank's layers but the experts'. Bytes are those of one rank:
+    `region` of one tensor-parallel collective, `ring` of the keys and values one context-parallel rank
+    holds, `routed` of the tokens one rank sends to experts, `message` of one stage's output.
+    """
+
+    group: Group
+    stage: Stage
+    crosses: bool
+    num_layers: float
+    tokens: float
+    params: float
+    expert_params: float
+    replicas: float
+    expert_replicas: float
+    shard: float
+    region_bytes: float
+    ring_bytes: float
+    routed_bytes: float
+    message_bytes: float
+    grad_bytes: float
+    optimizer_bytes: float
+    options: Mapping[str, bool]
+
+
+def figures_of(case: Case, batch: Batch) -> Figures:
+    """Return the figures of the rank that most others resemble."""
+    groups = case.plan.groups
+    g = max(range(len(groups)), key=lambda i: groups[i].num_micro_batches)
+    shape = batch.multiplicity.shape
+    layers = sum(batch.counts) * (batch.multiplicity > 0)
+    row = int(np.argmax(np.broadcast_to(layers, shape)[:, g]))
+
+    def at(value: Any) -> float:
+        return float(np.broadcast_to(value, shape)[row, g])
+
+    rank, traits = batch.machine.rank, batch.machine.traits
+    tp, cp, element = at(rank.tp), at(rank.cp), at(rank.element_bytes)
+    tokens = at(rank.micro_batch) * at(rank.seq_len) / cp
+    parts = tp if at(rank.sp) or at(traits.p2p_scatter) else 1.0
+    held = list(zip(batch.kinds, batch.counts, strict=True))
+    routed = max(at(k.top_k * k.hidden * (np.asarray(k.num_experts) > 0)) for k in batch.kinds)
+    width = max(at(k.kv_width) for k in batch.kinds)
+    return Figures(
+        group=groups[g],
+        stage=_stage_of(groups[g], at(layers)),
+        crosses=at(batch.pipeline.crosses_node) > 0,
+        num_layers=at(layers),
+        tokens=tokens,
+        params=sum(at(count * kind.dense_params * kind.trainable / tp) for kind, count in held),
+        expert_params=sum(
+            at(count * kind.expert_params * (1.0 - np.asarray(kind.frozen)) / (rank.ep * rank.etp))
+            for kind, count in held
+        ),
+        replicas=at(rank.dp) * cp,
+        expert_replicas=at(expert_replicas(rank)),
+        shard=at(rank.shard),
+        region_bytes=element * tokens * case.model.hidden,
+        ring_bytes=element * tokens * width / tp,
+        routed_bytes=element * tokens / tp * routed,
+        message_bytes=element * tokens / parts * case.model.hidden,
+        grad_bytes=at(traits.grad_reduce_bytes),
+        optimizer_bytes=at(traits.optimizer_bytes),
+        options={name: at(getattr(traits, name)) > 0 for name in COMM_OPTIONS},
+    )
+
+
+def _stage_of(group: Group, num_layers: float) -> Stage:
+    blocks = [sum(stop - start for start, stop in stage.layers) for stage in group.stages]
+    return group.stages[int(np.argmin([abs(count - num_layers) for count in blocks]))]
+
+
+def explanations(
+    case: Case, batch: Batch, parts: Mapping[str, float], *, engine: str, measured: bool = False
+) -> dict[str, str]:
+    """Return a text for the step time and for every part that takes time.
+
+    Parameters
+    ----------
+    case : Case
+    batch : Batch
+    parts : mapping of part to seconds
+    engine : str
+    measured : bool
+        The parts were scaled to a measured step.
+    """
+    found = figures_of(case, batch)
+    texts = {
+        "step_time_s": _step(found, parts, engine, measured),
+        **_computing(found, case, parts),
+        **_communicating(found, parts),
+        **_once(found, case, batch, parts),
+    }
+    return {name: text for name, text in texts.items() if parts.get(name, 1.0) > 0.0}
+
+
+def _step(found: Figures, parts: Mapping[str, float], engine: str, measured: bool) -> str:
+    count = found.group.num_micro_batches
+    once = ("bubble", "optimizer", "straggler")
+    steady = sum(value for name, value in parts.items() if name not in (*once, "data_comm"))
+    how = (
+        "tasks of one rank per distinct stage lined up by the schedule; exposed times on the rank that "
+        "computes longest" if engine == "graph" else "the slowest stage times its micro-batches, plus one "
+        "passage of the others"
+    )  # fmt: skip
+    return (
+        f"{count} micro-batches x {lasting(steady / count)} on the critical rank"
+        f" + bubble {lasting(parts['bubble'])} + data-parallel traffic {lasting(parts['data_comm'])}"
+        f" + optimizer {lasting(parts['optimizer'])} + stragglers {lasting(parts['straggler'])}: {how}"
+        + (", scaled to the measured step" if measured else "")
+        + f" ({_STEP})"
+    )
+
+
+def _computing(found: Figures, case: Case, parts: Mapping[str, float]) -> dict[str, str]:
+    count, stage = found.group.num_micro_batches, found.stage
+    each = {name: lasting(parts[name] / count) for name in ("compute", "recompute", "host")}
+    return {
+        "compute": f"{count} micro-batches x {each['compute']}: matrix products, attention and memory-bound "
+        f"kernels of forward and backward, {found.num_layers:g} layers on {found.tokens:g} tokens a rank "
+        f"and tp {stage.tp}, in {case.plan.precision} ({_KERNELS}; factors of a step over kernels alone: "
+        f"{_CONSTANTS})",
+        "recompute": f"{count} x {each['recompute']}: kernels and collectives' inputs that rule "
+        f"{stage.recompute} runs again in the backward",
+        "host": f"{count} x {each['host']}: how much longer host and device take together than the device "
+        f"alone, launches of class {case.framework.host}, graphs {case.framework.cuda_graphs} ({_CONSTANTS})",
+    }
+
+
+def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]:
+    group, stage = found.group, found.stage
+    count = group.num_micro_batches
+    kind = "all-gather and reduce-scatter" if group.sp else "all-reduce"
+    each = {name: lasting(parts[name] / count) for name in ("tensor_comm", "context_comm", "expert_comm")}
+    hops = 2 * group.num_chunks
+    passed = (
+        "are gathered from" if found.options["context_gather"] else "pass, where attention hides it not, to"
+    )
+    where = "between nodes" if found.crosses else "inside a node"
+    return {
+        "tensor_comm": f"{count} x {each['tensor_comm']} exposed: {kind} of {size(found.region_bytes)} over "
+        f"{stage.tp} ranks around attention and MLP of each layer, forward and backward; overlap "
+        f"with products {_on(found, 'tp_overlap')} ({_COLLECTIVES})",
+        "context_comm": f"{count} x {each['context_comm']} exposed: "
+        f"{size(found.ring_bytes)} of keys and values a layer {passed} each of {stage.cp} ranks, their gradients back",
+        "expert_comm": f"{count} x {each['expert_comm']} exposed: {size(found.routed_bytes)} of routed tokens a "
+        f"rank and layer, there and back over {stage.ep} ranks, forward and backward; overlap "
+        f"{_on(found, 'expert_overlap')}",
+        "pipeline_comm": f"{count} micro-batches x {hops} messages of {size(found.message_bytes)} {where}: "
+        f"{lasting(parts['pipeline_comm'] / count)} of each "
+        f"micro-batch waits for them; overlap {_on(found, 'p2p_overlap')}",
+    }
+
+
+def _once(found: Figures, case: Case, batch: Batch, parts: Mapping[str, float]) -> dict[str, str]:
+    group, stage = found.group, found.stage
+    p, v, m = len(group.stages), group.num_chunks, group.num_micro_batches
+    step = sum(parts.values())
+    devices = len(case.plan.ranks)
+    constants = batch.machine.constants
+    fixed, layer = lasting(float(constants.step_fixed)), lasting(float(constants.step_per_layer))
+    reduced = f"{size(found.params * found.grad_bytes)} of gradients over {found.replicas:g} ranks"
+    if found.expert_params:
+        experts = size(found.expert_params * found.grad_bytes)
+        reduced += f", {experts} of experts' over {found.expert_replicas:g}"
+    return {
+        "bubble": f"{parts['bubble'] / step:.1%} of the step: {group.schedule}, {p} stages, {v} virtual, {m} "
+        f"micro-batches; equal stages without messages would wait (p-1)/(v m) = {(p - 1) / (v * m):.1%} of "
+        f"their busy time under 1F1B ({_STEP})",
+        "data_comm": f"exposed part of reducing {reduced} and gathering updated weights; zero {stage.zero}, "
+        f"shards over {found.shard:g}; gradient overlap {_on(found, 'grad_overlap')}, gather "
+        f"overlap {_on(found, 'param_gather_overlap')} ({_COLLECTIVES})",
+        "optimizer": f"{found.optimizer_bytes:g} bytes moved per parameter of the rank's shard "
+        f"over the memory bandwidth, + {fixed} once + {layer} a layer ({_CONSTANTS})",
+        "straggler": f"{float(constants.jitter):.4g} of the step for each doubling of {devices} devices beyond 8 "
+        f"({_CONSTANTS})",
+    }
+
+
+def rate_explanations(
+    case: Case, *, flops: float, again: float, peak: float, step_s: float, watts: float | None, busy_s: float
+) -> dict[str, str]:
+    """Return texts of utilisation and energy.
+
+    Parameters
+    ----------
+    case : Case
+    flops, again : float
+        Model FLOPs of a step, and those recomputation adds.
+    peak : float, FLOP/s
+        Of all devices of the plan.
+    step_s, busy_s : float, seconds
+    watts : float or None
+        Their power limits together.
+    """
+    many = len(case.plan.ranks)
+    power = "null: no power limit is known for every device"
+    if watts is not None:
+        power = (
+            f"{watts:.4g} W of {many} devices x ({lasting(busy_s)} computing + {WAITING_POWER:g} x "
+            f"{lasting(step_s - busy_s)} waiting); hosts, switches and cooling are not counted"
+        )
+    return {
+        "mfu": f"{flops:.4g} model FLOPs of a step (full attention) / ({lasting(step_s)} x {peak:.4g} "
+        f"FLOP/s, the dense {case.plan.precision} peak of {many} devices)",
+        "hfu": f"as mfu, with {again:.4g} FLOPs that recomputation runs again",
+        "energy_j_per_step": power,
+    }
+
+
+def _on(found: Figures, name: str) -> str:
+    return "on" if found.options[name] else "off"
