@@ -183,8 +183,9 @@ def _learned(predicted_s: float, interval: tuple[float, float], observed_s: floa
     )  # fmt: skip
     return (
         f"one measured step of {observed_s:.4g} s: this cluster takes {ratio:.3f} of the time "
-        f"predicted without it; every part is scaled alike; the prediction was {predicted_s:.4g} s, 90 % interval {low:.4g} to "
-        f"{high:.4g} s, the measurement lies {verdict}"
+        "predicted without it; every part is scaled alike; "
+        f"the prediction was {predicted_s:.4g} s, 90 % interval {low:.4g} to {high:.4g} s, "
+        f"the measurement lies {verdict}"
     )
 
 
