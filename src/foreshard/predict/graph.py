@@ -20,7 +20,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.prediction import TIME_PARTS
 from foreshard.spec.timeline import Timeline
 
-MAX_TASKS = 100_000  # a tenth of a second in plain Python
+MAX_TASKS = 20_000  # a few hundredths of a second in plain Python
 _ROUNDS = (12, 18, 24)
 
 

@@ -289,7 +289,8 @@ class _GroupLowering:
                 continue
             first = int(self.lowered.first[self.lowered.last_gradient(s, c)])
             for b, seconds in enumerate(buckets.reduce_s.tolist()):
-                layer = self.prices.spans[s][c][1] - buckets.bounds[b][1]
+                start, stop = self.prices.spans[s][c]
+                layer = max(start, stop - buckets.bounds[b][1])  # next-token modules are no layers
                 ready = [first + b, *(task for other in others for task in other.ready(layer))]
                 ends.append(self.add_transfer(s, seconds, ready, Kind.GRADIENT_REDUCE, chunk=c))
         if total > 0.0:
