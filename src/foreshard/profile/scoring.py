@@ -15,14 +15,15 @@ from numpy.typing import ArrayLike, NDArray
 
 APART = "vtrain_single"  # its pairs would swamp the order of all other families together
 
+LEAST_IN_GROUP = 3  # distinct inputs below which a group has no order to speak of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One row of a table: what was measured and what was predicted.
 
-    oom : the run did not fit; the label of feasibility
+    oom : the run did not fit; with the runs that state their memory, the labels of feasibility
     fits : the prediction says that it fits; None when memory was not predicted
-    states_memory : the run succeeded and states its memory, so it labels feasibility too
     """
 
     id: str
@@ -112,8 +113,10 @@ def kendall_tau_b(first: ArrayLike, second: ArrayLike) -> float | None:
     return float(np.sum(dx * dy) / norm) if norm else None
 
 
-def _rank_groups(rows: Iterable[Outcome]) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return (measured, predicted) step times of each group of at least 3 distinct inputs."""
+def _rank_groups(
+    rows: Iterable[Outcome], least: int = LEAST_IN_GROUP
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return (measured, predicted) step times of each group of at least `least` distinct inputs."""
     groups: dict[Hashable, list[Outcome]] = {}
     for row in rows:
         if row.rank_key is not None and row.measured_s and row.predicted_s:
@@ -124,7 +127,7 @@ def _rank_groups(rows: Iterable[Outcome]) -> list[tuple[NDArray[np.float64], NDA
             np.array([row.predicted_s for row in group], float),
         )
         for group in groups.values()
-        if len(group) >= 3
+        if len(group) >= least
     ]
 
 
@@ -143,11 +146,11 @@ def rank_tau(rows: Iterable[Outcome]) -> float | None:
     return total / pairs if pairs else None
 
 
-def rank_regrets(rows: Iterable[Outcome]) -> list[float]:
+def rank_regrets(rows: Iterable[Outcome], least: int = LEAST_IN_GROUP) -> list[float]:
     """Return for each group the measured time of the predicted best over the measured best, less 1."""
     return [
         float(measured[int(np.argmin(predicted))] / measured.min() - 1.0)
-        for measured, predicted in _rank_groups(rows)
+        for measured, predicted in _rank_groups(rows, least)
     ]
 
 

@@ -57,6 +57,7 @@ def test_order_needs_three_distinct_inputs():
     pair = [run(i, t, p, rank_key="g", config_key=i) for i, (t, p) in enumerate([(1, 2), (2, 1)])]
     assert rank_tau(pair) is None
     assert rank_regrets(pair) == []
+    assert rank_regrets(pair, least=2) == [1.0]
     repeats = [*pair, run(5, 2.0, 1.0, rank_key="g", config_key=1)]
     assert summarise(repeats)["kendall_tau"] is None
 

@@ -1,0 +1,144 @@
+"""Kernels and collectives in docs/accuracy.md: errors per table and system, in the fit and left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accuracy_rows import ROOT, markdown, pair, percent
+
+from foreshard.errors import SpecError
+from foreshard.profile.rows import Row
+from foreshard.profile.scoring import Outcome, distinct, summarise
+from foreshard.profile.tables import COLLECTIVE, Table, read_table
+from foreshard.profile.validation import table_outcomes
+
+DATA = ROOT / "src/foreshard/catalog/data"
+TABLES = (
+    "comm_collectives.csv.gz", "comm_vtrain_allreduce_a100.csv.gz", "comm_sailor_profiles.csv.gz",
+    "kernel_aiconfigurator_gemm.csv.gz", "kernel_aiconfigurator_attention.csv.gz",
+    "kernel_aiconfigurator_moe.csv.gz", "kernel_neusight_gemm.csv.gz", "kernel_neusight_elementwise.csv.gz",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelScores:
+    """What the goals ask of kernels and collectives, medians as fractions; None where a table lacks."""
+
+    collectives: float | None = None
+    collectives_left_out: float | None = None
+    gemm: float | None = None
+    gemm_left_out: float | None = None
+    gemm_rows: float | None = None
+    attention: float | None = None
+
+
+def _no_training(row: Row) -> Any:
+    raise SpecError("no training rows here", value=row.id)
+
+
+def _of_family(table: Table, family: str) -> Table:
+    keep = [i for i, name in enumerate(table.families) if name == family]
+    return replace(
+        table,
+        rows=[table.rows[i] for i in keep],
+        ids=[table.ids[i] for i in keep],
+        families=[family] * len(keep),
+    )
+
+
+def _median(outcomes: Sequence[Outcome]) -> float | None:
+    return summarise(outcomes)["median_ape"]
+
+
+def _pooled(parts: Sequence[Sequence[Outcome]]) -> float | None:
+    rows = [row for part in parts for row in distinct(part) if row.measured_s and row.predicted_s]
+    return float(np.median([abs(r.predicted_s / r.measured_s - 1.0) for r in rows])) if rows else None
+
+
+def kernel_part(folder: Path) -> tuple[list[str], KernelScores]:
+    """Return the table of errors, and the figures the goals ask for."""
+    lines: list[tuple[Any, ...]] = []
+    report = json.loads((DATA / "kernel_constants.json").read_text(encoding="utf-8"))["report"]
+    found: dict[str, Any] = {
+        "gemm": report["gemm_16bit"]["all aiconfigurator"]["median"],
+        "gemm_left_out": report["gemm_16bit_left_out"]["all aiconfigurator"]["median"],
+    }
+    own = [v["median"] for k, v in report["attention"].items() if k == "all"]
+    found["attention"] = own[0] if own else None
+    for name in TABLES:
+        if not (folder / name).exists():
+            continue
+        table = read_table(folder / name)
+        outcomes = table_outcomes(table, _no_training)
+        if name.startswith("comm_collectives"):
+            found["collectives"], found["collectives_left_out"] = _collectives(table, outcomes, lines)
+            continue
+        if name.endswith("aiconfigurator_gemm.csv.gz"):
+            chosen = [r["dtype"] == "bfloat16" and not r["flag"] for r in table.rows]
+            found["gemm_rows"] = _median([o for o, keep in zip(outcomes, chosen, strict=True) if keep])
+        left = _left_out(table)
+        for family in sorted(set(table.families)):
+            mine = [o for o in outcomes if o.family == family]
+            lines.append(_line(name, family, mine, left.get(family)))
+        lines.append(_line(name, "all", outcomes, None))
+    header = ("table", "system", "rows", "skipped", "in the fit", "system left out")
+    return markdown(header, lines), KernelScores(**found)
+
+
+def _line(name: str, family: str, mine: Sequence[Outcome], left: Sequence[Outcome] | None) -> tuple[Any, ...]:
+    scores = summarise(mine)
+    return (
+        name.partition(".")[0], family, scores["rows"], scores["skipped"],
+        "-" if scores["median_ape"] is None else pair(scores), "-" if left is None else pair(summarise(left)),
+    )  # fmt: skip
+
+
+def _left_out(table: Table) -> dict[str, list[Outcome]]:
+    """Return the outcomes of each system by constants of collectives that never saw it."""
+    if table.kind != COLLECTIVE:
+        return {}
+    known = json.loads((DATA / "comm_constants.json").read_text(encoding="utf-8"))["left_out"]
+    families = [family for family in sorted(set(table.families)) if family in known]
+    return {
+        family: table_outcomes(_of_family(table, family), _no_training, exclude=family) for family in families
+    }
+
+
+def _collectives(
+    table: Table, outcomes: Sequence[Outcome], lines: list[tuple[Any, ...]]
+) -> tuple[float | None, float | None]:
+    """Add the lines of the table of collectives; return medians of fitted systems, in the fit and left out."""
+    left = _left_out(table)
+    for family in sorted(set(table.families)):
+        mine = [o for o in outcomes if o.family == family]
+        lines.append(_line("comm_collectives", family, mine, left.get(family)))
+    fitted = [[o for o in outcomes if o.family == family] for family in left]
+    lines.append(_line("comm_collectives", "all", outcomes, None))
+    both = _pooled(fitted), _pooled(list(left.values()))
+    lines.append(
+        (
+            "comm_collectives",
+            "systems of the fit",
+            "",
+            "",
+            f"{percent(both[0])} median",
+            f"{percent(both[1])} median",
+        )
+    )
+    return both
+
+
+def kernel_report() -> list[str]:
+    """Return errors of kernel fits as `scripts/fit_kernels.py` left them, device by device."""
+    report = json.loads((DATA / "kernel_constants.json").read_text(encoding="utf-8"))["report"]
+    lines = []
+    for section in ("gemm_16bit", "gemm_16bit_left_out", "attention", "attention_left_out", "moe_balanced"):
+        for name, figures in report.get(section, {}).items():
+            text = f"{percent(figures['median'])} / {percent(figures['p90'])}"
+            lines.append((section, name, figures["rows"], text, percent(figures["bias"])))
+    return markdown(("fit", "device", "shapes", "median / p90 (%)", "bias (%)"), lines)
