@@ -1,4 +1,4 @@
-"""Predicted peaks against published ones; skipped without the measured tables."""
+"""Predicted peaks against published ones, through the rows as they are read; skipped without the tables."""
 
 from __future__ import annotations
 
@@ -9,60 +9,96 @@ import pytest
 
 from foreshard.predict.batch import Case
 from foreshard.predict.memory import plan_memory
-from foreshard.profile.rows import read_training_rows
+from foreshard.profile.rows import Row, read_training_rows
 from foreshard.profile.tables import measured_folder
+from foreshard.spec.prediction import Memory
 
-ALLOCATED, CACHED, PEAK = "allocated", "cached", "peak"
+TABLES = (
+    "simumax_b200",
+    "megatronbridge_memory",
+    "bigscience",
+    "internevo",
+    "nanotron",
+    "stas_h200_b200",
+    "misc_fsdp",
+)
+ALLOCATED_LIMIT, OTHER_LIMIT, WRONG_LIMIT = 0.03, 0.10, 0.10
 
 
 @cache
-def rows_of(table: str):
+def cases_of(table: str) -> tuple[tuple[Row, Memory], ...]:
+    """Rows of a table with what is predicted for them."""
     path = measured_folder() / f"llm_{table}.csv"
     if not path.exists():
         pytest.skip(f"{path.name} is not here; set FORESHARD_MEASURED")
-    return tuple(read_training_rows([path])[0])
+    rows = read_training_rows([path])[0]
+    cases = [Case(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
+    return tuple((row, plan_memory(case)[0]) for row, case in zip(rows, cases, strict=True))
 
 
-def case_of(row) -> Case:
-    return Case(model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework)
+def error(row: Row, memory: Memory) -> float:
+    """Relative error of the quantity the source reports."""
+    assert row.measured_peak_bytes is not None
+    made = memory.peak_bytes if row.memory_kind == "reserved" else memory.peak_allocated_bytes
+    return abs(made / row.measured_peak_bytes - 1)
 
 
-def errors(table: str, quantity: str) -> list[float]:
-    """Relative errors of the fullest stage, over rows that state memory."""
-    out = []
-    for row in rows_of(table):
-        if row.measured_peak_bytes:
-            _, parts = plan_memory(case_of(row))
-            out.append(float(getattr(parts, quantity).max()) / row.measured_peak_bytes - 1)
-    return out
+def errors(*tables: str, allocated: bool | None = None) -> list[float]:
+    """Errors of the rows that state memory; of those that count allocated bytes, or of the others."""
+    return [
+        error(row, memory)
+        for table in tables
+        for row, memory in cases_of(table)
+        if row.measured_peak_bytes and allocated in (None, row.memory_kind == "allocated")
+    ]
+
+
+def test_where_allocated_bytes_are_reported():
+    found = errors(*TABLES, allocated=True)
+    assert len(found) >= 35
+    assert median(found) <= ALLOCATED_LIMIT
+
+
+def test_elsewhere():
+    found = errors(*TABLES, allocated=False)
+    assert len(found) >= 60
+    assert median(found) <= OTHER_LIMIT
 
 
 def test_allocated_bytes_of_megatron_core_on_b200():
     """SimuMax B200 release v1.2: max allocated on the fullest rank, dense, MoE and MLA, 4K to 128K tokens."""
-    found = [abs(error) for error in errors("simumax_b200", ALLOCATED)]
+    found = errors("simumax_b200")
     assert len(found) >= 20
     assert median(found) <= 0.01
     assert max(found) <= 0.03
 
 
-@pytest.mark.parametrize(
-    ("table", "quantity", "limit"),
-    [
-        ("megatronbridge_memory", ALLOCATED, 0.12),
-        ("internevo", PEAK, 0.10),
-        ("stas_h200_b200", CACHED, 0.10),
-    ],
-)
-def test_other_frameworks(table, quantity, limit):
-    """Targets of the sources that do not say what their number counts, or that depend on a recipe."""
-    assert median(abs(error) for error in errors(table, quantity)) <= limit
+@pytest.mark.parametrize("table", ["bigscience", "internevo", "nanotron", "stas_h200_b200"])
+def test_every_other_source(table):
+    assert median(errors(table)) <= OTHER_LIMIT
+
+
+def test_megatron_bridge():
+    """Moonlight 1.7 to 3.7 %; 70B in 8 bit 8 to 12 %, where the recompute of the MLP frees less than saved."""
+    assert median(errors("megatronbridge_memory")) <= 0.07
+    assert max(errors("megatronbridge_memory")) <= 0.13
+
+
+def test_runs_that_state_memory_fit():
+    fits = [m.fits for table in TABLES for row, m in cases_of(table) if row.measured_peak_bytes]
+    assert fits.count(False) <= WRONG_LIMIT * len(fits)
+
+
+def test_runs_that_did_not_fit():
+    """One of six is missed: 206B on 384 A100, 23 % below the device although smaller runs match."""
+    wrong = [row.id for row, memory in cases_of("bigscience") if row.oom and memory.fits]
+    assert wrong == ["bigscience-0117"]
 
 
 @pytest.mark.parametrize(
-    "table", ["llmfoundry", "simumax_b200", "internevo", "nanotron", "megatronbridge_memory"]
+    ("table", "limit"), [("llmfoundry", 0.0), ("mlperf", 0.0), ("megatronbridge", 0.02), ("dgxc", 0.10)]
 )
-def test_runs_that_ran_fit(table):
-    """At most one in ten of the runs that ran is judged not to fit."""
-    rows = [row for row in rows_of(table) if not row.oom]
-    fits = [plan_memory(case_of(row))[0].fits for row in rows]
-    assert sum(fits) >= 0.9 * len(fits)
+def test_runs_without_stated_memory_ran(table, limit):
+    """They are evidence too: at most this share is judged not to fit."""
+    fits = [memory.fits for row, memory in cases_of(table) if not row.oom]
+    assert fits.count(False) <= limit * len(fits)

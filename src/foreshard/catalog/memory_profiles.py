@@ -45,8 +45,9 @@ class MemoryProfile:
     held_logit_bytes : bytes per logit that the caller of the loss still holds in backward
     slack : reserved over allocated bytes of the caching allocator, less 1
     context_bytes : CUDA context and loaded kernels
-    communicator_bytes : buffers of one NCCL communicator
     world_communicator : norms and overflow flags are reduced over all ranks, in a group of their own
+    pair_communicators : a stage has a communicator with each neighbour (the ends one for tied weights), and
+        one over its model replica
     """
 
     name: str
@@ -72,8 +73,8 @@ class MemoryProfile:
     held_logit_bytes: float = 0.0
     slack: float = 0.04
     context_bytes: float = 0.75 * 2**30
-    communicator_bytes: float = 544 * 2**20
     world_communicator: bool = False
+    pair_communicators: bool = False
     source: str = ""
 
 

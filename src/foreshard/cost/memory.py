@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from foreshard.spec.model import Block
 
 MAX_ALL_TO_ALL_PEERS = 7
+CHANNELS = 24
+PAIR_FIFO_BYTES = 12 * 2**20
+SHARED_POOL_BYTES = 16 * 512 * 2**10
+"""Of one communicator: FIFO of a channel to and from one neighbour; pool of one send/receive channel.
+
+NCCL 2.30 transport/p2p.cc; 24 channels on A100 give the 544 MiB of two ranks and 688 MiB of more measured in
+nccl#964, a rank of more than two having a neighbour and a half.
+"""
 ALL_TO_ALL_PAIR_BYTES = 32 * 12 * 2**20
 """Send and receive FIFO of one peer: 32 channels of 12 MiB (NCCL 2.30 transport/p2p.cc; nccl#1685)."""
 
@@ -35,6 +43,8 @@ class StageLoad:
     dp : ranks over which dense states are replicated or sharded (context-parallel ranks included)
     expert_dp : the same for experts
     shard_size : ranks that share one copy of the sharded states, at most dp
+    num_stages : pipeline stages, where known
+    channels : NCCL channels of a collective between the devices
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
     activation_bytes_per_element : 2 in 16 bit and below, 4 in fp32
     fp8, fp4 : matrix products run in 8 or 4 bit
@@ -48,6 +58,8 @@ class StageLoad:
     tied: Any = 0
     in_flight: Any = 1
     num_micro_batches: Any = 1
+    num_stages: Any = 1
+    channels: Any = CHANNELS
     micro_batch: Any = 1
     seq_len: Any
     tp: Any = 1
@@ -198,13 +210,38 @@ def _moments(
 
 
 def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:
-    """Return context, NCCL buffers (one communicator per degree in use) and userbuffers."""
-    pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
-    groups = (np.asarray(load.tp) > 1) * 1 + (np.asarray(load.dp) > 1) + (np.asarray(load.cp) > 1) + pipelined
-    groups = groups + profile.world_communicator * (groups > 0)
+    """Return context, NCCL buffers and userbuffers."""
     peers = np.minimum(np.asarray(load.ep) - 1, MAX_ALL_TO_ALL_PEERS)
-    nccl = profile.communicator_bytes * groups + ALL_TO_ALL_PAIR_BYTES * peers
+    nccl = _communicators_bytes(load, profile) + ALL_TO_ALL_PAIR_BYTES * peers
     return profile.context_bytes + nccl + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
+
+
+def communicator_bytes(num_ranks: Any, channels: Any = CHANNELS) -> Any:
+    """Return the device bytes of one communicator; nothing for a single rank.
+
+    Examples
+    --------
+    >>> [float(communicator_bytes(ranks)) / 2**20 for ranks in (1, 2, 4)]
+    [0.0, 544.0, 688.0]
+    """
+    ranks = np.asarray(num_ranks)
+    neighbours = np.where(ranks > 2, 1.5, 1.0)
+    pool = 2.0 ** np.ceil(np.log2(channels)) * SHARED_POOL_BYTES
+    return (ranks > 1) * (neighbours * channels * PAIR_FIFO_BYTES + pool)
+
+
+def _communicators_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
+    """Return the bytes of a rank's communicators: one per degree in use, and what the profile adds."""
+    split = 1 - np.asarray(load.has_embedding) * load.has_head
+    stages = np.maximum(load.num_stages, 1 + split)
+    replica = load.tp * stages
+    sizes: list[Any] = [load.tp, load.dp, load.cp, stages]
+    if profile.world_communicator:
+        sizes.append(replica * load.dp)
+    if profile.pair_communicators:
+        pair = 1 + (stages > 1)
+        sizes += [pair, pair, replica]
+    return sum(communicator_bytes(size, load.channels) for size in sizes)
 
 
 def _userbuffer_bytes(load: StageLoad) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from foreshard.cost.memory import MemoryParts, StageLoad, optimizer_state_bytes, stage_memory
+from foreshard.cost.memory import CHANNELS, MemoryParts, StageLoad, optimizer_state_bytes, stage_memory
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.predict.batch import (
     Case,
@@ -18,10 +18,12 @@ from foreshard.predict.batch import (
     stage_workers,
     sync_width,
 )
+from foreshard.spec.device import Device
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
 
+_NVLINK_BYTES_PER_S = 25e9  # one link, one direction, NVLink 2 to 4
 _EIGHT_BIT = ("fp8", "mxfp8")
 
 
@@ -91,6 +93,8 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
         tied=float(model.tied_embeddings),
         in_flight=column(lambda r: in_flight(r.group, r.s)),
         num_micro_batches=column(lambda r: r.group.num_micro_batches),
+        num_stages=column(lambda r: len(r.group.stages)),
+        channels=column(lambda r: _channels(case.cluster.nodes[r.worker.node_group].device)),
         micro_batch=column(lambda r: min(r.worker.share, math.ceil(r.group.share / r.stage.inner_dp))),
         seq_len=float(plan.seq_len),
         tp=column(lambda r: r.stage.tp),
@@ -115,6 +119,16 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
         embedding_trainable=float(not model.embedding_frozen),
         head_trainable=float(not model.head_frozen),
     )
+
+
+def _channels(device: Device) -> int:
+    """Return the NCCL channels of a collective: two per NVLink up to 24, two without.
+
+    Source
+    ------
+    nccl#964 (24 on A100 with its 12 links of 25 GB/s); later links are faster, the bound holds there.
+    """
+    return max(2, min(CHANNELS, round(2 * device.link_bytes_per_s / _NVLINK_BYTES_PER_S)))
 
 
 def _outer_params(model: Model) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile, memory_profile_names
-from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
+from foreshard.cost.memory import StageLoad, communicator_bytes, optimizer_state_bytes, stage_memory
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
@@ -278,3 +278,56 @@ def test_every_framework_names_a_profile():
 def test_an_unknown_profile_is_an_error_with_a_suggestion():
     with pytest.raises(SpecError, match="megatron-core"):
         memory_profile("megatron-cor")
+
+
+def test_communicators_are_what_was_measured():
+    """nccl#964, four A100: 544 MiB for two ranks, 688 for more; half the channels on six links."""
+    found = communicator_bytes(np.array([1, 2, 3, 8])) / 2**20
+    assert found.tolist() == [0.0, 544.0, 688.0, 688.0]
+    assert communicator_bytes(2, 12) / 2**20 == 12 * 12 + 16 * 8
+
+
+def test_communicators_by_degree():
+    """tp 4, dp 2, 3 stages: 688 + 544 + 688, all ranks 688; DeepSpeed two pairs and the replica beside."""
+    load = middle(LLAMA_70B, tp=4, dp=2, num_stages=3)
+    for name, expected in (
+        ("ddp", 1920),
+        ("megatron-lm", 2608),
+        ("megatron-deepspeed", 2608 + 2 * 544 + 688),
+    ):
+        profile = memory_profile(name)
+        outside = stage_memory(load, MCORE, profile).outside
+        assert float(outside - profile.context_bytes) / 2**20 == expected
+
+
+def test_dropped_transposes_leave_one_copy_of_an_eight_bit_weight():
+    load = middle(LLAMA_70B, fp8=1)
+    full = stage_memory(load, replace(MCORE, fp8_params=True), memory_profile("megatron-bridge"))
+    lean = stage_memory(load, replace(MCORE, fp8_params=True), memory_profile("megatron-bridge-no-transpose"))
+    assert float(lean.parameters) == pytest.approx(float(full.parameters) / 2)
+    plain = stage_memory(load, MCORE, memory_profile("megatron-bridge-no-transpose"))
+    assert float(plain.parameters) == pytest.approx(float(full.parameters))  # 2 bytes in 16 bit
+
+
+def test_dropout_of_the_arguments_keeps_masks():
+    """Without flash: two masks of T*h, the mask and the dropped scores of every head."""
+    still = replace(GPT, dropout=0.0)
+    load, unfused = middle(still), replace(MCORE, attention="unfused")
+    profile = memory_profile("megatron-lm")
+    on = stage_memory(load, unfused, profile).activations
+    off = stage_memory(load, unfused, replace(profile, default_dropout=False)).activations
+    assert float(on - off) == 2 * 1024 * 1024 + 3 * 16 * 1024 * 1024
+
+
+def test_a_transposed_attention_output_is_kept_twice_from_two_samples_on():
+    profile = MemoryProfile(name="t", transposed_attention=True)
+    plain = MemoryProfile(name="p")
+    for samples, more in ((1, 0), (2, 2 * 1024 * 1024 * 2)):
+        load = middle(GPT, micro_batch=samples)
+        kept = [float(stage_memory(load, MCORE, which).activations) for which in (profile, plain)]
+        assert kept[0] - kept[1] == more
+
+
+def test_expandable_segments_have_no_slack():
+    parts = stage_memory(load_of(), MCORE, memory_profile("megatron-bridge-expandable"))
+    assert float(parts.cached) == pytest.approx(float(parts.allocated))
