@@ -168,9 +168,9 @@ def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]
         f"{stage.tp} ranks around attention and MLP of each layer, forward and backward; overlap "
         f"with products {_on(found, 'tp_overlap')} ({_COLLECTIVES})",
         "context_comm": f"{count} x {each['context_comm']} exposed: {size(found.ring_bytes)} of keys "
-        f"and values a layer {passed} each of {stage.cp} ranks, their gradients back ({_COLLECTIVES})",
-        "expert_comm": f"{count} x {each['expert_comm']} exposed: {size(found.routed_bytes)} of routed tokens a "
-        f"rank and layer, there and back over {stage.ep} ranks, forward and backward; overlap "
+        f"and values a layer {passed} each of {stage.cp} ranks, their gradients back",
+        "expert_comm": f"{count} x {each['expert_comm']} exposed: {size(found.routed_bytes)} of routed "
+        f"tokens a rank and layer, there and back over {stage.ep} ranks, forward and backward; overlap "
         f"{_on(found, 'expert_overlap')}",
         "pipeline_comm": f"{count} micro-batches x {hops} messages of {size(found.message_bytes)} {where}: "
         f"{lasting(parts['pipeline_comm'] / count)} of each "
@@ -198,8 +198,8 @@ def _once(found: Figures, case: Case, batch: Batch, parts: Mapping[str, float]) 
         f"overlap {_on(found, 'param_gather_overlap')} ({_COLLECTIVES})",
         "optimizer": f"{found.optimizer_bytes:g} bytes moved per parameter of the rank's shard over "
         f"the memory bandwidth, + {fixed} once + {layer} a layer ({_CONSTANTS})",
-        "straggler": f"{float(constants.jitter):.4g} of the step for each doubling of {devices} devices beyond 8 "
-        f"({_CONSTANTS})",
+        "straggler": f"{float(constants.jitter):.4g} of the step for each doubling of {devices} devices "
+        f"beyond 8 ({_CONSTANTS})",
     }
 
 
