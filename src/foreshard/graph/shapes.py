@@ -110,4 +110,6 @@ class RankShape:
     four_bit: Any
     matrix_bytes: Any  # bytes of an operand of the linear layers
     element_bytes: Any  # bytes of an activation between layers
+    offload_optimizer: Any  # 1 when optimizer states live in host memory
+    offload_activations: Any  # 1 when saved activations do
     sync_stride: Any  # distance between data-parallel ranks in cluster order

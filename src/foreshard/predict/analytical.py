@@ -92,13 +92,14 @@ def stage_times(batch: Batch) -> StageTimes:
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     q = machine.constants.host_sharpness
     ratio = host / np.maximum(device, 1e-12)
-    parts["host"] = device * ((1.0 + ratio**q) ** (1.0 / q) - 1.0)
+    waits = device * ((1.0 + ratio**q) ** (1.0 / q) - 1.0)
+    parts["host"] += waits
     return StageTimes(
         # Collectives also run while the host holds the device up.
-        forward=forward + parts["host"],
-        backward=backward + parts["host"],
+        forward=forward + waits,
+        backward=backward + waits,
         parts=parts,
-        total=device + parts["host"],
+        total=device + waits,
         weight=weight,
         params=params,
         expert_params=experts,
@@ -113,6 +114,8 @@ def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarr
     parts["tensor_comm"] += count * (times.tensor_forward + times.tensor_backward + times.tensor_recompute)
     parts["context_comm"] += count * (times.context_forward + times.context_backward)
     parts["expert_comm"] += count * (times.expert_forward + times.expert_backward + times.expert_recompute)
+    parts["data_comm"] += count * times.reduce_backward
+    parts["host"] += count * (times.offload_forward + times.offload_backward)
 
 
 def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> None:

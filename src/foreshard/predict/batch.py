@@ -224,6 +224,8 @@ def _rank_shape(plan: Plan, group: Group, stage: Stage, share: float, replicas: 
         four_bit=float(four),
         matrix_bytes=0.5 if four else 1.0 if low else wide,
         element_bytes=wide,
+        offload_optimizer=float(stage.offload in ("optimizer", "all")),
+        offload_activations=float(stage.offload in ("activations", "all")),
         sync_stride=float(stage.tp),
     )
 

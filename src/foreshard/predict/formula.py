@@ -42,6 +42,8 @@ _DROPOUT = 5.0
 # SiLU and product apart read and write five times per output, fused three times.
 _SPLIT_GATE = 5.0 / 3.0 - 1.0
 _ROPE = 4.0
+HOST_MEMORY_BYTES_PER_S = 200e9
+"""Memory bandwidth of a host that its cores reach in an optimizer step; assumed, eight channels of DDR4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +75,17 @@ class LayerTimes:
     expert_recompute: Any
     host_forward: Any
     host_backward: Any
+    offload_forward: Any  # saved activations on their way to the host and back, where compute does not hide them
+    offload_backward: Any
+    reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
     dense_params: Any  # on this rank
     expert_params: Any
 
     @property
     def forward_s(self) -> Any:
         """Device seconds of a forward, collectives included."""
-        return self.forward + self.tensor_forward + self.context_forward + self.expert_forward
+        moved = self.tensor_forward + self.context_forward + self.expert_forward
+        return self.forward + moved + self.offload_forward
 
     @property
     def backward_s(self) -> Any:
@@ -87,6 +93,7 @@ class LayerTimes:
         return (
             self.backward_input + self.backward_weight + self.recompute + self.tensor_backward
             + self.tensor_recompute + self.context_backward + self.expert_backward + self.expert_recompute
+            + self.offload_backward + self.reduce_backward
         )  # fmt: skip
 
 
@@ -436,6 +443,33 @@ def _hosts(layer: LayerShape, machine: Machine, recompute: Recompute) -> tuple[A
     return base, base * (c.host_backward + recompute.full)
 
 
+def _offload_s(layer: LayerShape, machine: Machine, busy: Any) -> Any:
+    """Return what compute does not hide of moving a layer's saved activations over the host link, one way.
+
+    Source: tensors a fused layer saves, 12 h + 2 kv + 4 or 6 f bytes a token in 16 bit (docs/derivations/memory.md).
+    """
+    rank = machine.rank
+    if not np.count_nonzero(rank.offload_activations):
+        return 0.0
+    tp = np.where(rank.sp > 0, rank.tp, 1.0)
+    inner = layer.ffn + layer.shared_ffn + layer.top_k * layer.expert_ffn
+    saved = 6.0 * layer.hidden + layer.kv_width + (2.0 + layer.gated) * inner * tp / rank.tp
+    moved = rank.element_bytes * _own_tokens(machine) * saved / machine.traits.host_link_bytes_per_s
+    return rank.offload_activations * np.maximum(moved - busy, 0.0)
+
+
+def _every_reduce_s(params: Any, experts: Any, machine: Machine, busy: Any) -> Any:
+    """Return what backward does not hide of reducing a layer's gradients after every micro-batch (ZeRO 2)."""
+    rank, traits = machine.rank, machine.traits
+    if not np.count_nonzero(rank.zero == 2):
+        return 0.0
+    reduce, _ = _sync(params, rank.dp * rank.cp, rank.sync_stride, machine)
+    if np.count_nonzero(experts):
+        reduce = reduce + _sync(experts, expert_replicas(rank), rank.ep * rank.etp, machine)[0]
+    beside = np.maximum(machine.constants.fsdp_contention * np.minimum(busy, reduce), reduce - busy)
+    return np.where(rank.zero == 2, np.where(traits.grad_overlap > 0, beside, reduce), 0.0)
+
+
 def layer_times(
     layer: LayerShape, machine: Machine, recompute: Recompute, *, region: tuple[Any, Any] | None = None
 ) -> LayerTimes:
@@ -497,9 +531,10 @@ def layer_times(
         + again.op * 0.5 * linear.forward  # every second product is kept
     )
     host_forward, host_backward = _hosts(layer, machine, recompute)
+    backward_input = linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast
     return LayerTimes(
         forward=forward,
-        backward_input=linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast,
+        backward_input=backward_input,
         backward_weight=linear.weight_gradient + expert_weight + accumulate,
         recompute=again.full * forward + (1.0 - again.full) * redo,
         tensor_forward=regions * tensor,
@@ -512,6 +547,9 @@ def layer_times(
         expert_recompute=np.maximum(again.full, again.moe) * sent,
         host_forward=host_forward,
         host_backward=host_backward,
+        offload_forward=_offload_s(layer, machine, forward),
+        offload_backward=_offload_s(layer, machine, backward_input),
+        reduce_backward=_every_reduce_s(dense * layer.trainable, experts, machine, backward_input),
         dense_params=dense,
         expert_params=experts,
     )
@@ -605,9 +643,15 @@ def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[
 
     Source
     ------
-    ZeRO 1 and 2 scatter inside the shard group and reduce the shards across groups; ZeRO 0 all-reduces, as with
-    shards of one rank.
+    ZeRO 1 scatters inside the shard group and reduces the shards across groups; ZeRO 0 all-reduces, as with
+    shards of one rank; ZeRO 2 has reduced already, after every micro-batch.
     """
+    reduce, gather = _sync(params, ranks, stride, machine)
+    return np.where(machine.rank.zero == 2, 0.0, reduce), gather
+
+
+def _sync(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of reducing the gradients of `params` weights once, and of gathering the weights."""
     rank, traits, fabric = machine.rank, machine.traits, machine.fabric
     factor = machine.constants.data_comm
     grads = traits.grad_reduce_bytes * params
@@ -640,5 +684,11 @@ def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machi
     rank, c = machine.rank, machine.constants
     dense = params / np.where(rank.zero >= 1, rank.shard, 1.0)
     experts = expert_params / np.where(rank.zero >= 1, expert_replicas(rank), 1.0)
-    moved = machine.traits.optimizer_bytes * (dense + experts)
-    return stream_s(moved, machine.kernels) + c.step_fixed + c.step_per_layer * num_layers
+    traits, count = machine.traits, dense + experts
+    update = stream_s(traits.optimizer_bytes * count, machine.kernels)
+    if np.count_nonzero(rank.offload_optimizer):
+        # Gradients go to the host, its cores update, weights come back; the devices of a node share its memory.
+        link = count * (traits.grad_reduce_bytes + traits.param_bytes) / traits.host_link_bytes_per_s
+        on_host = link + traits.optimizer_bytes * count * machine.fabric.per_node / HOST_MEMORY_BYTES_PER_S
+        update = np.where(rank.offload_optimizer > 0, on_host, update)
+    return update + c.step_fixed + c.step_per_layer * num_layers

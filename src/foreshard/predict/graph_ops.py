@@ -46,6 +46,9 @@ def op_parts(
         device["tensor_comm"][op] = sums["tensor_backward"] + sums["tensor_recompute"] + edge
         device["context_comm"][op] = sums["context_backward"]
         device["expert_comm"][op] = sums["expert_backward"] + sums["expert_recompute"]
+        device["data_comm"][op] = sums["reduce_backward"]
+        device["host"][op] = sums["offload_backward"]
+    device["host"][Op.FORWARD] = sums["offload_forward"]
     back = sums["host_backward"] + between
     return device, np.stack([sums["host_forward"] + between, back, back / 2, back / 2])
 
@@ -63,5 +66,5 @@ def with_host(
     busy = sum(parts.values())
     pair = [Op.FORWARD, Op.BACKWARD]
     ratio = host[pair].sum(0)[..., None] / np.maximum(busy[pair].sum(0), 1e-12)
-    parts["host"] = busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
+    parts["host"] += busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
     return parts

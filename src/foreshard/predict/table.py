@@ -194,6 +194,8 @@ def _rank(table: PlanTable, precision: str, seq_len: int) -> RankShape:
         four_bit=float(four),
         matrix_bytes=0.5 if four else 1.0 if low else 4.0 if precision in _WIDE else 2.0,
         element_bytes=4.0 if precision in _WIDE else 2.0,
+        offload_optimizer=(table.offload & 1) * 1.0 if np.count_nonzero(table.offload) else 0.0,
+        offload_activations=(table.offload >= 2) * 1.0 if np.count_nonzero(table.offload) else 0.0,
         sync_stride=tp,
     )
 

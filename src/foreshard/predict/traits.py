@@ -12,6 +12,7 @@ from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 
 _GRACE = ("gb200", "gb300", "gh200")
+_PCIE_4 = 32e9  # of a device whose host link is not published: PCIe 4.0 x16
 _NARROW = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -50,6 +51,7 @@ class Traits:
     param_bytes: Any  # of a gathered weight
     optimizer_bytes: Any  # moved per parameter of an optimizer step
     vocab_multiple: Any
+    host_link_bytes_per_s: Any  # between a device and its host, one direction
 
 
 _H100_J_PER_FLOP = 700.0 / 989.4e12
@@ -109,5 +111,6 @@ def traits_of(
         param_bytes=1.0 if framework.fp8_params and precision in _NARROW else 2.0,
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
+        host_link_bytes_per_s=float(device.pcie_bytes_per_s) or _PCIE_4,
         **options,
     )
