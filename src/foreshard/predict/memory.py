@@ -69,6 +69,13 @@ def _rows(case: Case) -> list[_Row]:
     ]
 
 
+def _samples(row: _Row) -> float:
+    """Return the samples of a micro-batch on the rank; a step may hold fewer than one micro-batch."""
+    if row.stage.rank_shares is not None:
+        return row.worker.share
+    return min(row.worker.share, math.ceil(row.group.share / row.stage.inner_dp))
+
+
 def _load(case: Case, rows: list[_Row]) -> StageLoad:
     """Return what each kind of rank holds."""
     plan, model = case.plan, case.model
@@ -95,7 +102,7 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
         num_micro_batches=column(lambda r: r.group.num_micro_batches),
         num_stages=column(lambda r: len(r.group.stages)),
         channels=column(lambda r: _channels(case.cluster.nodes[r.worker.node_group].device)),
-        micro_batch=column(lambda r: min(r.worker.share, math.ceil(r.group.share / r.stage.inner_dp))),
+        micro_batch=column(lambda r: _samples(r)),
         seq_len=float(plan.seq_len),
         tp=column(lambda r: r.stage.tp),
         cp=column(lambda r: r.stage.cp),

@@ -1,0 +1,285 @@
+"""What a plan means to the engines: who takes which samples, sums which gradients, uses which links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreshard import api
+from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.training import TrainingConstants
+from foreshard.predict import predict
+from foreshard.predict.batch import (
+    Case,
+    boundaries,
+    build_batch,
+    crosses_node,
+    layer_replicas,
+    link_domains,
+    stage_rows,
+    stage_workers,
+    sync_width,
+)
+from foreshard.predict.memory import plan_memory
+from foreshard.spec.plan import Group, Plan, Stage
+
+ENGINES = ("analytical", "graph")
+MODEL = api.load_model("llama3-8b")
+LAST = MODEL.num_layers + 2
+HOMOGENEOUS = api.load_cluster("2x8xh100-sxm")
+MIXED = api.load_cluster("1x4xa100-sxm-80gb+1x4xv100-sxm-32gb@100Gb/s")
+
+
+def stage(ranks, layers=((0, LAST),), **options):
+    return Stage(ranks=tuple(ranks), layers=layers, **({"zero": 0} | options))
+
+
+def plan(*groups, **options):
+    total = sum(group.share for group in groups)
+    return Plan(**({"global_batch": total, "seq_len": 2048, "precision": "fp16"} | options), groups=groups)
+
+
+def case(made, cluster=HOMOGENEOUS, model=MODEL):
+    return Case(model=model, cluster=cluster, plan=made, framework=load_framework("megatron-core"))
+
+
+def seconds(made, cluster=HOMOGENEOUS, engine="graph", model=MODEL):
+    constants = replace(TrainingConstants(), jitter=0.0)
+    return predict(model, cluster, made, engine=engine, constants=constants, timeline=False).step_time_s
+
+
+def workers(group, cluster):
+    return [(w.node_group, w.share, w.rank) for w in stage_workers(cluster, group, group.stages[0])]
+
+
+def test_a_micro_batch_is_split_evenly_over_inner_data_parallel_ranks():
+    one = Group(share=8, micro_batch=8, stages=(stage(range(8), tp=2),))
+    assert workers(one, HOMOGENEOUS) == [(0, 2.0, 0)]
+
+
+@pytest.mark.parametrize(("micro_batch", "share"), [(1, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (9, 3.0)])
+def test_what_does_not_divide_is_priced_at_the_larger_part(micro_batch, share):
+    group = Group(share=micro_batch, micro_batch=micro_batch, stages=(stage(range(4)),))
+    assert workers(group, HOMOGENEOUS) == [(0, share, 0)]
+
+
+def test_rank_shares_of_equal_devices_are_paced_by_the_largest():
+    group = Group(share=8, micro_batch=4, stages=(stage(range(6), tp=2, rank_shares=(1, 3, 0)),))
+    assert workers(group, HOMOGENEOUS) == [(0, 3.0, 2)]
+
+
+def test_devices_and_shares_of_a_mixed_stage_are_told_apart():
+    group = Group(share=8, micro_batch=8, stages=(stage((2, 3, 4, 5), rank_shares=(3, 3, 2, 0)),))
+    assert workers(group, MIXED) == [(0, 3.0, 2), (1, 2.0, 4)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fewer_samples_for_the_slow_devices_of_a_stage_save_time(engine):
+    """Reading R2: shares after speed beat equal shares, and the other way round is worse than both."""
+    times = {
+        shares: seconds(
+            plan(Group(share=64, micro_batch=8, stages=(stage((2, 3, 4, 5), rank_shares=shares),))),
+            MIXED,
+            engine,
+        )
+        for shares in ((3, 3, 1, 1), (2, 2, 2, 2), (1, 1, 3, 3))
+    }
+    assert times[3, 3, 1, 1] < times[2, 2, 2, 2] < times[1, 1, 3, 3]
+
+
+def test_the_fullest_rank_of_a_mixed_stage_is_its_small_device():
+    group = Group(share=8, micro_batch=8, stages=(stage((2, 3, 4, 5), zero=1),))
+    memory, parts = plan_memory(case(plan(group), MIXED))
+    assert memory.peak_rank == 4 and parts.peak.shape == (1,)
+    assert memory.capacity_bytes == MIXED.nodes[1].device.capacity_bytes
+
+
+def test_a_large_share_may_make_the_large_device_the_fullest():
+    shares = (15, 15, 1, 1)
+    group = Group(share=32, micro_batch=32, stages=(stage((2, 3, 4, 5), rank_shares=shares, zero=3),))
+    even = replace(group, stages=(stage((2, 3, 4, 5), zero=3),))
+    uneven_memory, even_memory = (plan_memory(case(plan(g), MIXED))[0] for g in (group, even))
+    assert even_memory.peak_rank == 4 and uneven_memory.peak_rank == 2
+
+
+def test_gradients_of_a_layer_are_summed_over_all_ranks_that_hold_it():
+    whole = Group(share=8, stages=(stage((0, 1, 2, 3)),))
+    cut = Group(share=8, stages=(stage((4, 5), ((0, 10),)), stage((6,), ((10, LAST),))))
+    made = plan(whole, cut)
+    replicas = layer_replicas(made, MODEL.num_layers)
+    assert replicas.shape == (LAST,) and set(replicas[:10]) == {6.0} and set(replicas[10:]) == {5.0}
+    assert [sync_width(s, replicas) for s in cut.stages] == [6.0, 5.0] and sync_width(
+        whole.stages[0], replicas
+    ) == 6
+
+
+def test_virtual_stages_count_once_for_each_layer():
+    first, second = stage((0,), ((0, 9), (17, 26))), stage((1,), ((9, 17), (26, LAST)))
+    group = Group(share=8, schedule="interleaved", stages=(first, second))
+    assert set(layer_replicas(plan(group), MODEL.num_layers)) == {1.0}
+
+
+def test_stages_with_equal_layers_but_different_replicas_are_different_rows():
+    """Two groups cut differently: the middle stages of the first reduce over different numbers of ranks."""
+    cuts = ((0, 9), (9, 17), (17, 25), (25, LAST))
+    one = Group(share=8, stages=tuple(stage((i,), (cut,)) for i, cut in enumerate(cuts)))
+    other = Group(share=8, stages=(stage((4,), ((0, 17),)), stage((5, 6), ((17, LAST),))))
+    rows = [row for row in stage_rows(case(plan(one, other))) if row.group == 0]
+    assert [(row.stages, row.rank.dp) for row in rows] == [((0,), 2.0), ((1,), 2.0), ((2,), 3.0), ((3,), 3.0)]
+
+
+def test_states_are_cut_inside_a_group_only():
+    """Groups hold whole copies: two groups of four ranks keep twice the states of one group of eight."""
+    halves = plan(*(Group(share=8, stages=(stage(range(i, i + 4), zero=3),)) for i in (0, 4)))
+    whole = plan(Group(share=16, micro_batch=2, stages=(stage(range(8), zero=3),)))
+    for made, shard in ((halves, 4.0), (whole, 8.0)):
+        assert {row.rank.shard for row in stage_rows(case(made))} == {shard}
+        assert {row.rank.dp for row in stage_rows(case(made))} == {8.0}
+    optimizer = [plan_memory(case(made))[1].optimizer[0] for made in (halves, whole)]
+    assert optimizer[0] == pytest.approx(2 * optimizer[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_groups_of_one_rank_equal_one_group_without_sharding(engine):
+    dp, width = 4, 2
+    groups = [
+        Group(share=6, micro_batch=2, stages=(stage(range(d * width, (d + 1) * width), tp=width),))
+        for d in range(dp)
+    ]
+    inner = Group(share=24, micro_batch=8, stages=(stage(range(dp * width), tp=width),))
+    assert seconds(plan(*groups), engine=engine) == pytest.approx(
+        seconds(plan(inner), engine=engine), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_slower_group_sets_the_step(engine):
+    def made(a100_share, v100_share):
+        return plan(
+            Group(share=a100_share, stages=(stage((0, 1, 2, 3), tp=4),)),
+            Group(share=v100_share, stages=(stage((4, 5, 6, 7), tp=4),)),
+        )
+
+    even, after_speed, one_less = (seconds(made(*s), MIXED, engine) for s in ((32, 32), (45, 19), (45, 18)))
+    assert after_speed < even
+    assert one_less < after_speed, "the V100s still set the pace"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_short_last_micro_batch_costs_its_part(engine):
+    """12 samples in micro-batches of 8: between 8 and 16, close to one and a half."""
+    eight, twelve, sixteen = (
+        seconds(plan(Group(share=share, micro_batch=8, stages=(stage((0,)),))), engine=engine)
+        for share in (8, 12, 16)
+    )
+    assert eight < twelve < sixteen
+    assert twelve - eight == pytest.approx(0.5 * (sixteen - eight), rel=0.1)
+
+
+def test_a_short_last_micro_batch_rounds_up_on_data_parallel_ranks():
+    group = Group(share=13, micro_batch=8, stages=(stage(range(4)),))  # 2 samples a rank, then ceil(5 / 4)
+    batch = build_batch([case(plan(group))], TrainingConstants())
+    assert batch.pipeline.num_micro_batches.item() == 2.0
+    group = Group(share=11, micro_batch=8, stages=(stage(range(4)),))  # 3 samples: one rank idles
+    batch = build_batch([case(plan(group))], TrainingConstants())
+    assert batch.pipeline.num_micro_batches.item() == 1.5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_idle_devices_cost_money_and_no_time(engine):
+    made = plan(Group(share=8, stages=(stage(range(8), tp=8),)), precision="bf16")
+    small, large = api.load_cluster("1x8xh100-sxm"), HOMOGENEOUS
+    busy, idle = (predict(MODEL, c, made, engine=engine, usd_per_device_hour=1.0) for c in (small, large))
+    assert idle.step_time_s == pytest.approx(busy.step_time_s)
+    assert idle.cost.usd_per_step == pytest.approx(2 * busy.cost.usd_per_step)
+    assert idle.mfu == pytest.approx(busy.mfu) and idle.energy_j_per_step == pytest.approx(
+        busy.energy_j_per_step
+    )
+    assert any("8 of 16 devices are idle" in text for text in idle.assumptions)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_stages_of_different_width_run(engine):
+    wide, narrow = stage(range(4), ((0, 28),), tp=4), stage((4,), ((28, LAST),))
+    uneven = seconds(plan(Group(share=16, stages=(wide, narrow))), engine=engine)
+    even = seconds(plan(Group(share=16, stages=(stage((0,), ((0, 28),)), narrow))), engine=engine)
+    assert uneven < even
+
+
+def test_link_domains_of_a_mixed_cluster():
+    assert link_domains(MIXED).tolist() == [0] * 4 + [1] * 4
+    assert link_domains(HOMOGENEOUS).tolist() == [0] * 8 + [1] * 8
+    rack = api.load_cluster("4x4xgb200-nvl72")
+    assert set(link_domains(rack).tolist()) == {0}, "nodes of one NVLink domain share links"
+    bridged = api.load_cluster("2x4xrtx-3090")
+    assert link_domains(bridged).tolist() == [0] * 4 + [1] * 4, "PCIe inside a node is no network"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "crosses"),
+    [
+        ((0, 1), (2, 3), False),
+        ((6, 7), (8, 9), True),
+        ((4, 5, 6, 7), (8,), True),
+        ((0, 1, 8, 9), (2, 3, 10, 11), False),  # each rank's neighbour is on its own node
+        ((0, 1, 8, 9), (2, 3, 4, 5), True),
+        ((0, 8), (1, 2, 9, 10), False),  # one rank feeds two
+        (tuple(range(8)), tuple(range(8, 16)), True),
+    ],
+)
+def test_messages_cross_nodes_where_any_rank_and_its_neighbour_do(here, there, crosses):
+    domains = link_domains(HOMOGENEOUS)
+    assert crosses_node(stage(here), stage(there), domains) is crosses
+    assert crosses_node(stage(there), stage(here), domains) is crosses
+
+
+def pipelined(ranks_of_stages, **options):
+    count = len(ranks_of_stages)
+    cuts = np.linspace(0, LAST, count + 1).astype(int).tolist()
+    stages = tuple(stage(r, ((a, b),)) for r, a, b in zip(ranks_of_stages, cuts[:-1], cuts[1:], strict=True))
+    return Group(share=8, stages=stages, **options)
+
+
+def test_the_worst_boundary_counts_wherever_it_is():
+    """Only the last of three boundaries leaves the node."""
+    inside, last_leaves = pipelined([(0,), (1,), (2,), (3,)]), pipelined([(5,), (6,), (7,), (8,)])
+    crossing = [
+        build_batch([case(plan(group))], TrainingConstants()).pipeline.crosses_node.item()
+        for group in (inside, last_leaves)
+    ]
+    assert crossing == [0.0, 1.0]
+    for engine in ENGINES:
+        assert seconds(plan(inside), engine=engine) < seconds(plan(last_leaves), engine=engine)
+
+
+def test_virtual_stages_send_from_the_last_stage_to_the_first():
+    group = pipelined([(0,), (1,), (2,)])
+    assert [(a.ranks, b.ranks) for a, b in boundaries(group)] == [((0,), (1,)), ((1,), (2,))]
+    first, second = stage((0,), ((0, 9), (17, 26))), stage((1,), ((9, 17), (26, LAST)))
+    looped = Group(share=8, schedule="interleaved", stages=(first, second))
+    assert [(a.ranks, b.ranks) for a, b in boundaries(looped)] == [((0,), (1,)), ((1,), (0,))]
+
+
+def test_the_network_behind_the_nodes_counts():
+    slow = replace(HOMOGENEOUS, network=replace(HOMOGENEOUS.network, oversubscription=8.0))
+    made = plan(Group(share=16, micro_batch=16, stages=(stage(range(16)),)))
+    for engine in ENGINES:
+        assert seconds(made, slow, engine) > seconds(made, HOMOGENEOUS, engine)
+
+
+def test_a_large_plan_of_many_groups_is_lowered_quickly():
+    cluster = api.load_cluster("64x8xh100-sxm")
+    groups = [
+        Group(share=4, stages=tuple(stage((8 * g + s,), cut) for s, cut in enumerate(_eight_cuts())))
+        for g in range(64)
+    ]
+    made = plan(*groups, precision="bf16")
+    batch = build_batch([case(made, cluster)], TrainingConstants())
+    assert batch.multiplicity.shape[1] == 64 and float(batch.multiplicity.sum()) == 512.0
+
+
+def _eight_cuts():
+    edges = [0, 5, 9, 13, 17, 21, 25, 29, LAST]
+    return [((a, b),) for a, b in zip(edges[:-1], edges[1:], strict=True)]
