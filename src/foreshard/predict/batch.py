@@ -56,6 +56,8 @@ class StageRow:
     rank: RankShape
     kernels: KernelModel
     fabric: Fabric
+    sync: Fabric
+    link: Fabric
     traits: Traits
     recompute: Recompute
     has_embedding: float
@@ -173,6 +175,20 @@ def _fabric(case: Case, ranks: Sequence[int], fidelity: str) -> Fabric:
     return fabric_of(cluster.nodes[0], nccl=_nccl(case), fidelity=fidelity, oversubscription=over)
 
 
+def _fabrics(case: Case, where: tuple[int, int], fidelity: str) -> dict[str, Fabric]:
+    """Return what a stage's own collectives, gradient collectives and messages see."""
+    plan, stages = case.plan, case.plan.groups[where[0]].stages
+    inside = _fabric(case, stages[where[1]].ranks, fidelity)
+    if len(case.cluster.nodes) == 1:
+        return {"fabric": inside, "sync": inside, "link": inside}
+    near = stages[max(0, where[1] - 1) : where[1] + 2]
+    return {
+        "fabric": inside,
+        "sync": _fabric(case, plan.ranks, fidelity) if len(plan.groups) > 1 else inside,
+        "link": _fabric(case, [rank for stage in near for rank in stage.ranks], fidelity),
+    }
+
+
 def link_domains(cluster: Cluster) -> np.ndarray:
     """Return, per rank, the number of the node or NVLink domain it shares device links in."""
     parts, before = [], 0
@@ -245,7 +261,8 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
             pace = _pace(case, workers)
             rank = _rank_shape(plan, group, stage, pace.share, replicas)
             places = tuple(dict.fromkeys(worker.node_group for worker in workers))
-            key = (g, counts, embedding, head, places, pace.node_group, rank, stage.recompute)
+            alone = len(case.cluster.nodes) == 1
+            key = (g, counts, embedding, head, places, pace.node_group, rank, stage.recompute, alone or s)
             if key in rows:
                 rows[key] = replace(rows[key], stages=(*rows[key].stages, s))
                 continue
@@ -273,7 +290,7 @@ def _stage_row(
         counts=counts,
         rank=rank,
         kernels=kernel_model(device, plan.precision, attention=attention, fidelity=fidelity),
-        fabric=_fabric(case, stage.ranks, fidelity),
+        **_fabrics(case, where, fidelity),
         traits=traits_of(
             framework,
             device,
@@ -370,8 +387,8 @@ def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity
         [[float(len(r.stages)) for r in row] + [0.0] * (depth - len(row)) for row in stages]
     ).T
     equal = all(
-        (row[0].rank, row[0].kernels, row[0].fabric, row[0].traits)
-        == (other.rank, other.kernels, other.fabric, other.traits)
+        (row[0].rank, row[0].kernels, row[0].fabric, row[0].sync, row[0].link, row[0].traits)
+        == (other.rank, other.kernels, other.fabric, other.sync, other.link, other.traits)
         for row in stages
         for other in row[1:]
     )
@@ -379,6 +396,8 @@ def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity
     machine = Machine(
         kernels=_stack([[r.kernels for r in row] for row in shared], KernelModel),
         fabric=_stack([[r.fabric for r in row] for row in shared], Fabric),
+        sync=_stack([[r.sync for r in row] for row in shared], Fabric),
+        link=_stack([[r.link for r in row] for row in shared], Fabric),
         traits=_stack([[r.traits for r in row] for row in shared], Traits),
         rank=_stack([[r.rank for r in row] for row in shared], RankShape),
         constants=constants,

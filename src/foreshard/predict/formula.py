@@ -51,7 +51,9 @@ class Machine:
     """Everything a task's time depends on apart from its shape; fields broadcast to the batch."""
 
     kernels: KernelModel
-    fabric: Fabric
+    fabric: Fabric  # what collectives inside a stage see
+    sync: Fabric  # what gradient collectives over all groups see
+    link: Fabric  # what messages to the neighbouring stages see
     traits: Traits
     rank: RankShape
     constants: TrainingConstants
@@ -601,7 +603,7 @@ def message_s(hidden: Any, crosses_node: Any, machine: Machine) -> Any:
     rank = machine.rank
     parts = np.where((rank.sp > 0) | (machine.traits.p2p_scatter > 0), rank.tp, 1.0)
     own = rank.micro_batch * rank.seq_len / rank.cp / parts
-    return send_s(rank.element_bytes * own * hidden, crosses_node, machine.fabric) * machine.constants.pipeline_comm
+    return send_s(rank.element_bytes * own * hidden, crosses_node, machine.link) * machine.constants.pipeline_comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -616,7 +618,7 @@ class ShardTimes:
 
 def shard_times(params: Any, machine: Machine) -> ShardTimes:
     """Return the tasks of keeping `params` weights of this rank sharded (ZeRO 3, FSDP)."""
-    rank, traits, fabric = machine.rank, machine.traits, machine.fabric
+    rank, traits, fabric = machine.rank, machine.traits, machine.sync
     factor = machine.constants.data_comm
     weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
     replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
@@ -652,7 +654,7 @@ def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[
 
 def _sync(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
     """Return seconds of reducing the gradients of `params` weights once, and of gathering the weights."""
-    rank, traits, fabric = machine.rank, machine.traits, machine.fabric
+    rank, traits, fabric = machine.rank, machine.traits, machine.sync
     factor = machine.constants.data_comm
     grads = traits.grad_reduce_bytes * params
     shard = np.where(rank.zero >= 1, np.minimum(ranks, rank.shard), 1.0)
@@ -675,8 +677,8 @@ def expert_replicas(rank: RankShape) -> Any:
 def tied_sync_s(hidden: Any, vocab: Any, crosses_node: Any, machine: Machine) -> Any:
     """Return seconds of summing a tied table's gradient over the first and the last stage."""
     table = machine.traits.grad_bytes * hidden * vocab / machine.rank.tp
-    stride = machine.fabric.domain * crosses_node + machine.rank.tp
-    return all_reduce_s(table, 2.0, stride, machine.fabric)
+    stride = machine.link.domain * crosses_node + machine.rank.tp
+    return all_reduce_s(table, 2.0, stride, machine.link)
 
 
 def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machine) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.comm.fabric import Fabric, slowest
 from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
 from foreshard.predict.formula import (
     LayerTimes,
@@ -66,7 +65,7 @@ class GroupPrices:
     units : list of list of Units
         [stage][chunk].
     machines : list of Machine
-        Per stage, every field a number; the fabric of gradient collectives is that of the slowest group.
+        Per stage, every field a number.
     """
 
     index: int
@@ -128,8 +127,7 @@ def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
     distinct: dict[Any, int] = {}
     for g, group in enumerate(case.plan.groups):
         distinct.setdefault(_identity(case, group, domains), g)
-    fabric = _common_fabric(batch)
-    return [_GroupPricer(case, batch, g, row_of[g], table, kinds, fabric).prices() for g in distinct.values()]
+    return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct.values()]
 
 
 def _rows_of_stages(case: Case) -> list[list[int]]:
@@ -165,19 +163,9 @@ def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
 
 def _machine_at(batch: Batch, row: int, column: int) -> Machine:
     shape, machine = batch.multiplicity.shape, batch.machine
-    names = ("kernels", "fabric", "traits", "rank")
+    names = ("kernels", "fabric", "sync", "link", "traits", "rank")
     places = {name: _at(getattr(machine, name), row, column, shape) for name in names}
     return replace(machine, **places)
-
-
-def _common_fabric(batch: Batch) -> Fabric | None:
-    """Return the fabric that gradient collectives over all groups see; None when all stages share one."""
-    shape = batch.multiplicity.shape
-    places = [(r, g) for g in range(shape[1]) for r in range(shape[0]) if batch.multiplicity[r, g] > 0]
-    fabric = batch.machine.fabric
-    if all(np.ptp(getattr(fabric, f.name)) == 0.0 for f in fields(Fabric)):
-        return None
-    return slowest([_at(fabric, r, g, shape) for r, g in places])
 
 
 def _chunk_units(model: Model, span: tuple[int, int], kinds: dict[Any, int]) -> list[int]:
@@ -194,7 +182,7 @@ class _GroupPricer:
     """Prices one group: tables of the batch in, arrays by op, stage and chunk out."""
 
     def __init__(self, case: Case, batch: Batch, g: int, rows: list[int], table: dict[str, np.ndarray],
-                 kinds: dict[Any, int], fabric: Fabric | None):  # fmt: skip
+                 kinds: dict[Any, int]):  # fmt: skip
         self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
         self.group, self.domains = case.plan.groups[g], link_domains(case.cluster)
         self.pipeline = {
@@ -203,8 +191,7 @@ class _GroupPricer:
         self.layers = {name: value[rows, g] for name, value in table.items()}  # (stages, kinds)
         one = {row: _machine_at(batch, row, g) for row in dict.fromkeys(rows)}
         ends = {row: self._ends(machine) for row, machine in one.items()}
-        self.local = [one[row] for row in rows]
-        self.machines = self.local if fabric is None else [replace(m, fabric=fabric) for m in self.local]
+        self.machines = [one[row] for row in rows]
         self.ends = [ends[row] for row in rows]
         self.constants = batch.machine.constants
         frozen = np.array([float(np.max(kind.frozen)) for kind in batch.kinds])
@@ -338,7 +325,7 @@ class _GroupPricer:
         for i in range(count if count > 1 else 0):
             j = (i + 1) % count
             crosses = crosses_node(stages[i], stages[j], self.domains)
-            here, there = (float(message_s(self.pipeline["hidden"], crosses, self.local[k])) for k in (i, j))
+            here, there = (float(message_s(self.pipeline["hidden"], crosses, self.machines[k])) for k in (i, j))
             forward[i] = backward[i] = max(here, there)
         return forward, backward
 

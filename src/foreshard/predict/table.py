@@ -143,6 +143,8 @@ def table_batch(
     machine = Machine(
         kernels=kernels,
         fabric=fabric,
+        sync=fabric,
+        link=fabric,
         traits=traits_of(framework, node.device, optimizer=optimizer, comm=comm, precision=precision),
         rank=_rank(table, precision, seq_len),
         constants=constants,
