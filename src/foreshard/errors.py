@@ -34,7 +34,7 @@ class ForeshardError(Exception):
     def __str__(self) -> str:
         """Join where, what, the rule and the fix into one line."""
         where = ": ".join(part for part in (self.file, self.key) if part)
-        tail = " ".join(f"{part.rstrip('.')}." for part in (self.what, self.rule, self.fix) if part)
+        tail = " ".join(_sentence(part) for part in (self.what, self.rule, self.fix) if part)
         return f"{where}: {tail}" if where else tail
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,6 +48,10 @@ class ForeshardError(Exception):
             "rule": self.rule,
             "fix": self.fix,
         }
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(("?", "!")) else f"{text.rstrip('.')}."
 
 
 class SpecError(ForeshardError):

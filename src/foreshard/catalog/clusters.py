@@ -9,7 +9,7 @@ from pathlib import Path
 
 from foreshard import units
 from foreshard.catalog.cluster_file import MAX_DEVICES, NodesTable, links_of, named_device, read_cluster_file
-from foreshard.catalog.devices import device_assumption, resolve_device
+from foreshard.catalog.devices import device_assumption, devices, resolve_device
 from foreshard.catalog.instances import (
     DEFAULT_NIC_LATENCY_S,
     Instance,
@@ -117,6 +117,9 @@ def _bad_shorthand(text: str, what: str) -> SpecError:
     shown = text if len(text) <= 80 else text[:77] + "..."
     tail = re.sub(r"^[0-9]{1,9}x", "", text[:100].lower())
     near = get_close_matches(tail, instances(), n=1, cutoff=0.7)
+    short = re.fullmatch(r"([0-9]{1,7})x(.+)", text.strip())
+    if not near and short and short[2].lower() in devices():
+        near = [f"1x{text.strip()}"]
     return SpecError(
         what,
         key="cluster",

@@ -30,6 +30,24 @@ def _inherited(entry: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[
     return {**kept, **{key: value for key, value in entry.items() if key != "base"}}
 
 
+# Names people use for what the catalog holds by framework.
+_MEANT = {
+    "fsdp": "torchtitan (FSDP2) or composer (FSDP1)",
+    "fsdp1": "composer (FSDP1)",
+    "fsdp2": "torchtitan (FSDP2)",
+    "pytorch-fsdp": "torchtitan (FSDP2) or composer (FSDP1)",
+    "pytorch": "torchtitan (FSDP2) or ddp",
+    "pytorch-ddp": "ddp",
+    "megatron": "megatron-core",
+    "mcore": "megatron-core",
+    "zero": "deepspeed",
+    "accelerate": "torchtitan (FSDP2), composer (FSDP1), deepspeed or ddp",
+    "transformers": "torchtitan (FSDP2), composer (FSDP1), deepspeed or ddp",
+    "mosaicml": "composer",
+    "jax": "maxtext",
+}
+
+
 def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Framework, ...]:
     """Return the frameworks that a TOML text describes, in its order.
 
@@ -99,13 +117,15 @@ def load_framework(label: str) -> Framework:
     releases = {entry.release: entry for entry in frameworks() if entry.name == name}
     if not releases:
         names = list(dict.fromkeys(entry.name for entry in frameworks()))
+        meant = _MEANT.get(name.lower().replace("_", "-"))
         near = get_close_matches(name.lower(), names, n=1)
         raise SpecError(
             f"unknown framework {name!r}",
             key="framework",
             value=label,
             rule=f"Known frameworks: {', '.join(names)}",
-            fix=f"Did you mean {near[0]!r}?" if near else None,
+            fix=f"Did you mean {meant or repr(near[0])}?" if meant or near
+            else "See 'foreshard schema frameworks'",
         )
     if not release:
         return list(releases.values())[-1]

@@ -197,6 +197,8 @@ def instance_price(instance: Instance, per_node: int, *, today: date | None = No
     )
     if is_old(instance.price_date, today=today):
         source += "; this price is more than a year old or undated, state usd_per_h to replace it"
+    doubts = [clause.strip() for clause in instance.notes.split(";") if "not reflected" in clause]
+    source += "".join(f"; {doubt}" for doubt in doubts)
     return Default(value=price, source=source, price_date=instance.price_date)
 
 

@@ -45,6 +45,9 @@ def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> 
     model = find_model(text)
     if model:
         return model
+    tail = text.rpartition("/")[2]
+    if tail != text and not text.endswith(".json") and not os.path.exists(text):
+        _refuse_hub_name(text, tail)
     if text.endswith(".json") or "/" in text or os.path.exists(text):
         return model_from_config(read_config(text), name=_config_name(Path(text)), file=text)
     near = difflib.get_close_matches(text.lower()[:100], models(), n=3, cutoff=0.5)
@@ -55,6 +58,20 @@ def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> 
         rule="A model is a catalog name, a config.json or module.py:factory",
         fix=f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'",
     )
+
+
+def _refuse_hub_name(text: str, tail: str) -> None:
+    """Refuse ``organisation/model`` where the catalog knows the model: nothing is downloaded."""
+    known = find_model(tail)
+    near = [known.name] if known else difflib.get_close_matches(tail.lower()[:100], models(), n=1, cutoff=0.6)
+    if near:
+        raise SpecError(
+            f"no file {text[:100]!r}",
+            key="model",
+            value=text[:100],
+            rule="A model is a catalog name, a config.json or module.py:factory; nothing is downloaded",
+            fix=f"Did you mean {near[0]!r}?",
+        )
 
 
 def _config_name(path: Path) -> str:

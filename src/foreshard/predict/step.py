@@ -261,6 +261,7 @@ def _assemble(
         memory=memory,
         cost=money(case.cluster, step_s, plan.tokens, tokens=asked.tokens, usd_per_device_hour=asked.usd),
         goodput=None,
+        run_time_s=None if asked.tokens is None else asked.tokens * step_s / plan.tokens,
         bottleneck=_bottleneck(parts),
         plan=plan,
         model=case.model.name,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from foreshard.errors import SpecError
 from foreshard.spec.block import Block
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.layout import divisors
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     OFFLOADS,
@@ -242,7 +243,7 @@ def _experts_divide_model(case: _Case) -> None:
                 if count % degree:
                     raise case.error(
                         f"{name} {degree} does not divide {count} {what}", case.key(where, name), degree,
-                        f"{name} divides the number of {what}", f"use a divisor of {count}",
+                        f"{name} divides the number of {what}", f"use a divisor of {count}: {divisors(count)}",
                     )  # fmt: skip
 
 

@@ -21,6 +21,17 @@ from foreshard.spec.plan import (
 )
 
 
+def divisors(number: int) -> str:
+    """Return the divisors of a number, as an error message lists them.
+
+    Examples
+    --------
+    >>> divisors(12)
+    '1, 2, 3, 4, 6, 12'
+    """
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
 def block_cuts(num_blocks: int, num_chunks: int) -> list[int]:
     """Blocks of each virtual stage, in model order.
 
@@ -106,7 +117,7 @@ def plan_from_degrees(
         raise SpecError(
             f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}",
             key="--ep", value=ep, rule="etp x ep divides tp x cp x dp",
-            fix=f"choose ep x etp that divides {width}",
+            fix=f"choose ep x etp among the divisors of {width}: {divisors(width)}",
         )  # fmt: skip
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):

@@ -74,6 +74,7 @@ class Prediction:
     cost: Money
     energy_j_per_step: float | None
     goodput: float | None
+    run_time_s: float | None = None
     bottleneck: str
     plan: Plan
     model: str
