@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -282,4 +283,4 @@ def test_a_large_plan_of_many_groups_is_lowered_quickly():
 
 def _eight_cuts():
     edges = [0, 5, 9, 13, 17, 21, 25, 29, LAST]
-    return [((a, b),) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [((a, b),) for a, b in pairwise(edges)]

@@ -1,0 +1,258 @@
+"""Single tasks against arithmetic by hand: FLOPs against the model's own count, bytes against the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreshard import api
+from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.training import TrainingConstants
+from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from foreshard.cost.memory_activations import recompute_of
+from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.flops import model_flops, recomputed_flops
+from foreshard.predict.formula import (
+    _attention,
+    _linear_sizes,
+    end_times,
+    layer_times,
+    message_s,
+    optimizer_s,
+    region_s,
+    shard_times,
+    sync_times,
+)
+
+CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
+MODELS = ("llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3", "falcon-7b")
+
+
+def batch_of(model="llama3-8b", cluster="1x8xh100-sxm", framework="megatron-core", **choices):
+    model = api.load_model(model) if isinstance(model, str) else model
+    where = api.load_cluster(cluster)
+    plan = api.make_plan(model, where, **({"seq_len": 1024, "framework": framework} | choices))
+    case = Case(model=model, cluster=where, plan=plan, framework=load_framework(framework))
+    return case, build_batch([case], CONSTANTS)
+
+
+def times_of(batch, kind=0, rule="none"):
+    return layer_times(batch.kinds[kind], batch.machine, recompute_of(rule, 8))
+
+
+def product_flops(batch, kind):
+    """FLOPs of every matrix product of a layer's forward: 2 m n k each."""
+    sizes = _linear_sizes(batch.kinds[kind], batch.machine)
+    return sum(float(np.sum(2.0 * np.asarray(m) * n * k)) for m, n, k, _ in sizes)
+
+
+def tokens_of(batch):
+    rank = batch.machine.rank
+    return (rank.micro_batch * rank.seq_len / rank.cp).item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_have_the_flops_the_model_counts(name):
+    case, batch = batch_of(name, "1x1xh100-sxm")
+    for i, (block, _) in enumerate(case.model.block_kinds()):
+        routed = block.top_k * (2 + block.gated) * block.hidden * block.expert_ffn
+        expected = 2.0 * (block.matmul_params - routed - block.shared_gate * block.hidden)
+        assert product_flops(batch, i) == pytest.approx(expected * tokens_of(batch), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_six_flops_a_parameter_and_token_and_the_pairs_of_attention(name):
+    case, batch = batch_of(name, "1x1xh100-sxm")
+    model, seq_len = case.model, case.plan.seq_len
+    matrices = sum(n * block.matmul_params for block, n in model.block_kinds())
+    head = model.head_matmul_params
+    pairs = sum(
+        2 * n * block.num_heads * (block.head_dim + block.value_head_dim) * seq_len
+        for block, n in model.block_kinds()
+    )
+    if model.num_next_token == 0:
+        expected = (6 * (matrices + head) + 3 * pairs) * seq_len * case.plan.global_batch
+        assert model_flops(case, causal=False) == pytest.approx(expected, rel=1e-12)
+    assert model_flops(case, causal=True) < model_flops(case, causal=False)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium"])
+def test_tensor_parallelism_divides_products_and_weights(name, tp):
+    model = api.load_model("gpt3-13b") if name == "gpt2-medium" else api.load_model(name)
+    one, split = batch_of(model)[1], batch_of(model, tp=tp)[1]
+    assert product_flops(split, 0) == pytest.approx(product_flops(one, 0) / tp, rel=1e-12)
+    assert times_of(split).dense_params.item() == pytest.approx(times_of(one).dense_params.item() / tp)
+
+
+def test_latent_down_projections_are_not_divided():
+    one, split = batch_of("deepseek-v3", ep=8)[1], batch_of("deepseek-v3", tp=2, ep=8)[1]
+    block = api.load_model("deepseek-v3").blocks[0]
+    down = 2.0 * block.hidden * (block.q_lora + block.kv_lora + block.rope_head_dim) * tokens_of(one)
+    rest = product_flops(one, 0) - down
+    assert product_flops(split, 0) == pytest.approx(down + rest / 2, rel=1e-12)
+
+
+def test_context_parallelism_divides_tokens_and_pairs():
+    one, split = batch_of(seq_len=32768)[1], batch_of(cp=4, seq_len=32768)[1]
+    assert product_flops(split, 0) == pytest.approx(product_flops(one, 0) / 4, rel=1e-12)
+    whole, part = (_attention(batch.kinds[0], batch.machine)[0].item() for batch in (one, split))
+    assert whole <= 4 * part <= 1.25 * whole, "as many pairs, run in rounds and joined"
+
+
+def test_experts_are_divided_by_ep_and_etp():
+    one, split = batch_of("mixtral-8x7b")[1], batch_of("mixtral-8x7b", ep=4, etp=2, tp=2)[1]
+    assert times_of(split).expert_params.item() == pytest.approx(times_of(one).expert_params.item() / 8)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+def test_full_recomputation_adds_exactly_one_forward(name):
+    batch = batch_of(name, tp=2, **({"ep": 4} if name.startswith("mix") else {}))[1]
+    plain, full = times_of(batch), times_of(batch, rule="full")
+    again = full.backward_s - plain.backward_s
+    collectives = plain.tensor_forward + plain.expert_forward
+    assert full.recompute.item() == pytest.approx(plain.forward.item(), rel=1e-12)
+    assert np.asarray(again).item() == pytest.approx((plain.forward + collectives).item(), rel=1e-9)
+    assert full.forward_s.item() == plain.forward_s.item()
+
+
+def test_partial_recomputation_lies_between():
+    batch = batch_of()[1]
+    rules = ("none", "selective:core_attn", "selective:core_attn+mlp", "full")
+    redone = [np.asarray(times_of(batch, rule=rule).recompute).item() for rule in rules]
+    assert redone[0] == 0.0 and redone == sorted(redone) and len(set(redone)) == 4
+    half = times_of(batch, rule="full:block:4").recompute.item()
+    assert half == pytest.approx(redone[3] / 2)
+
+
+def test_full_recomputation_repeats_every_block_and_not_the_head():
+    case, batch = batch_of(recompute="full")
+    forward = sum(n * block.forward_flops(1024, False) for block, n in case.model.block_kinds())
+    assert recomputed_flops(case, batch) == pytest.approx(forward * case.plan.tokens, rel=1e-12)
+    case, batch = batch_of(recompute="selective", pp=4, tp=2)
+    attention = sum(n * block.attention_flops(1024, False) for block, n in case.model.block_kinds())
+    assert recomputed_flops(case, batch) == pytest.approx(attention * case.plan.tokens, rel=1e-12)
+    assert recomputed_flops(*batch_of()) == 0.0
+
+
+def test_hfu_counts_what_runs_again():
+    model, cluster = api.load_model("llama3-8b"), api.load_cluster("1x8xh100-sxm")
+    full, plain = (api.predict(model, cluster, tp=8, recompute=rule) for rule in ("full", "none"))
+    assert plain.hfu == pytest.approx(plain.mfu, rel=1e-12)
+    blocks = model.forward_flops_per_token(8192, False) - 2 * model.head_matmul_params
+    assert full.hfu / full.mfu == pytest.approx(1 + blocks / model.flops_per_token(8192, False), rel=1e-9)
+
+
+def test_tensor_collectives_carry_the_activations():
+    _, batch = batch_of(tp=8)
+    size = 2.0 * 1024 * 4096
+    gather, _ = region_s(4096.0, batch.machine)
+    assert gather.item() == pytest.approx(all_gather_s(size, 8, 1, batch.machine.fabric).item(), rel=1e-12)
+    _, batch = batch_of(tp=8, sp=False)
+    _, whole = region_s(4096.0, batch.machine)
+    assert whole.item() == pytest.approx(all_reduce_s(size, 8, 1, batch.machine.fabric).item(), rel=1e-12)
+
+
+def test_a_layer_gathers_and_scatters_around_two_regions():
+    _, batch = batch_of(tp=8)
+    gather, _ = region_s(4096.0, batch.machine)
+    assert times_of(batch).tensor_forward.item() == pytest.approx(4 * gather.item(), rel=1e-12)
+
+
+def test_fp32_activations_are_twice_as_large():
+    sixteen, full = batch_of(tp=8)[1], batch_of(tp=8, precision="fp32")[1]
+    fabric = full.machine.fabric
+    expected = all_gather_s(4.0 * 1024 * 4096, 8, 1, fabric).item()
+    assert region_s(4096.0, full.machine)[0].item() == pytest.approx(expected, rel=1e-12)
+    assert region_s(4096.0, sixteen.machine)[0].item() < expected
+
+
+def test_experts_get_their_tokens_and_send_them_back():
+    _, batch = batch_of("mixtral-8x7b", ep=8, micro_batch=2)
+    routed = 2.0 * 2 * (2 * 1024) * 4096  # 16 bit, top-2, tokens, hidden
+    one_way = all_to_all_s(routed, 8, 1, batch.machine.fabric).item()
+    assert times_of(batch).expert_forward.item() == pytest.approx(2 * one_way, rel=1e-12)
+
+
+@pytest.mark.parametrize(("choices", "parts"), [({"tp": 4}, 4), ({"tp": 4, "sp": False}, 1), ({"cp": 2}, 2)])
+def test_a_message_is_the_output_of_a_rank(choices, parts):
+    _, batch = batch_of(pp=2, micro_batch=2, **choices)
+    size = 2.0 * 2 * 1024 * 4096 / parts
+    for crosses in (0.0, 1.0):
+        expected = send_s(size, crosses, batch.machine.fabric).item()
+        assert message_s(4096.0, crosses, batch.machine).item() == pytest.approx(expected, rel=1e-12)
+
+
+PARAMS = 1e9
+
+
+def test_without_sharding_gradients_are_reduced_and_nothing_is_gathered():
+    _, batch = batch_of(zero=0)
+    reduce, gather = sync_times(PARAMS, 8.0, 1.0, batch.machine)
+    assert gather.item() == 0.0
+    assert reduce.item() == pytest.approx(all_reduce_s(4 * PARAMS, 8, 1, batch.machine.fabric).item())
+
+
+def test_sharded_states_scatter_gradients_and_gather_weights():
+    _, batch = batch_of(zero=1)
+    reduce, gather = sync_times(PARAMS, 8.0, 1.0, batch.machine)
+    fabric = batch.machine.fabric
+    assert reduce.item() == pytest.approx(all_gather_s(4 * PARAMS, 8, 1, fabric).item())
+    assert gather.item() == pytest.approx(all_gather_s(2 * PARAMS, 8, 1, fabric).item())
+
+
+def test_shard_groups_reduce_their_shards_across():
+    _, batch = batch_of(zero=1, shard_size=2)
+    reduce, gather = sync_times(PARAMS, 8.0, 1.0, batch.machine)
+    fabric = batch.machine.fabric
+    inside = all_gather_s(4 * PARAMS, 2, 1, fabric).item()
+    across = all_reduce_s(2 * PARAMS, 4, 2, fabric).item()
+    assert reduce.item() == pytest.approx(inside + across)
+    assert gather.item() == pytest.approx(all_gather_s(2 * PARAMS, 2, 1, fabric).item())
+
+
+def test_sharded_weights_are_gathered_and_gradients_scattered():
+    _, batch = batch_of(zero=3, framework="composer")
+    shard = shard_times(PARAMS, batch.machine)
+    fabric, size = batch.machine.fabric, batch.machine.traits.grad_reduce_bytes.item()
+    assert shard.gather.item() == pytest.approx(all_gather_s(2 * PARAMS, 8, 1, fabric).item())
+    assert shard.scatter.item() == pytest.approx(all_gather_s(size * PARAMS, 8, 1, fabric).item())
+
+
+def test_one_replica_has_nothing_to_sum():
+    _, batch = batch_of(cluster="1x1xh100-sxm")
+    assert [part.item() for part in sync_times(PARAMS, 1.0, 1.0, batch.machine)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("zero", "ranks"), [(0, 1), (1, 8), (3, 8)])
+def test_the_optimizer_streams_its_shard(zero, ranks):
+    """AdamW in fp32: gradient 4, weight and moments read and written 12 + 12, 16-bit weight 2: 30 bytes."""
+    _, batch = batch_of(zero=zero)
+    kernels = batch.machine.kernels
+    bytes_per_s = (kernels.memory_bytes_per_s * kernels.stream_eff).item()
+    once = CONSTANTS.step_fixed + 5 * CONSTANTS.step_per_layer
+    seconds = optimizer_s(PARAMS, 0.0, 5.0, batch.machine).item()
+    assert seconds - once == pytest.approx(30.0 * PARAMS / ranks / bytes_per_s, rel=0.02)
+
+
+def test_ends_cost_a_product_three_times_and_look_ups():
+    _, batch = batch_of()
+    ends = end_times(4096.0, 128256.0, 0.0, batch.machine)
+    layer = times_of(batch)
+    assert (ends.head_backward / ends.head_forward).item() == pytest.approx(2.0)
+    assert ends.embedding_forward.item() < 0.1 * layer.forward.item() < ends.head_forward.item()
+    frozen = end_times(4096.0, 128256.0, 0.0, batch.machine, frozen=1.0)
+    assert frozen.embedding_backward.item() == 0.0 and frozen.head_backward.item() < ends.head_backward.item()
+
+
+def test_every_task_is_finite_and_not_negative():
+    for name in MODELS:
+        for choices in ({}, {"tp": 1, "cp": 2}, {"zero": 3, "recompute": "full"}, {"precision": "fp8"}):
+            _, batch = batch_of(name, **choices)
+            for kind in range(len(batch.kinds)):
+                times = times_of(batch, kind, choices.get("recompute", "none"))
+                for field in times.__slots__:
+                    value = np.asarray(getattr(times, field))
+                    assert np.all(np.isfinite(value)) and np.all(value >= 0.0), (name, choices, field)
