@@ -8,24 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import kernel_evidence
 from foreshard.catalog.training import TrainingConstants, training_constants
-from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER, energy_j
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
 from foreshard.predict.analytical import step_times
+from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
-from foreshard.predict.explanation import explanations, rate_explanations
-from foreshard.predict.flops import model_flops, recomputed_flops
+from foreshard.predict.explanation import explanations
 from foreshard.predict.interval import step_interval
 from foreshard.predict.memory import plan_memory
+from foreshard.predict.rates import devices_of, rates_of
 from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan, invalid, one_of
@@ -189,31 +186,9 @@ def _learned(predicted_s: float, interval: tuple[float, float], observed_s: floa
     )
 
 
-def _devices(case: Case) -> list[tuple[Device, int]]:
-    """Return the devices that the plan uses and how many of each."""
-    cluster = case.cluster
-    ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
-    counts = np.bincount(np.searchsorted(ends, case.plan.ranks, side="right"), minlength=len(ends)).tolist()
-    return [(nodes.device, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n]
-
-
 def _evidence(case: Case) -> str:
-    found = {kernel_evidence(device, case.plan.precision) for device, _ in _devices(case)}
+    found = {kernel_evidence(device, case.plan.precision) for device, _ in devices_of(case)}
     return next((weakest for weakest in ("datasheet", "architecture") if weakest in found), "fitted")
-
-
-def _peak(case: Case, precision: str) -> float | None:
-    """Return the dense peak of all devices of the plan in a precision; None where one lacks it."""
-    devices = _devices(case)
-    if not all(device.supports(precision) for device, _ in devices):
-        return None
-    return sum(n * device.peak(precision) for device, n in devices)
-
-
-def _watts(case: Case) -> float | None:
-    """Return the power limits of all devices of the plan; None where one is not published."""
-    devices = _devices(case)
-    return sum(n * device.tdp_w for device, n in devices) if all(d.tdp_w for d, _ in devices) else None
 
 
 def _bottleneck(parts: Mapping[str, float]) -> str:
@@ -248,7 +223,7 @@ def _assemble(
         interval = step_interval(case, step_s, parts, evidence=evidence, fidelity=fidelity)
     memory, _ = plan_memory(case)
     num_devices = len(plan.ranks)
-    rates, texts = _rates(case, batch, parts, step_s)
+    rates, texts = rates_of(case, batch, parts, step_s)
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=interval,
@@ -271,69 +246,8 @@ def _assemble(
         costs=asked.costs,
         fidelity=fidelity,
         evidence=evidence,
-        assumptions=(*learned, *_assumptions(case)),
+        assumptions=(*learned, *assumptions(case)),
         explain=explanations(case, batch, parts, engine=asked.engine, measured=bool(learned)) | texts,
         catalog_version=catalog_version(),
         predict_s=time.perf_counter() - started,
     )
-
-
-def _rates(
-    case: Case, batch: Batch, parts: Mapping[str, float], step_s: float
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return utilisation and energy, and what explains them."""
-    peak, peak16, watts = _peak(case, case.plan.precision), _peak(case, "bf16"), _watts(case)
-    if peak is None:  # unreachable after the rules of a plan; measured runs skip them
-        raise SpecError(
-            f"a device of the plan has no {case.plan.precision}", key="--dtype", value=case.plan.precision
-        )
-    flops, again = model_flops(case, causal=False), recomputed_flops(case, batch)
-    rates = {
-        "mfu": flops / (step_s * peak),
-        "mfu_causal": model_flops(case, causal=True) / (step_s * peak),
-        "mfu_bf16": None if peak16 is None else flops / (step_s * peak16),
-        "hfu": (flops + again) / (step_s * peak),
-        "energy_j_per_step": None if watts is None else energy_j(watts, parts),
-    }
-    busy_s = sum(parts[name] for name in BUSY_PARTS)
-    texts = rate_explanations(
-        case, flops=flops, again=again, peak=peak, step_s=step_s, watts=watts, busy_s=busy_s
-    )
-    return rates, texts
-
-
-def _assumptions(case: Case) -> tuple[str, ...]:
-    """Return what was assumed to answer, in plain sentences."""
-    plan, framework = case.plan, case.framework
-    overlap = {
-        name: "on" if plan.comm.get(name, getattr(framework, name)) else "off"
-        for name in ("tp_overlap", "grad_overlap")
-    }
-    said = [
-        *case.cluster.assumptions,
-        *case.model.assumptions,
-        f"framework {framework.label}: attention {framework.attention}, "
-        f"{8 * framework.grad_bytes}-bit main gradients, "
-        f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
-        "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted",
-    ]
-    if _watts(case) is None:
-        said.append("energy: no power limit is known for every device, so it is not predicted")
-    else:
-        waiting = f"{WAITING_POWER:.0%} of it while waiting (assumed, no measurement shipped)"
-        said.append(f"energy: devices at their power limit while computing, {waiting}")
-    if any(block.num_experts for block, _ in case.model.block_kinds()):
-        said.append(_ROUTING[framework.routing])
-    if any(stage.offload != "none" for group in plan.groups for stage in group.stages):
-        said.append("offload: its memory is counted, the time of moving states to the host and back is not")
-    if len(plan.ranks) < case.cluster.num_devices:
-        idle = case.cluster.num_devices - len(plan.ranks)
-        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
-    return tuple(said)
-
-
-_ROUTING = {
-    "learned": "experts: a learned router; the fullest rank holds more tokens than the mean, as fitted",
-    "balanced": "experts: every expert gets equally many tokens",
-    "dropped": "experts: capacity factor 1, tokens beyond it are dropped",
-}

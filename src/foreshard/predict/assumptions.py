@@ -1,0 +1,47 @@
+"""What was assumed to answer, in sentences for whoever reads the prediction."""
+
+from __future__ import annotations
+
+from foreshard.cost.energy import WAITING_POWER
+from foreshard.predict.batch import Case
+from foreshard.predict.formula import HOST_MEMORY_BYTES_PER_S
+from foreshard.predict.rates import watts_of
+
+_ROUTING = {
+    "learned": "experts: a learned router; the fullest rank holds more tokens than the mean, as fitted",
+    "balanced": "experts: every expert gets equally many tokens",
+    "dropped": "experts: capacity factor 1, tokens beyond it are dropped",
+}
+
+
+def assumptions(case: Case) -> tuple[str, ...]:
+    """Return what was assumed to answer, in plain sentences."""
+    plan, framework = case.plan, case.framework
+    overlap = {
+        name: "on" if plan.comm.get(name, getattr(framework, name)) else "off"
+        for name in ("tp_overlap", "grad_overlap")
+    }
+    said = [
+        *case.cluster.assumptions,
+        *case.model.assumptions,
+        f"framework {framework.label}: attention {framework.attention}, "
+        f"{8 * framework.grad_bytes}-bit main gradients, "
+        f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
+        "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted",
+    ]
+    if watts_of(case) is None:
+        said.append("energy: no power limit is known for every device, so it is not predicted")
+    else:
+        waiting = f"{WAITING_POWER:.0%} of it while waiting (assumed, no measurement shipped)"
+        said.append(f"energy: devices at their power limit while computing, {waiting}")
+    if any(block.num_experts for block, _ in case.model.block_kinds()):
+        said.append(_ROUTING[framework.routing])
+    if any(stage.offload != "none" for group in plan.groups for stage in group.stages):
+        rate = f"{HOST_MEMORY_BYTES_PER_S / 1e9:g} GB/s"
+        said.append(
+            f"offload: moved over the host link; an optimizer on the host gets {rate} of its memory (assumed)"
+        )
+    if len(plan.ranks) < case.cluster.num_devices:
+        idle = case.cluster.num_devices - len(plan.ranks)
+        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
+    return tuple(said)
