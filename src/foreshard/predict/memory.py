@@ -101,7 +101,7 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
         in_flight=column(lambda r: in_flight(r.group, r.s)),
         num_micro_batches=column(lambda r: r.group.num_micro_batches),
         num_stages=column(lambda r: len(r.group.stages)),
-        channels=column(lambda r: _channels(case.cluster.nodes[r.worker.node_group].device)),
+        channels=column(lambda r: nccl_channels(case.cluster.nodes[r.worker.node_group].device)),
         micro_batch=column(lambda r: _samples(r)),
         seq_len=float(plan.seq_len),
         tp=column(lambda r: r.stage.tp),
@@ -128,7 +128,7 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
     )
 
 
-def _channels(device: Device) -> int:
+def nccl_channels(device: Device) -> int:
     """Return the NCCL channels of a collective: two per NVLink up to 24, two without.
 
     Source

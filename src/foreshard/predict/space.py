@@ -39,11 +39,11 @@ def valid_plans(model: Model, cluster: Cluster, table: PlanTable, *, seq_len: in
     ok = (width * t.pp == cluster.num_devices) & (width % (t.ep * t.etp) == 0)
     ok &= t.pp * t.vpp <= model.num_layers
     for block, _ in model.block_kinds():
-        ok &= block.num_heads % t.tp == 0
+        ok &= (block.num_heads % t.tp == 0) & (block.ffn % t.tp == 0) & (block.shared_ffn % t.tp == 0)
         if block.num_experts:
-            ok &= block.num_experts % t.ep == 0
+            ok &= (block.num_experts % t.ep == 0) & (block.expert_ffn % t.etp == 0)
     if not any(block.num_experts for block, _ in model.block_kinds()):
-        ok &= t.ep == 1
+        ok &= (t.ep == 1) & (t.etp == 1)
     ok &= (t.schedule == _INTERLEAVED) | (t.vpp == 1)
     ok &= (t.vpp == 1) | (t.pp == 1) | (t.num_micro_batches % t.pp == 0)
     ok &= seq_len % np.where(t.sp > 0, t.cp * t.tp, t.cp) == 0

@@ -23,6 +23,7 @@ from foreshard.graph.shapes import LayerShape, RankShape, layer_shape
 from foreshard.predict.analytical import step_times
 from foreshard.predict.batch import Batch, Pipeline
 from foreshard.predict.formula import Machine
+from foreshard.predict.memory import nccl_channels
 from foreshard.predict.plan_table import Column, PlanTable
 from foreshard.predict.stage_rows import StageRows, recompute_columns, stage_rows_of
 from foreshard.predict.traits import traits_of
@@ -139,7 +140,8 @@ def table_batch(
     """
     node = equal_nodes(cluster)
     rows = rows or stage_rows_of(model, table.pp, table.vpp)
-    kernels, fabric = _device_numbers(node, framework, precision, fidelity)
+    over = cluster.network.oversubscription
+    kernels, fabric = _device_numbers(node, framework, precision, fidelity, over)
     machine = Machine(
         kernels=kernels,
         fabric=fabric,
@@ -164,12 +166,12 @@ def table_batch(
 
 @lru_cache(maxsize=64)
 def _device_numbers(
-    node: NodeGroup, framework: Framework, precision: str, fidelity: str
+    node: NodeGroup, framework: Framework, precision: str, fidelity: str, oversubscription: float
 ) -> tuple[KernelModel, Fabric]:
     attention = framework.attention if framework.attention != "unfused" else "fa2"
     nccl = "old" if framework.nccl == "old" else "2.2x"
     kernels = kernel_model(node.device, precision, attention=attention, fidelity=fidelity)
-    return kernels, fabric_of(node, nccl=nccl, fidelity=fidelity)
+    return kernels, fabric_of(node, nccl=nccl, fidelity=fidelity, oversubscription=oversubscription)
 
 
 @lru_cache(maxsize=64)
@@ -252,6 +254,7 @@ def table_memory(
     rows = rows or stage_rows_of(model, table.pp, table.vpp)
     load = table_loads(
         model,
+        cluster,
         table,
         framework,
         precision=precision,
@@ -267,6 +270,7 @@ def table_memory(
 
 def table_loads(
     model: Model,
+    cluster: Cluster,
     table: PlanTable,
     framework: Framework,
     *,
@@ -290,6 +294,8 @@ def table_loads(
         tied=float(model.tied_embeddings),
         in_flight=_in_flight(table, rows.first_stage),
         num_micro_batches=_real(table.num_micro_batches),
+        num_stages=_real(table.pp),
+        channels=float(nccl_channels(equal_nodes(cluster).device)),
         micro_batch=_real(table.micro_batch),
         seq_len=float(seq_len),
         tp=tp,

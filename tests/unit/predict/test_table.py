@@ -84,9 +84,9 @@ def test_memory_is_that_of_the_plans(space):
 
 
 def test_memory_parts_are_those_of_the_first_stage_of_each_row(space):
-    model, _, table, framework, options, cases = space
+    model, cluster, table, framework, options, cases = space
     rows = stage_rows_of(model, table.pp, table.vpp)
-    parts = stage_memory(table_loads(model, table, framework, rows=rows, **options), framework)
+    parts = stage_memory(table_loads(model, cluster, table, framework, rows=rows, **options), framework)
     for i, case in enumerate(cases):
         expected = plan_memory(case)[1].peak
         rows_used = rows.multiplicity[:, i] > 0
