@@ -6,7 +6,7 @@ one collective. How tasks line up into a step is the engines' part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from foreshard.comm.collectives import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
+    reduce_scatter_s,
     send_s,
 )
 from foreshard.comm.fabric import Fabric
@@ -110,13 +111,22 @@ def _own_tokens(machine: Machine) -> Any:
     return _tokens(machine) / np.where(machine.rank.sp > 0, machine.rank.tp, 1.0)
 
 
-def _derate(machine: Machine, *, low: Any) -> Any:
-    """Return the slowdown of matrix products inside a training step."""
-    c, t = machine.constants, machine.traits
-    sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0))
+def _sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
+    """Return the kernels at the rates matrix products keep inside a training step.
+
+    What falls is the arithmetic rate (clocks under load, processors lent to collectives); bandwidth stays.
+    """
+    c, t, rank, kernels = machine.constants, machine.traits, machine.rank, machine.kernels
+    power = slower * (1.0 + c.gemm_power * t.power)
+    sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0)) * power
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
-    narrow = np.where(machine.rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit)
-    return np.where(low > 0, narrow, sixteen) * (1.0 + c.gemm_power * t.power)
+    if not np.count_nonzero(rank.low):
+        return replace(
+            kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm16_eff=kernels.gemm16_eff / sixteen
+        )
+    narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power
+    own = np.where(rank.low > 0, narrow, sixteen)
+    return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm16_eff=kernels.gemm16_eff / sixteen)
 
 
 def _linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
@@ -166,8 +176,7 @@ def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndar
     m, n, k = (np.empty((len(sizes), *shape)) for _ in range(3))
     for i, size in enumerate(sizes):
         m[i], n[i], k[i] = size[:3]
-    time = gemm_s(m, n, k, machine.kernels, bytes_per_element=machine.rank.matrix_bytes)
-    return time * _derate(machine, low=machine.rank.low)
+    return gemm_s(m, n, k, _sustained(machine), bytes_per_element=machine.rank.matrix_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,20 +249,21 @@ def _experts(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     # A balanced router needs no correction when one rank holds every expert.
     imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep) * machine.traits.uneven_routing
 
+    kernels = _sustained(machine, c.expert_products)
+
     def both(n: Any, k: Any) -> Any:
         options = {"bytes_per_element": rank.matrix_bytes, "imbalance": imbalance}
-        grouped = grouped_gemm_s(routed, local, n, k, machine.kernels, **options)
+        grouped = grouped_gemm_s(routed, local, n, k, kernels, **options)
         if np.all(machine.traits.grouped):
             return grouped
-        looped = grouped_gemm_s(routed, local, n, k, machine.kernels, looped=True, **options)
+        looped = grouped_gemm_s(routed, local, n, k, kernels, looped=True, **options)
         return np.where(machine.traits.grouped > 0, grouped, looped)
 
-    derate = _derate(machine, low=rank.low) * c.expert_products
-    up, down = both(wide, h), both(h, width)
-    up_back, down_back = both(h, wide), both(width, h)
-    forward = (up + down) * derate
+    forward = both(wide, h) + both(h, width)
+    given = both(h, wide) + both(width, h)
     # The weight gradient has the same work; its rows are the weights and its inner size the tokens.
-    return forward, (up_back + down_back) * derate, _wide_gradient(machine) * forward * (1.0 - np.asarray(layer.frozen, dtype=float))
+    trained = 1.0 - np.asarray(layer.frozen, dtype=float)
+    return forward, given, _wide_gradient(machine) * forward * trained
 
 
 def _attention(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
@@ -581,7 +591,7 @@ def end_times(
     tokens, own = _tokens(machine), _own_tokens(machine)
     rows = np.where(np.asarray(head_rows) > 0, rank.micro_batch * np.asarray(head_rows, dtype=float), tokens)
     padded = np.ceil(vocab / (machine.traits.vocab_multiple * rank.tp)) * machine.traits.vocab_multiple
-    product = gemm_s(rows, padded, hidden, machine.kernels, sixteen_bit=True) * _derate(machine, low=0.0 * rank.low)
+    product = gemm_s(rows, padded, hidden, _sustained(machine), sixteen_bit=True)
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
