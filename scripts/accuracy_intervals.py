@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from accuracy_rows import TRIO, Run, fitted_families, markdown, percent
 
-from foreshard.predict.interval import class_of, features_of
+from foreshard.predict.interval import MIN_CLASS, class_of, features_of
 from foreshard.profile.conformal import (
     LeftOut,
     build_classes,
@@ -28,26 +28,60 @@ LARGE = 40  # rows from which a class is held to the goal
 
 def left_out_rows(runs: Sequence[Run]) -> list[LeftOut]:
     """Return the runs behind the classes: families that the fit leaves out in turn, repeats once, no OOM."""
-    seen: set[Any] = set()
-    out = []
+    return list(_by_configuration(runs).values())
+
+
+def _by_configuration(runs: Sequence[Run]) -> dict[Any, LeftOut]:
+    out: dict[Any, LeftOut] = {}
     for run in runs:
         made, row = run.prediction, run.row
-        known = made is not None and row.measured_s and row.config_key not in seen
+        known = made is not None and row.measured_s and row.config_key not in out
         if not known or row.family not in fitted_families():
             continue
-        seen.add(row.config_key)
         names = class_of(row.model, row.plan, row.framework, made.time_breakdown_s, evidence=made.evidence)
-        out.append(
-            LeftOut(family=row.family, measured_s=row.measured_s, predicted_s=made.step_time_s,
-                    classes=names, features=features_of(row.model, row.plan))
+        out[row.config_key] = LeftOut(
+            family=row.family, measured_s=row.measured_s, predicted_s=made.step_time_s,
+            classes=names, features=features_of(row.model, row.plan),
         )  # fmt: skip
     return out
 
 
-def document(rows: Sequence[LeftOut], datasheet: Sequence[LeftOut], kept: Mapping[str, Any]) -> str:
-    """Return residuals.json: bounds of every class, and each point once under its narrowest class."""
+def calibrated_rows(runs: Sequence[Run], seed: int = 0) -> list[LeftOut]:
+    """Return the runs as predicted after one measured step of the same model on the same devices.
+
+    The step is that of another configuration of the family, drawn at random among those of equal model,
+    device and precision; a run without such a neighbour does not count.
+    """
+    alike: dict[Any, list[LeftOut]] = {}
+    rows = {run.row.config_key: run.row for run in runs}
+    for key, made in _by_configuration(runs).items():
+        row = rows[key]
+        device = row.cluster.nodes[0].device.name
+        group = (row.family, row.model.num_layers, row.model.hidden, device, row.plan.precision)
+        alike.setdefault(group, []).append(made)
+    rng = np.random.default_rng(seed)
+    out = []
+    for group in alike.values():
+        for i, one in enumerate(group if len(group) > 1 else ()):
+            other = group[(i + int(rng.integers(1, len(group)))) % len(group)]
+            kind = one.classes[-2]
+            out.append(
+                replace(
+                    one,
+                    predicted_s=one.predicted_s * float(np.exp(other.residual)),
+                    classes=(f"calibrated:{kind}", "calibrated"),
+                )
+            )
+    return out
+
+
+def document(rows: Sequence[LeftOut], datasheet: Sequence[LeftOut], calibrated: Sequence[LeftOut]) -> str:
+    """Return residuals.json: bounds of every class, and each point once under its narrowest class.
+
+    Calibrated classes keep no points: what a measured step corrects is not far from the data.
+    """
     plain = [replace(row, classes=("datasheet",)) for row in datasheet]
-    classes = build_classes(rows) | build_classes(plain, signed=True) | dict(kept)
+    classes = build_classes(rows) | build_classes(plain, signed=True) | build_classes(calibrated)
     points: dict[str, list[list[float]]] = {}
     for narrowest in sorted({row.classes[0] for row in (*rows, *plain)}):
         own = [row.features for row in (*rows, *plain) if row.classes[0] == narrowest]
@@ -63,11 +97,10 @@ def document(rows: Sequence[LeftOut], datasheet: Sequence[LeftOut], kept: Mappin
     return json.dumps(data, separators=(",", ":")) + "\n"
 
 
-def write_residuals(rows: Sequence[LeftOut], datasheet: Sequence[LeftOut]) -> None:
-    """Write the classes; those of calibrated predictions keep their stated bounds."""
-    old = json.loads(RESIDUALS.read_text(encoding="utf-8"))["classes"]
-    kept = {name: entry for name, entry in old.items() if name.startswith("calibrated")}
-    RESIDUALS.write_text(document(rows, datasheet, kept), encoding="utf-8")
+def write_residuals(left_out: Sequence[Run], datasheet: Sequence[Run]) -> None:
+    """Write the classes of left-out, datasheet and calibrated predictions."""
+    text = document(left_out_rows(left_out), left_out_rows(datasheet), calibrated_rows(left_out))
+    RESIDUALS.write_text(text, encoding="utf-8")
 
 
 def class_scores(rows: Sequence[LeftOut]) -> dict[str, dict[str, Any]]:
@@ -99,8 +132,23 @@ def class_table(rows: Sequence[LeftOut]) -> list[str]:
     lines = [
         (f"`{name}`", s["rows"], percent(s["folds"], 0), percent(s["others"], 0), percent(s["half"]))
         for name, s in class_scores(rows).items()
+        if s["rows"] >= MIN_CLASS
     ]
     return markdown(header, lines)
+
+
+def calibrated_table(rows: Sequence[LeftOut]) -> list[str]:
+    """Return the table of classes after one measured step."""
+    hits = cross_fitted(rows)
+    lines = []
+    for name, entry in build_classes(rows).items():
+        if name == "all":
+            continue
+        mine = [hit for row, hit in zip(rows, hits, strict=True) if name in row.classes]
+        lines.append(
+            (f"`{name}`", entry["rows"], percent(coverage(mine), 0), percent(np.expm1(entry["bounds"][1])))
+        )
+    return markdown(("class", "runs", "cross-fitted (%)", "upper end (%)"), lines)
 
 
 def coverage_table(rows: Sequence[LeftOut]) -> list[str]:

@@ -45,9 +45,9 @@ def _of_family(table: Table, family: str) -> Table:
     keep = [i for i, name in enumerate(table.families) if name == family]
     return replace(
         table,
-        rows=[table.rows[i] for i in keep],
-        ids=[table.ids[i] for i in keep],
-        families=[family] * len(keep),
+        rows=tuple(table.rows[i] for i in keep),
+        ids=tuple(table.ids[i] for i in keep),
+        families=(family,) * len(keep),
     )
 
 
@@ -67,9 +67,8 @@ def kernel_part(folder: Path) -> tuple[list[str], KernelScores]:
     found: dict[str, Any] = {
         "gemm": report["gemm_16bit"]["all aiconfigurator"]["median"],
         "gemm_left_out": report["gemm_16bit_left_out"]["all aiconfigurator"]["median"],
+        "attention": report["attention"]["all"]["median"],
     }
-    own = [v["median"] for k, v in report["attention"].items() if k == "all"]
-    found["attention"] = own[0] if own else None
     for name in TABLES:
         if not (folder / name).exists():
             continue
@@ -112,7 +111,7 @@ def _left_out(table: Table) -> dict[str, list[Outcome]]:
 def _collectives(
     table: Table, outcomes: Sequence[Outcome], lines: list[tuple[Any, ...]]
 ) -> tuple[float | None, float | None]:
-    """Add the lines of the table of collectives; return medians of fitted systems, in the fit and left out."""
+    """Add the lines of the table of collectives; return medians of fitted systems, in the fit and left."""
     left = _left_out(table)
     for family in sorted(set(table.families)):
         mine = [o for o in outcomes if o.family == family]

@@ -48,18 +48,18 @@ def read_all(folder: Path, open_sealed: bool) -> tuple[list[Row], list[Skipped]]
     return rows, skipped
 
 
-def outcome_of(row: Row, made: Prediction | None, reason: str | None) -> Outcome:
-    """Return what was measured and predicted of one row."""
+def outcome_of(row: Row, made: Prediction | None, reason: str | None, *, fits: bool | None = None) -> Outcome:
+    """Return what was measured and predicted of one row; `fits` where memory alone was judged."""
     peak = None
     if made is not None:
         peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
     return Outcome(
-        id=row.id, family=row.family, status="ok" if made else "skipped", reason=reason,
+        id=row.id, family=row.family, status="ok" if made or fits is not None else "skipped", reason=reason,
         measured_s=row.measured_s, predicted_s=made.step_time_s if made else None,
         interval_s=tuple(made.step_time_interval_s) if made else None,
         measured_peak_bytes=row.measured_peak_bytes, predicted_peak_bytes=peak,
         config_key=row.config_key, rank_key=row.rank_key, oom=row.oom,
-        fits=made.memory.fits if made else None,
+        fits=made.memory.fits if made else fits,
     )  # fmt: skip
 
 
@@ -77,14 +77,16 @@ def fitted_families() -> tuple[str, ...]:
 
 def run_row(row: Row, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot") -> Run:
     """Predict one row."""
-    made, reason = None, None
+    made, reason, refused = None, None, False
     try:
         made = predict(
             row.model, row.cluster, row.plan, framework=row.framework, engine=engine, fidelity=fidelity,
             constants=None if fidelity == "datasheet" else constants, timeline=False, checked=False,
         )  # fmt: skip
     except (SpecError, InfeasibleError) as error:
-        reason = str(error)
+        reason, refused = str(error), isinstance(error, InfeasibleError)
+    if row.oom and refused:  # said not to fit, as it did not
+        return Run(row=row, outcome=outcome_of(row, None, None, fits=False), prediction=None)
     return Run(row=row, outcome=outcome_of(row, made, reason), prediction=made)
 
 

@@ -14,9 +14,10 @@ from fit_training import HOLD, SPREAD, Runs, weights
 
 from foreshard.catalog.training import term_metadata, training_constants
 from foreshard.profile.rows import Row, Skipped
-from foreshard.profile.scoring import distinct, rank_regrets, summarise
+from foreshard.profile.scoring import LEAST_IN_GROUP, distinct, summarise
 
 MOVE = 0.2  # of a constant's range
+REPEATS = 0.05  # log difference within which repeats of one configuration fall
 
 Sets = dict[str, list[Run]]
 
@@ -114,9 +115,23 @@ def memory_table(runs: Sequence[Run]) -> list[str]:
 
 
 def order_line(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return tau of all families but vTrain, and its count of groups."""
+    """Return tau of all families but vTrain: of all pairs, and of pairs further apart than repeats are."""
     rows = [r.outcome for r in runs if r.row.family != APART]
-    return {"tau": summarise(rows)["kendall_tau"], "groups": len(rank_regrets(distinct(rows)))}
+    groups: dict[Any, list[tuple[float, float]]] = {}
+    for one in distinct(rows):
+        if one.rank_key is not None and one.measured_s and one.predicted_s:
+            groups.setdefault(one.rank_key, []).append((one.measured_s, one.predicted_s))
+    signs = []
+    for group in (np.log(g) for g in groups.values() if len(g) >= LEAST_IN_GROUP):
+        first, second = np.triu_indices(len(group), 1)
+        apart = group[first] - group[second]
+        apart = apart[np.abs(apart[:, 0]) > REPEATS]
+        signs.append(np.sign(apart[:, 0] * apart[:, 1]))
+    return {
+        "tau": summarise(rows)["kendall_tau"],
+        "tau_apart": float(np.mean(np.concatenate(signs))) if signs else None,
+        "groups": len(signs),
+    }
 
 
 def identification(runs: Runs) -> dict[str, tuple[float, list[str]]]:
@@ -144,7 +159,7 @@ def identification(runs: Runs) -> dict[str, tuple[float, list[str]]]:
         rise = np.mean(rises, axis=0)
         shares = {f: float(abs(rise[runs.families == f]).sum()) for f in sorted(set(runs.families))}
         total = sum(shares.values())
-        main = sorted((f for f in shares if total and shares[f] >= 0.2 * total), key=lambda f: -shares[f])
+        main = sorted((f for f in shares if shares[f] >= 0.1 * total), key=lambda f: -shares[f])[:3]
         out[name] = (float(rise.sum()), main)
     return out
 
@@ -172,7 +187,7 @@ def constants_table(runs: Runs) -> list[str]:
 
 
 PEERS = (
-    # tool, KORTH 8 rows, SC21 10 rows, vTrain single node 1,440 rows: mean / median / largest error in percent
+    # tool; Korthikanti, SC21, vTrain (1,440 rows): mean / median / largest error (%); regret
     (
         "10-line formula at half of peak",
         "17.0 / 16.3 / 27.5",
@@ -186,7 +201,7 @@ PEERS = (
     ("vTrain f8dda84 (claimed, profiles a GPU)", "-", "-", "8.4 mean", "-"),
 )
 PEER_CAVEATS = (
-    "Peers were run on CPU from published system files, once, without tuning per set; SimuMax has no A100-SXM "
+    "Peers were run on CPU from published system files, once, untuned; SimuMax has no A100-SXM "
     "file, one was composed and one input corrected after its first errors were seen. Korthikanti's rows are "
     "Calculon's own validation set. vTrain's cluster beyond its configuration files (80 GB devices, NVLink "
     "300 GB/s, 12.5 GB/s per GPU, vocabulary) is assumed. Peers' vTrain figures are on 1,440 rows and 136 "
