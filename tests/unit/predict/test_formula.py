@@ -10,21 +10,14 @@ import pytest
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.collective_tasks import message_s, region_s, shard_times, sync_times
 from foreshard.predict.flops import model_flops, recomputed_flops
-from foreshard.predict.formula import (
-    _attention,
-    _linear_sizes,
-    end_times,
-    layer_times,
-    message_s,
-    optimizer_s,
-    region_s,
-    shard_times,
-    sync_times,
-)
+from foreshard.predict.formula import end_times, layer_times
+from foreshard.predict.host_tasks import optimizer_s
+from foreshard.predict.kernel_tasks import attention_times, linear_sizes
 
 CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
 MODELS = ("llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3", "falcon-7b")
@@ -44,7 +37,7 @@ def times_of(batch, kind=0, rule="none"):
 
 def product_flops(batch, kind):
     """FLOPs of every matrix product of a layer's forward: 2 m n k each."""
-    sizes = _linear_sizes(batch.kinds[kind], batch.machine)
+    sizes = linear_sizes(batch.kinds[kind], batch.machine)
     return sum(float(np.sum(2.0 * np.asarray(m) * n * k)) for m, n, k, _ in sizes)
 
 
@@ -64,7 +57,7 @@ def test_products_have_the_flops_the_model_counts(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_six_flops_a_parameter_and_token_and_the_pairs_of_attention(name):
-    case, batch = batch_of(name, "1x1xh100-sxm")
+    case, _ = batch_of(name, "1x1xh100-sxm")
     model, seq_len = case.model, case.plan.seq_len
     matrices = sum(n * block.matmul_params for block, n in model.block_kinds())
     head = model.head_matmul_params
@@ -98,7 +91,7 @@ def test_latent_down_projections_are_not_divided():
 def test_context_parallelism_divides_tokens_and_pairs():
     one, split = batch_of(seq_len=32768)[1], batch_of(cp=4, seq_len=32768)[1]
     assert product_flops(split, 0) == pytest.approx(product_flops(one, 0) / 4, rel=1e-12)
-    whole, part = (_attention(batch.kinds[0], batch.machine)[0].item() for batch in (one, split))
+    whole, part = (attention_times(batch.kinds[0], batch.machine)[0].item() for batch in (one, split))
     assert whole <= 4 * part <= 1.25 * whole, "as many pairs, run in rounds and joined"
 
 
@@ -174,6 +167,17 @@ def test_experts_get_their_tokens_and_send_them_back():
     routed = 2.0 * 2 * (2 * 1024) * 4096  # 16 bit, top-2, tokens, hidden
     one_way = all_to_all_s(routed, 8, 1, batch.machine.fabric).item()
     assert times_of(batch).expert_forward.item() == pytest.approx(2 * one_way, rel=1e-12)
+
+
+def test_gathered_keys_and_values_are_gathered_and_their_gradients_scattered():
+    case, _ = batch_of(cp=4, seq_len=8192)
+    gathered = replace(case, plan=replace(case.plan, comm={"context_gather": True}))
+    batch = build_batch([gathered], CONSTANTS)
+    whole = 2.0 * 8192 * case.model.blocks[0].kv_width
+    fabric, times = batch.machine.fabric, times_of(batch)
+    gather, scatter = all_gather_s(whole, 4, 1, fabric).item(), reduce_scatter_s(whole, 4, 1, fabric).item()
+    assert times.context_forward.item() == pytest.approx(gather)
+    assert times.context_backward.item() == pytest.approx(gather + scatter)
 
 
 @pytest.mark.parametrize(("choices", "parts"), [({"tp": 4}, 4), ({"tp": 4, "sp": False}, 1), ({"cp": 2}, 2)])
