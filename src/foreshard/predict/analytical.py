@@ -13,19 +13,16 @@ from typing import Any
 import numpy as np
 
 from foreshard.predict.batch import Batch
-from foreshard.predict.formula import (
-    EndTimes,
-    LayerTimes,
-    end_times,
+from foreshard.predict.collective_tasks import (
     expert_replicas,
-    layer_times,
     message_s,
-    optimizer_s,
     region_s,
     shard_times,
     sync_times,
     tied_sync_s,
 )
+from foreshard.predict.formula import EndTimes, LayerTimes, end_times, layer_times
+from foreshard.predict.host_tasks import optimizer_s
 from foreshard.spec.prediction import TIME_PARTS
 
 

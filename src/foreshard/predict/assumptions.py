@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import Case
-from foreshard.predict.formula import HOST_MEMORY_BYTES_PER_S
+from foreshard.predict.host_tasks import HOST_MEMORY_BYTES_PER_S
 from foreshard.predict.rates import watts_of
 
 _ROUTING = {

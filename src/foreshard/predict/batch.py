@@ -25,7 +25,7 @@ from foreshard.graph.shapes import (
     RankShape,
     layer_shape,
 )
-from foreshard.predict.formula import Machine
+from foreshard.predict.machine import Machine
 from foreshard.predict.traits import Traits, traits_of
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework

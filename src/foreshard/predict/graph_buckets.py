@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.predict.formula import Machine, expert_replicas, sync_times
+from foreshard.predict.collective_tasks import expert_replicas, sync_times
 from foreshard.predict.graph_prices import Units
+from foreshard.predict.machine import Machine
 from foreshard.spec.framework import Framework
 
 # Size of a gradient bucket: DistributedDataParallel's bucket_cap_mb, DeepSpeed's reduce_bucket_size

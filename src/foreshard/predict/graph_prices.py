@@ -12,19 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
-from foreshard.predict.formula import (
-    LayerTimes,
-    Machine,
+from foreshard.predict.collective_tasks import (
     ShardTimes,
-    end_times,
     expert_replicas,
-    layer_times,
     message_s,
-    optimizer_s,
     shard_times,
     tied_sync_s,
 )
+from foreshard.predict.formula import LayerTimes, end_times, layer_times
 from foreshard.predict.graph_ops import op_parts, with_host
+from foreshard.predict.host_tasks import optimizer_s
+from foreshard.predict.machine import Machine
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group
 

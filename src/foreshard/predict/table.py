@@ -22,7 +22,7 @@ from foreshard.errors import SpecError
 from foreshard.graph.shapes import LayerShape, RankShape, layer_shape
 from foreshard.predict.analytical import step_times
 from foreshard.predict.batch import Batch, Pipeline
-from foreshard.predict.formula import Machine
+from foreshard.predict.machine import Machine
 from foreshard.predict.memory import nccl_channels
 from foreshard.predict.plan_table import Column, PlanTable
 from foreshard.predict.stage_rows import StageRows, recompute_columns, stage_rows_of

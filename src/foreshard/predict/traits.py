@@ -10,6 +10,7 @@ from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
+from foreshard.spec.plan import COMM_OPTIONS
 
 _GRACE = ("gb200", "gb300", "gh200")
 _PCIE_4 = 32e9  # of a device whose host link is not published: PCIe 4.0 x16
@@ -79,7 +80,7 @@ def traits_of(
     """Return the numbers of a framework; `comm` overrides what overlaps."""
     options = {
         name: float((comm or {}).get(name, getattr(framework, name)))
-        for name in ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap", "context_gather")
+        for name in COMM_OPTIONS
     }
     if framework.host not in HOST_CLASSES:
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)

@@ -1,0 +1,184 @@
+"""Tasks that move data between devices: of tensor, expert, context, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
+from foreshard.comm.fabric import Fabric
+from foreshard.cost.elementwise import stream_s
+from foreshard.graph.shapes import LayerShape, RankShape
+from foreshard.predict.machine import Machine, own_tokens, tokens_of
+
+
+def region_s(hidden: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of gathering the activations of a tensor-parallel region, and of summing them.
+
+    Scattering the sum takes as long as gathering: the ring of both is the same.
+    """
+    rank = machine.rank
+    if not np.count_nonzero(np.asarray(rank.tp) > 1):
+        return 0.0, 0.0
+    tokens = tokens_of(machine)
+    size = rank.element_bytes * tokens * hidden
+    gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
+    whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
+    return gather, whole
+
+
+def tensor_times(region: tuple[Any, Any], machine: Machine, beside: Any) -> tuple[Any, Any]:
+    """Return exposed seconds of the collectives around one tensor-parallel region, forward and backward.
+
+    Forward waits for all of them. Backward gathers the output gradient first; the collective of the
+    input gradient can run beside the weight-gradient product (`beside` seconds of it per region).
+    """
+    rank, c, traits = machine.rank, machine.constants, machine.traits
+    gather, whole = region
+    if not np.count_nonzero(gather):
+        return 0.0, 0.0
+    split = rank.sp > 0
+    last = np.where(split, gather, whole) * c.tensor_comm
+    last = last - traits.tensor_async * np.minimum(last, beside)
+    forward = np.where(split, 2.0 * gather, whole) * c.tensor_comm
+    backward = np.where(split, gather, 0.0) * c.tensor_comm + last
+    shown = 1.0 - traits.tp_overlap * np.where(split, c.tensor_hidden, 0.0)
+    return forward * shown, backward * shown
+
+
+def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
+    """Return seconds of sending tokens to their experts and back, one direction of a layer."""
+    rank, c = machine.rank, machine.constants
+    if not np.count_nonzero(layer.num_experts) or not np.count_nonzero(np.asarray(rank.ep) > 1):
+        return 0.0
+    tokens, own = tokens_of(machine), own_tokens(machine)
+    routed = rank.element_bytes * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
+    sent = 2.0 * all_to_all_s(routed, rank.ep, rank.etp, machine.fabric)
+    if np.count_nonzero(machine.traits.gather_tokens):
+        everyone = rank.element_bytes * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
+        gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
+        sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
+    sent = sent * np.where(machine.traits.fast_dispatch > 0, c.expert_fast, 1.0)
+    return sent * c.expert_comm * (1.0 - c.expert_hidden * machine.traits.expert_overlap)
+
+
+def context_times(layer: LayerShape, machine: Machine, attention: Any, backward: Any) -> tuple[Any, Any]:
+    """Return what attention leaves exposed of moving keys and values over cp ranks, forward and backward.
+
+    A ring passes them on behind the attention of the previous block; a gather brings all of them first.
+    Backward moves their gradients as well.
+    """
+    rank = machine.rank
+    if not np.count_nonzero(np.asarray(rank.cp) > 1):
+        return 0.0, 0.0
+    tokens = tokens_of(machine)
+    block = rank.element_bytes * tokens * layer.kv_width / rank.tp
+    steps = rank.cp - 1.0
+    crosses = rank.cp * rank.tp > machine.fabric.domain
+    ring = steps * send_s(block, crosses, machine.fabric)
+    hidden = steps / rank.cp
+    forward = np.maximum(ring - attention * hidden, 0.0)
+    back = np.maximum(2.0 * ring - backward * hidden, 0.0)
+    if not np.count_nonzero(machine.traits.context_gather):
+        return forward, back
+    gather = all_gather_s(block * rank.cp, rank.cp, rank.tp, machine.fabric)
+    scatter = reduce_scatter_s(block * rank.cp, rank.cp, rank.tp, machine.fabric)
+    whole = machine.traits.context_gather > 0
+    return np.where(whole, gather, forward), np.where(whole, gather + scatter, back)
+
+
+def message_s(hidden: Any, crosses_node: Any, machine: Machine) -> Any:
+    """Return seconds of one stage's output, or its gradient, to the next stage, one micro-batch."""
+    rank = machine.rank
+    parts = np.where((rank.sp > 0) | (machine.traits.p2p_scatter > 0), rank.tp, 1.0)
+    own = rank.micro_batch * rank.seq_len / rank.cp / parts
+    return send_s(rank.element_bytes * own * hidden, crosses_node, machine.link) * machine.constants.pipeline_comm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTimes:
+    """Seconds of the fully sharded tasks of one layer: gather weights, scatter gradients, copy both."""
+
+    gather: Any
+    scatter: Any
+    copy_weights: Any  # on the compute stream, once per gather
+    copy_gradients: Any
+
+
+def shard_times(params: Any, machine: Machine) -> ShardTimes:
+    """Return the tasks of keeping `params` weights of this rank sharded (ZeRO 3, FSDP)."""
+    rank, traits, fabric = machine.rank, machine.traits, machine.sync
+    factor = machine.constants.data_comm
+    weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
+    replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
+    across = all_reduce_s(grads / rank.shard, replicas, rank.sync_stride * rank.shard, fabric)
+    gather, scatter = _gather_scatter_s(weights, grads, rank.shard, rank.sync_stride, fabric)
+    return ShardTimes(
+        gather=gather * factor,
+        scatter=(scatter + across) * factor,
+        copy_weights=stream_s(2.0 * weights, machine.kernels),
+        copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels),
+    )
+
+
+def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of reducing gradients over replicas, and of gathering updated weights after.
+
+    Parameters
+    ----------
+    params : array_like
+        Trained parameters of this rank.
+    ranks, stride : array_like
+        Replicas, and their distance in cluster order.
+    machine : Machine
+
+    Source
+    ------
+    ZeRO 1 scatters inside the shard group and reduces the shards across groups; ZeRO 0 all-reduces, as with
+    shards of one rank; ZeRO 2 has reduced already, after every micro-batch.
+    """
+    reduce, gather = _sync(params, ranks, stride, machine)
+    return np.where(machine.rank.zero == 2, 0.0, reduce), gather
+
+
+def _sync(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of reducing the gradients of `params` weights once, and of gathering the weights."""
+    rank, traits, fabric = machine.rank, machine.traits, machine.sync
+    factor = machine.constants.data_comm
+    grads = traits.grad_reduce_bytes * params
+    shard = np.where(rank.zero >= 1, np.minimum(ranks, rank.shard), 1.0)
+    across = all_reduce_s(grads / shard, ranks / shard, stride * shard, fabric)
+    gather, scatter = _gather_scatter_s(traits.param_bytes * params, grads, shard, stride, fabric)
+    return (scatter + across) * factor, gather * factor
+
+
+def _gather_scatter_s(weights: Any, grads: Any, ranks: Any, stride: Any, fabric: Fabric) -> tuple[Any, Any]:
+    """Return seconds of gathering weights and of scattering gradients: one ring, two sizes."""
+    both = all_gather_s(np.array((weights, grads)), ranks, stride, fabric)
+    return both[0], both[1]
+
+
+def expert_replicas(rank: RankShape) -> Any:
+    """Return how many ranks hold the same experts."""
+    return np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
+
+
+def tied_sync_s(hidden: Any, vocab: Any, crosses_node: Any, machine: Machine) -> Any:
+    """Return seconds of summing a tied table's gradient over the first and the last stage."""
+    table = machine.traits.grad_bytes * hidden * vocab / machine.rank.tp
+    stride = machine.link.domain * crosses_node + machine.rank.tp
+    return all_reduce_s(table, 2.0, stride, machine.link)
+
+
+def every_reduce_s(params: Any, experts: Any, machine: Machine, busy: Any) -> Any:
+    """Return what backward does not hide of reducing a layer's gradients after every micro-batch (ZeRO 2)."""
+    rank, traits = machine.rank, machine.traits
+    if not np.count_nonzero(rank.zero == 2):
+        return 0.0
+    reduce, _ = _sync(params, rank.dp * rank.cp, rank.sync_stride, machine)
+    if np.count_nonzero(experts):
+        reduce = reduce + _sync(experts, expert_replicas(rank), rank.ep * rank.etp, machine)[0]
+    beside = np.maximum(machine.constants.fsdp_contention * np.minimum(busy, reduce), reduce - busy)
+    return np.where(rank.zero == 2, np.where(traits.grad_overlap > 0, beside, reduce), 0.0)

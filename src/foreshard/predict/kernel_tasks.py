@@ -1,0 +1,258 @@
+"""Tasks of the compute stream: matrix products, experts, attention, memory-bound kernels, casts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s, unfused_attention_s
+from foreshard.cost.elementwise import stream_s
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.grouped import grouped_gemm_s
+from foreshard.graph.shapes import LayerShape
+from foreshard.predict.machine import Machine, own_tokens, sustained, tokens_of
+
+# Bytes per element of hidden width that elementwise kernels move: a norm reads and writes 16 bit and
+# its backward reads two and writes one; a residual reads two and writes one, backward joins gradients.
+_NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
+# A norm behind a cast: the cast reads 2 and writes 4, the norm reads 4 and writes 2; backward runs both
+# again and its own kernels move fp32.
+_CAST_NORM, _CAST_NORM_BACK = 12.0, 30.0
+_DROPOUT = 5.0
+# SiLU and product apart read and write five times per output, fused three times.
+_SPLIT_GATE = 5.0 / 3.0 - 1.0
+_ROPE = 4.0
+
+
+def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
+    """Return (rows, outputs, inputs, group) of every matrix product a layer's forward runs per token."""
+    tokens, own = tokens_of(machine), own_tokens(machine)
+    tp = machine.rank.tp
+    h = layer.hidden
+    latent = np.asarray(layer.kv_lora) > 0
+    low_q = np.asarray(layer.q_lora) > 0
+    plain_out = np.where(latent, 0.0, layer.query_width + layer.kv_width) / tp
+    sizes = [
+        (tokens, plain_out, h, "attention"),
+        (tokens, h, layer.value_width / tp, "attention"),
+    ]
+    if np.count_nonzero(latent):
+        up = layer.num_heads * (layer.head_dim - layer.rope_head_dim + layer.value_head_dim) / tp
+        sizes += [
+            (tokens * latent, np.where(low_q, layer.q_lora, 0.0), h, "attention"),
+            (tokens * latent, layer.query_width / tp, np.where(low_q, layer.q_lora, h), "latent"),
+            (tokens * latent, layer.kv_lora + layer.rope_head_dim, h, "attention"),
+            (tokens * latent, up, layer.kv_lora, "latent"),
+        ]
+    if np.count_nonzero(layer.cross_attention):
+        cross = np.asarray(layer.cross_attention) * 1.0
+        sizes += [
+            (tokens * cross, (layer.query_width + layer.kv_width) / tp, h, "attention"),
+            (tokens * cross, h, layer.value_width / tp, "attention"),
+        ]
+    if np.count_nonzero(layer.ffn):
+        sizes += [
+            (tokens, (1.0 + layer.gated) * layer.ffn / tp, h, "mlp"),
+            (tokens, h, layer.ffn / tp, "mlp"),
+        ]
+    if np.count_nonzero(layer.shared_ffn):
+        sizes += [
+            (tokens, (1.0 + layer.gated) * layer.shared_ffn / tp, h, "shared"),
+            (tokens, h, layer.shared_ffn / tp, "shared"),
+        ]
+    if np.count_nonzero(layer.num_experts):
+        sizes.append((own, layer.num_experts, h, "router"))
+    return sizes
+
+
+def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
+    """Return seconds of products, one row per (m, n, k, _), forward rate of the linear layers."""
+    shape = np.broadcast_shapes(*{np.shape(x) for size in sizes for x in size[:3]})
+    m, n, k = (np.empty((len(sizes), *shape)) for _ in range(3))
+    for i, size in enumerate(sizes):
+        m[i], n[i], k[i] = size[:3]
+    return gemm_s(m, n, k, sustained(machine), bytes_per_element=machine.rank.matrix_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Matrix-product seconds of a layer, total and of the groups that recomputation names."""
+
+    forward: Any
+    input_gradient: Any
+    weight_gradient: Any
+    mlp: Any
+    shared: Any
+    latent: Any
+
+
+def linear_times(layer: LayerShape, machine: Machine) -> Linear:
+    """Price all per-token matrix products: forward, and the two products of backward."""
+    sizes = linear_sizes(layer, machine)
+    swapped = [(m, k, n, g) for m, n, k, g in sizes]
+    weights = [(n, k, m, g) for m, n, k, g in sizes]
+    time = _matrix(sizes + swapped + weights, machine)
+    count = len(sizes)
+    trained = 1.0 - np.asarray(layer.frozen, dtype=float)
+
+    def of(group: str) -> Any:
+        return sum((time[i] for i in range(count) if sizes[i][3] == group), np.zeros(()))
+
+    return Linear(
+        forward=time[:count].sum(0),
+        input_gradient=time[count : 2 * count].sum(0),
+        weight_gradient=time[2 * count :].sum(0) * trained * wide_gradient(machine),
+        mlp=of("mlp"),
+        shared=of("shared"),
+        latent=of("latent"),
+    )
+
+
+def wide_gradient(machine: Machine) -> Any:
+    """Return the slowdown of a weight-gradient product that adds into an fp32 gradient."""
+    t = machine.traits
+    fused = t.grads_fused * (t.grad_bytes >= 4) * (machine.rank.zero < 3)
+    return 1.0 + fused * (machine.constants.grad_product - 1.0)
+
+
+def adapter_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
+    """Return forward and backward seconds of low-rank adapters (two thin products each, and an add)."""
+    if not np.count_nonzero(layer.lora_rank):
+        return 0.0, 0.0
+    tokens = tokens_of(machine)
+    r, h, tp = layer.lora_rank, layer.hidden, machine.rank.tp
+    down = gemm_s(tokens, r, h, machine.kernels, sixteen_bit=True)
+    up = gemm_s(tokens, h / tp, r, machine.kernels, sixteen_bit=True)
+    add = stream_s(6.0 * tokens * h / tp, machine.kernels)
+    count = layer.lora_attention + layer.lora_mlp
+    one = down + up + add
+    return count * one, 2.0 * count * one
+
+
+def expert_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
+    """Return forward, input-gradient and weight-gradient seconds of the routed experts."""
+    if not np.count_nonzero(layer.num_experts):
+        return 0.0, 0.0, 0.0
+    rank, c = machine.rank, machine.constants
+    tokens = tokens_of(machine)
+    # Each tensor-parallel rank routes its own part of the tokens; etp ranks then share an expert.
+    routed = layer.top_k * tokens / rank.tp * rank.etp
+    local = np.maximum(1.0, layer.num_experts / rank.ep)
+    width = layer.expert_ffn / rank.etp
+    wide = (1.0 + layer.gated) * width
+    h = layer.hidden
+    # A balanced router needs no correction when one rank holds every expert.
+    imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep) * machine.traits.uneven_routing
+
+    kernels = sustained(machine, c.expert_products)
+
+    def both(n: Any, k: Any) -> Any:
+        options = {"bytes_per_element": rank.matrix_bytes, "imbalance": imbalance}
+        grouped = grouped_gemm_s(routed, local, n, k, kernels, **options)
+        if np.all(machine.traits.grouped):
+            return grouped
+        looped = grouped_gemm_s(routed, local, n, k, kernels, looped=True, **options)
+        return np.where(machine.traits.grouped > 0, grouped, looped)
+
+    forward = both(wide, h) + both(h, width)
+    given = both(h, wide) + both(width, h)
+    # The weight gradient has the same work; its rows are the weights and its inner size the tokens.
+    trained = 1.0 - np.asarray(layer.frozen, dtype=float)
+    return forward, given, wide_gradient(machine) * forward * trained
+
+
+def attention_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
+    """Return forward and backward seconds of attention itself.
+
+    Over cp ranks it runs in cp rounds, each with as many pairs as a causal block of the rank's own tokens,
+    and joins the rounds' outputs in fp32.
+    """
+    rank = machine.rank
+    forward, backward = _attention_round(layer, machine, rank.seq_len)
+    forward, backward = forward / rank.cp, backward / rank.cp
+    if not np.count_nonzero(np.asarray(rank.cp) > 1):
+        return forward, backward
+    own = rank.seq_len / rank.cp
+    # Half of the rounds' blocks have a diagonal and pay for it, the others run like one long sequence.
+    short, short_back = _attention_round(layer, machine, own)
+    joined = 6.0 * (rank.cp - 1.0) * rank.micro_batch * own / rank.tp
+    join = stream_s(joined * layer.value_width, machine.kernels)
+    join_back = stream_s(joined * (layer.query_width + layer.kv_width), machine.kernels)
+    forward = 0.5 * (forward + rank.cp * short) + join
+    return forward, 0.5 * (backward + rank.cp * short_back) + join_back
+
+
+def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[Any, Any]:
+    """Return forward and backward seconds of attention over one sequence of `length` tokens."""
+    rank, traits, c = machine.rank, machine.traits, machine.constants
+    heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
+    forward = backward = 0.0
+    if np.count_nonzero(traits.flash):
+        sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
+        mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+        new = 1.0 + traits.blackwell * (c.flash_blackwell - 1.0)
+        alone = flash_attention_forward_s(*sizes, machine.kernels, **mask)
+        forward = alone * (c.flash_forward * new)
+        backward = backward_of_forward_s(alone, machine.kernels) * (c.flash_backward * new)
+    if not np.all(traits.flash):
+        sizes = (rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels)
+        drop = np.asarray(layer.dropout) > 0
+        options = {"dropout": drop, "bytes_per_element": rank.element_bytes}
+        plain = unfused_attention_s(*sizes, backward=False, **options) * c.unfused
+        plain_back = unfused_attention_s(*sizes, backward=True, **options) * c.unfused
+        forward = np.where(traits.flash > 0, forward, plain)
+        backward = np.where(traits.flash > 0, backward, plain_back)
+    return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)
+
+
+def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
+    """Return forward and backward seconds of memory-bound kernels; of norms and expert activations forward."""
+    rank, traits, c = machine.rank, machine.traits, machine.constants
+    tokens, own = tokens_of(machine), own_tokens(machine)
+    gate = 1.0 + np.asarray(layer.gated, dtype=float)
+    wide = own * layer.hidden
+    norm = layer.num_norms * wide
+    drop = 2.0 * np.asarray(layer.dropout, dtype=float) * wide * _DROPOUT
+    rope = tokens * (layer.query_width + layer.key_width) / rank.tp * _ROPE
+    routed = layer.top_k * tokens / rank.tp
+    inner = tokens * (layer.ffn + layer.shared_ffn) / rank.tp + routed * layer.expert_ffn
+    # Eager code runs the activation and the product of a gated MLP as kernels of their own.
+    split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * _SPLIT_GATE
+    # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
+    permute = 8.0 * routed * layer.hidden
+    norm_forward = norm * (_NORM + traits.norm_cast * (_CAST_NORM - _NORM))
+    norm_back = norm * (_NORM_BACK + traits.norm_cast * (_CAST_NORM_BACK - _NORM_BACK))
+    forward = norm_forward + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
+    back = norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
+    factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
+    # The byte counts are those of 16 bit.
+    scale = factor * rank.element_bytes / (2.0 * machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
+    return forward * scale, back * scale, norm_forward * scale, expert * scale
+
+
+def cast_s(layer: LayerShape, machine: Machine) -> Any:
+    """Return seconds of one pass of casts to 8 or 4 bit in front of the linear layers."""
+    if not np.count_nonzero(machine.rank.low):
+        return 0.0
+    tokens = tokens_of(machine)
+    tp = machine.rank.tp
+    inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
+    routed = layer.top_k * (layer.hidden + layer.expert_ffn) / tp
+    moved = 3.0 * tokens * (inputs + routed) * _cast_factor(machine)
+    return stream_s(moved, machine.kernels) * machine.rank.low
+
+
+def _cast_factor(machine: Machine) -> Any:
+    """Return cast traffic over one read and one write."""
+    c = machine.constants
+    return np.where(machine.traits.block_scaled > 0, c.cast_blocks, c.cast_traffic)
+
+
+def weight_cast_s(params: Any, machine: Machine) -> Any:
+    """Return seconds of casting the weights once a micro-batch, where a framework does not keep them."""
+    if not np.count_nonzero(machine.rank.low):
+        return 0.0
+    return stream_s(0.9 * params * _cast_factor(machine), machine.kernels) * machine.rank.low

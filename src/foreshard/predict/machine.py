@@ -1,0 +1,56 @@
+"""What the time of a task depends on apart from its shape: kernels, fabrics, framework, rank, constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from foreshard.catalog.training import TrainingConstants
+from foreshard.comm.fabric import Fabric
+from foreshard.cost.kernels import KernelModel
+from foreshard.graph.shapes import RankShape
+from foreshard.predict.traits import Traits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Everything a task's time depends on apart from its shape; fields broadcast to the batch."""
+
+    kernels: KernelModel
+    fabric: Fabric  # what collectives inside a stage see
+    sync: Fabric  # what gradient collectives over all groups see
+    link: Fabric  # what messages to the neighbouring stages see
+    traits: Traits
+    rank: RankShape
+    constants: TrainingConstants
+
+
+def tokens_of(machine: Machine) -> Any:
+    """Return tokens a rank computes on between collectives."""
+    rank = machine.rank
+    return rank.micro_batch * rank.seq_len / rank.cp
+
+
+def own_tokens(machine: Machine) -> Any:
+    """Return tokens of a rank's sequence-parallel part."""
+    return tokens_of(machine) / np.where(machine.rank.sp > 0, machine.rank.tp, 1.0)
+
+
+def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
+    """Return the kernels at the rates matrix products keep inside a training step.
+
+    What falls is the arithmetic rate (clocks under load, processors lent to collectives); bandwidth stays.
+    """
+    c, t, rank, kernels = machine.constants, machine.traits, machine.rank, machine.kernels
+    power = slower * (1.0 + c.gemm_power * t.power)
+    sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0)) * power
+    sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
+    if not np.count_nonzero(rank.low):
+        return replace(
+            kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm16_eff=kernels.gemm16_eff / sixteen
+        )
+    narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power
+    own = np.where(rank.low > 0, narrow, sixteen)
+    return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm16_eff=kernels.gemm16_eff / sixteen)
