@@ -17,6 +17,8 @@ from typing import Any
 from foreshard.errors import SpecError
 
 HOST_CLASSES = ("megatron-2020", "megatron-deepspeed", "megatron-core", "eager", "compiled")
+# Terms that are no factor on a time: none of them is 0, not 1.
+_NOT_FACTORS = ("gemm_power", "jitter", "fsdp_contention", "step_fixed", "step_per_layer")
 _FILE = Path(__file__).parent / "data" / "training_constants.json"
 
 
@@ -54,15 +56,15 @@ class TrainingConstants:
     fsdp_contention: float = _term(0.35, 0.0, 0.6, "slowdown per second of overlapped gather or scatter")
     expert_comm: float = _term(1.2, 0.7, 3.0, "expert all-to-all in training over isolated")
     expert_hidden: float = _term(0.5, 0.0, 1.0, "share of expert all-to-all hidden when overlap is on")
-    expert_imbalance: float = _term(1.15, 1.0, 2.0, "routed tokens of the fullest rank over the mean, learned router")
-    expert_products: float = _term(1.2, 0.9, 2.0, "grouped products in training over isolated, beyond other products")
+    expert_imbalance: float = _term(1.15, 1.0, 2.0, "routed tokens of the fullest rank over the mean")
+    expert_products: float = _term(1.2, 0.9, 2.0, "grouped products beyond other products, over isolated")
     expert_fast: float = _term(0.8, 0.3, 1.2, "deduplicating dispatch kernels over a plain all-to-all")
     host_megatron_2020: float = _term(500e-6, 100e-6, 900e-6, "host seconds of a layer forward, 2020 code")
     host_megatron_deepspeed: float = _term(800e-6, 500e-6, 1200e-6, "host seconds of a layer forward")
     host_megatron_core: float = _term(700e-6, 100e-6, 1500e-6, "host seconds of a layer forward")
     host_eager: float = _term(600e-6, 100e-6, 1200e-6, "host seconds of a layer forward, eager PyTorch")
     host_compiled: float = _term(150e-6, 20e-6, 400e-6, "host seconds of a layer forward, compiled")
-    host_micro_batch: float = _term(1e-3, 0.0, 6e-3, "host seconds of a chunk's forward or backward outside its layers")
+    host_micro_batch: float = _term(1e-3, 0.0, 6e-3, "host seconds of a chunk's pass outside its layers")
     host_backward: float = _term(1.15, 0.8, 1.6, "host time of a backward over a forward")
     host_tensor: float = _term(0.05, 0.0, 0.2, "share more host time with tensor parallelism")
     host_arm: float = _term(1.4, 1.0, 2.0, "host time on Arm hosts (Grace) over x86")
@@ -80,7 +82,7 @@ class TrainingConstants:
         """Return the constants that correct nothing: isolated kernels, no host, all overlap granted."""
         values = {f.name: 1.0 for f in fields(cls)}
         for name in values:
-            if name.startswith("host_") or name in ("gemm_power", "jitter", "fsdp_contention", "step_fixed", "step_per_layer"):
+            if name.startswith("host_") or name in _NOT_FACTORS:
                 values[name] = 0.0
         return cls(**{**values, "host_sharpness": 6.0, "host_arm": 1.0})
 
@@ -94,7 +96,8 @@ def term_metadata() -> Mapping[str, Mapping[str, Any]]:
 def _file() -> dict[str, Any]:
     if not _FILE.exists():
         return {"all": {}, "without": {}}
-    return json.loads(_FILE.read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return data
 
 
 @cache

@@ -242,8 +242,9 @@ def _experts_divide_model(case: _Case) -> None:
             ):
                 if count % degree:
                     raise case.error(
-                        f"{name} {degree} does not divide {count} {what}", case.key(where, name), degree,
-                        f"{name} divides the number of {what}", f"use a divisor of {count}: {divisors(count)}",
+                        f"{name} {degree} does not divide {count} {what}", case.key(where, name),
+                        degree, f"{name} divides the number of {what}",
+                        f"use a divisor of {count}: {divisors(count)}",
                     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class Framework:
     master_bytes, moment_bytes : bytes of the master weight, and of one Adam moment
     grads_accumulate_fused : weight-gradient products add straight into the main gradient
     tp_overlap, grad_overlap, param_gather_overlap, p2p_overlap, expert_overlap : what is hidden by default
-    context_gather : context parallelism gathers keys and values before attention instead of passing them on a ring
+    context_gather : context parallelism gathers keys and values first instead of passing them on a ring
     tensor_async : backward collectives of tensor parallelism run beside the weight-gradient product
     norm_cast : the residual is cast to fp32 before each norm, and both run again in backward
     p2p_scatter : without sequence parallelism, each tensor rank sends its part of a stage's output
