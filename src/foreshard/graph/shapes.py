@@ -11,6 +11,7 @@ from typing import Any
 
 from foreshard.spec.model import Block
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """What the operations of one transformer block need: widths, counts and flags (0 or 1)."""
@@ -50,8 +51,9 @@ class LayerShape:
 
 def layer_shape(block: Block) -> LayerShape:
     """Return the numbers that pricing needs of a block."""
-    expert = (2 + block.gated) * block.hidden * block.expert_ffn * block.num_experts if block.num_experts else 0
+    expert = block.num_experts * block.expert_params
     dense = block.num_params - expert
+    trained = block.trainable_params - (1 - block.frozen) * expert
     mla = block.kv_lora > 0
     attention = {"q", "k", "v", "o"} & set(block.lora_targets)
     return LayerShape(
@@ -85,7 +87,7 @@ def layer_shape(block: Block) -> LayerShape:
         frozen=block.frozen,
         dense_params=dense,
         expert_params=expert,
-        trainable=min(1.0, block.trainable_params / max(1, block.num_params)),
+        trainable=trained / max(1, dense),
     )
 
 
