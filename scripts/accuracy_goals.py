@@ -8,7 +8,7 @@ from typing import Any
 
 from accuracy_intervals import LARGE
 from accuracy_kernels import KernelScores
-from accuracy_rows import SUBSETS, Run, markdown, number, percent
+from accuracy_rows import SUBSETS, Run, counted, markdown, number, percent
 from accuracy_tables import MemoryScores, Sets, order_line
 
 from foreshard.profile.scoring import summarise
@@ -108,7 +108,7 @@ def _tau(title: str, value: float | None, groups: int) -> Goal:
 
 def order_goals(sets: Sets) -> list[Goal]:
     """Return the lines on the order of all other families; the second without pairs as close as repeats."""
-    out, fit = order_line(sets["out"]), order_line(sets["fit"])
+    out, fit = (order_line([r for r in sets[name] if counted(r.row)]) for name in ("out", "fit"))
     apart = Goal(
         title="the same, pairs more than 5 % apart (repeats differ by up to that)",
         rows=out["groups"],

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from accuracy_rows import APART, CONSTANTS, ROOT, TRIO, dense, is_moe, run_row
+from accuracy_rows import APART, CONSTANTS, ROOT, TRIO, counted, dense, is_moe, run_row
 from fit_part import all_names, fit_part, posterior, subset
 from fit_training import Runs, fit, load_runs, training_tables
 
@@ -112,7 +112,7 @@ def trio_part(runs: Runs) -> dict[str, Any]:
     made = cross_validated(runs, TRIO, configuration, training_constants(TRIO[0]))
     rows = {row.id: row for row in runs.rows}
     dense_rows = [o for o in made if dense(rows[o.id])]
-    experts = [o for o in made if is_moe(rows[o.id]) and rows[o.id].quality == "A"]
+    experts = [o for o in made if is_moe(rows[o.id]) and counted(rows[o.id])]
     keys = {configuration(row) for row in runs.rows if row.family in TRIO}
     return {"configurations": len(keys), "dense": figures(dense_rows), "experts": figures(experts)}
 
@@ -127,8 +127,14 @@ def vtrain_part(runs: Runs) -> dict[str, Any]:
     }
     return {
         "cells": len({cell(runs.rows[int(i)]) for i in places}),
-        **{name: figures(rows) | order_figures(rows) for name, rows in made.items()},
+        **{name: figures(_counted(runs, rows)) | order_figures(rows) for name, rows in made.items()},
     }
+
+
+def _counted(runs: Runs, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes of rows of quality A; order is over all of them, as its groups are."""
+    known = {row.id for row in runs.rows if counted(row)}
+    return [one for one in outcomes if one.id in known]
 
 
 def few_rows(runs: Runs) -> dict[str, Any]:
