@@ -148,7 +148,7 @@ def _sync(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, 
     rank, traits, fabric = machine.rank, machine.traits, machine.sync
     factor = machine.constants.data_comm
     grads = traits.grad_reduce_bytes * params
-    shard = np.where(rank.zero >= 1, np.minimum(ranks, rank.shard), 1.0)
+    shard = np.where(rank.zero >= 1, shards_of(ranks, rank), 1.0)
     across = all_reduce_s(grads / shard, ranks / shard, stride * shard, fabric)
     gather, scatter = _gather_scatter_s(traits.param_bytes * params, grads, shard, stride, fabric)
     return (scatter + across) * factor, gather * factor
@@ -163,6 +163,11 @@ def _gather_scatter_s(weights: Any, grads: Any, ranks: Any, stride: Any, fabric:
 def expert_replicas(rank: RankShape) -> Any:
     """Return how many ranks hold the same experts."""
     return np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))
+
+
+def shards_of(replicas: Any, rank: RankShape) -> Any:
+    """Return over how many of its replicas a state is cut: those that share one shard group of the plan."""
+    return np.maximum(1.0, replicas * rank.shard / (rank.dp * rank.cp))
 
 
 def tied_sync_s(hidden: Any, vocab: Any, crosses_node: Any, machine: Machine) -> Any:

@@ -17,6 +17,7 @@ from foreshard.predict.collective_tasks import (
     expert_replicas,
     message_s,
     shard_times,
+    shards_of,
     tied_sync_s,
 )
 from foreshard.predict.formula import LayerTimes, end_times, layer_times
@@ -356,7 +357,7 @@ def _shard_sums(
     if np.any(expert):
         rank = machine.rank
         alike = expert_replicas(rank)
-        rank = replace(rank, dp=alike, cp=1.0, shard=alike, sync_stride=rank.ep * rank.etp)
+        rank = replace(rank, dp=alike, cp=1.0, shard=shards_of(alike, rank), sync_stride=rank.ep * rank.etp)
         times.append(shard_times(expert, replace(machine, rank=rank)))
     return {name: np.broadcast_to(sum(getattr(t, name) for t in times), shape) for name in times[0].__slots__}
 

@@ -9,7 +9,7 @@ import numpy as np
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import LayerShape
-from foreshard.predict.collective_tasks import expert_replicas
+from foreshard.predict.collective_tasks import expert_replicas, shards_of
 from foreshard.predict.machine import Machine, own_tokens
 
 HOST_MEMORY_BYTES_PER_S = 200e9
@@ -54,7 +54,7 @@ def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machi
     """Return seconds of the optimizer, and of what a step does once, on a rank."""
     rank, c = machine.rank, machine.constants
     dense = params / np.where(rank.zero >= 1, rank.shard, 1.0)
-    experts = expert_params / np.where(rank.zero >= 1, expert_replicas(rank), 1.0)
+    experts = expert_params / np.where(rank.zero >= 1, shards_of(expert_replicas(rank), rank), 1.0)
     traits, count = machine.traits, dense + experts
     update = stream_s(traits.optimizer_bytes * count, machine.kernels)
     if np.count_nonzero(rank.offload_optimizer):

@@ -284,3 +284,21 @@ def test_a_large_plan_of_many_groups_is_lowered_quickly():
 def _eight_cuts():
     edges = [0, 5, 9, 13, 17, 21, 25, 29, LAST]
     return [((a, b),) for a, b in pairwise(edges)]
+
+
+def test_states_of_experts_are_cut_inside_a_group_only():
+    """Two groups of 4 ranks, 2 expert ranks each: 4 replicas of an expert in all, 2 of them in a group."""
+    from foreshard.predict.collective_tasks import expert_replicas, shards_of
+
+    model = api.load_model("mixtral-8x7b")
+    last = model.num_layers + 2
+    groups = [
+        Group(share=4, stages=(stage(range(i, i + 4), ((0, last),), zero=1, ep=2),), micro_batch=4)
+        for i in (0, 4)
+    ]
+    rank = build_batch([case(plan(*groups), model=model)], TrainingConstants()).machine.rank
+    assert expert_replicas(rank).tolist() == [[4.0, 4.0]]
+    assert shards_of(expert_replicas(rank), rank).tolist() == [[2.0, 2.0]]
+    whole = Group(share=8, stages=(stage(range(8), ((0, last),), zero=1, ep=2),), micro_batch=8)
+    rank = build_batch([case(plan(whole), model=model)], TrainingConstants()).machine.rank
+    assert shards_of(expert_replicas(rank), rank).tolist() == [[4.0]]
