@@ -16,7 +16,9 @@ from foreshard.spec.timeline import Timeline
 
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
-_ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+_ASKED = (
+    "lora", "plan_file", "engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s",
+)  # fmt: skip
 
 __all__ = [
     "advise",
@@ -62,8 +64,8 @@ def request(model: Model, cluster: Cluster, plan: Plan | None = None, **choices:
     model, cluster, plan
         `plan` excludes degrees and options.
     **choices
-        Degrees and options (tp, pp, zero, micro_batch, ...), engine, costs, fidelity, tokens,
-        usd_per_device_hour, observed_step_s.
+        Degrees and options (tp, pp, zero, micro_batch, tp_overlap, ...), lora, engine, costs, fidelity,
+        tokens, usd_per_device_hour, observed_step_s; plan_file names the plan in errors.
     """
     asked = {name: choices.pop(name) for name in _ASKED if choices.get(name) is not None}
     stated = {name: value for name, value in choices.items() if value is not None and name not in _ASKED}
@@ -141,7 +143,7 @@ def whatif_request(asked: Request, changes: Iterable[str]) -> tuple[Prediction, 
 
 
 def advise(
-    model: Model, cluster: Cluster, plan: Plan | None = None, *, top: int = 3, **choices: Any
+    model: Model, cluster: Cluster, plan: Plan | None = None, *, top: int = 5, **choices: Any
 ) -> tuple[Effect, ...]:
     """Return the single changes that would win the most time."""
     from foreshard.report.advice import improvements
@@ -152,7 +154,8 @@ def advise(
 
 def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
-    from foreshard.report.advice import improvements, nearest_fit
+    from foreshard.report.advice import improvements
+    from foreshard.report.fit import nearest_fit
     from foreshard.report.html import page, page_data, write_page
 
     asked = request(model, cluster, plan, **choices)

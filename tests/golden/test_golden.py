@@ -1,7 +1,7 @@
 """Commands and the exact text they answer with, side by side in `cases`: NAME.toml and NAME.out.
 
 The predictor is the stand-in of tests/conftest.py, so that physics may improve without touching these.
-`FORESHARD_UPDATE_GOLDEN=1 pytest tests/golden` rewrites the answers; read the diff before committing it.
+`UPDATE_GOLDEN=1 pytest tests/golden` rewrites the answers; read the diff before committing it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def test_golden(path, capsys):
     out, err = capsys.readouterr()
     answer = f"{out}{'--- stderr' + chr(10) + err if err else ''}--- exit {code}\n"
     golden = path.with_suffix(".out")
-    if os.environ.get("FORESHARD_UPDATE_GOLDEN"):
+    if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(answer, encoding="utf-8")
-    assert golden.exists(), "no answer yet; run with FORESHARD_UPDATE_GOLDEN=1"
+    assert golden.exists(), "no answer yet; run with UPDATE_GOLDEN=1"
     assert answer == golden.read_text(encoding="utf-8")
 
 

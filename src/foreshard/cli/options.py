@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from foreshard.report.request import DEGREES, OPTIONS, Request
-from foreshard.spec.plan import OPTIMIZERS, PRECISIONS, SCHEDULES
+from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS
 
 MAX_COUNT = 2**31
 MAX_SEQ_LEN = 2**26
@@ -46,11 +49,52 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
             number = math.nan
         if 0 < number <= MAX_AMOUNT:
             return number
-        self.fail(f"{str(value)[:40]!r} is not a number above zero", param, ctx)
+        text = str(value)[:40]
+        suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
+        hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
+        self.fail(f"{text!r} is not a number above zero{hint}", param, ctx)
 
 
-def _choice(*known: str) -> click.ParamType:  # type: ignore[type-arg]
-    return click.Choice(known)
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
+_MEANT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "e4m3": "fp8",
+    "fp4": "nvfp4",
+    "adam": "adamw",
+    "adam8bit": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "interleaved-1f1b": "interleaved",
+    "afab": "gpipe",
+    "zb": "zb-h1",
+    "zero-bubble": "zb-h1",
+}
+
+
+class Word(click.ParamType):  # type: ignore[type-arg]
+    """One of the known words; another fails with the one that was likely meant."""
+
+    name = "WORD"
+
+    def __init__(self, *known: str):
+        self.known = known
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the words as --help shows them."""
+        return f"[{'|'.join(self.known)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the word, or fail naming the known ones."""
+        text = str(value)
+        if text in self.known:
+            return text
+        meant = _MEANT.get(text.lower().replace("_", "-"))
+        near = [meant] if meant in self.known else get_close_matches(text[:40].lower(), self.known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{hint}", param, ctx)
 
 
 _DEGREE_HELP = {
@@ -61,6 +105,14 @@ _DEGREE_HELP = {
     "ep": "expert-parallel degree",
     "etp": "tensor degree of the experts",
     "vpp": "virtual stages per rank (interleaved schedule)",
+}
+_COMM_HELP = {
+    "tp_overlap": "hide tensor-parallel collectives behind products (with sp)",
+    "grad_overlap": "reduce gradients during the backward",
+    "param_gather_overlap": "gather updated weights during the forward",
+    "p2p_overlap": "send between stages beside computation",
+    "expert_overlap": "send tokens to experts beside computation",
+    "context_gather": "gather keys and values before attention instead of a ring",
 }
 
 
@@ -87,27 +139,41 @@ def _run_options() -> list[click.Option]:
             metavar="RULE",
             help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N",
         ),
+        click.Option(["--offload"], type=Word(*OFFLOADS), help="to host memory"),
         click.Option(
-            ["--offload"], type=_choice("none", "optimizer", "activations", "all"), help="to host memory"
+            ["--schedule"], type=Word(*MODELLED_SCHEDULES), help="of the pipeline (default 1f1b)"
         ),
-        click.Option(["--schedule"], type=_choice(*SCHEDULES), help="pipeline schedule (default 1f1b)"),
         click.Option(
-            ["--dtype", "precision"], type=_choice(*PRECISIONS), help="of the matrix products (default bf16)"
+            ["--dtype", "precision"], type=Word(*PRECISIONS), help="of the matrix products (default bf16)"
         ),
-        click.Option(["--optimizer"], type=_choice(*OPTIMIZERS), help="default adamw"),
-        click.Option(["--framework"], metavar="NAME[@RELEASE]", help="default megatron-core"),
+        click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="default adamw"),
+        click.Option(
+            ["--framework"],
+            metavar="NAME[@RELEASE]",
+            help="default megatron-core; 'foreshard schema frameworks' lists them",
+        ),
+        *(_comm_option(name) for name in COMM_OPTIONS),
+        click.Option(
+            ["--lora"], metavar="RANK[:TARGETS]", help="train adapters only, as 16 or 16:q+v (default q+k+v+o)"
+        ),
     ]
+
+
+def _comm_option(name: str) -> click.Option:
+    flag = name.replace("_", "-")
+    text = f"{_COMM_HELP[name]} (default: the framework's)"
+    return click.Option([f"--{flag}/--no-{flag}"], default=None, help=text)
 
 
 def _question_options(with_engine: bool) -> list[click.Option]:
     engine = [
-        click.Option(["--engine"], type=_choice("analytical", "graph"), help="default graph"),
+        click.Option(["--engine"], type=Word("analytical", "graph"), help="default graph"),
         click.Option(["--costs"], metavar="SOURCE", help="cost source (default formula)"),
     ]
     return [
         *(engine if with_engine else []),
-        click.Option(["--fidelity"], type=_choice("datasheet", "zero-shot"), help="default zero-shot"),
-        click.Option(["--tokens"], type=Amount(), help="tokens of the whole run, for its cost"),
+        click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="default zero-shot"),
+        click.Option(["--tokens"], type=Amount(), help="tokens of the whole run, for its time and cost"),
         click.Option(["--usd-per-device-hour"], type=Amount(), help="your price"),
         click.Option(
             ["--observed-step-s"], type=Amount(), help="one measured step to correct the prediction by"
@@ -133,11 +199,12 @@ def to_request(values: Mapping[str, Any]) -> Request:
     from foreshard import api
 
     stated = {name: values[name] for name in (*DEGREES, *OPTIONS) if values.get(name) is not None}
-    asked = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+    asked = ("lora", "engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
     return api.request(
         api.load_model(values["model"]),
         api.load_cluster(values["cluster"]),
         api.load_plan(values["plan"]) if values.get("plan") else None,
+        plan_file=values.get("plan"),
         **stated,
         **{name: values.get(name) for name in asked},
     )

@@ -13,7 +13,7 @@ from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.report.advice import Fit
+    from foreshard.report.fit import Fit
     from foreshard.report.change import Effect
     from foreshard.report.request import Request
     from foreshard.report.screen import Screen
@@ -31,7 +31,7 @@ NOTHING_FITS = 3
 def command(
     ctx: click.Context, /, trace: str | None, report: str | None, explain: bool, **values: Any
 ) -> None:
-    r"""Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
+    """Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
 
     \b
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --pp 2 --global-batch 512
@@ -64,13 +64,13 @@ def _advice(request: Request, prediction: Prediction) -> tuple[Effect, ...]:
 
 
 def _nearest(request: Request, prediction: Prediction) -> Fit:
-    from foreshard.report.advice import nearest_fit
+    from foreshard.report.fit import nearest_fit
 
     return nearest_fit(request, prediction)
 
 
 def _verdict(prediction: Prediction, fit: Fit) -> str:
-    from foreshard.report.advice import verdict
+    from foreshard.report.fit import verdict
 
     return verdict(prediction, fit)
 
@@ -103,6 +103,13 @@ def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] |
             "nearest_peak_bytes": change.prediction.memory.peak_bytes
             if change and change.prediction
             else None,
+            "nearest_gain": change.gain if change else None,
+            "changes": [
+                {"change": one.change, "gain": one.gain, "peak_bytes": one.prediction.memory.peak_bytes}
+                for one in fit.effects
+                if one.prediction
+            ],
+            "largest": fit.binding,
             "tried": fit.num_tried,
         }
     return data

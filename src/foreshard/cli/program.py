@@ -17,6 +17,7 @@ import click
 
 from foreshard import __version__
 from foreshard.cli.answer import dump
+from foreshard.cli.settings import name_source
 from foreshard.errors import ForeshardError, SpecError
 
 VERBS = {
@@ -110,10 +111,15 @@ def _usage_error(error: click.ClickException) -> SpecError:
     command = ctx.command_path if ctx is not None else "foreshard"
     key = key or getattr(error, "option_name", None)
     near = getattr(error, "possibilities", None) or ()
-    fix = f"Did you mean {near[0]!r}?" if near else f"See {command} --help"
     message = error.message or error.format_message()
+    said = re.search(r"\. (Did you mean .*|Write it like .*)$", message)
+    fix = f"Did you mean {near[0]!r}?" if near else said[1] if said else f"See {command} --help"
     quoted = re.match(r"'([^']*)'", message)
-    return SpecError(message, key=key, value=quoted[1] if quoted else None, fix=fix)
+    what = message[: said.start()] if said else message
+    made = SpecError(what, key=key, value=quoted[1] if quoted else None, fix=fix)
+    if ctx is not None:
+        name_source(made, ctx)
+    return made
 
 
 def _fail(error: ForeshardError, args: Sequence[str]) -> int:

@@ -15,14 +15,14 @@ from foreshard.errors import SpecError
 from foreshard.report.screen import Screen, table
 
 _PLACES = {"cluster": "foreshard.catalog", "plan": "foreshard.report", "prediction": "foreshard.report"}
-NAMES = (*_PLACES, "config")
+NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
 
 
 @click.command("schema")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """Describe a file format: cluster, plan, prediction, or config (the options in a file)."""
+    """Describe a file format (cluster, plan, prediction, config), or list the frameworks and releases."""
     if name is None:
         formats = [(one, read(one)["title"]) for one in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}
@@ -35,7 +35,7 @@ def command(name: str | None) -> None:
         return
     if name not in NAMES:
         raise SpecError(
-            f"unknown format {name!r}", key="name", value=name, rule=f"Formats are {', '.join(NAMES)}"
+            f"unknown format {name!r}", key="name", value=name, rule=f"Names are {', '.join(NAMES)}"
         )
     found = read(name)
     give({"schema_version": 1, "name": name} | found, lambda: _screen(found))
@@ -46,6 +46,8 @@ def read(name: str) -> dict[str, Any]:
     """Return a format: title, doc, and `keys` by section."""
     if name == "config":
         return _config()
+    if name == "frameworks":
+        return _frameworks()
     text = files(_PLACES[name]).joinpath("schema", f"{name}.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     sections = {key: value for key, value in data.items() if isinstance(value, dict)}
@@ -65,6 +67,33 @@ def _config() -> dict[str, Any]:
         }
     doc = f"Options by the names of their flags, for all verbs or in a table of one verb. {_SOURCES}"
     return {"title": "Config file (TOML, --config)", "doc": doc, "keys": sections}
+
+
+def _frameworks() -> dict[str, Any]:
+    """Return what --framework takes: every name with its releases, oldest first."""
+    from foreshard.catalog.frameworks import frameworks
+    from foreshard.report.offers import offers_of
+
+    keys = {}
+    for one in frameworks():
+        releases = [other.release for other in frameworks() if other.name == one.name and other.release]
+        newest = next(other for other in reversed(frameworks()) if other.name == one.name)
+        zero = "/".join(map(str, offers_of(newest).zero))
+        keys[one.name] = {
+            "type": "framework",
+            "default": f"zero {newest.default_zero}",
+            "doc": f"{', '.join(releases) or 'one entry'}; zero {zero}{_FSDP.get(newest.fsdp, '')}",
+        }
+    doc = "--framework NAME[@RELEASE]; without a release the newest. Sources: catalog/data/frameworks.toml."
+    return {"title": "Frameworks and releases, oldest first", "doc": doc, "keys": {"framework": keys}}
+
+
+_FSDP = {
+    "fsdp1": "; PyTorch FSDP1",
+    "fsdp2": "; PyTorch FSDP2 or the like",
+    "megatron-fsdp": "; Megatron-FSDP",
+    "zero3": "; DeepSpeed ZeRO-3",
+}
 
 
 def _row(key: str, about: dict[str, Any]) -> tuple[str, ...]:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import wraps
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from foreshard.errors import SpecError
 
 MAX_CONFIG_BYTES = 1_000_000
 _CONFIGURABLE = (str, int, float, bool)
+_PREFIX = "FORESHARD_"
+_OTHER_VARIABLES = ("FORESHARD_CONFIG", "FORESHARD_DEBUG", "FORESHARD_MEASURED")
+_CONFIG_PATH = "foreshard.config"
 
 
 def configurable(command: click.Command) -> click.Command:
     """Give every option of a verb its FORESHARD_ variable, and the verb its --config."""
     for param in command.params:
         if isinstance(param, click.Option) and param.envvar is None and param.name:
-            param.envvar = f"FORESHARD_{param.name.upper()}"
+            flag = max(param.opts, key=len).lstrip("-")
+            param.envvar = _PREFIX + flag.upper().replace("-", "_")
     command.params.append(
         click.Option(
             ["--config"],
@@ -30,12 +38,69 @@ def configurable(command: click.Command) -> click.Command:
             help="TOML file of options; keys before any table hold for all verbs, [VERB] for one.",
         )
     )
+    if command.callback is not None:
+        command.callback = _naming_sources(command.callback)
     return command
 
 
+def _naming_sources(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an error about an option say where its value came from."""
+
+    @wraps(callback)
+    def call(*args: Any, **values: Any) -> Any:
+        try:
+            return callback(*args, **values)
+        except SpecError as error:
+            name_source(error, click.get_current_context())
+            raise
+
+    return call
+
+
+def name_source(error: SpecError, ctx: click.Context) -> None:
+    """Name an option in an error as the user wrote it: its flag, its variable, or the config file's key."""
+    if error.file is not None or not error.key:
+        return
+    for param in ctx.command.params:
+        flag = max(param.opts, key=len)
+        if not isinstance(param, click.Option) or error.key not in (flag, param.name):
+            continue
+        error.key = flag
+        source = ctx.get_parameter_source(param.name or "")
+        if source is ParameterSource.ENVIRONMENT:
+            error.key = str(param.envvar)
+        elif source is ParameterSource.DEFAULT_MAP:
+            error.file, error.key = ctx.meta.get(_CONFIG_PATH), flag.lstrip("-")
+        return
+
+
+def _refuse_unknown_variables(command: click.Command) -> None:
+    """Raise SpecError for a FORESHARD_ variable that no verb reads."""
+    own = {param.envvar for param in command.params} | set(_OTHER_VARIABLES)
+    strange = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in own)
+    if not strange:
+        return
+    from foreshard.cli.program import VERBS, verb
+
+    known = {str(param.envvar) for name in VERBS for param in verb(name).params if param.envvar}
+    known |= set(_OTHER_VARIABLES)
+    for name in strange:
+        if name not in known:
+            near = get_close_matches(name[:80], known, n=1)
+            raise SpecError(
+                "no option has this variable",
+                key=name,
+                value=os.environ[name][:80],
+                rule="FORESHARD_ variables are the flags in capitals",
+                fix=f"Did you mean {near[0]}?" if near else f"Unset {name}",
+            )
+
+
 def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+    _refuse_unknown_variables(ctx.command)
     if path is None:
         return
+    ctx.meta[_CONFIG_PATH] = path
     data = _load(path)
     names = {
         option.name: option

@@ -1,36 +1,29 @@
-"""What would help: single changes that win time, and the nearest change that makes a run fit.
+"""What would help: single changes that win time, of the kinds the run's framework ships.
 
-Both only ask the predictor: candidates are timed with the analytical engine, and the winners are timed
+It only asks the predictor: candidates are timed with the analytical engine, and the winners are timed
 again with the engine of the prediction they are compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from foreshard.errors import ForeshardError
-from foreshard.report import quantity
-from foreshard.report.change import Effect, apply, effect, rank
+from foreshard.report.change import Effect, effect, rank
+from foreshard.report.offers import Offers, offers_of
 from foreshard.report.request import Request, stated_degrees
+from foreshard.report.shares import better_shares
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 WORTH_SAYING = 0.01
+TOP = 5
 _MAX_DEGREE = 64
-_MAX_NODES = 4096
+# Changes of one kind compete, and the best of them is said.
+_KINDS = {"tp": "split", "pp": "split", "cp": "split", "ep": "experts", "etp": "experts", "vpp": "schedule"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """The nearest change that fits, or None, and how many were tried."""
-
-    effect: Effect | None
-    num_tried: int
-
-
-def improvements(request: Request, base: Prediction, *, top: int = 3) -> tuple[Effect, ...]:
-    """Return up to `top` single changes that fit and win at least a hundredth of the throughput.
+def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple[Effect, ...]:
+    """Return up to `top` changes that fit and win at least a hundredth of the throughput, one of a kind.
 
     Parameters
     ----------
@@ -47,8 +40,9 @@ def improvements(request: Request, base: Prediction, *, top: int = 3) -> tuple[E
     if request.plan is None:
         request = request.with_choice("global_batch", base.plan.global_batch)
     reference = base if base.engine == "analytical" else request.predict("analytical")
-    effects = [effect(request, reference, change, engine="analytical") for change in _time_changes(base.plan)]
-    good = [one for one in rank(effects) if _worth(one)][: top + 2]
+    changes = dict.fromkeys((*_time_changes(request, base.plan), *better_shares(request, base.plan)))
+    effects = [effect(request, reference, change, engine="analytical") for change in changes]
+    good = _one_of_a_kind([one for one in rank(effects) if _worth(one)])[: top + 2]
     if base.engine != "analytical":
         good = [one for one in rank([effect(request, base, one.change) for one in good]) if _worth(one)]
     return tuple(good[:top])
@@ -60,120 +54,125 @@ def _worth(one: Effect) -> bool:
     return one.prediction.memory.fits and one.gain >= WORTH_SAYING
 
 
-def _time_changes(plan: Plan) -> Iterator[str]:
+def _one_of_a_kind(ranked: Sequence[Effect]) -> list[Effect]:
+    """Return the best change of each kind, in their order."""
+    best: dict[str, Effect] = {}
+    for one in ranked:
+        key = one.change.partition("=")[0]
+        best.setdefault(_KINDS.get(key, key), one)
+    return list(best.values())
+
+
+def offered(plan: Plan) -> Offers:
+    """Return what the framework of the plan ships."""
+    from foreshard.catalog.frameworks import load_framework
+
+    return offers_of(load_framework(plan.framework))
+
+
+def _time_changes(request: Request, plan: Plan) -> Iterator[str]:
     """Yield changes of the plan that may win time; invalid ones drop out when they are predicted."""
+    offers = offered(plan)
+    yield from _overlap_changes(plan, offers)
+    yield from _option_changes(plan, offers)
+    if request.plan is None:
+        yield from splits(request, plan, offers)
+        yield from expert_changes(request, plan, offers)
+        yield from _virtual_stages(plan, offers)
+
+
+def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
+    """Yield the switches of the framework that are off and have something to hide."""
+    from foreshard.catalog.frameworks import load_framework
+
+    framework = load_framework(plan.framework)
     group, stage = plan.groups[0], plan.groups[0].stages[0]
-    recompute = stage.recompute
-    if recompute != "none":
+    replicas = stage.inner_dp * stage.cp * len(plan.groups) > 1
+    useful = {
+        "tp_overlap": stage.tp > 1 and group.sp,
+        "grad_overlap": replicas,
+        "param_gather_overlap": replicas and stage.zero > 0,
+        "p2p_overlap": group.num_chunks > 1,
+        "expert_overlap": stage.ep > 1,
+        "context_gather": stage.cp > 1,
+    }
+    off = [
+        name
+        for name in offers.overlaps
+        if useful[name] and not plan.comm.get(name, getattr(framework, name))
+    ]
+    if "grad_overlap" in off and "param_gather_overlap" in off:  # gathering early needs early gradients
+        off.remove("param_gather_overlap")
+        yield "grad-overlap=true,param-gather-overlap=true"
+    yield from (f"{name.replace('_', '-')}=true" for name in off)
+
+
+def _option_changes(plan: Plan, offers: Offers) -> Iterator[str]:
+    """Yield other recompute rules, micro-batches, sharding levels and dtypes."""
+    group, stage = plan.groups[0], plan.groups[0].stages[0]
+    if stage.recompute != "none":
         yield "recompute=none"
-    if recompute.startswith(("full", "every")):
+    if stage.recompute.startswith(("full", "every")) and "selective" in offers.recompute:
         yield "recompute=selective"
-    now = stated_degrees(plan)
     per_rank = group.micro_batch // stage.inner_dp
     yield f"micro-batch={2 * per_rank}"
     if per_rank > 1:
         yield f"micro-batch={per_rank // 2}"
-    for name in ("tp", "pp", "cp", "ep"):
-        free = "" if name == "ep" else ",dp="
-        yield from _scaled(name, now, free)
-    if now["tp"] > 1 and not group.sp:
+    if stage.tp > 1 and not group.sp:
         yield "sp=on"
-    if now["pp"] > 1:
-        for chunks in (2, 4):
-            if now["vpp"] != chunks:
-                yield f"vpp={chunks},schedule=interleaved"
-        if group.schedule == "1f1b":
-            yield "schedule=zb-h1"
-    for level in (1, 2, 3):
-        if level != stage.zero:
+    for level in offers.levels(len(group.stages)):
+        if 0 < level != stage.zero:
             yield f"zero={level}"
-    if plan.precision == "bf16":
+    if plan.precision == "bf16" and offers.low_precision:
         yield "dtype=fp8"
 
 
-def _scaled(name: str, now: dict[str, int], free: str) -> Iterator[str]:
-    """Yield one degree halved and doubled, data parallelism taking what it frees."""
-    if now[name] > 1:
-        yield f"{name}={now[name] // 2}" + (f"{free}{now['dp'] * 2}" if free else "")
-    if now[name] < _MAX_DEGREE and now["dp"] % 2 == 0:
-        yield f"{name}={now[name] * 2}" + (f"{free}{now['dp'] // 2}" if free else "")
-
-
-def nearest_fit(request: Request, base: Prediction) -> Fit:
-    """Return the first change that fits, from the mildest to adding nodes, and how many were tried.
-
-    Single changes first (recompute, micro-batch, sharding, tensor, pipeline degree), then those that
-    save memory together, then with more nodes.
-    """
-    tried = 0
-    for change in _memory_changes(request, base.plan):
-        try:
-            candidate = apply(request, change).predict("analytical")
-        except ForeshardError:
-            continue
-        tried += 1
-        if candidate.memory.fits:
-            gain = candidate.tokens_per_s / base.tokens_per_s - 1
-            return Fit(effect=Effect(change=change, prediction=candidate, gain=gain), num_tried=tried)
-    return Fit(effect=None, num_tried=tried)
-
-
-def _memory_changes(request: Request, plan: Plan) -> Iterator[str]:
-    """Yield changes that save memory, mildest first."""
-    group, stage = plan.groups[0], plan.groups[0].stages[0]
+def splits(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+    """Yield other tensor, pipeline and context degrees, data parallelism taking what is left."""
     now = stated_degrees(plan)
-    savers = []
-    if stage.recompute == "none":
-        yield "recompute=selective"
-    if stage.recompute != "full":
-        yield "recompute=full"
-        savers.append("recompute=full")
-    if group.micro_batch > stage.inner_dp:
-        yield "micro-batch=1"
-        savers.append("micro-batch=1")
-    for level in range(stage.zero + 1, 4):
-        yield f"zero={level}"
-    if stage.zero < 3:
-        savers.append("zero=3")
-    degrees = [*_raised("tp", now), *_raised("pp", now)]
-    yield from degrees
-    together = ",".join(savers)
-    if len(savers) > 1:
-        yield together
-    yield from (",".join([change, *savers]) for change in degrees if savers)
-    yield from _more_nodes(request, savers)
+    model_size = now["tp"] * now["pp"]
+    widest = max(node.per_node for node in request.cluster.nodes)
+    for size in dict.fromkeys((max(1, model_size // 2), model_size, 2 * model_size)):
+        for tp in _powers(min(size, widest) if "tp" in offers.degrees else 1):
+            pp, rest = divmod(size, tp)
+            if rest or (tp, pp) == (now["tp"], now["pp"]) or (pp > 1 and "pp" not in offers.degrees):
+                continue
+            dp, rest = divmod(now["dp"] * model_size, size)
+            if not rest and dp:
+                yield f"tp={tp},pp={pp},dp={dp}" + (",vpp=1" if pp == 1 < now["vpp"] else "")
+    if "cp" in offers.degrees:
+        if now["cp"] > 1:
+            yield f"cp={now['cp'] // 2},dp={now['dp'] * 2}"
+        if now["cp"] < _MAX_DEGREE and now["dp"] % 2 == 0:
+            yield f"cp={now['cp'] * 2},dp={now['dp'] // 2}"
 
 
-def _raised(name: str, now: dict[str, int]) -> Iterator[str]:
-    factor = 2
-    while now["dp"] % factor == 0 and now[name] * factor <= _MAX_DEGREE:
-        yield f"{name}={now[name] * factor},dp={now['dp'] // factor}"
-        factor *= 2
-
-
-def _more_nodes(request: Request, savers: list[str]) -> Iterator[str]:
-    """Yield twice, four times, ... the nodes, data parallel; then with everything that saves memory."""
-    if len(request.cluster.nodes) != 1:
+def expert_changes(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+    """Yield other expert degrees: every power of two up to the experts, and experts cut over tp."""
+    experts = max(block.num_experts for block in request.model.blocks)
+    if not experts or "ep" not in offers.degrees:
         return
-    num_nodes = request.cluster.nodes[0].count
-    while num_nodes * 2 <= _MAX_NODES:
-        num_nodes *= 2
-        yield f"nodes={num_nodes}"
-        if savers:
-            yield ",".join([f"nodes={num_nodes}", *savers])
+    now = stated_degrees(plan)
+    for etp in dict.fromkeys((now["etp"], 1, now["tp"])):
+        if etp > 1 and "etp" not in offers.degrees:
+            continue
+        for ep in _powers(min(experts, _MAX_DEGREE)):
+            if (ep, etp) != (now["ep"], now["etp"]):
+                yield f"ep={ep},etp={etp}" if etp != now["etp"] else f"ep={ep}"
 
 
-def verdict(prediction: Prediction, fit: Fit) -> str:
-    """Return by how much, on which rank, and the nearest change that fits."""
-    memory = prediction.memory
-    over = quantity.gib(memory.peak_bytes - memory.capacity_bytes)
-    text = (
-        f"does not fit: rank {memory.peak_rank} needs {quantity.gib(memory.peak_bytes)} GiB, "
-        f"{over} GiB more than its {quantity.gib(memory.capacity_bytes)} GiB. "
-    )
-    if fit.effect is None or fit.effect.prediction is None:
-        return (
-            f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, zero, tp, pp, nodes)."
-        )
-    peak = quantity.gib(fit.effect.prediction.memory.peak_bytes)
-    return f"{text}Nearest change that fits: {fit.effect.change} (peak {peak} GiB)."
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(max(1, limit).bit_length())]
+
+
+def _virtual_stages(plan: Plan, offers: Offers) -> Iterator[str]:
+    now, schedule = stated_degrees(plan), plan.groups[0].schedule
+    if now["pp"] == 1 or not offers.schedules:
+        return
+    if "interleaved" in offers.schedules:
+        for chunks in (2, 4, 8):
+            if now["vpp"] != chunks:
+                yield f"vpp={chunks},schedule=interleaved"
+    for other in offers.schedules:
+        if other not in ("interleaved", schedule):
+            yield f"schedule={other}" + (",vpp=1" if now["vpp"] > 1 else "")

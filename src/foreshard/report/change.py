@@ -12,20 +12,24 @@ from difflib import get_close_matches
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.report.request import DEGREES, Request
+from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
-from foreshard.spec.plan import OPTIMIZERS, PRECISIONS, SCHEDULES, check_recompute
+from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
 from foreshard.spec.prediction import Prediction
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
     "precision": PRECISIONS,
     "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-    "offload": ("none", "optimizer", "activations", "all"),
+    "schedule": MODELLED_SCHEDULES,
+    "offload": OFFLOADS,
 }
 _HARDWARE = ("device", "nic", "nodes")
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
-KEYS = (*_COUNTS, *_CHOICES, "zero", "sp", "recompute", "framework", *_HARDWARE, *_FLAG_NAMES)
+_SWITCHES = ("sp", *COMM_OPTIONS)
+_OTHERS = ("zero", "recompute", "framework", "lora", "shares")
+KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
+_ON = {"on": True, "true": True, "off": False, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +56,21 @@ def apply(request: Request, change: str) -> Request:
     for part in change.split(","):
         key, equals, value = part.partition("=")
         key = key.strip().removeprefix("--").replace("-", "_")
+        if not equals and key in KEYS:
+            raise SpecError(
+                f"{part.strip()!r} has no value",
+                key="--change",
+                value=part.strip(),
+                rule="A change is KEY=VALUE",
+                fix=f"Write --change {part.strip()}=VALUE",
+            )
         if not equals or key not in KEYS:
             near = get_close_matches(key, KEYS, n=1)
             raise SpecError(
                 f"unknown change {part!r}",
                 key="--change",
                 value=part,
-                rule=f"A change is KEY=VALUE with KEY one of {', '.join(KEYS)}",
+                rule=f"A change is KEY=VALUE with KEY one of {', '.join(_spelled(KEYS))}",
                 fix=f"Did you mean {near[0]!r}?" if near else None,
             )
         request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
@@ -72,8 +84,14 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return request.with_choice(key, _whole(key, value, 1, 2**31))
     if key == "zero":
         return request.with_choice(key, _whole(key, value, 0, 3))
-    if key == "sp":
-        return request.with_choice(key, _one_of(key, value, ("on", "off", "true", "false")) in ("on", "true"))
+    if key in _SWITCHES:
+        return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
+    if key == "lora":
+        changed = replace(request, lora=None if value == "none" else value)
+        assert changed.trained
+        return changed
+    if key == "shares":
+        return _reshare(request, value)
     if key == "recompute":
         return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
     if key in _CHOICES:
@@ -93,6 +111,35 @@ def _resize(request: Request, key: str) -> Request:
             fix="State the run with --tp, --pp, ... instead of --plan",
         )
     return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
+
+
+def _spelled(keys: Sequence[str]) -> list[str]:
+    """Return the keys as flags spell them, each once."""
+    names = {name: flag for flag, name in _FLAG_NAMES.items()}
+    return list(dict.fromkeys(names.get(key, key).replace("_", "-") for key in keys))
+
+
+def _reshare(request: Request, value: str) -> Request:
+    """Return the request with other samples per group of its plan file, written 24:8."""
+    if request.plan is None:
+        raise SpecError(
+            "shares without a plan file",
+            key="--change shares",
+            value=value,
+            rule="Only a plan file has groups; flags split the work evenly",
+            fix="Give --plan",
+        )
+    shares = [_whole("shares", text.strip(), 1, 2**31) for text in value.split(":")]
+    plan = request.plan
+    if len(shares) != len(plan.groups) or sum(shares) != plan.global_batch:
+        raise SpecError(
+            f"{value} does not split {plan.global_batch} samples over {len(plan.groups)} groups",
+            key="--change shares",
+            value=value,
+            rule="shares has one number per group and sums to the global batch",
+        )
+    groups = tuple(replace(group, share=n) for group, n in zip(plan.groups, shares, strict=True))
+    return replace(request, plan=replace(plan, groups=groups))
 
 
 def _whole(key: str, value: str, low: int, high: int) -> int:

@@ -83,7 +83,7 @@ def _interval(prediction: Prediction) -> str:
 
 
 def _rates(request: Request, prediction: Prediction) -> dict[str, str]:
-    plan, model = prediction.plan, request.model
+    plan, model = prediction.plan, request.trained
     full = model.flops_per_token(plan.seq_len, False)
     causal = model.flops_per_token(plan.seq_len, True)
     peaks: dict[str, int] = {}

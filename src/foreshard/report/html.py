@@ -14,9 +14,9 @@ from importlib.resources import files
 from typing import Any
 
 from foreshard.report import quantity
-from foreshard.report.advice import Fit, verdict
 from foreshard.report.change import Effect
 from foreshard.report.explain import explanations
+from foreshard.report.fit import Fit, verdict
 from foreshard.report.plain import render
 from foreshard.report.request import Request
 from foreshard.report.summary import PART_NAMES, boxes, plan_line, prediction_screen, speed_line

@@ -6,6 +6,7 @@ and reports all start from one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import COMM_OPTIONS, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 
@@ -33,7 +34,20 @@ OPTIONS = (
     "precision",
     "optimizer",
     "framework",
+    *COMM_OPTIONS,
 )
+_FLAGS = {"seq_len": "--seq", "precision": "--dtype"}
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a degree or option.
+
+    Examples
+    --------
+    >>> flag_of("seq_len"), flag_of("micro_batch")
+    ('--seq', '--micro-batch')
+    """
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +55,16 @@ class Request:
     """A run to predict: model, cluster, and how it is trained.
 
     `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
-    what is not in it takes the default. With `plan`, `choices` is empty.
+    what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
+    RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen.
     """
 
     model: Model
     cluster: Cluster
     choices: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
+    plan_file: str | None = None
+    lora: str | None = None
     engine: str = "graph"
     costs: str = "formula"
     fidelity: str = "zero-shot"
@@ -60,8 +77,8 @@ class Request:
         stated = sorted(name for name, value in self.choices.items() if value is not None)
         if self.plan is not None and stated:
             raise SpecError(
-                f"a plan and {', '.join(stated)} together",
-                key=stated[0],
+                f"a plan and {', '.join(map(flag_of, stated))} together",
+                key=flag_of(stated[0]),
                 value=self.choices[stated[0]],
                 rule="A plan file states degrees and options itself",
                 fix="Leave out the plan or the degrees and options",
@@ -73,6 +90,11 @@ class Request:
                 key=unknown[0],
                 rule=f"Options are {', '.join((*DEGREES, *OPTIONS))}",
             )
+
+    @property
+    def trained(self) -> Model:
+        """The model as it is trained: with its adapters, if any."""
+        return self.model if self.lora is None else _with_adapters(self.model, self.lora)
 
     def to_plan(self) -> Plan:
         """Return the plan the request means: the plan file's, or the one its degrees and options spell.
@@ -87,12 +109,22 @@ class Request:
         from foreshard.spec.layout import plan_from_degrees
 
         choices = {name: value for name, value in self.choices.items() if value is not None}
+        comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
         choices.setdefault("seq_len", self.model.max_seq_len)
         if "zero" not in choices and "framework" in choices:
             from foreshard.catalog.frameworks import load_framework
 
             choices["zero"] = load_framework(choices["framework"]).default_zero
-        return plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
+        if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
+            raise SpecError(
+                f"vpp {choices['vpp']} without a pipeline",
+                key="--vpp",
+                value=choices["vpp"],
+                rule="virtual stages divide the stages of a pipeline",
+                fix="Add --pp, or leave out --vpp",
+            )
+        made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
+        return replace(made, comm=comm) if comm else made
 
     def with_choice(self, name: str, value: Any) -> Request:
         """Return the request with one degree or option set, in the flags or in every group of the plan."""
@@ -105,17 +137,33 @@ class Request:
         from foreshard.predict import predict
 
         asked = {**self._asked(), "engine": engine or self.engine}
-        made: Prediction = predict(self.model, self.cluster, self.to_plan(), timeline=False, **asked)
-        return made
+        plan = self._checked_plan()
+        made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
+        return self._with_assumptions(made)
 
     def predict_timeline(self) -> tuple[Prediction, Timeline | None]:
         """Return the prediction and when each task of its step runs, None from an engine without tasks."""
         from foreshard.predict import predict_timeline
 
-        made: tuple[Prediction, Timeline | None] = predict_timeline(
-            self.model, self.cluster, self.to_plan(), **self._asked()
+        made: Prediction
+        made, timeline = predict_timeline(
+            self.trained, self.cluster, self._checked_plan(), **self._asked()
         )
-        return made
+        return self._with_assumptions(made), timeline
+
+    def _checked_plan(self) -> Plan:
+        """Return the plan; what is wrong in a plan file names that file."""
+        plan = self.to_plan()
+        if self.plan_file is not None:
+            from foreshard.spec.checks import check_plan
+
+            check_plan(plan, self.trained, self.cluster, file=self.plan_file)
+        return plan
+
+    def _with_assumptions(self, made: Prediction) -> Prediction:
+        from foreshard.report.unstated import unstated
+
+        return replace(made, assumptions=(*made.assumptions, *unstated(self, made.plan)))
 
     def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Return the parts of the peak memory of each stage of each group, bytes."""
@@ -125,7 +173,7 @@ class Request:
 
         plan = self.to_plan()
         case = Case(
-            model=self.model, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+            model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
         )
         _, parts = plan_memory(case)
         columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
@@ -149,8 +197,33 @@ class Request:
         }
 
 
+def _with_adapters(model: Model, text: str) -> Model:
+    """Return the model with the adapters that RANK[:TARGET(+TARGET)*] describes."""
+    from foreshard.spec.model import LORA_TARGETS, lora
+
+    rank, colon, names = text.partition(":")
+    targets = re.split(r"[+,]", names) if colon else ["q", "k", "v", "o"]
+    wrong = [name for name in targets if name not in LORA_TARGETS]
+    if wrong or not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 65536):
+        raise SpecError(
+            f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank",
+            key="--lora",
+            value=text[:80],
+            rule=f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'",
+            fix="Write it like 16 or 16:q+v",
+        )
+    try:
+        return lora(model, int(rank), tuple(dict.fromkeys(targets)))
+    except SpecError as error:
+        raise SpecError(
+            error.what, key="--lora", value=text[:80], rule=error.rule, fix=error.fix or "Leave out --lora"
+        ) from None
+
+
 def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
+    if name in COMM_OPTIONS:
+        return replace(plan, comm={**plan.comm, name: value})
     if name in ("precision", "optimizer", "framework", "seq_len"):
         return replace(plan, **{name: value})
     if name == "micro_batch":  # as the flag: samples per data-parallel rank

@@ -58,13 +58,15 @@ def test_plan_file_and_flags_say_the_same(shell, tmp_path):
     by_flags = shell(*RUN, "--json").json
     (tmp_path / "plan.json").write_text(json.dumps(by_flags["plan"]))
     by_file = shell("predict", "llama3-8b", "2x8xh100-sxm", "--plan", tmp_path / "plan.json", "--json").json
+    said = by_flags.pop("assumptions"), by_file.pop("assumptions")
     assert by_file == by_flags
+    assert any("--seq" in text for text in said[0]) and not any("not stated" in text for text in said[1])
 
 
 def test_a_plan_together_with_degrees_is_refused(shell, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(shell(*RUN, "--json").json["plan"]))
     answer = shell(*RUN, "--plan", tmp_path / "plan.json", "--json")
-    assert answer.code == 2 and answer.json["error"]["key"] in ("tp", "pp")
+    assert answer.code == 2 and answer.json["error"]["key"] in ("--tp", "--pp")
 
 
 def test_what_does_not_fit_prints_its_object_and_exits_3(shell):

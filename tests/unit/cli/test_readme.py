@@ -18,12 +18,14 @@ def place(tmp_path, monkeypatch, answered):
     """A folder with the files the README speaks of."""
     import json
 
+    from foreshard.spec.layout import layer_spans
+
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "config.json").write_bytes((ROOT / "examples/llama3-70b.json").read_bytes())
     (tmp_path / "cluster.toml").write_bytes((ROOT / "examples/two-sites.toml").read_bytes())
     plan = answered[1].plan.to_dict()
-    for stage in plan["groups"][0]["stages"]:
-        stage["layers"] = [[20 * stage["ranks"][0] // 4, 20 * stage["ranks"][0] // 4 + 20]]
+    for stage, spans in zip(plan["groups"][0]["stages"], layer_spans(80, 4, 1), strict=True):
+        stage["layers"] = spans
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     monkeypatch.chdir(tmp_path)
     return tmp_path

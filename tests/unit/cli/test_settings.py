@@ -38,7 +38,8 @@ def test_a_verbs_table_holds_for_that_verb(shell, config):
         ("[predit]\ntp = 2", "predit"),
         ("tp = [2]", "tp"),
         ("tp = ", None),
-        ("tp = -1", "--tp"),
+        ("tp = -1", "tp"),
+        ('recompute = "some"', "recompute"),
     ],
 )
 def test_mistakes_in_the_config_are_named(shell, tmp_path, text, key):
@@ -52,6 +53,18 @@ def test_mistakes_in_the_config_are_named(shell, tmp_path, text, key):
 def test_a_bad_environment_variable_is_named(shell, monkeypatch):
     monkeypatch.setenv("FORESHARD_TP", "many")
     answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json")
-    assert (
-        answer.code == 2 and answer.json["error"]["key"] == "--tp" and answer.json["error"]["value"] == "many"
-    )
+    error = answer.json["error"]
+    assert answer.code == 2 and error["key"] == "FORESHARD_TP" and error["value"] == "many"
+    monkeypatch.setenv("FORESHARD_TP", "2")
+    monkeypatch.setenv("FORESHARD_RECOMPUTE", "some")
+    answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "FORESHARD_RECOMPUTE"
+
+
+def test_a_variable_no_verb_reads_is_refused(shell, monkeypatch):
+    monkeypatch.setenv("FORESHARD_TPP", "2")
+    error = shell("devices", "--json").json["error"]
+    assert error["key"] == "FORESHARD_TPP" and "FORESHARD_TP" in error["fix"]
+    monkeypatch.delenv("FORESHARD_TPP")
+    monkeypatch.setenv("FORESHARD_TP", "2")
+    assert shell("devices", "--json").code == 0, "a variable of another verb is no mistake"
