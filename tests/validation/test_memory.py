@@ -79,7 +79,7 @@ def test_every_other_source(table):
 
 
 def test_megatron_bridge():
-    """Moonlight 1.7 to 3.7 %; 70B in 8 bit 8 to 12 %, where the recompute of the MLP frees less than saved."""
+    """Moonlight 1.7 to 3.7 %; 70B in 8 bit 8 to 12 %: recomputing the MLP frees less than predicted."""
     assert median(errors("megatronbridge_memory")) <= 0.07
     assert max(errors("megatronbridge_memory")) <= 0.13
 

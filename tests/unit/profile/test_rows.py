@@ -304,3 +304,15 @@ def test_bigscience_before_the_bf16_optimizer(row):
 def test_megatron_reduces_in_the_dtype_of_its_buffer():
     facts = stated(load_framework("megatron-core"), {"in_optimizer_dtypes": "--grad-reduce-in-bf16"})
     assert (facts.grad_bytes, facts.grad_reduce_bytes) == (2, 2)
+
+
+def test_selective_recompute_of_fms_fsdp_is_every_block(row):
+    case = row(framework="PyTorch FSDP + torch.compile (fms-fsdp)", act_recompute="selective")
+    assert case.plan.groups[0].stages[0].recompute == "full"
+    assert any("fms-fsdp" in line for line in case.assumptions)
+
+
+def test_model_code_without_liger_has_its_own_profile(row):
+    stas = row(id="stas_h200_b200-0099", framework="DeepSpeed", notes="base (no Liger); peak 99 GiB")
+    assert stas.framework.memory == "deepspeed-eager"
+    assert row(id="stas_h200_b200-0099", framework="DeepSpeed", notes="").framework.memory == "deepspeed"
