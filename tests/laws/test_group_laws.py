@@ -8,7 +8,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foreshard import api
@@ -154,7 +154,11 @@ def test_the_order_of_groups_does_not_matter(engine, run, random):
 @settings(max_examples=60, deadline=None)
 @given(mixed_runs())
 def test_the_engines_stay_close(run):
-    """Closed forms and lined-up tasks answer the same question: they differ by what overlaps and fills."""
+    """Closed forms and lined-up tasks answer the same question: they differ by what overlaps and fills.
+
+    Fully sharded stages are left out: only the graph engine gathers the tables of embedding and head.
+    """
+    assume(all(stage.zero < 3 for group in run[2].groups for stage in group.stages))
     analytical, graph = (predicted(engine, *run) for engine in ENGINES)
     assert analytical.memory == graph.memory
-    assert 0.4 < analytical.step_time_s / graph.step_time_s < 2.5
+    assert 0.4 < analytical.step_time_s / graph.step_time_s < 1.6

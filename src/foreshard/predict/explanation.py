@@ -130,7 +130,7 @@ def _step(found: Figures, parts: Mapping[str, float], engine: str, measured: boo
         "passage of the others"
     )  # fmt: skip
     return (
-        f"{count} micro-batches x {lasting(steady / count)} on the critical rank"
+        f"{_many(count, 'micro-batch')} x {lasting(steady / count)} on the critical rank"
         f" + bubble {lasting(parts['bubble'])} + data-parallel traffic {lasting(parts['data_comm'])}"
         f" + optimizer {lasting(parts['optimizer'])} + stragglers {lasting(parts['straggler'])}: {how}"
         + (", scaled to the measured step" if measured else "")
@@ -142,10 +142,10 @@ def _computing(found: Figures, case: Case, parts: Mapping[str, float]) -> dict[s
     count, stage = found.group.num_micro_batches, found.stage
     each = {name: lasting(parts[name] / count) for name in ("compute", "recompute", "host")}
     return {
-        "compute": f"{count} micro-batches x {each['compute']}: matrix products, attention and memory-bound "
-        f"kernels of forward and backward, {found.num_layers:g} layers on {found.tokens:g} tokens a rank "
-        f"and tp {stage.tp}, in {case.plan.precision} ({_KERNELS}; factors of a step over kernels alone: "
-        f"{_CONSTANTS})",
+        "compute": f"{_many(count, 'micro-batch')} x {each['compute']}: matrix products, attention and "
+        "memory-bound kernels of forward and backward, "
+        f"{found.num_layers:g} layers on {found.tokens:g} tokens a rank and tp {stage.tp}, in "
+        f"{case.plan.precision} ({_KERNELS}; factors of a step over kernels alone: {_CONSTANTS})",
         "recompute": f"{count} x {each['recompute']}: kernels and collectives' inputs that rule "
         f"{stage.recompute} runs again in the backward",
         "host": f"{count} x {each['host']}: how much longer host and device take together than the device "
@@ -172,8 +172,8 @@ def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]
         "expert_comm": f"{count} x {each['expert_comm']} exposed: {size(found.routed_bytes)} of routed "
         f"tokens a rank and layer, there and back over {stage.ep} ranks, forward and backward; overlap "
         f"{_on(found, 'expert_overlap')}",
-        "pipeline_comm": f"{count} micro-batches x {hops} messages of {size(found.message_bytes)} {where}: "
-        f"{lasting(parts['pipeline_comm'] / count)} of each "
+        "pipeline_comm": f"{_many(count, 'micro-batch')} x {hops} messages of "
+        f"{size(found.message_bytes)} {where}: {lasting(parts['pipeline_comm'] / count)} of each "
         f"micro-batch waits for them; overlap {_on(found, 'p2p_overlap')}",
     }
 
@@ -219,19 +219,24 @@ def rate_explanations(
     watts : float or None
         Their power limits together.
     """
-    many = len(case.plan.ranks)
+    many = _many(len(case.plan.ranks), "device")
     power = "null: no power limit is known for every device"
     if watts is not None:
         power = (
-            f"{watts:.4g} W of {many} devices x ({lasting(busy_s)} computing + {WAITING_POWER:g} x "
+            f"{watts:.4g} W of {many} x ({lasting(busy_s)} computing + {WAITING_POWER:g} x "
             f"{lasting(step_s - busy_s)} waiting); hosts, switches and cooling are not counted"
         )
     return {
         "mfu": f"{flops:.4g} model FLOPs of a step (full attention) / ({lasting(step_s)} x {peak:.4g} "
-        f"FLOP/s, the dense {case.plan.precision} peak of {many} devices)",
+        f"FLOP/s, the dense {case.plan.precision} peak of {many})",
         "hfu": f"as mfu, with {again:.4g} FLOPs that recomputation runs again",
         "energy_j_per_step": power,
     }
+
+
+def _many(count: int, noun: str) -> str:
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def _on(found: Figures, name: str) -> str:

@@ -14,7 +14,7 @@ from foreshard.catalog.kernels import kernel_evidence
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical import StepTimes, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
 from foreshard.predict.explanation import explanations
@@ -143,13 +143,24 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
 def _times(case: Case, batch: Batch, engine: str, timeline: bool) -> tuple[dict[str, float], Timeline | None]:
     """Return the parts of the step from one engine."""
     if engine == "analytical":
-        step = step_times(batch)
-        longest = int(step.total.argmax())
-        return {name: float(step.parts[name][longest]) for name in TIME_PARTS}, None
+        return _longest(step_times(batch)), None
     _check_size(case.plan)
     from foreshard.predict.graph import graph_times
 
     return graph_times(case, batch, timeline=timeline)
+
+
+def _longest(step: StepTimes) -> dict[str, float]:
+    """Return the parts of the group the others wait for.
+
+    Gradients join all groups, so every optimizer starts after the slowest group; the slowest of them ends
+    the step.
+    """
+    last = step.parts["optimizer"]
+    slowest = int((step.total - last).argmax())
+    parts = {name: float(step.parts[name][slowest]) for name in TIME_PARTS}
+    parts["bubble"] += float(last.max() - last[slowest])
+    return parts
 
 
 def _check_size(plan: Plan) -> None:

@@ -302,3 +302,21 @@ def test_states_of_experts_are_cut_inside_a_group_only():
     whole = Group(share=8, stages=(stage(range(8), ((0, last),), zero=1, ep=2),), micro_batch=8)
     rank = build_batch([case(plan(whole), model=model)], TrainingConstants()).machine.rank
     assert shards_of(expert_replicas(rank), rank).tolist() == [[4.0]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_optimizer_of_a_fast_group_starts_after_the_gradients_of_the_slow_one(engine):
+    """A group that ends early but updates on its host ends the step: it waits for all gradients."""
+    slow = Group(share=32, stages=(stage((0, 1, 2, 3), tp=4),))
+    times = [
+        seconds(plan(slow, Group(share=1, stages=(stage((4,), offload=offload),))), engine=engine)
+        for offload in ("none", "optimizer")
+    ]
+    alone = [
+        predict(
+            MODEL, HOMOGENEOUS, plan(Group(share=1, stages=(stage((4,), offload=offload),))), engine=engine
+        )
+        for offload in ("none", "optimizer")
+    ]
+    later = alone[1].time_breakdown_s["optimizer"] - alone[0].time_breakdown_s["optimizer"]
+    assert times[1] - times[0] > 0.8 * later > 0.0
