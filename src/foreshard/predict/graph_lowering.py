@@ -188,7 +188,7 @@ class _GroupLowering:
             for c in range(self.prices.num_chunks):
                 if self.sharded[s]:
                     cuts += self._sharded_cuts(shape, s, c)
-                elif self.prices.machines[s].rank.dp * self.prices.machines[s].rank.cp > 1:
+                else:
                     cuts += self._bucket_cuts(shape, s, c)
         return cuts
 

@@ -320,3 +320,12 @@ def test_the_optimizer_of_a_fast_group_starts_after_the_gradients_of_the_slow_on
     ]
     later = alone[1].time_breakdown_s["optimizer"] - alone[0].time_breakdown_s["optimizer"]
     assert times[1] - times[0] > 0.8 * later > 0.0
+
+
+@pytest.mark.parametrize("framework", ["megatron-bridge@26.06", "megatron-core"])
+def test_experts_have_replicas_even_where_dense_weights_have_none(framework):
+    """With dp 1 and tp 8, eight ranks hold the same experts: their gradients meet in overlapped buckets."""
+    model, cluster = api.load_model("mixtral-8x7b"), api.load_cluster("1x8xh100-sxm")
+    for micro_batches in (1, 2):
+        got = api.predict(model, cluster, tp=8, seq_len=1024, global_batch=micro_batches, framework=framework)
+        assert got.time_breakdown_s["data_comm"] > 0.0
