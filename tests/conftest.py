@@ -93,6 +93,7 @@ def fake_predict(
         ),
         energy_j_per_step=700.0 * devices * step,
         goodput=None,
+        run_time_s=None if tokens is None else tokens * step / plan.tokens,
         bottleneck="compute",
         plan=plan,
         model=model.name,

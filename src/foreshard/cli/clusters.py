@@ -71,7 +71,7 @@ def _list(rows: list[dict[str, Any]]) -> Screen:
     ]  # fmt: skip
     columns = ("instance", ">devices", "device", ">NIC Gb/s", ">per hour", "price of")
     title = f"{len(rows)} instances; 4xNAME is four of them, 8x8xh100-sxm any nodes of devices."
-    return Screen(tables=(table(title, columns, lines),))
+    return Screen(tables=(table(title, columns, lines, spare=("price of", ">NIC Gb/s")),))
 
 
 def _detail(cluster: Cluster) -> Screen:
@@ -103,7 +103,8 @@ def _detail(cluster: Cluster) -> Screen:
         f"{cluster.num_devices} devices in {cluster.num_nodes} nodes, {cluster.network.kind} network{price}"
     )
     assumed = table("Assumptions", (">#", "assumed"), list(enumerate(cluster.assumptions, start=1)))
-    tables = (table("", columns, rows), *((assumed,) if cluster.assumptions else ()))
+    spare = ("price of", ">latency", ">link domain")
+    tables = (table("", columns, rows, spare=spare), *((assumed,) if cluster.assumptions else ()))
     return Screen(header=(cluster.name, line), tables=tables)
 
 

@@ -45,10 +45,18 @@ def _screen(predictions: tuple[Prediction, ...]) -> Screen:
         if any(one.time_breakdown_s[part] for one in predictions)
     ]
     columns = ("", *(f">{name}" for name in names))
+    parts = [_folded(row) for row in parts]
+    headline = [_folded(row) for row in headline]
     return Screen(
         header=(f"{first.model} on {first.cluster}", plan_line(first.plan)),
         tables=(table("", columns, headline), table("Where the time goes", columns, parts)),
     )
+
+
+def _folded(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the row with every value that repeats the first written as `equal`."""
+    name, first, *others = row
+    return name, first, *("equal" if value == first else value for value in others)
 
 
 command = configurable(answering(describing_a_run(command, with_engine=False)))

@@ -55,13 +55,14 @@ def _list(found: list[Device]) -> Screen:
             _tera(one.peak_flops_per_s.get("fp8")),
             one.link or None,
             f"{one.tdp_w:g}" if one.tdp_w else None,
-            "" if one.verified else "unverified",
+            "" if one.verified else "unchecked",
         )
         for one in found
     ]
     columns = ("device", "arch", ">year", ">GiB", ">TB/s", ">16-bit", ">fp8", "link", ">W", "")
     title = f"{len(found)} devices; dense peaks in TFLOP/s. 'foreshard devices NAME' shows one."
-    return Screen(tables=(table(title, columns, rows),))
+    spare = ("link", ">W", ">year", "", ">fp8")
+    return Screen(tables=(table(title, columns, rows, spare=spare),))
 
 
 def _detail(device: Device) -> Screen:

@@ -62,7 +62,7 @@ def _list(found: list[Model]) -> Screen:
     ]
     columns = ("model", ">params", ">active", ">layers", ">hidden", ">seq", "kind")
     title = f"{len(found)} models; any HF config.json works as well. 'foreshard models NAME' shows one."
-    return Screen(tables=(table(title, columns, rows),))
+    return Screen(tables=(table(title, columns, rows, spare=("kind", ">hidden")),))
 
 
 def _detail(model: Model) -> Screen:

@@ -140,9 +140,7 @@ def _run_options() -> list[click.Option]:
             help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N",
         ),
         click.Option(["--offload"], type=Word(*OFFLOADS), help="to host memory"),
-        click.Option(
-            ["--schedule"], type=Word(*MODELLED_SCHEDULES), help="of the pipeline (default 1f1b)"
-        ),
+        click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="of the pipeline (default 1f1b)"),
         click.Option(
             ["--dtype", "precision"], type=Word(*PRECISIONS), help="of the matrix products (default bf16)"
         ),
@@ -154,7 +152,9 @@ def _run_options() -> list[click.Option]:
         ),
         *(_comm_option(name) for name in COMM_OPTIONS),
         click.Option(
-            ["--lora"], metavar="RANK[:TARGETS]", help="train adapters only, as 16 or 16:q+v (default q+k+v+o)"
+            ["--lora"],
+            metavar="RANK[:TARGETS]",
+            help="train adapters only, as 16 or 16:q+v (default q+k+v+o)",
         ),
     ]
 

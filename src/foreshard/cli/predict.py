@@ -13,8 +13,8 @@ from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.report.fit import Fit
     from foreshard.report.change import Effect
+    from foreshard.report.fit import Fit
     from foreshard.report.request import Request
     from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
@@ -36,7 +36,7 @@ def command(
     \b
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --pp 2 --global-batch 512
     foreshard predict config.json cluster.toml --plan plan.json --report report.html
-    """
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     request = to_request(values)
     timeline = None
     if trace or report:
@@ -44,14 +44,14 @@ def command(
     else:
         prediction = request.predict()
     fits = prediction.memory.fits
-    advice = _advice(request, prediction) if fits and (report or not wants_json()) else ()
+    advice = _advice(request, prediction) if fits and (report or not wants_json()) else None
     fit = None if fits else _nearest(request, prediction)
     if trace:
         _write_trace(trace, prediction, timeline)
     if report:
-        _write_report(report, request, prediction, timeline, advice, fit)
+        _write_report(report, request, prediction, timeline, advice or (), fit)
     explained = _explained(request, prediction) if explain else None
-    give(_object(prediction, fit, explained), lambda: _screen(prediction, advice, explained))
+    give(_object(prediction, fit, explained), lambda: _screen(request, prediction, advice, explained))
     if fit is not None:
         say(f"foreshard: {_verdict(prediction, fit)}")
         ctx.exit(NOTHING_FITS)
@@ -81,10 +81,16 @@ def _explained(request: Request, prediction: Prediction) -> dict[str, str]:
     return explanations(request, prediction)
 
 
-def _screen(prediction: Prediction, advice: tuple[Effect, ...], explained: dict[str, str] | None) -> Screen:
+def _screen(
+    request: Request,
+    prediction: Prediction,
+    advice: tuple[Effect, ...] | None,
+    explained: dict[str, str] | None,
+) -> Screen:
+    from foreshard.report.shares import group_times
     from foreshard.report.summary import prediction_screen
 
-    return prediction_screen(prediction, advice, explained)
+    return prediction_screen(prediction, advice, explained, group_times(request, prediction.plan))
 
 
 def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] | None) -> dict[str, Any]:

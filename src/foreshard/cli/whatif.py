@@ -72,8 +72,14 @@ def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
     columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
-        tables=(table("", columns, [start, *map(_row, effects)]),),
+        tables=(table("", columns, [start, *map(_row, effects)], spare=(">per 1B tokens", ">peak GiB")),),
+        notes=("No change gives more tokens per second.",) if not any(map(_wins, effects)) else (),
     )
+
+
+def _wins(effect: Effect) -> bool:
+    fits = effect.prediction is not None and effect.prediction.memory.fits
+    return fits and effect.gain is not None and effect.gain > 0
 
 
 command = configurable(answering(describing_a_run(command)))

@@ -93,7 +93,9 @@ class _Trial:
         self.tried.add(change)
         if not made.memory.fits:
             return None
-        return Effect(change=change, prediction=made, gain=made.tokens_per_s / self.reference.tokens_per_s - 1)
+        return Effect(
+            change=change, prediction=made, gain=made.tokens_per_s / self.reference.tokens_per_s - 1
+        )
 
 
 def _tiers(request: Request, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:
@@ -172,7 +174,7 @@ def _joined(changes: list[str]) -> Iterator[str]:
 
 
 def _other_training(plan: Plan, strong: list[str]) -> Iterator[str]:
-    """Yield what trains otherwise: 8-bit moments, then sequences halved until they fit, alone and with savers."""
+    """Yield what trains otherwise: 8-bit moments, then halved sequences, alone and with savers."""
     together = f",{','.join(strong)}" if strong else ""
     if plan.optimizer == "adamw":
         yield "optimizer=adamw-8bit"
@@ -208,7 +210,9 @@ def _binding(request: Request, memory: Memory) -> str:
     part = max(memory.breakdown_bytes, key=lambda name: memory.breakdown_bytes[name])
     text = f"{_PART_WORDS[part]} take {quantity.gib(memory.breakdown_bytes[part])} GiB"
     if part == "activations" and request.plan is None and request.choices.get("seq_len") is None:
-        text += f" at sequence {request.model.max_seq_len}, which was not stated and is that of the model (--seq)"
+        text += (
+            f" at sequence {request.model.max_seq_len}, which was not stated and is that of the model (--seq)"
+        )
     return text
 
 

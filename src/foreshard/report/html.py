@@ -10,6 +10,7 @@ import html
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -19,7 +20,16 @@ from foreshard.report.explain import explanations
 from foreshard.report.fit import Fit, verdict
 from foreshard.report.plain import render
 from foreshard.report.request import Request
-from foreshard.report.summary import PART_NAMES, boxes, plan_line, prediction_screen, speed_line
+from foreshard.report.screen import spans
+from foreshard.report.shares import group_times, uneven
+from foreshard.report.summary import (
+    PART_NAMES,
+    boxes,
+    groups_table,
+    plan_line,
+    prediction_screen,
+    speed_line,
+)
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 from foreshard.spec.timeline import Event, Timeline
@@ -72,8 +82,10 @@ def page_data(
         The nearest change that fits; for one that does not.
     """
     explained = explanations(request, prediction)
+    groups = group_times(request, prediction.plan)
+    screen = prediction_screen(prediction, None if fit else advice, explained, groups)
     return {
-        "text": render(prediction_screen(prediction, advice, explained)),
+        "text": render(screen),
         "title": prediction.model,
         "cluster": prediction.cluster,
         "planLine": plan_line(prediction.plan),
@@ -87,6 +99,7 @@ def page_data(
         "memoryParts": list(MEMORY_PARTS),
         "stages": _stages(request, prediction),
         "groups": _folded(prediction.plan),
+        "groupTimes": asdict(groups_table(groups)) if uneven(groups) else None,
         "timeline": _drawn(timeline) if timeline else None,
         "advice": [_advice(one) for one in advice],
         "verdict": verdict(prediction, fit) if fit else None,
@@ -124,17 +137,6 @@ def _stages(request: Request, prediction: Prediction) -> list[dict[str, Any]]:
                 seen.add(key)
                 rows.append({"group": g, **row})
     return rows
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Return whole numbers as ranges: 0-3, 8, 10-11."""
-    out: list[list[int]] = []
-    for number in numbers:
-        if out and number == out[-1][1] + 1:
-            out[-1][1] = number
-        else:
-            out.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in out)
 
 
 def _folded(plan: Plan) -> list[dict[str, Any]]:

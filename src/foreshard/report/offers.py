@@ -53,7 +53,10 @@ _NEMO = Offers(
 )  # fmt: skip
 # arXiv 2104.04473, 2205.05198: no sharded optimizer, no overlap switches.
 _EARLY_MEGATRON = Offers(
-    zero=(0,), schedules=("gpipe", "1f1b", "interleaved"), degrees=("tp", "pp", "vpp"), recompute=_MEGATRON_RULES
+    zero=(0,),
+    schedules=("gpipe", "1f1b", "interleaved"),
+    degrees=("tp", "pp", "vpp"),
+    recompute=_MEGATRON_RULES,
 )
 _FSDP1 = Offers(zero=(2, 3), overlaps=("param_gather_overlap",))  # SHARD_GRAD_OP and FULL_SHARD
 _OFFERS = {
@@ -72,13 +75,20 @@ _OFFERS = {
     "fms-fsdp": Offers(zero=(2, 3), recompute=("none", "full", "every")),
     # torchtitan job_config.py: reshard_after_forward (2 or 3), async tensor parallelism, float8 linear.
     "torchtitan": Offers(
-        zero=(2, 3), schedules=("gpipe", "1f1b", "interleaved"), overlaps=("tp_overlap", "context_gather"),
-        degrees=_ALL, recompute=("none", "selective", "every", "full"), low_precision=True,
+        zero=(2, 3),
+        schedules=("gpipe", "1f1b", "interleaved"),
+        overlaps=("tp_overlap", "context_gather"),
+        degrees=_ALL,
+        recompute=("none", "selective", "every", "full"),
+        low_precision=True,
         shards_pipelines=True,
-    ),  # fmt: skip
+    ),
     "ddp": Offers(zero=(0, 1)),
     "internevo": Offers(
-        zero=(0, 1), schedules=("1f1b", "interleaved"), overlaps=("grad_overlap",), degrees=("tp", "pp", "cp", "vpp")
+        zero=(0, 1),
+        schedules=("1f1b", "interleaved"),
+        overlaps=("grad_overlap",),
+        degrees=("tp", "pp", "cp", "vpp"),
     ),
     "nanotron": Offers(zero=(0, 1), schedules=("gpipe", "1f1b"), degrees=("tp", "pp", "cp", "ep")),
     "colossalai": Offers(zero=(0, 1, 2, 3), overlaps=("grad_overlap",), degrees=("tp", "pp", "cp", "ep")),

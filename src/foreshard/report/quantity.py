@@ -25,6 +25,8 @@ def seconds(value: float | None) -> str:
     """Return a duration with its unit."""
     if value is None:
         return UNKNOWN
+    if value >= 2 * 86400:
+        return f"{digits(value / 86400)} days"
     if value >= 3600:
         return f"{digits(value / 3600)} h"
     rounded = abs(float(f"{value:.3g}"))

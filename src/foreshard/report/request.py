@@ -146,9 +146,7 @@ class Request:
         from foreshard.predict import predict_timeline
 
         made: Prediction
-        made, timeline = predict_timeline(
-            self.trained, self.cluster, self._checked_plan(), **self._asked()
-        )
+        made, timeline = predict_timeline(self.trained, self.cluster, self._checked_plan(), **self._asked())
         return self._with_assumptions(made), timeline
 
     def _checked_plan(self) -> Plan:

@@ -23,7 +23,8 @@ class Box:
 class Table:
     """Rows of text under column names; columns starting with `>` are numbers, set right.
 
-    `bars` gives each row a length in [0, 1] that a terminal may draw; text ignores it.
+    `bars` gives each row a length in [0, 1] that a terminal may draw; text ignores it. `spare` names the
+    columns, the least needed first, that a terminal too narrow for all of them leaves out.
     """
 
     title: str
@@ -31,6 +32,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     total: tuple[str, ...] | None = None
     bars: tuple[float, ...] | None = None
+    spare: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,20 @@ class Screen:
     footer: tuple[str, ...] = ()
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, spare: Sequence[str] = ()
+) -> Table:
     """Return a Table of anything that prints; None becomes a dash."""
     cells = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)
-    return Table(title=title, columns=tuple(columns), rows=cells)
+    return Table(title=title, columns=tuple(columns), rows=cells, spare=tuple(spare))
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return whole numbers as ranges: 0-3, 8, 10-11."""
+    out: list[list[int]] = []
+    for number in numbers:
+        if out and number == out[-1][1] + 1:
+            out[-1][1] = number
+        else:
+            out.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in out)

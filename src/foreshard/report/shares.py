@@ -42,7 +42,10 @@ def group_times(request: Request, plan: Plan) -> tuple[GroupTime, ...]:
             names[-1],
             group.share,
             group.micro_batch,
-            tuple((stage.layers, stage.tp, stage.cp, len(stage.ranks), stage.recompute) for stage in group.stages),
+            tuple(
+                (stage.layers, stage.tp, stage.cp, len(stage.ranks), stage.recompute)
+                for stage in group.stages
+            ),
         )
         if shape not in known:
             alone = replace(plan, groups=(group,), global_batch=group.share)
@@ -77,7 +80,7 @@ def better_shares(request: Request, plan: Plan) -> Iterator[str]:
 
 
 def _unit(plan: Plan) -> int:
-    """Return the micro-batch that whole micro-batches are counted in, 1 where groups differ or do not divide."""
+    """Return the micro-batch of all groups, 1 where they differ or do not divide the global batch."""
     sizes = {group.micro_batch for group in plan.groups}
     size = max(sizes)
     return size if len(sizes) == 1 and plan.global_batch % size == 0 else 1

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from foreshard.report import quantity
 from foreshard.report.change import Effect
-from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.report.screen import Box, Screen, Table, spans, table
+from foreshard.report.shares import GroupTime, uneven
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
 
@@ -29,6 +30,9 @@ PART_NAMES = {
     "comm_buffers": "comm buffers",
     "reserved": "context and allocator",
 }
+
+
+NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
 
 
 def plan_line(plan: Plan) -> str:
@@ -56,7 +60,7 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
     memory = prediction.memory
     price = prediction.cost.usd_per_1b_tokens
     dated = f"prices of {prediction.cost.price_date}" if prediction.cost.price_date else "price stated by you"
-    total = prediction.cost.usd_total
+    whole = "" if prediction.run_time_s is None else f", {run_line(prediction)}"
     return (
         Box(
             title="Step",
@@ -72,12 +76,35 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
         Box(
             title="Cost of 1B tokens",
             value="no price known" if price is None else quantity.usd(price),
-            note=(
-                "give --usd-per-device-hour"
-                if price is None
-                else dated + (f", whole run {quantity.usd(total)}" if total is not None else "")
-            ),
+            note=("give --usd-per-device-hour" if price is None else dated) + whole,
         ),
+    )
+
+
+def run_line(prediction: Prediction) -> str:
+    """Return how long the whole run takes at this speed, and its price where known."""
+    total = prediction.cost.usd_total
+    price = "" if total is None else f", {quantity.usd(total)}"
+    return f"whole run {quantity.seconds(prediction.run_time_s)}{price}"
+
+
+def groups_table(groups: Sequence[GroupTime]) -> Table:
+    """Return how long each group works on its share and waits for the slowest, equal groups once."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for one in groups:
+        step_s = one.work_s + one.wait_s
+        cells = (
+            one.devices,
+            str(one.share),
+            quantity.seconds(one.work_s),
+            quantity.seconds(one.wait_s),
+            quantity.percent(one.wait_s / step_s),
+        )
+        rows.setdefault(cells, []).append(one.group)
+    return Table(
+        title="Groups: work on their shares, and waiting for the slowest",
+        columns=("group", "devices", ">share", ">works", ">waits", ">idle"),
+        rows=tuple((spans(numbers), *cells) for cells, numbers in rows.items()),
     )
 
 
@@ -137,6 +164,7 @@ def speed_line(prediction: Prediction) -> str:
         (
             f"{quantity.count(prediction.tokens_per_s)} tokens/s",
             f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",
+            f"{quantity.digits(prediction.samples_per_s)} samples/s",
             f"MFU {quantity.percent(prediction.mfu)}",
             f"energy {quantity.joules(prediction.energy_j_per_step)} per step",
             f"bound by {PART_NAMES.get(prediction.bottleneck, prediction.bottleneck)}",
@@ -150,10 +178,10 @@ def worst_stage_line(prediction: Prediction) -> str:
     peaks = [peak for group in memory.per_stage_peak_bytes for peak in group]
     place = place_of(prediction.plan, memory.peak_rank)
     where = f"stage {place[1]}" + (f" of group {place[0]}" if len(prediction.plan.groups) > 1 else "")
-    return (
-        f"Fullest: rank {memory.peak_rank}, {where}; "
-        f"stages take {quantity.gib(min(peaks))} to {quantity.gib(max(peaks))} GiB"
-    )
+    low, high = quantity.gib(min(peaks)), quantity.gib(max(peaks))
+    each = f"{low} to {high}" if low != high else f"{high}"
+    others = f"; stages take {each} GiB" + (" each" if low == high else "")
+    return f"Fullest: rank {memory.peak_rank}, {where}" + (others if len(peaks) > 1 else "")
 
 
 def place_of(plan: Plan, rank: int) -> tuple[int, int]:
@@ -166,19 +194,26 @@ def place_of(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def prediction_screen(
-    prediction: Prediction, advice: Sequence[Effect] = (), explained: Mapping[str, str] | None = None
+    prediction: Prediction,
+    advice: Sequence[Effect] | None = None,
+    explained: Mapping[str, str] | None = None,
+    groups: Sequence[GroupTime] = (),
 ) -> Screen:
     """Return the first screen of a prediction.
 
     Parameters
     ----------
     prediction : Prediction
-    advice : sequence of Effect
-        What would help, best first; empty says nothing.
+    advice : sequence of Effect, optional
+        What would help, best first; empty says that nothing tried does.
     explained : mapping, optional
         Formula and source by the name of each number; shown with every assumption.
+    groups : sequence of GroupTime
+        Shown when some group waits.
     """
     tables = [time_table(prediction), memory_table(prediction.memory)]
+    if uneven(groups):
+        tables.append(groups_table(groups))
     if advice:
         tables.append(advice_table(advice))
     if explained is not None:
@@ -190,6 +225,8 @@ def prediction_screen(
         f"{len(prediction.assumptions)} assumptions" + ("" if explained is not None else " (--explain)"),
     ]
     notes = [speed_line(prediction), worst_stage_line(prediction)]
+    if advice is not None and not advice:
+        notes.append(NOTHING_HELPS)
     if prediction.fidelity == "calibrated" and prediction.assumptions:
         notes.append(f"Learned: {prediction.assumptions[0]}")
     return Screen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foreshard.report.screen import Box, Screen, Table
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 24
 _NARROW = 88
+_LONGEST_NAME = 30
+_GAP = 3  # between columns: a space of padding on both sides of the rule
 
 
 def show(screen: Screen, console: Console | None = None) -> None:
@@ -65,6 +68,7 @@ def _table(table: Table, width: int) -> Any:
     from rich.table import Table as Drawn
     from rich.text import Text
 
+    table, left_out = fitted(table, width)
     drawn = Drawn(
         title=Text(table.title, style="bold") if table.title else None,
         title_justify="left",
@@ -82,7 +86,11 @@ def _table(table: Table, width: int) -> Any:
             footer=table.total[i] if table.total else "",
             justify="right" if name.startswith(">") else "left",
             overflow="fold",
+            no_wrap=not is_prose(table, i),
         )
+    if left_out:
+        drawn.caption = Text(f"too narrow for {', '.join(left_out)}; widen, pipe or use --json", style="dim")
+        drawn.caption_justify = "left"
     with_bars = table.bars is not None and width >= _NARROW
     if with_bars:
         drawn.add_column("", no_wrap=True)
@@ -92,6 +100,43 @@ def _table(table: Table, width: int) -> Any:
             cells.append(Text(bar(table.bars[i]), style="cyan"))
         drawn.add_row(*cells)
     return drawn
+
+
+def is_prose(table: Table, column: int) -> bool:
+    """Return whether a column holds sentences, which may wrap; names and numbers may not."""
+    cells = [row[column] for row in table.rows]
+    return any(len(cell) > _LONGEST_NAME and " " in cell for cell in cells)
+
+
+def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
+    """Return the table without the spare columns that the width has no room for, and their names."""
+    left_out: list[str] = []
+    for name in table.spare:
+        if _least_width(table) <= width:
+            break
+        i = table.columns.index(name)
+        left_out.append(name.removeprefix(">"))
+        table = replace(
+            table,
+            columns=_without(table.columns, i),
+            rows=tuple(_without(row, i) for row in table.rows),
+            total=_without(table.total, i) if table.total else None,
+        )
+    return table, tuple(left_out)
+
+
+def _without(cells: tuple[str, ...], i: int) -> tuple[str, ...]:
+    return cells[:i] + cells[i + 1 :]
+
+
+def _least_width(table: Table) -> int:
+    """Return the cells a table takes when only its sentences wrap."""
+    width = 0
+    for i, name in enumerate(table.columns):
+        longest = max((len(row[i]) for row in table.rows), default=0)
+        shown = min(longest, _LONGEST_NAME) if is_prose(table, i) else longest
+        width += max(shown, len(name.removeprefix(">"))) + _GAP
+    return width - _GAP
 
 
 def bar(fraction: float, width: int = BAR_WIDTH) -> str:

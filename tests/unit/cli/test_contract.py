@@ -97,3 +97,53 @@ def test_the_nearest_change_that_fits_does_fit(shell):
     nodes = changes.pop("nodes")
     flags = [word for key, value in changes.items() for word in (f"--{key}", value)]
     assert shell("predict", MODEL, f"{nodes}x1xh100-sxm", *flags, "--json").code == 0
+
+
+def test_a_whole_run_has_a_duration(shell):
+    one = shell(*RUN, "--tokens", "1e12", "--json").json
+    assert one["run_time_s"] == pytest.approx(1e12 / one["tokens_per_s"])
+    assert shell(*RUN, "--json").json["run_time_s"] is None
+    assert " days" in shell(*RUN, "--tokens", "1e12").out
+
+
+def test_compare_says_equal_when_equal(shell):
+    text = shell("compare", "llama3-8b", "1x8xh100-sxm", "--tp", "2").out
+    assert re.search(r"^peak GiB +[\d.]+ +equal$", text, re.M)
+
+
+def test_a_switch_hides_what_it_names(shell):
+    def exposed(*flags):
+        answer = shell(*RUN, *flags, "--json").json
+        return answer["time_breakdown_s"]["tensor_comm"]
+
+    assert exposed("--tp-overlap") < exposed("--no-tp-overlap") == exposed()
+
+
+def test_a_price_that_is_doubted_says_so(shell):
+    said = shell(*RUN, "--json").json["assumptions"]
+    assert any("price cut" in text and "not reflected" in text for text in said)
+
+
+def test_adapters_train_less(shell):
+    full = shell("predict", "llama3-8b", "1x8xh100-sxm", "--json").json
+    adapted = shell("predict", "llama3-8b", "1x8xh100-sxm", "--lora", "16", "--json").json
+    assert (
+        adapted["memory"]["breakdown_bytes"]["optimizer"]
+        < 0.01 * full["memory"]["breakdown_bytes"]["optimizer"]
+    )
+    assert adapted["step_time_s"] < full["step_time_s"]
+
+
+def test_frameworks_are_listed_with_their_releases(shell):
+    known = shell("schema", "frameworks", "--json").json["keys"]["framework"]
+    assert {"megatron-core", "torchtitan", "deepspeed"} <= set(known)
+    assert "25.09" in known["megatron-bridge"]["doc"] and known["torchtitan"]["default"] == "zero 3"
+
+
+def test_the_nearest_change_states_its_cost(shell):
+    answer = shell("predict", "llama3-8b", "1x8xh100-sxm", "--seq", "32768", "--json")
+    found = answer.json["infeasible"]
+    assert answer.code == 3 and found["changes"][0]["change"] == found["nearest_change"]
+    assert "activations" in found["largest"] and any("seq=" in one["change"] for one in found["changes"])
+    assert all(one["peak_bytes"] <= answer.json["memory"]["capacity_bytes"] for one in found["changes"])
+    assert "% slower" in answer.err and "offload" not in answer.err

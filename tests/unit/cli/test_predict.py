@@ -138,3 +138,61 @@ def test_ctrl_c_exits_130(shell, monkeypatch):
 def test_unwritable_output_is_the_users_error(shell):
     answer = shell(*RUN, "--json", "--report", "/no/such/folder/r.html")
     assert answer.code == 2 and answer.json["error"]["file"] == "/no/such/folder/r.html"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--tokens", "1T"), "Write it like 1e12"),
+        (("--dtype", "bfloat16"), "Did you mean 'bf16'?"),
+        (("--vpp", "4"), "without a pipeline"),
+        (("--framework", "fsdp"), "torchtitan (FSDP2) or composer (FSDP1)?"),
+        (("--schedule", "dualpipe"), "is not one of gpipe, 1f1b, interleaved, zb-h1"),
+        (("--lora", "16:x"), "q, k, v, o"),
+        (("--ep", "3"), "1, 2, 4, 8"),
+    ],
+)
+def test_mistakes_lead_somewhere(shell, args, words):
+    answer = shell("predict", "llama3-8b", "1x8xh100-sxm", *args, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == args[0]
+    assert words in answer.err and "?." not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "meant"),
+    [
+        ("meta-llama/Llama-3.1-8B", "1x8xh100-sxm", "'llama3.1-8b'"),
+        ("llama3-8b", "8xh100-sxm", "'1x8xh100-sxm'"),
+    ],
+)
+def test_names_of_elsewhere_lead_to_ours(shell, model, cluster, meant):
+    answer = shell("predict", model, cluster)
+    assert answer.code == 2 and f"Did you mean {meant}?" in answer.err
+
+
+def test_what_breaks_a_rule_in_a_plan_file_names_the_file(shell, tmp_path):
+    plan = shell(*RUN, "--json").json["plan"]
+    plan["groups"][0]["share"] += 1
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    error = shell("predict", "llama3-8b", "2x8xh100-sxm", "--plan", path, "--json").json["error"]
+    assert error["file"] == str(path) and error["key"].startswith("groups")
+
+
+def test_switches_and_adapters_from_flags_variables_and_files(shell, tmp_path, monkeypatch):
+    assert shell(*RUN, "--tp-overlap", "--no-grad-overlap", "--json").json["plan"]["comm"] == {
+        "tp_overlap": True,
+        "grad_overlap": False,
+    }
+    path = tmp_path / "c.toml"
+    path.write_text('tp-overlap = true\nlora = "8"\n')
+    answer = shell(*RUN, "--config", path, "--json").json
+    assert answer["plan"]["comm"] == {"tp_overlap": True} and "LoRA r8" in answer["model"]
+    monkeypatch.setenv("FORESHARD_TP_OVERLAP", "false")
+    assert shell(*RUN, "--config", path, "--json").json["plan"]["comm"] == {"tp_overlap": False}
+
+
+def test_help_lists_the_examples_and_what_is_modelled(shell):
+    text = shell("predict", "--help").out
+    assert "\\b" not in text and "\n  foreshard predict llama3-8b" in text
+    assert "dualpipe" not in text and "--tp-overlap / --no-tp-overlap" in text

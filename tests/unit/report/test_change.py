@@ -1,8 +1,8 @@
 import pytest
 
 from foreshard import api
-from foreshard.errors import SpecError
 from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import SpecError
 from foreshard.report import advice, fit
 from foreshard.report.advice import improvements
 from foreshard.report.change import apply, effect
@@ -96,7 +96,9 @@ def test_offload_and_nodes_come_only_when_nothing_else_fits():
     assert nearest_fit(alone, alone.predict()).effect.change.startswith("nodes=")
 
 
-@pytest.mark.parametrize("framework", ["megatron-core", "nemo", "torchtitan", "deepspeed", "megatron-lm@2021"])
+@pytest.mark.parametrize(
+    "framework", ["megatron-core", "nemo", "torchtitan", "deepspeed", "megatron-lm@2021"]
+)
 def test_no_candidate_is_more_than_the_framework_ships(framework, monkeypatch):
     asked = ask("mixtral-8x7b", "4x8xh100-sxm", tp=2, pp=2, framework=framework, zero=0)
     seen = []

@@ -57,3 +57,56 @@ def test_the_plan_line_says_every_degree_in_use(answered):
         "sp",
     ):
         assert words in line
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("verb", ["devices", "models", "clusters"])
+def test_names_of_the_catalogs_stay_whole(verb, width, monkeypatch):
+    from importlib import import_module
+
+    from foreshard.catalog.devices import devices
+    from foreshard.catalog.instances import instances
+    from foreshard.catalog.models import models
+
+    shown = []
+    module = import_module(f"foreshard.cli.{verb}")
+    monkeypatch.setattr(module, "give", lambda data, screen: shown.append(screen()))
+    module.command.callback(None)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", drawn(shown[0], width))
+    assert max(map(len, text.splitlines())) <= width and "\u2026" not in text
+    words = set(text.split())
+    assert set({"devices": devices, "models": models, "clusters": instances}[verb]()) <= words
+
+
+def test_a_narrow_terminal_leaves_spare_columns_out_and_says_so():
+    rows = (("a" * 30, "b" * 30, "c" * 30),)
+    made = Table(title="", columns=("n", "v", "w"), rows=rows, spare=("w", "v"))
+    assert "too narrow" not in drawn(Screen(tables=(made,)), 100)
+    text = drawn(Screen(tables=(made,)), 80)
+    assert "b" * 30 in text and "c" * 30 not in text and "too narrow for w;" in text
+    assert "c" * 30 in render(Screen(tables=(made,))), "a pipe has room for everything"
+
+
+def test_when_nothing_helps_it_is_said(answered):
+    assert "no single change tried wins" in render(prediction_screen(answered[1], ()))
+    assert "no single change" not in render(prediction_screen(answered[1]))
+
+
+def test_stages_are_compared_only_where_they_differ(answered):
+    from dataclasses import replace
+
+    memory = answered[1].memory
+    several = render(prediction_screen(answered[1]))
+    assert re.search(r"stages take [\d.]+ to [\d.]+ GiB", several)
+    one = replace(memory, per_stage_peak_bytes=((memory.peak_bytes,),))
+    assert "stages take" not in render(prediction_screen(replace(answered[1], memory=one)))
+    alike = replace(memory, per_stage_peak_bytes=((memory.peak_bytes,) * 4,))
+    assert "GiB each" in render(prediction_screen(replace(answered[1], memory=alike)))
+
+
+def test_the_whole_run_has_a_duration(answered):
+    from dataclasses import replace
+
+    text = render(prediction_screen(replace(answered[1], run_time_s=30 * 86400.0)))
+    assert "whole run 30.0 days, $" in text
+    assert "samples/s" in text

@@ -114,6 +114,16 @@
         ["peak", gib(m.peak_bytes), percent(m.peak_bytes / m.capacity_bytes)]));
   };
 
+  // --- groups of unequal speed -------------------------------------------------------------------
+  const groupsSection = () => {
+    const t = data.groupTimes;
+    if (!t) return null;
+    const left = (i) => t.columns[i].startsWith(">") ? "n" : "";
+    return section("Groups", "Each group works on its share of the samples; the fast ones then wait for the slowest.",
+      h("table", {}, h("thead", {}, h("tr", {}, t.columns.map((c, i) => h("th", { class: left(i), scope: "col", text: c.replace(">", "") })))),
+        h("tbody", {}, t.rows.map((row) => h("tr", {}, row.map((c, i) => h("td", { class: left(i), text: c })))))));
+  };
+
   // --- what would help ---------------------------------------------------------------------------
   const adviceSection = () => {
     if (data.verdict) return section("What would help", "", h("p", { class: "verdict", text: "The plan " + data.verdict }));
@@ -146,7 +156,8 @@
 
   const ganttSection = () => {
     if (!tracks.length) return section("The step as it runs", "This engine gives no timeline.");
-    const LABEL = 182, ROW = 18, GAP = 8, TOP = 26;
+    const rankWidth = 8 + 7.5 * Math.max(...tracks.map((track) => `rank ${track.rank}`.length));
+    const LABEL = rankWidth + 124, ROW = 18, GAP = 8, TOP = 26;
     let view = [0, tl.step], picked = null, rows = [];
     const told = h("p", { class: "told", "aria-live": "polite" });
     const svg = s("svg", { role: "img", "aria-label": "Gantt chart of the predicted step" });
@@ -203,7 +214,7 @@
       rows.forEach((row, i) => {
         const head = !i || rows[i - 1].track.rank !== row.track.rank;
         if (head) nodes.push(s("text", { x: 8, y: row.y + 13, text: `rank ${row.track.rank}` }));
-        nodes.push(s("text", { class: "soft", x: 66, y: row.y + 13, text: row.track.stream.replace(/_/g, " ").slice(0, 18) }));
+        nodes.push(s("text", { class: "soft", x: rankWidth + 8, y: row.y + 13, text: row.track.stream.replace(/_/g, " ").slice(0, 18) }));
         drawRow(row, nodes);
       });
       if (tl.hidden && tl.hidden.to > view[0] && tl.hidden.from < view[1]) {
@@ -325,6 +336,6 @@
         h("button", { type: "button", text: "Save prediction.json", onclick: () => save("prediction.json", JSON.stringify(p, null, 2)) })));
   };
 
-  document.getElementById("app").replaceWith(h("main", {}, head(), timeSection(), memorySection(), adviceSection(), ganttSection(), planSection(), restsSection(),
+  document.getElementById("app").replaceWith(h("main", {}, head(), timeSection(), groupsSection() || "", memorySection(), adviceSection(), ganttSection(), planSection(), restsSection(),
     h("footer", { text: `Predicted by foreshard in ${time(p.predict_s)}; nothing was run. Framework ${p.framework}, catalog ${p.catalog_version || "unversioned"}. ${Math.round(100 * p.interval)} % interval ${time(p.step_time_interval_s[0])} to ${time(p.step_time_interval_s[1])}.` })), tip);
 })();
