@@ -72,10 +72,10 @@ class TrainingConstants:
     graph_share: float = _term(0.7, 0.2, 1.0, "share of host launches that partial CUDA graphs remove")
     host_expert: float = _term(230e-6, 0.0, 400e-6, "host seconds per local expert of a layer pass, looped")
     host_moe: float = _term(600e-6, 0.0, 3000e-6, "host seconds more of a mixture-of-experts layer pass")
-    step_fixed: float = _term(5e-3, 0.0, 60e-3, "seconds of a step outside layers: clipping, logging, sync")
+    step_fixed: float = _term(5e-3, 0.0, 20e-3, "seconds of a step outside layers: clipping, logging, sync")
     step_per_layer: float = _term(0.3e-3, 0.0, 1e-3, "seconds of the optimizer per layer on the rank")
     jitter: float = _term(0.006, 0.0, 0.02, "slowdown per doubling of devices beyond 8")
-    host_sharpness: float = _term(4.0, 2.5, 8.0, "exponent that joins device and host time")
+    host_sharpness: float = _term(4.0, 2.8, 6.0, "exponent that joins device and host time")
 
     @classmethod
     def ideal(cls) -> TrainingConstants:

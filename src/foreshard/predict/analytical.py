@@ -84,6 +84,7 @@ def stage_times(batch: Batch) -> StageTimes:
     matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
     params = params + matrices * table * (1.0 - p.head_frozen)
     every = every + matrices * table
+    _add_root(parts, batch, matrices * table)
     _add_messages(parts, batch)
     device = sum(parts.values())
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
@@ -129,7 +130,7 @@ def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, cou
     sharded = batch.machine.rank.zero >= 3
     if not np.count_nonzero(sharded):
         return
-    shard = shard_times(times.dense_params + times.expert_params, batch.machine)
+    shard = shard_times(times.dense_params, times.expert_params, batch.machine)
     exposed = 2.0 * shard.copy_weights + shard.copy_gradients
     for busy, moved in (
         (times.forward_s, shard.gather),
@@ -138,6 +139,15 @@ def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, cou
         overlapped = np.maximum(busy + c.fsdp_contention * np.minimum(busy, moved), moved) - busy
         exposed = exposed + np.where(traits.grad_overlap > 0, overlapped, moved)
     parts["data_comm"] += count * exposed * sharded
+
+
+def _add_root(parts: dict[str, np.ndarray], batch: Batch, params: np.ndarray) -> None:
+    """Add gathering the sharded tables of both ends first and scattering them last, behind nothing."""
+    sharded = batch.machine.rank.zero >= 3
+    if np.count_nonzero(sharded):
+        root = shard_times(params, 0.0, batch.machine)
+        moved = root.gather + root.scatter + root.copy_weights + root.copy_gradients
+        parts["data_comm"] += moved * sharded
 
 
 def _add_messages(parts: dict[str, np.ndarray], batch: Batch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,8 +107,24 @@ class ShardTimes:
     copy_gradients: Any
 
 
-def shard_times(params: Any, machine: Machine) -> ShardTimes:
-    """Return the tasks of keeping `params` weights of this rank sharded (ZeRO 3, FSDP)."""
+def shard_times(params: Any, experts: Any, machine: Machine) -> ShardTimes:
+    """Return the tasks of keeping the weights of this rank sharded (ZeRO 3, FSDP).
+
+    Experts are cut over the ranks that hold the same ones.
+    """
+    dense = _shard_times(params, machine)
+    if not np.count_nonzero(experts):
+        return dense
+    rank = machine.rank
+    alike = expert_replicas(rank)
+    stride = rank.ep * rank.etp
+    rank = replace(rank, dp=alike, cp=1.0, shard=shards_of(alike, rank), sync_stride=stride)
+    more = _shard_times(experts, replace(machine, rank=rank))
+    names = ShardTimes.__slots__
+    return ShardTimes(**{name: getattr(dense, name) + getattr(more, name) for name in names})
+
+
+def _shard_times(params: Any, machine: Machine) -> ShardTimes:
     rank, traits, fabric = machine.rank, machine.traits, machine.sync
     factor = machine.constants.data_comm
     weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params

@@ -14,10 +14,8 @@ import numpy as np
 from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
 from foreshard.predict.collective_tasks import (
     ShardTimes,
-    expert_replicas,
     message_s,
     shard_times,
-    shards_of,
     tied_sync_s,
 )
 from foreshard.predict.formula import LayerTimes, end_times, layer_times
@@ -353,13 +351,8 @@ def _shard_sums(
     """Return the sharded tasks of all weights; experts are cut over the ranks that hold the same."""
     if machine.rank.zero < 3:
         return dict.fromkeys(ShardTimes.__slots__, np.zeros(shape))
-    times = [shard_times(dense, machine)]
-    if np.any(expert):
-        rank = machine.rank
-        alike = expert_replicas(rank)
-        rank = replace(rank, dp=alike, cp=1.0, shard=shards_of(alike, rank), sync_stride=rank.ep * rank.etp)
-        times.append(shard_times(expert, replace(machine, rank=rank)))
-    return {name: np.broadcast_to(sum(getattr(t, name) for t in times), shape) for name in times[0].__slots__}
+    times = shard_times(dense, expert, machine)
+    return {name: np.broadcast_to(getattr(times, name), shape) for name in times.__slots__}
 
 
 def _shares(seconds: np.ndarray) -> np.ndarray:

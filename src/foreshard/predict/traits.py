@@ -14,6 +14,9 @@ from foreshard.spec.plan import COMM_OPTIONS
 
 _GRACE = ("gb200", "gb300", "gh200")
 _PCIE_4 = 32e9  # of a device whose host link is not published: PCIe 4.0 x16
+# NVLink-C2C between Grace and its GPUs, one direction: 450 GB/s (NVIDIA Grace whitepaper, recalled), for one
+# Hopper or shared by two Blackwells.
+_C2C = {"gh200": 450e9, "gb200": 225e9, "gb300": 225e9}
 _NARROW = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -56,6 +59,13 @@ class Traits:
 
 
 _H100_J_PER_FLOP = 700.0 / 989.4e12
+
+
+def _host_link(device: Device) -> float:
+    for name, rate in _C2C.items():
+        if device.name.startswith(name):
+            return rate
+    return float(device.pcie_bytes_per_s) or _PCIE_4
 
 
 def _power_shortfall(device: Device) -> float:
@@ -112,6 +122,6 @@ def traits_of(
         param_bytes=1.0 if framework.fp8_params and precision in _NARROW else 2.0,
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
-        host_link_bytes_per_s=float(device.pcie_bytes_per_s) or _PCIE_4,
+        host_link_bytes_per_s=_host_link(device),
         **options,
     )

@@ -219,7 +219,7 @@ def test_shard_groups_reduce_their_shards_across():
 
 def test_sharded_weights_are_gathered_and_gradients_scattered():
     _, batch = batch_of(zero=3, framework="composer")
-    shard = shard_times(PARAMS, batch.machine)
+    shard = shard_times(PARAMS, 0.0, batch.machine)
     fabric, size = batch.machine.fabric, batch.machine.traits.grad_reduce_bytes.item()
     assert shard.gather.item() == pytest.approx(all_gather_s(2 * PARAMS, 8, 1, fabric).item())
     assert shard.scatter.item() == pytest.approx(all_gather_s(size * PARAMS, 8, 1, fabric).item())
