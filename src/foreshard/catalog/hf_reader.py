@@ -34,9 +34,10 @@ class Reader:
                 return key, self.config[key]
         if default is _ABSENT:
             spelled = " or ".join(keys)
-            raise self.error(
-                keys[0], None, "missing key", f"This model_type needs {spelled}", f"Add {keys[0]}"
-            )
+            rule = f"This model_type needs {spelled}"
+            if keys[0] == "model_type":
+                rule = "A config.json of Hugging Face states its model_type"
+            raise self.error(keys[0], None, "missing key", rule, f"Add {keys[0]}")
         return keys[0], default
 
     def size(self, *keys: str, default: Any = _ABSENT, minimum: int = 1, maximum: int = MAX_SIZE) -> int:

@@ -110,8 +110,12 @@ def _option_changes(plan: Plan, offers: Offers) -> Iterator[str]:
     group, stage = plan.groups[0], plan.groups[0].stages[0]
     if stage.recompute != "none":
         yield "recompute=none"
-    if stage.recompute.startswith(("full", "every")) and "selective" in offers.recompute:
-        yield "recompute=selective"
+    if stage.recompute.startswith(("full", "every")):
+        if "selective" in offers.recompute:
+            yield from ("recompute=selective", "recompute=selective:core_attn+mlp+layernorm")
+            yield from (f"recompute=full:block:{n}" for n in partial_blocks(plan))
+        if "every" in offers.recompute:
+            yield from ("recompute=every-2", "recompute=every-4")
     per_rank = group.micro_batch // stage.inner_dp
     yield f"micro-batch={2 * per_rank}"
     if per_rank > 1:
@@ -123,6 +127,13 @@ def _option_changes(plan: Plan, offers: Offers) -> Iterator[str]:
             yield f"zero={level}"
     if plan.precision == "bf16" and offers.low_precision:
         yield "dtype=fp8"
+
+
+def partial_blocks(plan: Plan) -> list[int]:
+    """Return how many of the blocks of a virtual stage to recompute: an eighth to three quarters."""
+    group = plan.groups[0]
+    layers = max(1, group.stages[0].num_layers // group.num_chunks)
+    return list(dict.fromkeys(max(1, round(layers * share)) for share in (0.125, 0.25, 0.5, 0.75)))
 
 
 def splits(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:

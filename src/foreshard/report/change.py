@@ -145,9 +145,10 @@ def _reshare(request: Request, value: str) -> Request:
 def _whole(key: str, value: str, low: int, high: int) -> int:
     if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
         return int(value)
+    flag = _spelled((key,))[0]
     raise SpecError(
-        f"{value!r} is not a valid {key}",
-        key=f"--change {key}",
+        f"{value[:40]!r} is not a valid {flag}",
+        key=f"--change {flag}",
         value=value,
         rule=f"must be a whole number from {low} to {high}",
     )
@@ -156,10 +157,11 @@ def _whole(key: str, value: str, low: int, high: int) -> int:
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
     if value in known:
         return value
-    near = get_close_matches(value, known, n=1)
+    near = get_close_matches(value[:40], known, n=1)
+    flag = _spelled((key,))[0]
     raise SpecError(
-        f"unknown {key} {value!r}",
-        key=f"--change {key}",
+        f"unknown {flag} {value[:40]!r}",
+        key=f"--change {flag}",
         value=value,
         rule=f"must be one of {', '.join(known)}",
         fix=f"Did you mean {near[0]!r}?" if near else None,

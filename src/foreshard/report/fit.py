@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from foreshard.errors import ForeshardError
 from foreshard.report import quantity
-from foreshard.report.advice import expert_changes, offered, splits
+from foreshard.report.advice import expert_changes, offered, partial_blocks, splits
 from foreshard.report.change import Effect, apply, rank
 from foreshard.report.offers import Offers
 from foreshard.report.request import Request, stated_degrees
@@ -122,9 +122,7 @@ def _recompute_rules(plan: Plan, offers: Offers) -> Iterator[str]:
             yield from ("recompute=every-4", "recompute=every-2")
     if stage.recompute != "full":
         if "selective" in offers.recompute:  # Megatron's full:block:N
-            layers = max(1, stage.num_layers // max(1, plan.groups[0].num_chunks))
-            counts = dict.fromkeys(max(1, round(layers * share)) for share in (0.125, 0.25, 0.5, 0.75))
-            yield from (f"recompute=full:block:{n}" for n in counts)
+            yield from (f"recompute=full:block:{n}" for n in partial_blocks(plan))
         yield "recompute=full"
 
 

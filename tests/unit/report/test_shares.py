@@ -1,5 +1,7 @@
 """Groups of unequal speed: the times are those of the predictor, the shares follow from them."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,4 +80,4 @@ def test_shares_sum_are_whole_and_leave_nobody_out(weights, count, unit):
     shares = apportioned(weights, count * unit, unit)
     assert sum(shares) == count * unit and all(share >= unit and share % unit == 0 for share in shares)
     ranked = [share for _, share in sorted(zip(weights, shares, strict=True))]
-    assert all(b >= a - unit for a, b in zip(ranked, ranked[1:], strict=False))
+    assert all(b >= a - unit for a, b in pairwise(ranked))
