@@ -198,11 +198,22 @@ def _change_node(group: NodeGroup, key: str, value: str) -> NodeGroup:
 def effect(request: Request, base: Prediction, change: str, *, engine: str | None = None) -> Effect:
     """Return what one change does, against a base prediction of the same engine."""
     try:
-        prediction = apply(request, change).predict(engine)
+        prediction = _predicted(request, apply(request, change), engine)
     except ForeshardError as error:
         return Effect(change=change, prediction=None, gain=None, error=str(error))
     gain = prediction.tokens_per_s / base.tokens_per_s - 1
     return Effect(change=change, prediction=prediction, gain=gain)
+
+
+def _predicted(request: Request, changed: Request, engine: str | None) -> Prediction:
+    """Return the prediction of the changed run; what one measured step taught holds for it too."""
+    if request.observed_step_s is None:
+        return changed.predict(engine)
+    before, after = (replace(one, observed_step_s=None).predict(engine) for one in (request, changed))
+    ratio = request.observed_step_s / before.step_time_s
+    made = replace(changed, observed_step_s=ratio * after.step_time_s).predict(engine)
+    said = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
+    return replace(made, assumptions=(said, *made.assumptions[1:]))
 
 
 def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:

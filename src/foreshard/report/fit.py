@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from foreshard.errors import ForeshardError
 from foreshard.report import quantity
 from foreshard.report.advice import expert_changes, offered, partial_blocks, splits
-from foreshard.report.change import Effect, apply, rank
+from foreshard.report.change import Effect, effect, rank
 from foreshard.report.offers import Offers
 from foreshard.report.request import Request, stated_degrees
 from foreshard.spec.plan import Plan
@@ -86,16 +85,11 @@ class _Trial:
     def _fitting(self, change: str) -> Effect | None:
         if change in self.tried:
             return None
-        try:
-            made = apply(self.request, change).predict("analytical")
-        except ForeshardError:
+        one = effect(self.request, self.reference, change, engine="analytical")
+        if one.prediction is None:
             return None
         self.tried.add(change)
-        if not made.memory.fits:
-            return None
-        return Effect(
-            change=change, prediction=made, gain=made.tokens_per_s / self.reference.tokens_per_s - 1
-        )
+        return one if one.prediction.memory.fits else None
 
 
 def _tiers(request: Request, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from foreshard.report.request import Request
-from foreshard.spec.plan import Plan
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Group, Plan
 
 _TOGETHER = ("data_comm", "optimizer", "straggler")  # what groups do together, after their own samples
 UNEVEN = 0.02  # a wait below this share of the work is not worth words
@@ -38,18 +39,11 @@ def group_times(request: Request, plan: Plan) -> tuple[GroupTime, ...]:
     for group in plan.groups:
         kinds = {request.cluster.device_of(rank).name: None for stage in group.stages for rank in stage.ranks}
         names.append(" + ".join(kinds))
-        shape = (
-            names[-1],
-            group.share,
-            group.micro_batch,
-            tuple(
-                (stage.layers, stage.tp, stage.cp, len(stage.ranks), stage.recompute)
-                for stage in group.stages
-            ),
-        )
+        shape = names[-1], _moved(group, request.cluster)
         if shape not in known:
             alone = replace(plan, groups=(group,), global_batch=group.share)
-            made = replace(request, plan=alone, plan_file=None, choices={}).predict("analytical")
+            asked = replace(request, plan=alone, plan_file=None, choices={}, observed_step_s=None)
+            made = asked.predict("analytical")
             parts = made.time_breakdown_s
             known[shape] = made.step_time_s - sum(parts[name] for name in _TOGETHER)
         works.append(known[shape])
@@ -58,6 +52,14 @@ def group_times(request: Request, plan: Plan) -> tuple[GroupTime, ...]:
         GroupTime(group=g, devices=names[g], share=group.share, work_s=work, wait_s=slowest - work)
         for g, (group, work) in enumerate(zip(plan.groups, works, strict=True))
     )
+
+
+def _moved(group: Group, cluster: Cluster) -> Group:
+    """Return the group on the first ranks that lie in nodes as its own do, to compare groups."""
+    first = min(rank for stage in group.stages for rank in stage.ranks)
+    shift = first - first % max(node.per_node for node in cluster.nodes)
+    stages = (replace(stage, ranks=tuple(rank - shift for rank in stage.ranks)) for stage in group.stages)
+    return replace(group, stages=tuple(stages))
 
 
 def uneven(times: Sequence[GroupTime]) -> bool:

@@ -8,6 +8,7 @@ from foreshard.report import quantity
 from foreshard.report.change import Effect
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.report.shares import GroupTime, uneven
+from foreshard.report.unstated import SPLIT_EVENLY
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
 
@@ -225,6 +226,8 @@ def prediction_screen(
         f"{len(prediction.assumptions)} assumptions" + ("" if explained is not None else " (--explain)"),
     ]
     notes = [speed_line(prediction), worst_stage_line(prediction)]
+    if SPLIT_EVENLY in prediction.assumptions:
+        notes.append(f"Note: {SPLIT_EVENLY}.")
     if advice is not None and not advice:
         notes.append(NOTHING_HELPS)
     if prediction.fidelity == "calibrated" and prediction.assumptions:

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from foreshard.report.request import Request
 
 
+SPLIT_EVENLY = (
+    "the cluster mixes devices and flags split the work evenly: every stage and rank takes the same "
+    "share, the fast wait for the slow; a plan file (--plan) can give groups their own shares"
+)
+
+
 def unstated(request: Request, plan: Plan) -> tuple[str, ...]:
     """Return the defaults that shaped the plan, and what its options leave as it is."""
     return (*_defaults(request, plan), *_left_alone(request, plan))
@@ -29,10 +35,7 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
         level = plan.groups[0].stages[0].zero
         yield f"zero {level}, not stated (--zero): the default of {plan.framework}"
     if len({node.device.name for node in request.cluster.nodes}) > 1:
-        yield (
-            "the cluster mixes devices and flags split the work evenly: every stage and rank takes the same "
-            "share, the fast wait for the slow; a plan file (--plan) can give groups their own shares"
-        )
+        yield SPLIT_EVENLY
 
 
 def _left_alone(request: Request, plan: Plan) -> Iterator[str]:

@@ -147,3 +147,19 @@ def test_the_nearest_change_states_its_cost(shell):
     assert "activations" in found["largest"] and any("seq=" in one["change"] for one in found["changes"])
     assert all(one["peak_bytes"] <= answer.json["memory"]["capacity_bytes"] for one in found["changes"])
     assert "% slower" in answer.err and "offload" not in answer.err
+
+
+def test_one_measured_step_holds_for_changes_too(shell):
+    run = ("whatif", *RUN[1:], "--change", "tp-overlap=true")
+    plain = shell(*run, "--json").json["effects"][0]
+    learned = shell(*run, "--observed-step-s", "12.5", "--json").json["effects"][0]
+    assert learned["gain"] == pytest.approx(plain["gain"], rel=1e-6) and plain["gain"] > 0
+    assert "before the change" in learned["prediction"]["assumptions"][0]
+    said = shell(*RUN, "--observed-step-s", "12.5").out
+    assert "tp-overlap=true" in said
+
+
+def test_flags_on_a_mixed_cluster_say_that_they_split_evenly(shell):
+    mixed = shell("predict", "llama3-8b", "1x8xh100-sxm+1x8xa100-sxm-80gb", "--seq", "2048").out
+    assert "Note: the cluster mixes devices" in mixed
+    assert "mixes devices" not in shell("predict", "llama3-8b", "2x8xh100-sxm", "--seq", "2048").out

@@ -103,7 +103,7 @@ def test_no_candidate_is_more_than_the_framework_ships(framework, monkeypatch):
     asked = ask("mixtral-8x7b", "4x8xh100-sxm", tp=2, pp=2, framework=framework, zero=0)
     seen = []
     for place in (advice, fit):
-        monkeypatch.setattr(place, "apply" if place is fit else "effect", record(seen, place))
+        monkeypatch.setattr(place, "effect", record(seen))
     base = asked.predict()
     improvements(asked, base)
     nearest_fit(asked, base)
@@ -121,13 +121,12 @@ def test_no_candidate_is_more_than_the_framework_ships(framework, monkeypatch):
             assert key in offers.degrees
 
 
-def record(seen, place):
-    """Return a spy on the function that `place` predicts a change with."""
-    real = place.apply if place is fit else place.effect
+def record(seen):
+    """Return a spy on the function that predicts a change."""
 
-    def spy(request, *rest, **more):
-        seen.append(rest[0] if place is fit else rest[1])
-        return real(request, *rest, **more)
+    def spy(request, base, change, **more):
+        seen.append(change)
+        return effect(request, base, change, **more)
 
     return spy
 
