@@ -37,10 +37,14 @@ def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple
     tuple of Effect
         Best first, gains under the engine of `base`.
     """
+    larger: list[str] = []
     if request.plan is None:
+        if request.choices.get("global_batch") is None:
+            larger = list(_larger_batches(base.plan))
         request = request.with_choice("global_batch", base.plan.global_batch)
     reference = base if base.engine == "analytical" else request.predict("analytical")
-    changes = dict.fromkeys((*_time_changes(request, base.plan), *better_shares(request, base.plan)))
+    tried = (*larger, *_time_changes(request, base.plan), *better_shares(request, base.plan))
+    changes = dict.fromkeys(tried)
     effects = [effect(request, reference, change, engine="analytical") for change in changes]
     good = _one_of_a_kind([one for one in rank(effects) if _worth(one)])[: top + 2]
     if base.engine != "analytical":
@@ -103,6 +107,15 @@ def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
         off.remove("param_gather_overlap")
         yield "grad-overlap=true,param-gather-overlap=true"
     yield from (f"{name.replace('_', '-')}=true" for name in off)
+
+
+def _larger_batches(plan: Plan) -> Iterator[str]:
+    """Yield larger batches where the user stated none: in more passes, then in larger ones."""
+    group, stage = plan.groups[0], plan.groups[0].stages[0]
+    per_rank = group.micro_batch // stage.inner_dp
+    for factor in (4, 16, 64):
+        yield f"global-batch={factor * plan.global_batch}"
+        yield f"global-batch={factor * plan.global_batch},micro-batch={factor * per_rank}"
 
 
 def _option_changes(plan: Plan, offers: Offers) -> Iterator[str]:

@@ -143,6 +143,15 @@ def test_overlaps_are_tried_where_they_are_off():
     assert "tp-overlap=true" not in set(advice._time_changes(without, without.to_plan()))
 
 
+def test_a_larger_batch_is_advised_only_where_none_was_stated():
+    def advised(**choices):
+        asked = ask("llama3-8b", "2x8xh100-sxm", pp=4, tp=2, **choices)
+        return [one.change for one in improvements(asked, asked.predict())]
+
+    assert any(change.startswith("global-batch=") for change in advised())
+    assert not any(change.startswith("global-batch=") for change in advised(global_batch=8))
+
+
 def test_expert_degrees_are_tried_for_experts_only():
     def tried(model):
         asked = ask(model, "2x8xh100-sxm", tp=4)
