@@ -114,4 +114,10 @@ class RankShape:
     element_bytes: Any  # bytes of an activation between layers
     offload_optimizer: Any  # 1 when optimizer states live in host memory
     offload_activations: Any  # 1 when saved activations do
-    sync_stride: Any  # distance between data-parallel ranks in cluster order
+    # Distances between the ranks of a communicator in cluster order, as their places on link domains give them.
+    tp_stride: Any
+    cp_stride: Any
+    ep_stride: Any
+    etp_stride: Any
+    sync_stride: Any  # data-parallel ranks of the dense weights
+    expert_stride: Any  # ranks that hold the same experts

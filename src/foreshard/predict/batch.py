@@ -119,7 +119,8 @@ def stage_workers(cluster: Cluster, group: Group, stage: Stage) -> tuple[Worker,
     A micro-batch is split over the inner data-parallel ranks by `rank_shares`, else evenly; ranks that
     cannot split it evenly are all priced at the larger part.
     """
-    shares = stage.rank_shares or (-(-group.micro_batch // stage.inner_dp),)
+    # A group with fewer samples than a micro-batch has one short micro-batch.
+    shares = stage.rank_shares or (-(-min(group.share, group.micro_batch) // stage.inner_dp),)
     if len(cluster.nodes) == 1:
         biggest = max(range(len(shares)), key=shares.__getitem__)
         return (
@@ -166,11 +167,19 @@ def _nccl(case: Case) -> str:
     return "old" if case.framework.nccl == "old" else "2.2x"
 
 
-def _fabric(case: Case, ranks: Sequence[int], fidelity: str) -> Fabric:
-    """Return the fabric that collectives over some ranks see."""
+def _rings(plan: Plan) -> int:
+    """Return the gradient rings that run over all groups at once: one for each tensor rank of each stage."""
+    return max(sum(stage.tp for stage in group.stages) for group in plan.groups)
+
+
+def _fabric(case: Case, ranks: Sequence[int], fidelity: str, crossing: int = 1) -> Fabric:
+    """Return the fabric that collectives over some ranks see; `crossing` of them share a link between racks."""
     cluster = case.cluster
     if len(cluster.nodes) > 1:
-        return fabric_between(cluster, ranks, nccl=_nccl(case), fidelity=fidelity)
+        # `fabric_between` already shares a link among the devices of one domain.
+        devices = min(len(ranks), min(nodes.per_node for nodes in cluster.nodes))
+        more = max(1, -(-crossing // devices))
+        return fabric_between(cluster, ranks, nccl=_nccl(case), fidelity=fidelity, concurrent=more)
     over = cluster.network.oversubscription
     return fabric_of(cluster.nodes[0], nccl=_nccl(case), fidelity=fidelity, oversubscription=over)
 
@@ -184,8 +193,8 @@ def _fabrics(case: Case, where: tuple[int, int], fidelity: str) -> dict[str, Fab
     near = stages[max(0, where[1] - 1) : where[1] + 2]
     return {
         "fabric": inside,
-        "sync": _fabric(case, plan.ranks, fidelity) if len(plan.groups) > 1 else inside,
-        "link": _fabric(case, [rank for stage in near for rank in stage.ranks], fidelity),
+        "sync": _fabric(case, plan.ranks, fidelity, _rings(plan)) if len(plan.groups) > 1 else inside,
+        "link": _fabric(case, [r for s in near for r in s.ranks], fidelity, len(stages[where[1]].ranks)),
     }
 
 
@@ -197,6 +206,12 @@ def link_domains(cluster: Cluster) -> np.ndarray:
         parts.append(before + domains)
         before += int(domains[-1]) + 1
     return np.concatenate(parts)
+
+
+def _domain_size(cluster: Cluster, node_group: int) -> float:
+    """Return the devices of a full link domain of a node group."""
+    nodes = cluster.nodes[node_group]
+    return float(min(nodes.num_devices, max(nodes.per_node, nodes.nvlink_domain)))
 
 
 def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:
@@ -219,7 +234,54 @@ def layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[f
     return tuple(counts)
 
 
-def _rank_shape(plan: Plan, group: Group, stage: Stage, share: float, replicas: np.ndarray) -> RankShape:
+def spread_stride(members: np.ndarray, domain: float) -> float:
+    """Return the stride at which a communicator has as many members in a link domain as it really has.
+
+    Parameters
+    ----------
+    members : ndarray of int, shape (communicators, ranks)
+        Link domain of each member; the communicator that spreads widest counts.
+    domain : float
+        Devices of a full domain.
+    """
+    count = members.shape[1]
+    if count == 1:
+        return 1.0
+    ordered = np.sort(members, axis=1)
+    widest = int((np.diff(ordered, axis=1) != 0).sum(1).max()) + 1
+    inside = -(-count // widest)
+    return domain / inside * (1.0 - 1e-9)
+
+
+def stage_strides(plan: Plan, stage: Stage, domains: np.ndarray, domain: float) -> dict[str, float]:
+    """Return the strides of every communicator a stage takes part in, from where its ranks are."""
+    places = domains[np.array(stage.ranks)]
+    dense = places.reshape(-1, stage.cp, stage.tp)  # tp fastest, then cp, then inner dp
+    experts = places.reshape(-1, stage.ep, stage.etp)
+    alike, alike_experts = dense.reshape(-1, stage.tp).T, experts.reshape(len(experts), -1).T
+    if len(plan.groups) > 1:
+        first = stage.layers[0][0]
+        others = [
+            other
+            for group in plan.groups
+            for other in group.stages
+            if any(start <= first < stop for start, stop in other.layers)
+        ]
+        alike = np.concatenate([domains[np.array(o.ranks[:: o.tp])] for o in others])[None]
+        alike_experts = np.concatenate([domains[np.array(o.ranks[:: o.ep * o.etp])] for o in others])[None]
+    return {
+        "tp_stride": spread_stride(dense.reshape(-1, stage.tp), domain),
+        "cp_stride": spread_stride(dense.swapaxes(1, 2).reshape(-1, stage.cp), domain),
+        "ep_stride": spread_stride(experts.swapaxes(1, 2).reshape(-1, stage.ep), domain),
+        "etp_stride": spread_stride(experts.reshape(-1, stage.etp), domain),
+        "sync_stride": spread_stride(alike, domain),
+        "expert_stride": spread_stride(alike_experts, domain),
+    }
+
+
+def _rank_shape(
+    plan: Plan, group: Group, stage: Stage, share: float, replicas: np.ndarray, strides: dict[str, float]
+) -> RankShape:
     """Return how a rank that takes `share` samples of a micro-batch executes the layers of a stage."""
     low = plan.precision in _LOW
     four = plan.precision == "nvfp4"
@@ -242,7 +304,7 @@ def _rank_shape(plan: Plan, group: Group, stage: Stage, share: float, replicas: 
         element_bytes=wide,
         offload_optimizer=float(stage.offload in ("optimizer", "all")),
         offload_activations=float(stage.offload in ("activations", "all")),
-        sync_stride=float(stage.tp),
+        **strides,
     )
 
 
@@ -251,6 +313,7 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
     model, plan = case.model, case.plan
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
     replicas = layer_replicas(plan, model.num_layers)
+    domains = link_domains(case.cluster)
     rows: dict[Any, StageRow] = {}
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
@@ -259,7 +322,8 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
             head = float(any(stop == model.num_layers + 2 for _, stop in stage.layers))
             workers = stage_workers(case.cluster, group, stage)
             pace = _pace(case, workers)
-            rank = _rank_shape(plan, group, stage, pace.share, replicas)
+            strides = stage_strides(plan, stage, domains, _domain_size(case.cluster, pace.node_group))
+            rank = _rank_shape(plan, group, stage, pace.share, replicas, strides)
             places = tuple(dict.fromkeys(worker.node_group for worker in workers))
             alone = len(case.cluster.nodes) == 1
             key = (g, counts, embedding, head, places, pace.node_group, rank, stage.recompute, alone or s)
@@ -314,7 +378,7 @@ def boundaries(group: Group) -> list[tuple[Stage, Stage]]:
 def _micro_batches(group: Group) -> float:
     """Return the micro-batches of a step, a short last one as a fraction of the others."""
     rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
-    if rest == group.micro_batch:
+    if rest == group.micro_batch or group.num_micro_batches == 1:
         return float(group.num_micro_batches)
     short = max(
         rest / group.micro_batch

@@ -11,7 +11,7 @@ from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s,
 from foreshard.comm.fabric import Fabric
 from foreshard.cost.elementwise import stream_s
 from foreshard.graph.shapes import LayerShape, RankShape
-from foreshard.predict.machine import Machine, own_tokens, tokens_of
+from foreshard.predict.machine import Machine, kv_share, own_tokens, tokens_of
 
 
 def region_s(hidden: Any, machine: Machine) -> tuple[Any, Any]:
@@ -24,8 +24,8 @@ def region_s(hidden: Any, machine: Machine) -> tuple[Any, Any]:
         return 0.0, 0.0
     tokens = tokens_of(machine)
     size = rank.element_bytes * tokens * hidden
-    gather = all_gather_s(size, rank.tp, 1.0, machine.fabric)
-    whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, 1.0, machine.fabric)
+    gather = all_gather_s(size, rank.tp, rank.tp_stride, machine.fabric)
+    whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, rank.tp_stride, machine.fabric)
     return gather, whole
 
 
@@ -49,19 +49,27 @@ def tensor_times(region: tuple[Any, Any], machine: Machine, beside: Any) -> tupl
 
 
 def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
-    """Return seconds of sending tokens to their experts and back, one direction of a layer."""
-    rank, c = machine.rank, machine.constants
-    if not np.count_nonzero(layer.num_experts) or not np.count_nonzero(np.asarray(rank.ep) > 1):
+    """Return seconds of sending tokens to their experts and back, one direction of a layer.
+
+    Ranks that share an expert (etp) gather the tokens sent to any of them and scatter the sums.
+    """
+    rank, c, traits = machine.rank, machine.constants, machine.traits
+    if not np.count_nonzero(layer.num_experts):
         return 0.0
-    tokens, own = tokens_of(machine), own_tokens(machine)
-    routed = rank.element_bytes * layer.top_k * tokens / rank.tp * layer.hidden * (np.asarray(layer.num_experts) > 0)
-    sent = 2.0 * all_to_all_s(routed, rank.ep, rank.etp, machine.fabric)
-    if np.count_nonzero(machine.traits.gather_tokens):
-        everyone = rank.element_bytes * own * layer.hidden * rank.ep * (np.asarray(layer.num_experts) > 0)
-        gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.etp, machine.fabric)
-        sent = np.where(machine.traits.gather_tokens > 0, gathered, sent)
-    sent = sent * np.where(machine.traits.fast_dispatch > 0, c.expert_fast, 1.0)
-    return sent * c.expert_comm * (1.0 - c.expert_hidden * machine.traits.expert_overlap)
+    has_experts = np.asarray(layer.num_experts) > 0
+    routed = rank.element_bytes * layer.top_k * tokens_of(machine) / rank.tp * layer.hidden * has_experts
+    shared: Any = 0.0
+    if np.count_nonzero(np.asarray(rank.etp) > 1):
+        shared = 2.0 * all_gather_s(routed * rank.etp, rank.etp, rank.etp_stride, machine.fabric) * c.tensor_comm
+    if not np.count_nonzero(np.asarray(rank.ep) > 1):
+        return shared
+    sent = 2.0 * all_to_all_s(routed, rank.ep, rank.ep_stride, machine.fabric)
+    if np.count_nonzero(traits.gather_tokens):
+        everyone = rank.element_bytes * own_tokens(machine) * layer.hidden * rank.ep * has_experts
+        gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.ep_stride, machine.fabric)
+        sent = np.where(traits.gather_tokens > 0, gathered, sent)
+    sent = sent * np.where(traits.fast_dispatch > 0, c.expert_fast, 1.0)
+    return shared + sent * c.expert_comm * (1.0 - c.expert_hidden * traits.expert_overlap)
 
 
 def context_times(layer: LayerShape, machine: Machine, attention: Any, backward: Any) -> tuple[Any, Any]:
@@ -74,17 +82,17 @@ def context_times(layer: LayerShape, machine: Machine, attention: Any, backward:
     if not np.count_nonzero(np.asarray(rank.cp) > 1):
         return 0.0, 0.0
     tokens = tokens_of(machine)
-    block = rank.element_bytes * tokens * layer.kv_width / rank.tp
+    block = rank.element_bytes * tokens * layer.kv_width * kv_share(layer, machine)
     steps = rank.cp - 1.0
-    crosses = rank.cp * rank.tp > machine.fabric.domain
+    crosses = rank.cp * rank.cp_stride > machine.fabric.domain
     ring = steps * send_s(block, crosses, machine.fabric)
     hidden = steps / rank.cp
     forward = np.maximum(ring - attention * hidden, 0.0)
     back = np.maximum(2.0 * ring - backward * hidden, 0.0)
     if not np.count_nonzero(machine.traits.context_gather):
         return forward, back
-    gather = all_gather_s(block * rank.cp, rank.cp, rank.tp, machine.fabric)
-    scatter = reduce_scatter_s(block * rank.cp, rank.cp, rank.tp, machine.fabric)
+    gather = all_gather_s(block * rank.cp, rank.cp, rank.cp_stride, machine.fabric)
+    scatter = reduce_scatter_s(block * rank.cp, rank.cp, rank.cp_stride, machine.fabric)
     whole = machine.traits.context_gather > 0
     return np.where(whole, gather, forward), np.where(whole, gather + scatter, back)
 

@@ -115,10 +115,8 @@ def layer_times(
     accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float))
     forward = linear.forward + attention + stream + expert + adapter + cast
     forward = forward + weight_cast_s(dense + experts, machine)
-    moe = np.asarray(layer.num_experts, dtype=float) > 0
-    has_mlp = np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0
-    # An expert layer without a dense or shared part enters no tensor-parallel region after attention.
-    regions = 1.0 + np.where(moe & (rank.etp <= 1), has_mlp * 1.0, 1.0)
+    # Experts have their own exchange; a dense or shared MLP is a second tensor-parallel region.
+    regions = 1.0 + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
     if region is None:
         region = region_s(layer.hidden, machine)
     tensor, tensor_back = tensor_times(region, machine, linear.weight_gradient / 2.0)
@@ -146,7 +144,7 @@ def layer_times(
         tensor_backward=regions * tensor_back,
         tensor_recompute=again.full * regions * tensor,
         context_forward=context,
-        context_backward=context_back,
+        context_backward=context_back + np.maximum(again.full, again.core_attn) * context,
         expert_forward=sent,
         expert_backward=sent,
         expert_recompute=np.maximum(again.full, again.moe) * sent,

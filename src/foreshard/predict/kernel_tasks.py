@@ -12,7 +12,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.graph.shapes import LayerShape
-from foreshard.predict.machine import Machine, own_tokens, sustained, tokens_of
+from foreshard.predict.machine import Machine, kv_share, own_tokens, sustained, tokens_of
 
 # Bytes per element of hidden width that elementwise kernels move: a norm reads and writes 16 bit and
 # its backward reads two and writes one; a residual reads two and writes one, backward joins gradients.
@@ -33,7 +33,8 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
     h = layer.hidden
     latent = np.asarray(layer.kv_lora) > 0
     low_q = np.asarray(layer.q_lora) > 0
-    plain_out = np.where(latent, 0.0, layer.query_width + layer.kv_width) / tp
+    keys_values = layer.kv_width * kv_share(layer, machine)
+    plain_out = np.where(latent, 0.0, layer.query_width / tp + keys_values)
     sizes = [
         (tokens, plain_out, h, "attention"),
         (tokens, h, layer.value_width / tp, "attention"),
@@ -41,15 +42,15 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
     if np.count_nonzero(latent):
         up = layer.num_heads * (layer.head_dim - layer.rope_head_dim + layer.value_head_dim) / tp
         sizes += [
-            (tokens * latent, np.where(low_q, layer.q_lora, 0.0), h, "attention"),
+            (own * latent, np.where(low_q, layer.q_lora, 0.0), h, "attention"),
             (tokens * latent, layer.query_width / tp, np.where(low_q, layer.q_lora, h), "latent"),
-            (tokens * latent, layer.kv_lora + layer.rope_head_dim, h, "attention"),
+            (own * latent, layer.kv_lora + layer.rope_head_dim, h, "attention"),
             (tokens * latent, up, layer.kv_lora, "latent"),
         ]
     if np.count_nonzero(layer.cross_attention):
         cross = np.asarray(layer.cross_attention) * 1.0
         sizes += [
-            (tokens * cross, (layer.query_width + layer.kv_width) / tp, h, "attention"),
+            (tokens * cross, layer.query_width / tp + keys_values, h, "attention"),
             (tokens * cross, h, layer.value_width / tp, "attention"),
         ]
     if np.count_nonzero(layer.ffn):

@@ -10,7 +10,7 @@ import numpy as np
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric
 from foreshard.cost.kernels import KernelModel
-from foreshard.graph.shapes import RankShape
+from foreshard.graph.shapes import LayerShape, RankShape
 from foreshard.predict.traits import Traits
 
 
@@ -54,3 +54,8 @@ def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
     narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power
     own = np.where(rank.low > 0, narrow, sixteen)
     return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm16_eff=kernels.gemm16_eff / sixteen)
+
+
+def kv_share(layer: LayerShape, machine: Machine) -> Any:
+    """Return the share of keys and values on a rank: heads are copied where there are fewer than ranks."""
+    return np.maximum(1.0 / machine.rank.tp, 1.0 / np.maximum(1.0, layer.num_kv_heads))

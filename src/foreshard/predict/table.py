@@ -200,7 +200,12 @@ def _rank(table: PlanTable, precision: str, seq_len: int) -> RankShape:
         element_bytes=4.0 if precision in _WIDE else 2.0,
         offload_optimizer=(table.offload & 1) * 1.0 if np.count_nonzero(table.offload) else 0.0,
         offload_activations=(table.offload >= 2) * 1.0 if np.count_nonzero(table.offload) else 0.0,
+        tp_stride=1.0,
+        cp_stride=tp,
+        ep_stride=_real(table.etp),
+        etp_stride=1.0,
         sync_stride=tp,
+        expert_stride=_real(table.ep) * _real(table.etp),
     )
 
 

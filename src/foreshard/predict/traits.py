@@ -95,7 +95,9 @@ def traits_of(
     if framework.host not in HOST_CLASSES:
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)
     moments = 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes
-    optimizer_bytes = framework.grad_bytes + moments + 2.0 + _OPTIMIZER_BYTES[optimizer]
+    # Without 16-bit weights the weight itself is the master.
+    wide = 4.0 if precision in ("fp32", "tf32") else 2.0
+    optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
     return Traits(
         flash=float(framework.attention != "unfused"),
         hopper=float(device.arch == "hopper"),
@@ -106,7 +108,7 @@ def traits_of(
         arm_host=float(device.name.startswith(_GRACE)),
         graphs=_GRAPHS[framework.cuda_graphs],
         grad_bytes=float(framework.grad_bytes),
-        grad_reduce_bytes=float(framework.grad_reduce_bytes),
+        grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
@@ -119,7 +121,7 @@ def traits_of(
         power=_power_shortfall(device),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
-        param_bytes=1.0 if framework.fp8_params and precision in _NARROW else 2.0,
+        param_bytes=1.0 if framework.fp8_params and precision in _NARROW else wide,
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
         host_link_bytes_per_s=_host_link(device),

@@ -24,7 +24,7 @@ from foreshard.predict.batch import (
     sync_width,
 )
 from foreshard.predict.memory import plan_memory
-from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan import Group, Plan, Stage, parse_plan
 
 ENGINES = ("analytical", "graph")
 MODEL = api.load_model("llama3-8b")
@@ -329,3 +329,32 @@ def test_experts_have_replicas_even_where_dense_weights_have_none(framework):
     for micro_batches in (1, 2):
         got = api.predict(model, cluster, tp=8, seq_len=1024, global_batch=micro_batches, framework=framework)
         assert got.time_breakdown_s["data_comm"] > 0.0
+
+
+def test_tensor_ranks_on_different_nodes_are_slower():
+    """The same plan with every tensor rank on another node talks over the network."""
+    model, cluster = api.load_model("llama3-8b"), api.load_cluster("8x8xh100-sxm")
+
+    def step(ranks):
+        stage = {"ranks": ranks, "layers": [[0, model.num_layers + 2]], "tp": 8}
+        group = {"share": 64, "micro_batch": 8, "sp": True, "stages": [stage]}
+        plan = parse_plan({"global_batch": 64, "seq_len": 4096, "groups": [group]})
+        return api.predict(model, cluster, plan, engine="analytical").time_breakdown_s["tensor_comm"]
+
+    near, far = step(list(range(64))), step([n * 8 + i for i in range(8) for n in range(8)])
+    assert far > 3 * near
+
+
+def test_replicas_on_different_nodes_sync_over_the_network():
+    """Two pipelines, a node each: their gradients cross the network however few ranks hold a stage."""
+    model, cluster = api.load_model("llama3-8b"), api.load_cluster("2x8xh100-sxm")
+    spans = [[0, 5], *([4 * i + 1, 4 * i + 5] for i in range(1, 7)), [29, 34]]
+
+    def group(first):
+        stages = [{"ranks": [first + i], "layers": [span], "zero": 0} for i, span in enumerate(spans)]
+        return {"share": 8, "micro_batch": 1, "stages": stages}
+
+    plan = parse_plan({"global_batch": 16, "seq_len": 2048, "groups": [group(0), group(8)]})
+    made = api.predict(model, cluster, plan, engine="analytical")
+    held = 4 * (model.num_params / 8)  # bytes of fp32 gradients a rank reduces, about
+    assert made.time_breakdown_s["data_comm"] > 0.5 * held / 50e9

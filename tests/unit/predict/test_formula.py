@@ -80,12 +80,14 @@ def test_tensor_parallelism_divides_products_and_weights(name, tp):
     assert times_of(split).dense_params.item() == pytest.approx(times_of(one).dense_params.item() / tp)
 
 
-def test_latent_down_projections_are_not_divided():
-    one, split = batch_of("deepseek-v3", ep=8)[1], batch_of("deepseek-v3", tp=2, ep=8)[1]
+@pytest.mark.parametrize("sp", [False, True])
+def test_latent_down_projections_run_on_the_rank_s_own_tokens(sp):
+    """Their weights are whole on every tensor rank: only sequence parallelism divides their work."""
+    one, split = batch_of("deepseek-v3", ep=8)[1], batch_of("deepseek-v3", tp=2, ep=8, sp=sp)[1]
     block = api.load_model("deepseek-v3").blocks[0]
     down = 2.0 * block.hidden * (block.q_lora + block.kv_lora + block.rope_head_dim) * tokens_of(one)
     rest = product_flops(one, 0) - down
-    assert product_flops(split, 0) == pytest.approx(down + rest / 2, rel=1e-12)
+    assert product_flops(split, 0) == pytest.approx((down / 2 if sp else down) + rest / 2, rel=1e-12)
 
 
 def test_context_parallelism_divides_tokens_and_pairs():
