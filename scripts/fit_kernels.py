@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+from columns import Table
 from kernel_tables import (
     DATA,
     anchors,
@@ -128,12 +128,10 @@ def section(devices: dict[str, dict[str, float]], **extra: dict[str, float]) -> 
 # ---- matrix products ---------------------------------------------------------------------------------------
 
 
-def gemm_predictor(
-    device: str, precision: str, shapes: pd.DataFrame
-) -> Callable[[dict[str, float]], np.ndarray]:
+def gemm_predictor(device: str, precision: str, shapes: Table) -> Callable[[dict[str, float]], np.ndarray]:
     base = replace(ideal(device, precision), gemm_exposed=GEMM_EXPOSED)
-    m, n, k = (shapes[c].to_numpy(dtype=float) for c in "mnk")
-    batch = shapes["b"].to_numpy(dtype=float) if "b" in shapes else 1.0
+    m, n, k = (shapes[c] for c in "mnk")
+    batch = shapes.columns.get("b", 1.0)
     width = 4 if precision == "fp32" else 2
 
     def predict(values: dict[str, float]) -> np.ndarray:
@@ -144,14 +142,14 @@ def gemm_predictor(
 
 
 def best_product_eff(
-    source: str, device: str, precision: str, shape: dict[str, float], anchor: pd.DataFrame
+    source: str, device: str, precision: str, shape: dict[str, float], anchor: Table
 ) -> float:
     """Return the efficiency at which the best measured product of a device comes out right.
 
     The averaged source runs a long search back to back, at the power-limited clock; the crowd one keeps
     the maximum of short runs.
     """
-    predict, target = gemm_predictor(device, precision, anchor), float(anchor["s"].iloc[0])
+    predict, target = gemm_predictor(device, precision, anchor), float(anchor["s"][0])
     clock = 1.0 + shape["sag"] if source == "averaged" else 1.0
     flat = shape | {"sag": 0.0} if source == "averaged" else shape
     low, high = 0.05, 3.0
@@ -209,9 +207,9 @@ def gemm_sixteen_bit(report: dict) -> tuple[dict, dict]:
     fitted, logs = {}, {}
     for device, group in rows.items():
         predict = gemm_predictor(device, matrix(device), group)
-        fitted[device], logs[device] = fit(predict, group["s"].to_numpy(), GEMM_BOUNDS, GEMM_START)
+        fitted[device], logs[device] = fit(predict, group["s"], GEMM_BOUNDS, GEMM_START)
         report["gemm_16bit"][device] = figures(logs[device])
-        large = ((group.m >= 1024) & (group.n >= 1024) & (group.k >= 1024)).to_numpy()
+        large = (group["m"] >= 1024) & (group["n"] >= 1024) & (group["k"] >= 1024)
         report["gemm_16bit_large"][device] = figures(logs[device][large])
     report["gemm_16bit"]["all aiconfigurator"] = figures(np.concatenate([logs[name] for name in many]))
     best = anchors("bf16")
@@ -227,15 +225,13 @@ def gemm_sixteen_bit(report: dict) -> tuple[dict, dict]:
     return whole | {"devices": anchored["devices"]}, ratio
 
 
-def leave_out_gemm(
-    rows: dict[str, pd.DataFrame], fitted: dict, best: dict, ratio: dict, report: dict
-) -> None:
+def leave_out_gemm(rows: dict[str, Table], fitted: dict, best: dict, ratio: dict, report: dict) -> None:
     """Score every device with constants of the others and its best measured product."""
     logs = []
     for device, group in rows.items():
         rest = {name: entry for name, entry in fitted.items() if name != device}
         predicted = gemm_predictor(device, matrix(device), group)(transferred(device, rest, best, ratio))
-        logs.append(np.log(predicted) - np.log(group["s"].to_numpy()))
+        logs.append(np.log(predicted) - np.log(group["s"]))
         report["gemm_16bit_left_out"][device] = figures(logs[-1])
     report["gemm_16bit_left_out"]["all aiconfigurator"] = figures(np.concatenate(logs))
 
@@ -273,22 +269,21 @@ def gemm_fp8(sixteen: dict, ratio: dict) -> dict:
 def gemm_fp4(sixteen: dict, report: dict) -> dict:
     """Efficiency from nvfp4 rows whose weights outweigh the quantisation of the activations they include."""
     rows = read("kernel_aiconfigurator_gemm.csv.gz")
-    rows = rows[
-        (rows.dtype == "nvfp4") & rows.flag.isna() & (rows.m >= 4096) & (rows.n >= 8192) & (rows.k >= 4096)
-    ]
+    usable = (rows["dtype"] == "nvfp4") & (rows["flag"] == "")
+    rows = rows.take(usable & (rows["m"] >= 4096) & (rows["n"] >= 8192) & (rows["k"] >= 4096))
     devices = {}
-    for table_name, group in rows.groupby("device"):
-        device = resolve_device(str(table_name)).name
+    for (table_name,), group in rows.groups("device"):
+        device = resolve_device(table_name).name
         base = narrower(sixteen["devices"][device], 4.0, 0.5)
         product = gemm_predictor(device, "nvfp4", group)
-        cast_s = 2.5 * group.m * group.k / (0.8 * ideal(device, "nvfp4").memory_bytes_per_s)
+        cast_s = 2.5 * group["m"] * group["k"] / (0.8 * ideal(device, "nvfp4").memory_bytes_per_s)
 
         def predict(values: dict[str, float], base=base, product=product, cast_s=cast_s) -> np.ndarray:
             curve = {name: value for name, value in base.items() if name != "exposed"} | values
-            return product(curve) + cast_s.to_numpy()
+            return product(curve) + cast_s
 
         bounds = {"eff": (0.1, 1.2)}
-        entry, log_ratio = fit(predict, group.latency_ms.to_numpy() * 1e-3, bounds, {"eff": 0.5})
+        entry, log_ratio = fit(predict, group["latency_ms"] * 1e-3, bounds, {"eff": 0.5})
         devices[device] = base | entry
         report["gemm_fp4_large"][device] = figures(log_ratio)
     return section(devices)
@@ -298,7 +293,7 @@ def gemm_fp32(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
     """Return the fp32 section, launches being those of 16 bit, and the host overhead the tables include."""
     devices, overhead_s = {}, {}
     for device, group in fp32_rows().items():
-        predict, seconds = gemm_predictor(device, "fp32", group), group["s"].to_numpy()
+        predict, seconds = gemm_predictor(device, "fp32", group), group["s"]
         entry, log_ratio = fit(predict, seconds, GEMM_BOUNDS, GEMM_START)
         report["gemm_fp32"][device] = figures(log_ratio)
         report["gemm_fp32_above_1_ms"][device] = figures(log_ratio[seconds > 1e-3])
@@ -317,16 +312,15 @@ def kernel_of(device: str, framework: str) -> str:
     return {"hopper": "fa3", "blackwell": "cudnn"}.get(resolve_device(device).arch, "fa2")
 
 
-def attention_predictor(device: str, rows: pd.DataFrame) -> Callable[[dict[str, float]], np.ndarray]:
+def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]], np.ndarray]:
     base = replace(ideal(device, "bf16"), stream_eff=0.85)
     columns = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
-    batch, heads, kv_heads, seq, dim = (rows[c].to_numpy(dtype=float) for c in columns)
+    batch, heads, kv_heads, seq, dim = (rows[c] for c in columns)
     # Serving kernels also write keys and values to the cache; not in these two, where no such cost shows.
-    no_cache = (rows.kernel_source == "vllm_flashinfer") | (
-        (rows.framework == "vllm") & (rows.system == "l40s")
+    no_cache = (rows["kernel_source"] == "vllm_flashinfer") | (
+        (rows["framework"] == "vllm") & (rows["system"] == "l40s")
     )
-    writes_cache = ~no_cache.to_numpy()
-    cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * writes_cache, base)
+    cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * ~no_cache, base)
 
     def predict(values: dict[str, float]) -> np.ndarray:
         kernels = replace(base, **{f"attn_{name}": value for name, value in values.items()})
@@ -339,35 +333,36 @@ def attention_predictor(device: str, rows: pd.DataFrame) -> Callable[[dict[str, 
 
 def attention(report: dict) -> dict:
     rows = attention_rows()
-    rows["kernel"] = [kernel_of(d, f) for d, f in zip(rows.name, rows.framework, strict=True)]
+    kernels = [kernel_of(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
+    rows = rows.plus(kernel=np.array(kernels))
     fits: dict[str, dict[str, dict[str, float]]] = {}
     logs = []
-    for (kernel, device), group in rows.groupby(["kernel", "name"]):
-        wide = (group.head_dim == 128).to_numpy()
+    for (kernel, device), group in rows.groups("kernel", "name"):
+        wide = group["head_dim"] == 128
         bounds = dict(ATTENTION_BOUNDS)
         if wide.all():
             bounds["d0"] = (D0_UNMEASURED, D0_UNMEASURED)
-        predict = attention_predictor(str(device), group)
-        entry, log_ratio = fit(predict, group["s"].to_numpy(), bounds, ATTENTION_START)
+        predict = attention_predictor(device, group)
+        entry, log_ratio = fit(predict, group["s"], bounds, ATTENTION_START)
         report["attention"][f"{kernel} {device}"] = figures(log_ratio[wide])
         if not wide.all():
             report["attention_head_dim_64"][f"{kernel} {device}"] = figures(log_ratio[~wide])
         logs.append(log_ratio[wide])
-        fits.setdefault(str(kernel), {})[str(device)] = entry | {"bwd_ratio": BACKWARD_RATIO}
+        fits.setdefault(kernel, {})[device] = entry | {"bwd_ratio": BACKWARD_RATIO}
     report["attention"]["all"] = figures(np.concatenate(logs))
     left_out_attention(rows, fits, report)
     return attention_sections(fits)
 
 
-def left_out_attention(rows: pd.DataFrame, fits: dict, report: dict) -> None:
+def left_out_attention(rows: Table, fits: dict, report: dict) -> None:
     logs = []
-    for (kernel, device), group in rows[rows.head_dim == 128].groupby(["kernel", "name"]):
+    for (kernel, device), group in rows.take(rows["head_dim"] == 128).groups("kernel", "name"):
         others = {n: e for n, e in fits[kernel].items() if n != device}
         if not others:
             continue
-        entry = middle([others[n] for n in donors(str(device), others)])
+        entry = middle([others[n] for n in donors(device, others)])
         entry = {n: v for n, v in entry.items() if n != "bwd_ratio"}
-        log_ratio = np.log(attention_predictor(str(device), group)(entry)) - np.log(group["s"].to_numpy())
+        log_ratio = np.log(attention_predictor(device, group)(entry)) - np.log(group["s"])
         report["attention_left_out"][f"{kernel} {device}"] = figures(log_ratio)
         logs.append(log_ratio)
     report["attention_left_out"]["all"] = figures(np.concatenate(logs))
@@ -406,33 +401,34 @@ PASSES = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}  # other operatio
 def streaming(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
     """Return the streaming section and the host overhead the table includes."""
     rows = read("kernel_neusight_elementwise.csv.gz")
-    rows["bytes"] = 4.0 * rows.b * rows.h * rows.op.map(PASSES).fillna(2)
-    rows = rows[~rows.op.isin(["pow", "powu"])]  # computing bound on some devices
+    rows = rows.take(~np.isin(rows["op"], ("pow", "powu")))  # computing bound on some devices
+    passes = np.array([PASSES.get(op, 2) for op in rows["op"]])
+    rows = rows.plus(bytes=4.0 * rows["b"] * rows["h"] * passes)
+    fitted = ~np.isin(rows["op"], ("ln", "softmax"))
     launch_s = sixteen["generic"]["launch_s"]
     devices, overhead_s, logs = {}, {}, []
-    for table_name, group in rows[~rows.op.isin(["ln", "softmax"])].groupby("device"):
-        device = resolve_device(str(table_name)).name
-        base, moved = ideal(device, "fp32"), group["bytes"].to_numpy()
+    for (table_name,), group in rows.take(fitted).groups("device"):
+        device = resolve_device(table_name).name
+        base, moved = ideal(device, "fp32"), group["bytes"]
 
         def predict(values: dict[str, float], base=base, moved=moved) -> np.ndarray:
             return stream_s(moved, replace(base, **{f"stream_{n}": v for n, v in values.items()}))
 
         bounds = {"eff": (0.3, 1.1), "launch_s": (0.0, 5e-5)}
-        entry, log_ratio = fit(
-            predict, group.latency_ms.to_numpy() * 1e-3, bounds, {"eff": 0.8, "launch_s": 3e-6}
-        )
+        entry, log_ratio = fit(predict, group["latency_ms"] * 1e-3, bounds, {"eff": 0.8, "launch_s": 3e-6})
         devices[device], overhead_s[device] = entry | {"launch_s": launch_s}, entry["launch_s"]
         report["stream"][device] = figures(log_ratio)
         logs.append(log_ratio)
-        for op, part in rows[(rows.device == table_name) & rows.op.isin(["ln", "softmax"])].groupby("op"):
+        for (op,), part in rows.take(~fitted & (rows["device"] == table_name)).groups("op"):
             kernels = replace(base, stream_eff=entry["eff"], stream_launch_s=entry["launch_s"])
-            log_ratio = np.log(stream_s(part["bytes"].to_numpy(), kernels)) - np.log(part.latency_ms * 1e-3)
+            log_ratio = np.log(stream_s(part["bytes"], kernels)) - np.log(part["latency_ms"] * 1e-3)
             report[f"stream_{op}_not_fitted"][device] = figures(log_ratio)
     report["stream"]["all"] = figures(np.concatenate(logs))
     triad = read("kernel_misc.csv")
-    for row in triad[triad.kind == "babelstream_triad"].itertuples():
-        device = resolve_device(row.device).name
-        eff = row.value * 1e12 / resolve_device(device).memory_bytes_per_s
+    triad = triad.take(triad["kind"] == "babelstream_triad")
+    for table_name, rate in zip(triad["device"], triad["value"], strict=True):
+        device = resolve_device(str(table_name)).name
+        eff = rate * 1e12 / resolve_device(device).memory_bytes_per_s
         devices.setdefault(device, {"eff": float(f"{eff:.6g}"), "launch_s": launch_s})
     return section(devices), overhead_s
 
@@ -440,17 +436,18 @@ def streaming(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
 def grouped(sixteen: dict, report: dict) -> dict:
     """Fused expert layers, balanced routing, 64 tokens or more per expert, TensorRT-LLM (CUTLASS)."""
     rows = read("kernel_aiconfigurator_moe.csv.gz")
-    rows = rows[(rows.distribution == "balanced") & (rows.num_tokens * rows.topk >= 64 * rows.experts)]
+    full = rows["num_tokens"] * rows["topk"] >= 64 * rows["experts"]
+    rows = rows.take((rows["distribution"] == "balanced") & full)
     devices, logs = {}, []
-    for (table_name, framework), group in rows.groupby(["device", "framework"]):
-        device = resolve_device(str(table_name)).name
+    for (table_name, framework), group in rows.groups("device", "framework"):
+        device = resolve_device(table_name).name
         curve = {f"gemm_{n}": v for n, v in sixteen["devices"][device].items()}
         base = replace(ideal(device, "bf16"), stream_eff=0.85, **curve)
         predict = moe_predictor(base, group)
         # Grouping cannot beat one batched product; what is faster is a newer library than the dense rows.
         bounds = {"eff": (0.05, 1.0), "launch_s": (0.0, 4e-4), "traffic": (0.5, 8.0)}
         start = {"eff": 0.8, "launch_s": 5e-5, "traffic": 1.0}
-        entry, log_ratio = fit(predict, group.latency_ms.to_numpy() * 1e-3, bounds, start)
+        entry, log_ratio = fit(predict, group["latency_ms"] * 1e-3, bounds, start)
         report["moe_balanced"][f"{framework} {device}"] = figures(log_ratio) | entry
         if framework == "trtllm":
             devices[device] = {"eff": entry["eff"]}
@@ -459,11 +456,10 @@ def grouped(sixteen: dict, report: dict) -> dict:
     return section(devices)
 
 
-def moe_predictor(base: KernelModel, rows: pd.DataFrame) -> Callable[[dict[str, float]], np.ndarray]:
-    tokens = (rows.num_tokens * rows.topk / rows.moe_ep).to_numpy(dtype=float)
-    experts = (rows.experts / rows.moe_ep).to_numpy(dtype=float)
-    hidden = rows.hidden.to_numpy(dtype=float)
-    inner = (rows.inter / rows.moe_tp).to_numpy(dtype=float)
+def moe_predictor(base: KernelModel, rows: Table) -> Callable[[dict[str, float]], np.ndarray]:
+    tokens = rows["num_tokens"] * rows["topk"] / rows["moe_ep"]
+    experts, hidden = rows["experts"] / rows["moe_ep"], rows["hidden"]
+    inner = rows["inter"] / rows["moe_tp"]
     # Gather, gated activation and weighted sum of the expert outputs, 16 bit.
     moved = tokens * (2.0 * 2.0 * hidden + 3.0 * 2.0 * inner + 2.0 * 2.0 * hidden)
 

@@ -6,9 +6,11 @@ Every filter is explained in docs/derivations/kernels.md.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-import pandas as pd
+import numpy as np
+from columns import Table, read_columns
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel, kernel_model
@@ -17,40 +19,48 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("FORESHARD_MEASURED", ROOT.parent / "shared/measured/dev"))
 
 
-def read(name: str) -> pd.DataFrame:
-    return pd.read_csv(DATA / name)
+def read(name: str) -> Table:
+    return read_columns(DATA / name)
 
 
 def ideal(device: str, precision: str) -> KernelModel:
     return kernel_model(resolve_device(device), precision, fidelity="datasheet")
 
 
-def sixteen_bit_rows() -> dict[str, pd.DataFrame]:
+def sixteen_bit_rows() -> dict[str, Table]:
     """Return per device the median over frameworks of every unflagged bf16 shape, in seconds."""
     rows = read("kernel_aiconfigurator_gemm.csv.gz")
-    rows = rows[(rows.dtype == "bfloat16") & rows.flag.isna()]
-    by_shape = rows.groupby(["device", "m", "n", "k"], sort=True).latency_ms.median().reset_index()
-    by_shape["s"] = by_shape.latency_ms * 1e-3
-    return {resolve_device(str(device)).name: group for device, group in by_shape.groupby("device")}
+    rows = rows.take((rows["dtype"] == "bfloat16") & (rows["flag"] == ""))
+    found = {}
+    for (device,), group in rows.groups("device"):
+        shapes = [(*shape, np.median(same["latency_ms"])) for shape, same in group.groups("m", "n", "k")]
+        m, n, k, latency_ms = np.array(shapes).T
+        found[resolve_device(device).name] = Table({"m": m, "n": n, "k": k, "s": latency_ms * 1e-3})
+    return found
 
 
-def deepbench_rows(sheet: str, device: str) -> pd.DataFrame:
+def deepbench_rows(sheet: str, device: str) -> Table:
     rows = read("kernel_deepbench.csv.gz")
-    rows = rows[
-        (rows.section == "Dense Matrix Multiplication") & (rows["mode"] == "train") & (rows.device == device)
-    ]
-    rows = rows[rows.sheet_precision == sheet]
-    sizes = rows.params.str.extract(r"M=(?P<m>\d+);N=(?P<n>\d+);K=(?P<k>\d+)").astype(float)
-    return sizes.assign(s=rows.time_ms * 1e-3).dropna()
+    rows = rows.take(
+        (rows["section"] == "Dense Matrix Multiplication")
+        & (rows["mode"] == "train")
+        & (rows["device"] == device)
+        & (rows["sheet_precision"] == sheet)
+        & ~np.isnan(rows["time_ms"])
+    )
+    shapes = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", text) for text in rows["params"]]
+    named = np.array([shape is not None for shape in shapes])
+    m, n, k = np.array([shape.groups() for shape in shapes if shape], dtype=float).T
+    return Table({"m": m, "n": n, "k": k, "s": rows["time_ms"][named] * 1e-3})
 
 
-def fp32_rows() -> dict[str, pd.DataFrame]:
+def fp32_rows() -> dict[str, Table]:
     """Return per device at most 2,500 evenly taken NeuSight products and the DeepBench ones."""
-    rows = read("kernel_neusight_gemm.csv.gz").sort_values(["device", "op", "b", "m", "n", "k"])
-    rows["s"] = rows.latency_ms * 1e-3
+    rows = read("kernel_neusight_gemm.csv.gz")
+    rows = rows.plus(s=rows["latency_ms"] * 1e-3).take(rows.order("device", "op", "b", "m", "n", "k"))
     taken = {}
-    for device, group in rows.groupby("device"):
-        taken[resolve_device(str(device)).name] = group.iloc[:: max(1, len(group) // 2500)]
+    for (device,), group in rows.groups("device"):
+        taken[resolve_device(device).name] = group.take(slice(None, None, max(1, len(group) // 2500)))
     for device, sheet in (
         ("NV_1080Ti", "Results - FP32"),
         ("NV_M40", "Results - FP32"),
@@ -62,45 +72,46 @@ def fp32_rows() -> dict[str, pd.DataFrame]:
     return taken
 
 
-def anchors(dtype: str) -> dict[str, dict[str, pd.DataFrame]]:
+def anchors(dtype: str) -> dict[str, dict[str, Table]]:
     """Return per source and device the best measured product (MAMF) of a type: one shape and its seconds."""
     best = read("kernel_mamf.csv")
-    best = best[best.dtype == dtype]
-    sizes = best.best_shape_mxnxk.str.split("x", expand=True).astype(float)
-    tables = {
-        "averaged": sizes.set_axis(["m", "n", "k"], axis=1).assign(
-            device=best.accelerator, tflops=best.mamf_tflops
-        )
-    }
+    best = best.take(best["dtype"] == dtype)
+    sizes = np.array([text.split("x") for text in best["best_shape_mxnxk"]], dtype=float)
+    tables = {"averaged": _best_products(best["accelerator"], sizes, best["mamf_tflops"])}
     if dtype == "bf16":
         crowd = read("kernel_misc.csv")
-        crowd = crowd[(crowd.kind == "gemm_mamf") & ~crowd.device.str.startswith("DCU")]
-        tables["crowd"] = crowd[["m", "n", "k", "device", "value"]].rename(columns={"value": "tflops"})
-    return {
-        source: {
-            resolve_device(str(row["device"])).name: pd.DataFrame([row]).assign(
-                s=2.0 * row["m"] * row["n"] * row["k"] / (row["tflops"] * 1e12)
-            )
-            for _, row in table.iterrows()
-        }
-        for source, table in tables.items()
-    }
+        crowd = crowd.take((crowd["kind"] == "gemm_mamf") & ~np.char.startswith(crowd["device"], "DCU"))
+        sizes = np.stack([crowd[name] for name in "mnk"], axis=1)
+        tables["crowd"] = _best_products(crowd["device"], sizes, crowd["value"])
+    return tables
 
 
-def attention_rows() -> pd.DataFrame:
+def _best_products(devices: np.ndarray, sizes: np.ndarray, tflops: np.ndarray) -> dict[str, Table]:
+    """Return one product per device, sizes being rows of m, n and k."""
+    found = {}
+    for device, (m, n, k), rate in zip(devices, sizes, tflops, strict=True):
+        values = {"m": m, "n": n, "k": k, "s": 2.0 * m * n * k / (rate * 1e12)}
+        found[resolve_device(str(device)).name] = Table({c: np.array([v]) for c, v in values.items()})
+    return found
+
+
+def attention_rows() -> Table:
     """Return the usable prefill rows: slowest duplicate, no hidden sliding window, share of peak < 0.9."""
     rows = read("kernel_aiconfigurator_attention.csv.gz")
-    key = ["system", "framework", "batch", "seq_len", "num_heads", "num_kv_heads", "head_dim"]
-    rows = rows.loc[rows.groupby(key).latency_ms.idxmax()].copy()
-    rows["name"] = rows.device.map({d: resolve_device(d).name for d in rows.device.unique()})
-    peak = rows.name.map({d: ideal(d, "bf16").peak_flops_per_s for d in rows.name.unique()})
-    rows["s"] = rows.latency_ms * 1e-3
-    share = 2.0 * rows.batch * rows.num_heads * rows.seq_len**2 * rows.head_dim / rows.s / peak
-    plain = rows.framework.isin(["vllm", "trtllm"]) | rows.system.isin(
-        ["a100_sxm", "h100_sxm", "gb200", "gb300"]
+    key = ("system", "framework", "batch", "seq_len", "num_heads", "num_kv_heads", "head_dim")
+    rows = rows.plus(row=np.arange(len(rows)))
+    rows = rows.take([same["row"][np.argmax(same["latency_ms"])] for _, same in rows.groups(*key)])
+    names = {device: resolve_device(str(device)).name for device in np.unique(rows["device"])}
+    name = np.array([names[device] for device in rows["device"]])
+    peaks = {device: ideal(device, "bf16").peak_flops_per_s for device in np.unique(name)}
+    rows = rows.plus(name=name, s=rows["latency_ms"] * 1e-3)
+    # Batch, heads, sequence twice, width: half the multiply-adds of one causal forward.
+    size = rows["batch"] * rows["num_heads"] * rows["seq_len"] ** 2 * rows["head_dim"]
+    share = 2.0 * size / rows["s"] / np.array([peaks[device] for device in name])
+    plain = np.isin(rows["framework"], ("vllm", "trtllm")) | np.isin(
+        rows["system"], ("a100_sxm", "h100_sxm", "gb200", "gb300")
     )
-    wide = rows.head_dim == 128
+    wide = rows["head_dim"] == 128
     # Narrow heads only where products dominate: they are there to tell what the exponential costs.
-    long = rows.batch * rows.num_heads * rows.seq_len**2 * rows.head_dim > 5e10
-    narrow = ~wide & (rows.seq_len < 8192) & (rows.framework != "sglang") & long
-    return rows[(share < 0.9) & ((wide & plain) | narrow)]
+    narrow = ~wide & (rows["seq_len"] < 8192) & (rows["framework"] != "sglang") & (size > 5e10)
+    return rows.take((share < 0.9) & ((wide & plain) | narrow))

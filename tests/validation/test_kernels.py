@@ -17,7 +17,7 @@ import pytest
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_constants, kernel_model
 from foreshard.cost.attention import flash_attention_forward_s
-from foreshard.cost.elementwise import norm_bytes, stream_s
+from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,12 +131,10 @@ def test_streaming_kernels():
     for device, group in by_device(table).items():
         kernels = kernel_model(device, "fp32")
         elements = column(group, "b") * column(group, "h")
-        passes = np.array([3.0 if r["op"] in ("add", "mul") else 2.0 for r in group])
+        # Additions have two operands; the norms of eager torch read theirs twice.
+        passes = np.array([3.0 if r["op"] in ("add", "mul", "ln") else 2.0 for r in group])
         is_norm = np.array([r["op"] == "ln" for r in group])
-        moved = np.where(
-            is_norm, norm_bytes(elements, bytes_per_element=4, fused=False), 4 * elements * passes
-        )
-        predicted_s = stream_s(moved, kernels, num_kernels=0) + overhead_s[device.name]
+        predicted_s = stream_s(4 * elements * passes, kernels, num_kernels=0) + overhead_s[device.name]
         error = np.abs(predicted_s / (column(group, "latency_ms") * 1e-3) - 1)
         simple.append(error[~is_norm])
         norms.append(error[is_norm])
@@ -158,7 +156,7 @@ def test_fp32_products():
 
 
 def test_shipped_constants_are_those_of_the_fit():
-    pytest.importorskip("pandas")
+    pytest.importorskip("scipy")
     rows("kernel_mamf.csv")
     script = ROOT / "scripts" / "fit_kernels.py"
     done = subprocess.run(
