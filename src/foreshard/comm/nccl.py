@@ -24,6 +24,18 @@ _ROWS = ("Volta", "Ampere", "Hopper", "Blackwell")
 _SEARCH_EFF = (0.8, 0.8, 0.824, 0.802)
 # Channels NCCL opens on a full NVLink box; 24 and 32 are printed in its logs, the others assumed alike.
 _CHANNELS = (24, 24, 32, 32)
+# Factors written out in ncclTopoTuneModel and ncclTopoGetAlgoTime, src/graph/tuning.cc of NVIDIA/nccl 5067397c.
+_RING_PLATEAU_VOLTA, _RING_PLATEAU = 1.9, 1.4  # latency of long rings over nodes, below and from Ampere on
+_RING_PLATEAU_BYTES = 64  # per channel and rank, from which that holds
+_RING_LL = 0.5  # of the ring's bandwidth: LL sends a flag with every word
+_LL128 = 0.92  # of the ring's bandwidth
+_TREE = 0.92  # of the bandwidth found by the search
+_TREE_LL = 1.0 / 3.8  # of the tree's bandwidth
+_TREE_LL128_NODE, _TREE_LL128 = 7.0 / 9.0, 120.0 / 128.0  # inside one node, across nodes
+_TREE_PASSES = 0.5  # up and down the tree
+_PAT = 0.75  # of the bandwidth found by the search
+_PAT_HOPS_AT_ONCE = 3.5  # network hops whose latency overlaps
+_PAT_RANK_US = 2.8  # latency that grows with ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,15 +167,20 @@ def _seconds(latency_us: float, num_bytes: float, gb_per_s: float) -> float:
 def _ring_s(job: _Job, protocol: str, table: dict[str, Any]) -> float:
     bus, channels = _bus(job), _CHANNELS[job.row]
     if protocol == "LL":
-        bus = min(table["llMaxBws"][job.nodes_key], 0.5 * bus)
+        bus = min(table["llMaxBws"][job.nodes_key], _RING_LL * bus)
     elif protocol == "LL128":
-        bus = min(0.92 * bus, channels * table["perChMaxRingLL128Bws"][job.nodes_key])
+        bus = min(_LL128 * bus, channels * table["perChMaxRingLL128Bws"][job.nodes_key])
     intra, inter = _hop_us(job, "Ring", protocol, table)
     crossings = (2 if job.kind == "all_reduce" else 1) * (job.domains - 1)
     latency = table["baseLatencies"][f"Ring/{protocol}"] + (job.steps - crossings) * intra + crossings * inter
     per_rank = job.num_bytes / (_CHANNELS[job.row] * job.ranks)
-    if job.kind == "all_reduce" and protocol == "Simple" and job.domains > 1 and per_rank >= 64:
-        latency *= 1.9 if job.row < 1 else 1.4
+    if (
+        job.kind == "all_reduce"
+        and protocol == "Simple"
+        and job.domains > 1
+        and per_rank >= _RING_PLATEAU_BYTES
+    ):
+        latency *= _RING_PLATEAU_VOLTA if _ROWS[job.row] == "Volta" else _RING_PLATEAU
     return _seconds(latency, job.num_bytes, bus * job.ranks / job.steps)
 
 
@@ -171,18 +188,20 @@ def _tree_s(job: _Job, protocol: str, table: dict[str, Any]) -> float:
     # A tree inside one node is a chain; over two nodes NCCL credits it with the link, not the NIC.
     bus = job.intra_gb_per_s if job.domains == 1 else min(job.intra_gb_per_s, job.inter_gb_per_s)
     channels = _CHANNELS[job.row]
-    bus = min(0.92 * bus, channels * table["perChMaxTreeBws"][job.nodes_key])
+    bus = min(_TREE * bus, channels * table["perChMaxTreeBws"][job.nodes_key])
     if protocol == "LL":
-        bus = min(bus / 3.8, table["llMaxBws"][job.nodes_key])
+        bus = min(_TREE_LL * bus, table["llMaxBws"][job.nodes_key])
     elif protocol == "LL128":
-        share = 7.0 / 9.0 if job.domains == 1 else 120.0 / 128.0
+        share = _TREE_LL128_NODE if job.domains == 1 else _TREE_LL128
         bus = min(share * bus, channels * table["perChMaxTreeLL128Bws"][job.nodes_key])
     octave = floor(log2(max(job.num_bytes, 64.0) / 64.0))
     corrections = table["treeCorrectionFactor"][protocol]
     bus *= corrections[octave] if octave < len(corrections) else 1.0
     intra, inter = _hop_us(job, "Tree", protocol, table)
     depth = (job.ranks / job.domains - 1.0) * intra + log2(job.domains) * inter
-    return _seconds(table["baseLatencies"][f"Tree/{protocol}"] + 2.0 * depth, job.num_bytes, 0.5 * bus)
+    return _seconds(
+        table["baseLatencies"][f"Tree/{protocol}"] + 2.0 * depth, job.num_bytes, _TREE_PASSES * bus
+    )
 
 
 def _in_switch_s(job: _Job, table: dict[str, Any]) -> float:
@@ -199,8 +218,9 @@ def _in_switch_s(job: _Job, table: dict[str, Any]) -> float:
 
 def _pat_s(job: _Job, table: dict[str, Any]) -> float:
     inter = _hop_us(job, "PAT", "Simple", table)[1]
-    latency = table["baseLatencies"]["PAT/Simple"] + log2(job.domains) * inter / 3.5 + 2.8 * job.ranks
-    return _seconds(latency, job.num_bytes, 0.75 * _bus(job) * job.ranks / job.steps)
+    hops_us = log2(job.domains) * inter / _PAT_HOPS_AT_ONCE
+    latency = table["baseLatencies"]["PAT/Simple"] + hops_us + _PAT_RANK_US * job.ranks
+    return _seconds(latency, job.num_bytes, _PAT * _bus(job) * job.ranks / job.steps)
 
 
 def _direct_s(job: _Job, table: dict[str, Any]) -> float:
