@@ -1,0 +1,1 @@
+"""Data with sources: devices, clusters, models, frameworks by release, fitted constants."""

@@ -1,0 +1,1 @@
+"""Formulas of single things: matrix products, attention, streaming kernels, memory, money, energy."""

@@ -1,0 +1,1 @@
+"""Shapes of layers, pipeline schedules, and the lowering of a plan to a program of tasks."""

@@ -1,0 +1,1 @@
+"""When every task of a program runs."""
