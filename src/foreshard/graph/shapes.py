@@ -103,6 +103,7 @@ class RankShape:
     ep: Any
     etp: Any
     dp: Any  # ranks that hold the same dense weights apart from cp
+    copies: Any  # of them, over those of the own group of the plan: 1 where there is one group
     sp: Any
     zero: Any
     shard: Any  # ranks a ZeRO/FSDP state is cut over
@@ -121,3 +122,5 @@ class RankShape:
     etp_stride: Any
     sync_stride: Any  # data-parallel ranks of the dense weights
     expert_stride: Any  # ranks that hold the same experts
+    own_stride: Any  # both inside the own group of the plan
+    own_expert_stride: Any

@@ -258,7 +258,8 @@ def stage_strides(plan: Plan, stage: Stage, domains: np.ndarray, domain: float) 
     places = domains[np.array(stage.ranks)]
     dense = places.reshape(-1, stage.cp, stage.tp)  # tp fastest, then cp, then inner dp
     experts = places.reshape(-1, stage.ep, stage.etp)
-    alike, alike_experts = dense.reshape(-1, stage.tp).T, experts.reshape(len(experts), -1).T
+    own, own_experts = dense.reshape(-1, stage.tp).T, experts.reshape(len(experts), -1).T
+    alike, alike_experts = own, own_experts
     if len(plan.groups) > 1:
         first = stage.layers[0][0]
         others = [
@@ -276,6 +277,8 @@ def stage_strides(plan: Plan, stage: Stage, domains: np.ndarray, domain: float) 
         "etp_stride": spread_stride(experts.reshape(-1, stage.etp), domain),
         "sync_stride": spread_stride(alike, domain),
         "expert_stride": spread_stride(alike_experts, domain),
+        "own_stride": spread_stride(own, domain),
+        "own_expert_stride": spread_stride(own_experts, domain),
     }
 
 
@@ -292,6 +295,7 @@ def _rank_shape(
         ep=float(stage.ep),
         etp=float(stage.etp),
         dp=sync_width(stage, replicas),
+        copies=sync_width(stage, replicas) / stage.inner_dp,
         sp=float(group.sp and stage.tp > 1),
         zero=float(stage.zero),
         # States are cut inside the group; groups hold whole copies.
@@ -378,12 +382,12 @@ def boundaries(group: Group) -> list[tuple[Stage, Stage]]:
 def _micro_batches(group: Group) -> float:
     """Return the micro-batches of a step, a short last one as a fraction of the others."""
     rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
-    if rest == group.micro_batch or group.num_micro_batches == 1:
+    if rest == group.micro_batch:
         return float(group.num_micro_batches)
     short = max(
         rest / group.micro_batch
         if stage.rank_shares
-        else -(-rest // stage.inner_dp) / -(-group.micro_batch // stage.inner_dp)
+        else -(-rest // stage.inner_dp) / -(-min(group.share, group.micro_batch) // stage.inner_dp)
         for stage in group.stages
     )
     return group.num_micro_batches - 1 + short

@@ -189,6 +189,7 @@ def _rank(table: PlanTable, precision: str, seq_len: int) -> RankShape:
         ep=_real(table.ep),
         etp=_real(table.etp),
         dp=dp,
+        copies=1.0,
         sp=(table.sp * (tp > 1)) * 1.0,
         zero=_real(table.zero),
         shard=_shard(table)[None],
@@ -206,6 +207,8 @@ def _rank(table: PlanTable, precision: str, seq_len: int) -> RankShape:
         etp_stride=1.0,
         sync_stride=tp,
         expert_stride=_real(table.ep) * _real(table.etp),
+        own_stride=tp,
+        own_expert_stride=_real(table.ep) * _real(table.etp),
     )
 
 
