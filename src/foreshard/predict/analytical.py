@@ -14,10 +14,13 @@ import numpy as np
 
 from foreshard.predict.batch import Batch
 from foreshard.predict.collective_tasks import (
+    across_groups_s,
+    every_reduce_s,
     expert_replicas,
     message_s,
     region_s,
-    shard_times,
+    sharded_layer_s,
+    sharded_table_s,
     sync_times,
     tied_sync_s,
 )
@@ -32,9 +35,10 @@ class StageTimes:
 
     forward: np.ndarray
     backward: np.ndarray
+    device_forward: np.ndarray  # of `forward`, without the host
     parts: dict[str, np.ndarray]  # sum to `total`
     total: np.ndarray
-    weight: np.ndarray  # weight-gradient part of backward, what zero-bubble schedules move
+    moved: np.ndarray  # `total` without weight gradients and their collectives, which zero-bubble schedules move
     params: np.ndarray  # trained parameters of a rank, dense and expert
     expert_params: np.ndarray
     all_params: np.ndarray
@@ -58,7 +62,7 @@ def stage_times(batch: Batch) -> StageTimes:
     )
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
-    forward, backward, weight, host = (np.zeros(shape) for _ in range(4))
+    forward, backward, later, host, host_later = (np.zeros(shape) for _ in range(5))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
         as_wide = not np.count_nonzero(kind.hidden - p.hidden)
@@ -66,13 +70,14 @@ def stage_times(batch: Batch) -> StageTimes:
         _add_layers(parts, times, count)
         forward += count * times.forward_s
         backward += count * times.backward_s
-        weight += count * times.backward_weight
+        later += count * (times.backward_weight + times.reduce_backward)
         host += count * (times.host_forward + times.host_backward)
+        host_later += count * times.host_backward / 2
         trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
         every += count * (times.dense_params + times.expert_params)
-        _add_fsdp(parts, batch, times, count)
+        later += _add_fsdp(parts, batch, times, count)
     _add_ends(parts, batch, ends)
     forward += batch.has_embedding * ends.embedding_forward + batch.has_head * (
         ends.head_forward + ends.head_tensor / 2
@@ -84,25 +89,32 @@ def stage_times(batch: Batch) -> StageTimes:
     matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
     params = params + matrices * table * (1.0 - p.head_frozen)
     every = every + matrices * table
-    _add_root(parts, batch, matrices * table)
+    later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
+    later += _add_tables(parts, batch, table, ends)
     _add_messages(parts, batch)
     device = sum(parts.values())
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
-    q = machine.constants.host_sharpness
-    ratio = host / np.maximum(device, 1e-12)
-    waits = device * ((1.0 + ratio**q) ** (1.0 / q) - 1.0)
+    total = _join(device, host, machine.constants.host_sharpness)
+    waits = total - device
     parts["host"] += waits
     return StageTimes(
         # Collectives also run while the host holds the device up.
         forward=forward + waits,
         backward=backward + waits,
+        device_forward=forward,
         parts=parts,
-        total=device + waits,
-        weight=weight,
+        total=total,
+        moved=_join(device - later, host - host_later, machine.constants.host_sharpness),
         params=params,
         expert_params=experts,
         all_params=every,
     )
+
+
+def _join(device: np.ndarray, host: np.ndarray, sharpness: float) -> np.ndarray:
+    """Return the longer of two times, rounded where they are close."""
+    ratio = host / np.maximum(device, 1e-12)
+    return device * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
 
 
 def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarray) -> None:
@@ -124,30 +136,33 @@ def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> Non
     parts["tensor_comm"] += first * ends.embedding_tensor + last * ends.head_tensor
 
 
-def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray) -> None:
-    """Add what gathering weights and scattering gradients of each layer leaves exposed."""
-    traits, c = batch.machine.traits, batch.machine.constants
-    sharded = batch.machine.rank.zero >= 3
-    if not np.count_nonzero(sharded):
-        return
-    shard = shard_times(times.dense_params, times.expert_params, batch.machine)
-    exposed = 2.0 * shard.copy_weights + shard.copy_gradients
-    for busy, moved in (
-        (times.forward_s, shard.gather),
-        (times.backward_s, shard.gather + shard.scatter),
-    ):
-        overlapped = np.maximum(busy + c.fsdp_contention * np.minimum(busy, moved), moved) - busy
-        exposed = exposed + np.where(traits.grad_overlap > 0, overlapped, moved)
-    parts["data_comm"] += count * exposed * sharded
+def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray) -> Any:
+    """Add what gathering weights and scattering gradients of each layer leaves exposed.
+
+    Returns how much of it goes with the weight gradients.
+    """
+    given = times.backward_s - times.backward_weight
+    forward, first, both = sharded_layer_s(
+        times.dense_params, times.expert_params, times.forward_s, given, times.backward_weight, batch.machine
+    )
+    parts["data_comm"] += count * (forward + both)
+    return count * (both - first)
 
 
-def _add_root(parts: dict[str, np.ndarray], batch: Batch, params: np.ndarray) -> None:
-    """Add gathering the sharded tables of both ends first and scattering them last, behind nothing."""
-    sharded = batch.machine.rank.zero >= 3
-    if np.count_nonzero(sharded):
-        root = shard_times(params, 0.0, batch.machine)
-        moved = root.gather + root.scatter + root.copy_weights + root.copy_gradients
-        parts["data_comm"] += moved * sharded
+def _add_tables(parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: EndTimes) -> Any:
+    """Add the collectives of the tables of both ends in every micro-batch (ZeRO 2 and 3).
+
+    Returns how much of it goes with the weight gradients.
+    """
+    p, machine = batch.pipeline, batch.machine
+    first = batch.has_embedding * table
+    last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    gather, scatter = sharded_table_s(first + last, machine)
+    trained = 1.0 - p.head_frozen
+    reduce = every_reduce_s(first * trained, 0.0, machine, 0.0)
+    reduce = reduce + every_reduce_s(last * trained, 0.0, machine, ends.head_backward)
+    parts["data_comm"] += gather + scatter + reduce
+    return scatter + reduce
 
 
 def _add_messages(parts: dict[str, np.ndarray], batch: Batch) -> None:
@@ -164,15 +179,15 @@ def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
     machine, p = batch.machine, batch.pipeline
     rank, traits, limit = machine.rank, machine.traits, machine.constants.data_hidden
     exposed = 0.0
-    for params, ranks, stride in (
-        (stage.params, rank.dp * rank.cp, rank.sync_stride),
-        (stage.expert_params, expert_replicas(rank), rank.ep * rank.etp),
+    for params, ranks, stride, own in (
+        (stage.params, rank.dp * rank.cp, rank.sync_stride, rank.own_stride),
+        (stage.expert_params, expert_replicas(rank), rank.expert_stride, rank.own_expert_stride),
     ):
         if np.count_nonzero(params):
-            reduce, gather = sync_times(params, ranks, stride, machine)
+            reduce, gather = sync_times(params, ranks, stride, machine, own_stride=own)
             exposed = exposed + _unhidden(reduce, stage.backward, traits.grad_overlap, limit)
             exposed = exposed + _unhidden(gather, stage.forward, traits.param_gather_overlap, limit)
-    exposed = np.where(rank.zero >= 3, 0.0, exposed)
+    exposed = np.where(rank.zero >= 3, 0.0, exposed) + across_groups_s(stage.params, stage.expert_params, machine)
     if not np.count_nonzero(p.tied):
         return exposed
     tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
@@ -189,6 +204,22 @@ def _of_stage(stage: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     """Return what picks one stage of each pipeline from an array (stages, pipelines)."""
     flat = stage * stage.size + np.arange(stage.size)
     return lambda values: values.take(flat)
+
+
+def _zero_bubble(stage: StageTimes, batch: Batch, m: np.ndarray, t_max: np.ndarray) -> np.ndarray:
+    """Return the idle seconds of zero-bubble H1: the longest of two paths, less the work of a stage.
+
+    A stage puts off the weight gradients of as many micro-batches as stages follow it. What has to pass all
+    stages then has none of them; no stage ends before the passage of the others' forwards. Both paths are
+    sums of task times, so a faster task never lengthens the step.
+    """
+    count = batch.multiplicity
+    present = count > 0
+    moved, forward = np.where(present, stage.moved, 0.0), np.where(present, stage.device_forward, 0.0)
+    put_off = np.minimum(m, count.sum(0) - 1.0)
+    passing = (moved * count).sum(0) - moved.max(0) + put_off * moved.max(0) + (m - put_off) * t_max
+    waiting = (forward * count).sum(0) - forward.max(0) + m * t_max
+    return np.maximum(passing, waiting) - m * t_max
 
 
 def step_times(batch: Batch) -> StepTimes:
@@ -213,10 +244,10 @@ def step_times(batch: Batch) -> StepTimes:
     slowest = total.argmax(0)
     pace = _of_stage(slowest)
     t_max = pace(total)
-    # Zero-bubble H1 fills idle time with weight gradients: only forward + input - weight stays open.
-    passage = np.where(p["zero_bubble"] > 0, np.maximum(stage.total - 2.0 * stage.weight, 0.0), stage.total)
-    once = (passage * batch.multiplicity).sum(0) - pace(passage)
     m = p["num_micro_batches"]
+    once = (stage.total * batch.multiplicity).sum(0) - t_max
+    if np.count_nonzero(p["zero_bubble"]):
+        once = np.where(p["zero_bubble"] > 0, _zero_bubble(stage, batch, m, t_max), once)
     parts = {name: m * pace(value) for name, value in stage.parts.items()}
     parts["bubble"] = once / p["num_chunks"]
     sync = np.where(present, _gradient_sync(batch, stage), 0.0)

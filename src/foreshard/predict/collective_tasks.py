@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -118,27 +118,27 @@ class ShardTimes:
 def shard_times(params: Any, experts: Any, machine: Machine) -> ShardTimes:
     """Return the tasks of keeping the weights of this rank sharded (ZeRO 3, FSDP).
 
-    Experts are cut over the ranks that hold the same ones.
+    Experts are cut over the ranks that hold the same ones. Replicas of a shard inside the group of the plan
+    are reduced with it; other groups once a step (:func:`across_groups_s`).
     """
-    dense = _shard_times(params, machine)
+    rank = machine.rank
+    dense = _shard_times(params, rank.dp * rank.cp, rank.shard, rank.own_stride, machine)
     if not np.count_nonzero(experts):
         return dense
-    rank = machine.rank
     alike = expert_replicas(rank)
-    stride = rank.ep * rank.etp
-    rank = replace(rank, dp=alike, cp=1.0, shard=shards_of(alike, rank), sync_stride=stride)
-    more = _shard_times(experts, replace(machine, rank=rank))
+    more = _shard_times(experts, alike, shards_of(alike, rank), rank.own_expert_stride, machine)
     names = ShardTimes.__slots__
     return ShardTimes(**{name: getattr(dense, name) + getattr(more, name) for name in names})
 
 
-def _shard_times(params: Any, machine: Machine) -> ShardTimes:
-    rank, traits, fabric = machine.rank, machine.traits, machine.sync
+def _shard_times(params: Any, alike: Any, shard: Any, stride: Any, machine: Machine) -> ShardTimes:
+    """Return the sharded tasks of weights that `alike` ranks of all groups hold."""
+    traits, fabric = machine.traits, machine.fabric
     factor = machine.constants.data_comm
     weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
-    replicas = np.maximum(1.0, rank.dp * rank.cp / rank.shard)
-    across = all_reduce_s(grads / rank.shard, replicas, rank.sync_stride * rank.shard, fabric)
-    gather, scatter = _gather_scatter_s(weights, grads, rank.shard, rank.sync_stride, fabric)
+    replicas = np.maximum(1.0, alike / machine.rank.copies / shard)
+    across = all_reduce_s(grads / shard, replicas, stride * shard, fabric)
+    gather, scatter = _gather_scatter_s(weights, grads, shard, stride, fabric)
     return ShardTimes(
         gather=gather * factor,
         scatter=(scatter + across) * factor,
@@ -147,7 +147,69 @@ def _shard_times(params: Any, machine: Machine) -> ShardTimes:
     )
 
 
-def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
+def beside_s(moved: Any, busy: Any, machine: Machine) -> Any:
+    """Return what `moved` seconds of a layer's collectives add to `busy` seconds of compute."""
+    overlapped = np.maximum(machine.constants.fsdp_contention * np.minimum(busy, moved), moved - busy)
+    return np.where(machine.traits.grad_overlap > 0, overlapped, moved)
+
+
+def sharded_layer_s(
+    params: Any, experts: Any, forward: Any, backward_input: Any, backward_weight: Any, machine: Machine
+) -> tuple[Any, Any, Any]:
+    """Return what keeping a layer's weights sharded adds to its busy seconds (ZeRO 3), 0 elsewhere.
+
+    Returns
+    -------
+    tuple
+        To its forward; to the half of backward that gathers weights, alone; to both halves of backward.
+    """
+    sharded = machine.rank.zero >= 3
+    if not np.count_nonzero(sharded):
+        return 0.0, 0.0, 0.0
+    shard = shard_times(params, experts, machine)
+    whole = backward_input + backward_weight
+    return (
+        sharded * (shard.copy_weights + beside_s(shard.gather, forward, machine)),
+        sharded * (shard.copy_weights + beside_s(shard.gather, backward_input, machine)),
+        sharded
+        * (shard.copy_weights + shard.copy_gradients + beside_s(shard.gather + shard.scatter, whole, machine)),
+    )
+
+
+def sharded_table_s(params: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of gathering the sharded tables of the ends first and of scattering them last (ZeRO 3).
+
+    Nothing hides them.
+    """
+    sharded = machine.rank.zero >= 3
+    if not np.count_nonzero(sharded):
+        return 0.0, 0.0
+    root = shard_times(params, 0.0, machine)
+    return sharded * (root.gather + root.copy_weights), sharded * (root.scatter + root.copy_gradients)
+
+
+def across_groups_s(params: Any, experts: Any, machine: Machine) -> Any:
+    """Return seconds of summing sharded gradients over the groups of a plan, once a step (ZeRO 2 and 3)."""
+    rank = machine.rank
+    once = (rank.zero >= 2) & (np.asarray(rank.copies) > 1)
+    if not np.count_nonzero(once):
+        return 0.0
+    total: Any = 0.0
+    alike = expert_replicas(rank)
+    for held, ranks, stride in (
+        (params, rank.dp * rank.cp, rank.sync_stride),
+        (experts, alike, rank.expert_stride),
+    ):
+        if np.count_nonzero(held):
+            grads = machine.traits.grad_reduce_bytes * held / shards_of(ranks, rank)
+            own = np.maximum(1.0, ranks / rank.copies)
+            total = total + all_reduce_s(grads, rank.copies, stride * own, machine.sync)
+    return np.where(once, total, 0.0) * machine.constants.data_comm
+
+
+def sync_times(
+    params: Any, ranks: Any, stride: Any, machine: Machine, *, own_stride: Any = None
+) -> tuple[Any, Any]:
     """Return seconds of reducing gradients over replicas, and of gathering updated weights after.
 
     Parameters
@@ -157,25 +219,22 @@ def sync_times(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[
     ranks, stride : array_like
         Replicas, and their distance in cluster order.
     machine : Machine
+    own_stride : array_like, optional
+        Distance of the replicas inside the own group of the plan, where it differs.
 
     Source
     ------
     ZeRO 1 scatters inside the shard group and reduces the shards across groups; ZeRO 0 all-reduces, as with
     shards of one rank; ZeRO 2 has reduced already, after every micro-batch.
     """
-    reduce, gather = _sync(params, ranks, stride, machine)
-    return np.where(machine.rank.zero == 2, 0.0, reduce), gather
-
-
-def _sync(params: Any, ranks: Any, stride: Any, machine: Machine) -> tuple[Any, Any]:
-    """Return seconds of reducing the gradients of `params` weights once, and of gathering the weights."""
-    rank, traits, fabric = machine.rank, machine.traits, machine.sync
+    rank, traits = machine.rank, machine.traits
     factor = machine.constants.data_comm
     grads = traits.grad_reduce_bytes * params
     shard = np.where(rank.zero >= 1, shards_of(ranks, rank), 1.0)
-    across = all_reduce_s(grads / shard, ranks / shard, stride * shard, fabric)
-    gather, scatter = _gather_scatter_s(traits.param_bytes * params, grads, shard, stride, fabric)
-    return (scatter + across) * factor, gather * factor
+    across = all_reduce_s(grads / shard, ranks / shard, stride * shard, machine.sync)
+    near = stride if own_stride is None else own_stride
+    gather, scatter = _gather_scatter_s(traits.param_bytes * params, grads, shard, near, machine.fabric)
+    return np.where(rank.zero == 2, 0.0, (scatter + across) * factor), gather * factor
 
 
 def _gather_scatter_s(weights: Any, grads: Any, ranks: Any, stride: Any, fabric: Fabric) -> tuple[Any, Any]:
@@ -202,12 +261,11 @@ def tied_sync_s(hidden: Any, vocab: Any, crosses_node: Any, machine: Machine) ->
 
 
 def every_reduce_s(params: Any, experts: Any, machine: Machine, busy: Any) -> Any:
-    """Return what backward does not hide of reducing a layer's gradients after every micro-batch (ZeRO 2)."""
-    rank, traits = machine.rank, machine.traits
-    if not np.count_nonzero(rank.zero == 2):
+    """Return what backward does not hide of reducing gradients after every micro-batch (ZeRO 2).
+
+    `busy` seconds of backward run beside the reduction of a layer, or of a table.
+    """
+    each = machine.rank.zero == 2
+    if not np.count_nonzero(each):
         return 0.0
-    reduce, _ = _sync(params, rank.dp * rank.cp, rank.sync_stride, machine)
-    if np.count_nonzero(experts):
-        reduce = reduce + _sync(experts, expert_replicas(rank), rank.ep * rank.etp, machine)[0]
-    beside = np.maximum(machine.constants.fsdp_contention * np.minimum(busy, reduce), reduce - busy)
-    return np.where(rank.zero == 2, np.where(traits.grad_overlap > 0, beside, reduce), 0.0)
+    return np.where(each, beside_s(shard_times(params, experts, machine).scatter, busy, machine), 0.0)

@@ -83,8 +83,12 @@ def bucket_sync_s(
         Of one stage, every field a number.
     """
     rank = machine.rank
-    reduce, gather = sync_times(params, rank.dp * rank.cp, rank.sync_stride, machine)
+    reduce, gather = sync_times(
+        params, rank.dp * rank.cp, rank.sync_stride, machine, own_stride=rank.own_stride
+    )
     if np.any(expert_params):
-        more = sync_times(expert_params, expert_replicas(rank), rank.ep * rank.etp, machine)
+        more = sync_times(
+            expert_params, expert_replicas(rank), rank.expert_stride, machine, own_stride=rank.own_expert_stride
+        )
         reduce, gather = reduce + more[0], gather + more[1]
     return np.broadcast_to(reduce, params.shape), np.broadcast_to(gather, params.shape)

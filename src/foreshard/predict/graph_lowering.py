@@ -94,12 +94,33 @@ def lower(prices: list[GroupPrices], framework: Framework, contention: float) ->
         one.add_pipeline()
     for one in lowerings:
         one.add_data([other for other in lowerings if other is not one])
+    _add_across(lowerings)
+    for one in lowerings:
+        one.add_tied()
     _add_end(builder, lowerings)
     program = builder.build()
     data_s = np.zeros(program.num_tasks)
     for one in lowerings:
         data_s[one.first_task : one.first_task + len(one.data_s)] = one.data_s
     return Step(program=program, groups=[one.lowered for one in lowerings], data_s=data_s)
+
+
+def _add_across(lowerings: list[_GroupLowering]) -> None:
+    """Sum sharded gradients over groups when all groups have them, once a step."""
+    ready = [[list(tasks) for tasks in one.lowered.ends] for one in lowerings]
+    for one in lowerings:
+        for s, seconds in enumerate(one.prices.across_s.tolist()):
+            if seconds <= 0.0:
+                continue
+            held = one.prices.spans[s]
+            after = [
+                task
+                for other, ends in zip(lowerings, ready, strict=True)
+                for t, spans in enumerate(other.prices.spans)
+                if any(start < high and low < stop for start, stop in spans for low, high in held)
+                for task in ends[t]
+            ]
+            one.lowered.ends[s].append(one.add_transfer(s, seconds, after, Kind.GRADIENT_REDUCE))
 
 
 def _add_end(builder: ProgramBuilder, lowerings: list[_GroupLowering]) -> None:
@@ -251,6 +272,9 @@ class _GroupLowering:
                 self._add_gathers(s)
                 ends += self._add_reduces(s, others)
             self.lowered.ends.append(ends)
+
+    def add_tied(self) -> None:
+        """Append the sum of a tied table's gradient over the ends of the pipeline."""
         if self.prices.tied_s > 0.0:
             lowered_ends = self.lowered.ends
             both = [*lowered_ends[0], *lowered_ends[-1]]

@@ -22,7 +22,7 @@ def op_parts(
     sums : dict
         Seconds of each task of `LayerTimes` over the layers of a chunk, shape (stages, chunks).
     ends : dict
-        Seconds of each task of `EndTimes`, shape (stages, 1).
+        Seconds of each task of `EndTimes`, and of reducing a table every micro-batch, shape (stages, 1).
     first, last : ndarray, shape (stages, chunks)
         1 where a chunk holds the embedding, the head.
     between : ndarray, shape (stages, 1)
@@ -46,25 +46,30 @@ def op_parts(
         device["tensor_comm"][op] = sums["tensor_backward"] + sums["tensor_recompute"] + edge
         device["context_comm"][op] = sums["context_backward"]
         device["expert_comm"][op] = sums["expert_backward"] + sums["expert_recompute"]
-        device["data_comm"][op] = sums["reduce_backward"]
         device["host"][op] = sums["offload_backward"]
+    reduce = sums["reduce_backward"] + first * ends["embedding_reduce"] + last * ends["head_reduce"]
+    device["data_comm"][Op.BACKWARD] = device["data_comm"][Op.BACKWARD_WEIGHT] = reduce
     device["host"][Op.FORWARD] = sums["offload_forward"]
     back = sums["host_backward"] + between
     return device, np.stack([sums["host_forward"] + between, back, back / 2, back / 2])
 
 
 def with_host(
-    device: dict[str, np.ndarray], host: np.ndarray, short: np.ndarray, sharpness: float
+    device: dict[str, np.ndarray], host: np.ndarray, outside: np.ndarray, short: np.ndarray, sharpness: float
 ) -> dict[str, np.ndarray]:
     """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
 
-    The host runs ahead from op to op, so what counts is its time over the device's for a forward and
-    its backward.
+    The host runs ahead from op to op, and while collectives and messages wait, so what counts is its time
+    over the device's for a forward and its backward, `outside` included: seconds of a chunk's transfers that
+    lie beside no op, shape (stages, chunks).
     """
     scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
     parts = {name: value[..., None] * scale for name, value in device.items()}
     busy = sum(parts.values())
     pair = [Op.FORWARD, Op.BACKWARD]
-    ratio = host[pair].sum(0)[..., None] / np.maximum(busy[pair].sum(0), 1e-12)
-    parts["host"] += busy * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
+    computed = busy[pair].sum(0)
+    device_s = computed + outside[..., None]
+    ratio = host[pair].sum(0)[..., None] / np.maximum(device_s, 1e-12)
+    added = device_s * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
+    parts["host"] += busy / np.maximum(computed, 1e-12) * added
     return parts

@@ -14,8 +14,12 @@ import numpy as np
 from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
 from foreshard.predict.collective_tasks import (
     ShardTimes,
+    across_groups_s,
+    every_reduce_s,
     message_s,
     shard_times,
+    sharded_layer_s,
+    sharded_table_s,
     tied_sync_s,
 )
 from foreshard.predict.formula import LayerTimes, end_times, layer_times
@@ -76,6 +80,7 @@ class GroupPrices:
     send_forward_s: np.ndarray
     send_backward_s: np.ndarray
     optimizer_s: np.ndarray
+    across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
     tied_s: float
 
     @property
@@ -208,7 +213,8 @@ class _GroupPricer:
 
     def prices(self) -> GroupPrices:
         """Return everything the lowering needs of this group."""
-        parts = self._parts()
+        forward_s, backward_s = self._sends()
+        parts = self._parts(forward_s + backward_s)
         known: dict[Any, Units] = {}
         units: list[list[Units]] = []
         for s, row in enumerate(self.units):
@@ -218,7 +224,6 @@ class _GroupPricer:
                 if key not in known:
                     known[key] = self._unit_prices(s, c)
                 units[s].append(known[key])
-        forward_s, backward_s = self._sends()
         schedule = self.group.schedule
         if schedule == "interleaved" and self.num_chunks == 1:
             schedule = "1f1b"
@@ -234,11 +239,12 @@ class _GroupPricer:
             send_forward_s=forward_s,
             send_backward_s=backward_s,
             optimizer_s=self._optimizers(units),
+            across_s=self._across(units),
             tied_s=self._tied_s(),
         )
 
-    def _parts(self) -> dict[str, np.ndarray]:
-        """Seconds of each op by part, host time included."""
+    def _parts(self, exchange_s: np.ndarray) -> dict[str, np.ndarray]:
+        """Seconds of each op by part, host time included; `exchange_s` over each boundary there and back."""
         stages, chunks = len(self.units), self.num_chunks
         counts = np.zeros((stages, chunks, len(self.kinds)))
         first, last = np.zeros((stages, chunks)), np.zeros((stages, chunks))
@@ -250,8 +256,52 @@ class _GroupPricer:
                 first[s, c], last[s, c] = EMBEDDING in units, HEAD in units
         sums = {name: np.einsum("sck,sk->sc", counts, value) for name, value in self.layers.items()}
         ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
+        ends |= self._table_reduces()
         device, host = op_parts(sums, ends, first, last, self._host_between())
-        return with_host(device, host, self._short(), self.constants.host_sharpness)
+        outside = self._sharded(counts, first, last) + self._waits(exchange_s)
+        return with_host(device, host, outside, self._short(), self.constants.host_sharpness)
+
+    def _tables(self, s: int) -> tuple[float, float]:
+        """Parameters of the embedding and of the head on a rank of a stage that holds them."""
+        table = self.pipeline["hidden"] * self.pipeline["vocab"] / float(self.machines[s].rank.tp)
+        return table, 0.0 if self._tied_here(s) else table
+
+    def _table_reduces(self) -> dict[str, np.ndarray]:
+        """Seconds of reducing the gradients of a table every micro-batch (ZeRO 2), shape (stages, 1)."""
+        trained = 1.0 - self.pipeline["head_frozen"]
+        rows = []
+        for s, (machine, end) in enumerate(zip(self.machines, self.ends, strict=True)):
+            embedding, head = (trained * params for params in self._tables(s))
+            beside = end["head_backward"]
+            rows.append([every_reduce_s(embedding, 0.0, machine, 0.0), every_reduce_s(head, 0.0, machine, beside)])
+        reduces = np.array(rows, dtype=float)
+        return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
+
+    def _sharded(self, counts: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Seconds that sharded weights add to a forward and its backward, shape (stages, chunks)."""
+        added = np.zeros(first.shape)
+        for s, machine in enumerate(self.machines):
+            if float(machine.rank.zero) < 3:
+                continue
+            times = LayerTimes(**{name: value[s] for name, value in self.layers.items()})
+            forward, _, both = sharded_layer_s(
+                times.dense_params, times.expert_params, times.forward_s,
+                times.backward_s - times.backward_weight, times.backward_weight, machine,
+            )  # fmt: skip
+            tables = [float(sum(sharded_table_s(params, machine))) for params in self._tables(s)]
+            added[s] = counts[s] @ (forward + both) + first[s] * tables[0] + last[s] * tables[1]
+        return added
+
+    def _waits(self, exchange_s: np.ndarray) -> np.ndarray:
+        """Seconds of the messages around a forward and its backward that nothing hides, shape (stages, 1)."""
+        used = exchange_s.copy()
+        if self.num_chunks == 1:
+            used[-1] = 0.0  # no message from the last stage to the first
+        hidden = [
+            self.constants.pipeline_hidden * (self.num_chunks > 1 and float(machine.traits.p2p_overlap) > 0)
+            for machine in self.machines
+        ]
+        return (np.maximum(used, np.roll(used, 1)) * (1.0 - np.array(hidden)))[:, None]
 
     def _host_between(self) -> np.ndarray:
         """Return host seconds of an op outside its layers, shape (stages, 1)."""
@@ -262,10 +312,9 @@ class _GroupPricer:
         """Return the samples of the last micro-batch over those of the others, shape (stages, 1)."""
         group = self.group
         rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
-        if group.num_micro_batches == 1:  # the batch is priced at its samples
-            return np.ones((len(group.stages), 1))
+        priced = min(group.share, group.micro_batch)  # at which `stage_workers` prices an even split
         share = [
-            -(-rest // stage.inner_dp) / -(-group.micro_batch // stage.inner_dp) if not stage.rank_shares
+            -(-rest // stage.inner_dp) / -(-priced // stage.inner_dp) if not stage.rank_shares
             else rest / group.micro_batch
             for stage in group.stages
         ]  # fmt: skip
@@ -278,14 +327,13 @@ class _GroupPricer:
     def _unit_prices(self, s: int, c: int) -> Units:
         """Prices of the units of one chunk."""
         units, machine, end, p = np.array(self.units[s][c]), self.machines[s], self.ends[s], self.pipeline
-        table = p["hidden"] * p["vocab"] / float(machine.rank.tp)
+        table, head_table = self._tables(s)
         at = {name: value[s] for name, value in self.layers.items()}
         forward = at["forward"] + at["tensor_forward"] + at["context_forward"] + at["expert_forward"]
         backward = (
             at["backward_input"] + at["backward_weight"] + at["recompute"] + at["tensor_backward"]
             + at["tensor_recompute"] + at["context_backward"] + at["expert_backward"] + at["expert_recompute"]
         )  # fmt: skip
-        head_table = 0.0 if self._tied_here(s) else table
         is_end = units < 0
 
         def column(blocks: np.ndarray, embedding: float, head: float) -> np.ndarray:
@@ -332,6 +380,15 @@ class _GroupPricer:
             float(optimizer_s(
                 sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row),
                 sum(sum(unit >= 0 for unit in names) for names in self.units[s]), self.machines[s],
+            ))
+            for s, row in enumerate(units)
+        ])  # fmt: skip
+
+    def _across(self, units: list[list[Units]]) -> np.ndarray:
+        """Seconds of summing the sharded gradients of each stage over the groups."""
+        return np.array([
+            float(across_groups_s(
+                sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row), self.machines[s]
             ))
             for s, row in enumerate(units)
         ])  # fmt: skip
