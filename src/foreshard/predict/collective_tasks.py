@@ -139,11 +139,12 @@ def _shard_times(params: Any, alike: Any, shard: Any, stride: Any, machine: Mach
     replicas = np.maximum(1.0, alike / machine.rank.copies / shard)
     across = all_reduce_s(grads / shard, replicas, stride * shard, fabric)
     gather, scatter = _gather_scatter_s(weights, grads, shard, stride, fabric)
+    cut = np.asarray(shard) > 1  # one rank holds its weights whole and in place
     return ShardTimes(
         gather=gather * factor,
         scatter=(scatter + across) * factor,
-        copy_weights=stream_s(2.0 * weights, machine.kernels),
-        copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels),
+        copy_weights=stream_s(2.0 * weights, machine.kernels) * cut,
+        copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels) * cut,
     )
 
 

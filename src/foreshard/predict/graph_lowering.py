@@ -377,8 +377,25 @@ class _GroupLowering:
         builder.depend(tasks[after >= 0], first_piece + after[after >= 0])
         used = waiting < len(gather_s)
         builder.depend(first_piece + waiting[used], tasks[used])
+        if ahead == 1:
+            self._in_turn(first_piece, len(gather_s), tasks, piece, is_gather)
         self.lowered.data[s] += tasks.tolist()
         return tasks[~is_gather][-1:].tolist()
+
+    def _in_turn(
+        self, first_piece: int, num_pieces: int, tasks: np.ndarray, piece: np.ndarray, is_gather: np.ndarray
+    ) -> None:
+        """Let gathers of a stage wait for the input of their op, and its output for their scatters."""
+        shape, lowered = self.lowered.shape, self.lowered
+        gather, scatter = np.full(num_pieces, -1), np.full(num_pieces, -1)
+        gather[piece[is_gather]], scatter[piece[~is_gather]] = tasks[is_gather], tasks[~is_gather]
+        task, before = lowered.first[shape.edge_task], lowered.last[shape.edge_before]
+        for moved, end, waits in ((gather, task, False), (scatter, before, True)):
+            place = end - first_piece
+            here = (place >= 0) & (place < num_pieces)
+            edges = np.flatnonzero(here)[moved[place[here]] >= 0]
+            own = moved[place[edges]]
+            self.builder.depend(*((task[edges], own) if waits else (own, before[edges])))
 
 
 def _moves(op: int, units: Units) -> np.ndarray:
