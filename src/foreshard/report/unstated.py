@@ -30,7 +30,7 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
     if choices.get("seq_len") is None:
         yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"
     if choices.get("global_batch") is None:
-        yield f"global batch {plan.global_batch}, not stated (--global-batch): dp x pp x micro-batch"
+        yield f"global batch {plan.global_batch}, not stated (--global-batch): dp x pp in whole micro-batches"
     if choices.get("zero") is None:
         level = plan.groups[0].stages[0].zero
         yield f"zero {level}, not stated (--zero): the default of {plan.framework}"

@@ -102,6 +102,7 @@ def plan_from_degrees(
     """Return the one-group plan that degree flags mean.
 
     `micro_batch` counts samples per data-parallel rank; the plan's own micro_batch is that times dp.
+    Without `global_batch` a step takes dp x pp samples, rounded up to what micro-batches and schedule need.
 
     Raises
     ------
@@ -122,7 +123,7 @@ def plan_from_degrees(
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):
         raise invalid(sp, "must be true or false", key="--sp", name="sp")
-    global_batch = _global_batch(global_batch, dp, dp * pp * micro_batch)
+    global_batch = _global_batch(global_batch, dp, _default_batch(dp, pp, micro_batch, schedule))
     options: dict[str, Any] = {
         "tp": tp,
         "cp": cp,
@@ -212,6 +213,22 @@ def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
             fix="use --schedule interleaved, or --vpp 1",
         )
     return str(schedule)
+
+
+def _default_batch(dp: int, pp: int, micro_batch: int, schedule: str) -> int:
+    """Return dp x pp samples in whole micro-batches, in rounds of pp of them where stages interleave.
+
+    Examples
+    --------
+    >>> _default_batch(4, 2, 1, "1f1b"), _default_batch(4, 3, 2, "1f1b")
+    (8, 16)
+    >>> _default_batch(4, 2, 2, "interleaved")
+    16
+    """
+    micro_batches = -(-pp // micro_batch)
+    if schedule == "interleaved":
+        micro_batches = -(-micro_batches // pp) * pp
+    return dp * micro_batch * micro_batches
 
 
 def _global_batch(global_batch: Any, dp: int, default: int) -> int:

@@ -58,6 +58,22 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
+    ("degrees", "global_batch", "micro_batches"),
+    [
+        ({"pp": 4}, 16, 4),  # dp 4 x pp 4
+        ({"pp": 4, "micro_batch": 2}, 16, 2),  # the same samples in larger pieces
+        ({"pp": 2, "micro_batch": 4}, 32, 1),  # never less than one micro-batch
+        ({"pp": 4, "micro_batch": 3}, 24, 2),  # whole ones
+        ({"pp": 4, "vpp": 2, "micro_batch": 2}, 32, 4),  # interleaving takes pp of them at a time
+    ],
+)
+def test_an_unstated_batch_is_dp_x_pp_in_whole_micro_batches(degrees, global_batch, micro_batches):
+    plan = make(**degrees)
+    assert plan.global_batch == global_batch
+    assert plan.groups[0].num_micro_batches == micro_batches
+
+
+@pytest.mark.parametrize(
     ("degrees", "key", "words"),
     [
         ({"tp": 3}, "--tp/--pp/--cp", "does not divide 16 devices"),
