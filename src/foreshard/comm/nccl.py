@@ -24,7 +24,7 @@ _ROWS = ("Volta", "Ampere", "Hopper", "Blackwell")
 _SEARCH_EFF = (0.8, 0.8, 0.824, 0.802)
 # Channels NCCL opens on a full NVLink box; 24 and 32 are printed in its logs, the others assumed alike.
 _CHANNELS = (24, 24, 32, 32)
-# Factors written out in ncclTopoTuneModel and ncclTopoGetAlgoTime, src/graph/tuning.cc of NVIDIA/nccl 5067397c.
+# Factors that NVIDIA/nccl 5067397c src/graph/tuning.cc writes out (ncclTopoTuneModel, ncclTopoGetAlgoTime).
 _RING_PLATEAU_VOLTA, _RING_PLATEAU = 1.9, 1.4  # latency of long rings over nodes, below and from Ampere on
 _RING_PLATEAU_BYTES = 64  # per channel and rank, from which that holds
 _RING_LL = 0.5  # of the ring's bandwidth: LL sends a flag with every word
