@@ -1,6 +1,6 @@
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch is in the extra `run`, not in `test`")
 
 from foreshard.catalog.models import load_model  # noqa: E402
 from foreshard.errors import SpecError  # noqa: E402
