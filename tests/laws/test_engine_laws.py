@@ -44,7 +44,7 @@ def cluster_of(name):
 
 
 @st.composite
-def runs(draw, models=MODELS, frameworks=FRAMEWORKS, zeros=(0, 1, 3), clusters=CLUSTERS, dense=False):
+def runs(draw, models=MODELS, frameworks=FRAMEWORKS, zeros=(0, 1, 2, 3), clusters=CLUSTERS, dense=False):
     """Names of a model and a cluster, and flags that make a valid plan on them."""
     names = draw(st.sampled_from(models)), draw(st.sampled_from(clusters))
     model, cluster = model_of(names[0]), cluster_of(names[1])
@@ -136,8 +136,6 @@ def test_parts_sum_to_the_step(engine, run):
 @given(runs(), st.sampled_from([1.01, 1.5, 4.0]))
 def test_faster_hardware_is_never_slower(engine, what, run, factor):
     model, cluster, plan, _ = built(run)
-    # The closed form of zb-h1 takes weight gradients out of the bubble, but hides collectives beside them.
-    assume(not (engine == "analytical" and what == "flops" and plan.groups[0].schedule == "zb-h1"))
     before = seconds(engine, model, cluster, plan)
     after = seconds(engine, model, faster(cluster, **{what: factor}), plan)
     assert after <= before * (1.0 + 1e-9)
@@ -244,7 +242,7 @@ def without_ends(model):
 
 
 @settings(max_examples=60, deadline=None)
-@given(runs(frameworks=("megatron-core", "megatron-lm@2021"), zeros=(0, 1)))
+@given(runs(frameworks=("megatron-core", "megatron-lm@2021")))
 def test_engines_agree_where_nothing_overlaps(run):
     model, cluster, plan, choices = built(run)
     assume(choices["schedule"] != "zb-h1" and model.num_layers % (choices["pp"] * choices["vpp"]) == 0)

@@ -91,20 +91,21 @@ def stage_times(batch: Batch) -> StageTimes:
     every = every + matrices * table
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
     later += _add_tables(parts, batch, table, ends)
-    _add_messages(parts, batch)
     device = sum(parts.values())
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     total = _join(device, host, machine.constants.host_sharpness)
     waits = total - device
     parts["host"] += waits
+    messages = _messages(batch)
+    parts["pipeline_comm"] += messages
     return StageTimes(
         # Collectives also run while the host holds the device up.
         forward=forward + waits,
         backward=backward + waits,
         device_forward=forward,
         parts=parts,
-        total=total,
-        moved=_join(device - later, host - host_later, machine.constants.host_sharpness),
+        total=total + messages,
+        moved=_join(device - later, host - host_later, machine.constants.host_sharpness) + messages,
         params=params,
         expert_params=experts,
         all_params=every,
@@ -165,13 +166,13 @@ def _add_tables(parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: En
     return scatter + reduce
 
 
-def _add_messages(parts: dict[str, np.ndarray], batch: Batch) -> None:
-    """Add the stage-to-stage messages of a micro-batch that nothing hides."""
+def _messages(batch: Batch) -> Any:
+    """Return the seconds of the stage-to-stage messages of a micro-batch that nothing hides; the host waits for them."""
     p, machine = batch.pipeline, batch.machine
     c = machine.constants
     one = message_s(p.hidden, p.crosses_node, machine)
     hidden = np.where((p.num_chunks > 1) & (machine.traits.p2p_overlap > 0), c.pipeline_hidden, 0.0)
-    parts["pipeline_comm"] += np.where(p.num_stages > 1, 2.0 * p.num_chunks * one * (1.0 - hidden), 0.0)
+    return np.where(p.num_stages > 1, 2.0 * p.num_chunks * one * (1.0 - hidden), 0.0)
 
 
 def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:

@@ -59,9 +59,8 @@ def with_host(
 ) -> dict[str, np.ndarray]:
     """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
 
-    The host runs ahead from op to op, and while collectives and messages wait, so what counts is its time
-    over the device's for a forward and its backward, `outside` included: seconds of a chunk's transfers that
-    lie beside no op, shape (stages, chunks).
+    The host runs ahead from op to op, so what counts is its time over the device's for a forward and its
+    backward, with the copies and collectives in turn with them: `outside`, shape (stages, chunks).
     """
     scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
     parts = {name: value[..., None] * scale for name, value in device.items()}

@@ -18,8 +18,6 @@ from foreshard.predict.collective_tasks import (
     every_reduce_s,
     message_s,
     shard_times,
-    sharded_layer_s,
-    sharded_table_s,
     tied_sync_s,
 )
 from foreshard.predict.formula import LayerTimes, end_times, layer_times
@@ -213,8 +211,6 @@ class _GroupPricer:
 
     def prices(self) -> GroupPrices:
         """Return everything the lowering needs of this group."""
-        forward_s, backward_s = self._sends()
-        parts = self._parts(forward_s + backward_s)
         known: dict[Any, Units] = {}
         units: list[list[Units]] = []
         for s, row in enumerate(self.units):
@@ -224,6 +220,7 @@ class _GroupPricer:
                 if key not in known:
                     known[key] = self._unit_prices(s, c)
                 units[s].append(known[key])
+        forward_s, backward_s = self._sends()
         schedule = self.group.schedule
         if schedule == "interleaved" and self.num_chunks == 1:
             schedule = "1f1b"
@@ -232,7 +229,7 @@ class _GroupPricer:
             group=self.group,
             schedule=schedule,
             num_chunks=self.num_chunks,
-            parts=parts,
+            parts=self._parts(units),
             units=units,
             spans=self.spans,
             machines=self.machines,
@@ -243,8 +240,8 @@ class _GroupPricer:
             tied_s=self._tied_s(),
         )
 
-    def _parts(self, exchange_s: np.ndarray) -> dict[str, np.ndarray]:
-        """Seconds of each op by part, host time included; `exchange_s` over each boundary there and back."""
+    def _parts(self, priced: list[list[Units]]) -> dict[str, np.ndarray]:
+        """Seconds of each op by part, host time included."""
         stages, chunks = len(self.units), self.num_chunks
         counts = np.zeros((stages, chunks, len(self.kinds)))
         first, last = np.zeros((stages, chunks)), np.zeros((stages, chunks))
@@ -258,8 +255,7 @@ class _GroupPricer:
         ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
         ends |= self._table_reduces()
         device, host = op_parts(sums, ends, first, last, self._host_between())
-        outside = self._sharded(counts, first, last) + self._waits(exchange_s)
-        return with_host(device, host, outside, self._short(), self.constants.host_sharpness)
+        return with_host(device, host, self._outside(priced), self._short(), self.constants.host_sharpness)
 
     def _tables(self, s: int) -> tuple[float, float]:
         """Parameters of the embedding and of the head on a rank of a stage that holds them."""
@@ -277,31 +273,17 @@ class _GroupPricer:
         reduces = np.array(rows, dtype=float)
         return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
 
-    def _sharded(self, counts: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Seconds that sharded weights add to a forward and its backward, shape (stages, chunks)."""
-        added = np.zeros(first.shape)
-        for s, machine in enumerate(self.machines):
-            if float(machine.rank.zero) < 3:
-                continue
-            times = LayerTimes(**{name: value[s] for name, value in self.layers.items()})
-            forward, _, both = sharded_layer_s(
-                times.dense_params, times.expert_params, times.forward_s,
-                times.backward_s - times.backward_weight, times.backward_weight, machine,
-            )  # fmt: skip
-            tables = [float(sum(sharded_table_s(params, machine))) for params in self._tables(s)]
-            added[s] = counts[s] @ (forward + both) + first[s] * tables[0] + last[s] * tables[1]
-        return added
-
-    def _waits(self, exchange_s: np.ndarray) -> np.ndarray:
-        """Seconds of the messages around a forward and its backward that nothing hides, shape (stages, 1)."""
-        used = exchange_s.copy()
-        if self.num_chunks == 1:
-            used[-1] = 0.0  # no message from the last stage to the first
-        hidden = [
-            self.constants.pipeline_hidden * (self.num_chunks > 1 and float(machine.traits.p2p_overlap) > 0)
-            for machine in self.machines
-        ]
-        return (np.maximum(used, np.roll(used, 1)) * (1.0 - np.array(hidden)))[:, None]
+    def _outside(self, units: list[list[Units]]) -> np.ndarray:
+        """Seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
+        in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in self.machines]
+        return np.array([
+            [
+                u.copy_weights_s @ (1.0 + (u.regather_s > 0)) + u.copy_gradients_s.sum()
+                + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+                for u in row
+            ]
+            for alone, row in zip(in_turn, units, strict=True)
+        ])  # fmt: skip
 
     def _host_between(self) -> np.ndarray:
         """Return host seconds of an op outside its layers, shape (stages, 1)."""
