@@ -4,6 +4,7 @@
     python scripts/cross_validate.py                 docs/data/cross_validation.json
     python scripts/ablate_terms.py                   docs/accuracy_terms.md
     python scripts/accuracy.py --residuals           catalog/data/residuals.json and docs/accuracy.md
+    python scripts/accuracy.py --check               residual classes anew; fails when the shipped ones differ
     python scripts/accuracy.py --open-sealed         the same page with the family sealed before the first fit
 
 Needs the folder of measurements (FORESHARD_MEASURED) and scipy. Protocol: docs/design.md, on validation.
@@ -28,13 +29,15 @@ from accuracy_goals import (
     order_goals,
 )
 from accuracy_intervals import (
+    RESIDUALS,
     calibrated_rows,
     calibrated_table,
     class_scores,
     class_table,
     coverage_table,
+    differences,
     left_out_rows,
-    write_residuals,
+    residuals_text,
 )
 from accuracy_kernels import KernelScores, kernel_part, kernel_report
 from accuracy_rows import ROOT, SIBLING, SUBSETS, TRIO, Run, markdown, pair, read_all, run_all
@@ -72,9 +75,20 @@ def predicted_sets(rows: Sequence[Row], engine: str) -> Sets:
 
 def with_intervals(rows: Sequence[Row], sets: Sets, engine: str) -> Sets:
     """Write the residual classes, then predict again what carries their intervals."""
-    write_residuals(sets["out"], sets["datasheet"])
+    RESIDUALS.write_text(residuals_text(sets["out"], sets["datasheet"]), encoding="utf-8")
     residual_classes.cache_clear()
     return sets | {"out": run_all(rows, engine=engine, left_out=True)}
+
+
+def check_residuals(engine: str) -> int:
+    """Return 0 when the residual classes made anew are the shipped ones."""
+    rows, _ = read_all(measured_folder(), False)
+    made = residuals_text(
+        run_all(rows, engine=engine, left_out=True), run_all(rows, engine=engine, fidelity="datasheet")
+    )
+    found = differences(json.loads(RESIDUALS.read_text(encoding="utf-8")), json.loads(made))
+    print("\n".join(found) or "residual classes: the shipped ones are those made anew")
+    return 1 if found else 0
 
 
 def read_crossed() -> dict[str, Any]:
@@ -219,6 +233,9 @@ def main() -> int:
     )
     parser.add_argument("--engine", default="graph", choices=("graph", "analytical"))
     parser.add_argument("--residuals", action="store_true")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare the residual classes, write nothing"
+    )
     parser.add_argument("--open-sealed", action="store_true")
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("-o", "--output", default=str(ROOT / "docs/accuracy.md"))
@@ -226,9 +243,11 @@ def main() -> int:
     if not measured_folder().is_dir():
         print(f"no measurements in {measured_folder()}; set FORESHARD_MEASURED", file=sys.stderr)
         return 2
-    if args.residuals and args.open_sealed:
+    if (args.residuals or args.check) and args.open_sealed:
         print("residual classes are built with the sealed family closed: two calls", file=sys.stderr)
         return 2
+    if args.check:
+        return check_residuals(args.engine)
     crossed = read_crossed()
     rows, skipped = read_all(measured_folder(), args.open_sealed)
     sets = predicted_sets(rows, args.engine)

@@ -124,20 +124,28 @@ def order_goals(sets: Sets) -> list[Goal]:
 
 
 def interval_goals(classes: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """Return the lines on intervals: coverage of every class of at least 40 runs, width for dense models."""
+    """Return the lines on intervals: coverage of every class of at least 40 runs, width for dense models.
+
+    The goal is on the cross-fitted coverage; that of classes judged by other families stands beside it.
+    """
     large = {name: s for name, s in classes.items() if s["rows"] >= LARGE}
     shares = [s["folds"] for s in large.values()]
+    others = [s["others"] for s in large.values() if s["others"] is not None]
     dense = classes["dense"]
     return [
         Goal(
-            title=f"90 % intervals: coverage of {len(large)} classes of {LARGE} runs and more, cross-fitted",
+            title=f"90 % intervals: coverage of {len(large)} classes of {LARGE} runs and more",
             rows=classes["all"]["rows"],
-            measured=f"{percent(min(shares), 0)} to {percent(max(shares), 0)}",
-            goal="85 to 95",
+            measured=f"cross-fitted {_span(shares)}; judged by other families {_span(others)}",
+            goal="85 to 95 cross-fitted",
             met=all(0.85 <= share <= 0.95 for share in shares),
         ),
         below("90 % intervals: median half width, dense", dense["half"], 0.20, dense["rows"]),
     ]
+
+
+def _span(shares: Sequence[float]) -> str:
+    return f"{percent(min(shares), 0)} to {percent(max(shares), 0)}" if shares else "-"
 
 
 def memory_goals(scores: MemoryScores) -> list[Goal]:

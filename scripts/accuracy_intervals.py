@@ -23,6 +23,7 @@ from foreshard.profile.conformal import (
 )
 
 RESIDUALS = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/residuals.json"
+TOLERANCE = 1e-3  # of a log residual or a feature: what `--check` lets pass
 LARGE = 40  # rows from which a class is held to the goal
 
 
@@ -97,10 +98,28 @@ def document(rows: Sequence[LeftOut], datasheet: Sequence[LeftOut], calibrated: 
     return json.dumps(data, separators=(",", ":")) + "\n"
 
 
-def write_residuals(left_out: Sequence[Run], datasheet: Sequence[Run]) -> None:
-    """Write the classes of left-out, datasheet and calibrated predictions."""
-    text = document(left_out_rows(left_out), left_out_rows(datasheet), calibrated_rows(left_out))
-    RESIDUALS.write_text(text, encoding="utf-8")
+def residuals_text(left_out: Sequence[Run], datasheet: Sequence[Run]) -> str:
+    """Return the classes of left-out, datasheet and calibrated predictions, as they are shipped."""
+    return document(left_out_rows(left_out), left_out_rows(datasheet), calibrated_rows(left_out))
+
+
+def differences(shipped: Any, made: Any, path: str = "") -> list[str]:
+    """Return the places at which two residual documents differ by more than `TOLERANCE`."""
+    if isinstance(shipped, dict) and isinstance(made, dict):
+        out = [f"{path}/{name}: only in one of both" for name in sorted(shipped.keys() ^ made.keys())]
+        for name in sorted(shipped.keys() & made.keys()):
+            out += differences(shipped[name], made[name], f"{path}/{name}")
+        return out
+    if isinstance(shipped, list) and isinstance(made, list) and len(shipped) == len(made):
+        pairs = enumerate(zip(shipped, made, strict=True))
+        return [d for i, (old, new) in pairs for d in differences(old, new, f"{path}/{i}")]
+    if isinstance(shipped, float) and isinstance(made, float) and abs(shipped - made) <= TOLERANCE:
+        return []
+    if shipped == made:
+        return []
+    if isinstance(shipped, list) and isinstance(made, list):
+        return [f"{path}: {len(shipped)} shipped, {len(made)} made"]
+    return [f"{path}: shipped {shipped}, made {made}"]
 
 
 def class_scores(rows: Sequence[LeftOut]) -> dict[str, dict[str, Any]]:
