@@ -159,9 +159,11 @@ def _add_tables(parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: En
     first = batch.has_embedding * table
     last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
     gather, scatter = sharded_table_s(first + last, machine)
-    trained = 1.0 - p.head_frozen
-    reduce = every_reduce_s(first * trained, 0.0, machine, 0.0)
-    reduce = reduce + every_reduce_s(last * trained, 0.0, machine, ends.head_backward)
+    reduce: Any = 0.0
+    if np.count_nonzero(machine.rank.zero == 2):
+        tables = np.array((first, last)) * (1.0 - p.head_frozen)
+        busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
+        reduce = every_reduce_s(tables, 0.0, machine, busy).sum(0)
     parts["data_comm"] += gather + scatter + reduce
     return scatter + reduce
 

@@ -136,8 +136,7 @@ def _shard_times(params: Any, alike: Any, shard: Any, stride: Any, machine: Mach
     traits, fabric = machine.traits, machine.fabric
     factor = machine.constants.data_comm
     weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
-    replicas = np.maximum(1.0, alike / machine.rank.copies / shard)
-    across = all_reduce_s(grads / shard, replicas, stride * shard, fabric)
+    across = _replicas_s(grads, alike, shard, stride, machine)
     gather, scatter = _gather_scatter_s(weights, grads, shard, stride, fabric)
     cut = np.asarray(shard) > 1  # one rank holds its weights whole and in place
     return ShardTimes(
@@ -146,6 +145,21 @@ def _shard_times(params: Any, alike: Any, shard: Any, stride: Any, machine: Mach
         copy_weights=stream_s(2.0 * weights, machine.kernels) * cut,
         copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels) * cut,
     )
+
+
+def _replicas_s(grads: Any, alike: Any, shard: Any, stride: Any, machine: Machine) -> Any:
+    """Return seconds of reducing scattered gradients over the replicas of a shard inside the group."""
+    replicas = np.maximum(1.0, alike / machine.rank.copies / shard)
+    if not np.count_nonzero(replicas > 1.0):
+        return 0.0
+    return all_reduce_s(grads / shard, replicas, stride * shard, machine.fabric)
+
+
+def _scatter_s(params: Any, alike: Any, shard: Any, stride: Any, machine: Machine) -> Any:
+    """Return seconds of scattering the gradients of weights that `alike` ranks of all groups hold."""
+    grads = machine.traits.grad_reduce_bytes * params
+    inside = all_gather_s(grads, shard, stride, machine.fabric)
+    return (inside + _replicas_s(grads, alike, shard, stride, machine)) * machine.constants.data_comm
 
 
 def beside_s(moved: Any, busy: Any, machine: Machine) -> Any:
@@ -266,7 +280,12 @@ def every_reduce_s(params: Any, experts: Any, machine: Machine, busy: Any) -> An
 
     `busy` seconds of backward run beside the reduction of a layer, or of a table.
     """
-    each = machine.rank.zero == 2
+    rank = machine.rank
+    each = rank.zero == 2
     if not np.count_nonzero(each):
         return 0.0
-    return np.where(each, beside_s(shard_times(params, experts, machine).scatter, busy, machine), 0.0)
+    moved = _scatter_s(params, rank.dp * rank.cp, rank.shard, rank.own_stride, machine)
+    if np.count_nonzero(experts):
+        alike = expert_replicas(rank)
+        moved = moved + _scatter_s(experts, alike, shards_of(alike, rank), rank.own_expert_stride, machine)
+    return np.where(each, beside_s(moved, busy, machine), 0.0)
