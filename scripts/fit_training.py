@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -139,15 +140,24 @@ def rounded(constants: TrainingConstants) -> dict[str, float]:
     return {name: float(f"{value:.5g}") for name, value in asdict(constants).items()}
 
 
+def _fit_without(runs: Runs, leaving: tuple[str, ...]) -> TrainingConstants:
+    """Return the constants fitted on all families but some; what one worker does."""
+    return fit(runs.take(~np.isin(runs.families, leaving)) if leaving else runs)
+
+
 def fit_all(runs: Runs, say: bool = True) -> dict[str, object]:
     """Return the document that is shipped."""
-    whole = fit(runs)
+    leavings = dict.fromkeys(left_out(runs.families).values())
+    with ProcessPoolExecutor() as pool:
+        fits = {leaving: pool.submit(_fit_without, runs, leaving) for leaving in [(), *leavings]}
+        found = {leaving: made.result() for leaving, made in fits.items()}
+    whole = found[()]
     without: dict[str, dict[str, float]] = {}
     done: dict[tuple[str, ...], dict[str, float]] = {}
     for family, leaving in left_out(runs.families).items():
         if leaving not in done:
             keep = ~np.isin(runs.families, leaving)
-            done[leaving] = rounded(fit(runs.take(keep)))
+            done[leaving] = rounded(found[leaving])
             if say:
                 error = runs.log_error(TrainingConstants(**done[leaving]))[~keep]
                 print(f"without {'+'.join(leaving)}: {_figures(error)}", file=sys.stderr)

@@ -27,7 +27,7 @@ from foreshard.graph.shapes import (
 )
 from foreshard.predict.machine import Machine
 from foreshard.predict.traits import Traits, traits_of
-from foreshard.spec.cluster import Cluster
+from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Block, Model
 from foreshard.spec.plan import Group, Plan, Stage
@@ -198,11 +198,21 @@ def _fabrics(case: Case, where: tuple[int, int], fidelity: str) -> dict[str, Fab
     }
 
 
+def domain_block(nodes: NodeGroup) -> int:
+    """Return the devices a job takes from each link domain: the most that divide it into equal blocks.
+
+    A job of 256 on racks of 72 gets 64 from each of four, as block scheduling places it.
+    """
+    whole = min(nodes.num_devices, max(nodes.per_node, nodes.nvlink_domain))
+    fits = range(whole - whole % nodes.per_node, 0, -nodes.per_node)
+    return next((size for size in fits if nodes.num_devices % size == 0), nodes.per_node)
+
+
 def link_domains(cluster: Cluster) -> np.ndarray:
     """Return, per rank, the number of the node or NVLink domain it shares device links in."""
     parts, before = [], 0
     for nodes in cluster.nodes:
-        domains = np.arange(nodes.num_devices) // max(nodes.per_node, nodes.nvlink_domain)
+        domains = np.arange(nodes.num_devices) // domain_block(nodes)
         parts.append(before + domains)
         before += int(domains[-1]) + 1
     return np.concatenate(parts)
@@ -210,8 +220,7 @@ def link_domains(cluster: Cluster) -> np.ndarray:
 
 def _domain_size(cluster: Cluster, node_group: int) -> float:
     """Return the devices of a full link domain of a node group."""
-    nodes = cluster.nodes[node_group]
-    return float(min(nodes.num_devices, max(nodes.per_node, nodes.nvlink_domain)))
+    return float(domain_block(cluster.nodes[node_group]))
 
 
 def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:

@@ -17,6 +17,7 @@ from foreshard.predict.batch import (
     boundaries,
     build_batch,
     crosses_node,
+    domain_block,
     layer_replicas,
     link_domains,
     stage_rows,
@@ -358,3 +359,12 @@ def test_replicas_on_different_nodes_sync_over_the_network():
     made = api.predict(model, cluster, plan, engine="analytical")
     held = 4 * (model.num_params / 8)  # bytes of fp32 gradients a rank reduces, about
     assert made.time_breakdown_s["data_comm"] > 0.5 * held / 50e9
+
+
+@pytest.mark.parametrize(
+    ("cluster", "block"),
+    [("64x4xgb200-nvl72", 64), ("18x4xgb200-nvl72", 72), ("36x4xgb200-nvl72", 72), ("2x4xgb200-nvl72", 8),
+     ("3x8xh100-sxm", 8), ("2x4xt4", 4)],
+)  # fmt: skip
+def test_a_job_takes_equal_blocks_of_the_link_domains(cluster, block):
+    assert domain_block(api.load_cluster(cluster).nodes[0]) == block
