@@ -124,7 +124,8 @@ def load_framework(label: str) -> Framework:
             key="framework",
             value=label,
             rule=f"Known frameworks: {', '.join(names)}",
-            fix=f"Did you mean {meant or repr(near[0])}?" if meant or near
+            fix=f"Did you mean {meant or repr(near[0])}?"
+            if meant or near
             else "See 'foreshard schema frameworks'",
         )
     if not release:

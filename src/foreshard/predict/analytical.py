@@ -38,7 +38,9 @@ class StageTimes:
     device_forward: np.ndarray  # of `forward`, without the host
     parts: dict[str, np.ndarray]  # sum to `total`
     total: np.ndarray
-    moved: np.ndarray  # `total` without weight gradients and their collectives, which zero-bubble schedules move
+    moved: (
+        np.ndarray
+    )  # `total` without weight gradients and their collectives, which zero-bubble schedules move
     params: np.ndarray  # trained parameters of a rank, dense and expert
     expert_params: np.ndarray
     all_params: np.ndarray
@@ -190,7 +192,9 @@ def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
             reduce, gather = sync_times(params, ranks, stride, machine, own_stride=own)
             exposed = exposed + _unhidden(reduce, stage.backward, traits.grad_overlap, limit)
             exposed = exposed + _unhidden(gather, stage.forward, traits.param_gather_overlap, limit)
-    exposed = np.where(rank.zero >= 3, 0.0, exposed) + across_groups_s(stage.params, stage.expert_params, machine)
+    exposed = np.where(rank.zero >= 3, 0.0, exposed) + across_groups_s(
+        stage.params, stage.expert_params, machine
+    )
     if not np.count_nonzero(p.tied):
         return exposed
     tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied

@@ -30,7 +30,9 @@ def assumptions(case: Case) -> tuple[str, ...]:
         "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted",
     ]
     if case.cluster.network.kind != "flat":
-        said.append(f"network kind {case.cluster.network.kind}: priced as flat, with its oversubscription only")
+        said.append(
+            f"network kind {case.cluster.network.kind}: priced as flat, with its oversubscription only"
+        )
     if watts_of(case) is None:
         said.append("energy: no power limit is known for every device, so it is not predicted")
     else:

@@ -60,7 +60,9 @@ def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
     routed = rank.element_bytes * layer.top_k * tokens_of(machine) / rank.tp * layer.hidden * has_experts
     shared: Any = 0.0
     if np.count_nonzero(np.asarray(rank.etp) > 1):
-        shared = 2.0 * all_gather_s(routed * rank.etp, rank.etp, rank.etp_stride, machine.fabric) * c.tensor_comm
+        shared = (
+            2.0 * all_gather_s(routed * rank.etp, rank.etp, rank.etp_stride, machine.fabric) * c.tensor_comm
+        )
     if not np.count_nonzero(np.asarray(rank.ep) > 1):
         return shared
     sent = 2.0 * all_to_all_s(routed, rank.ep, rank.ep_stride, machine.fabric)
@@ -102,7 +104,10 @@ def message_s(hidden: Any, crosses_node: Any, machine: Machine) -> Any:
     rank = machine.rank
     parts = np.where((rank.sp > 0) | (machine.traits.p2p_scatter > 0), rank.tp, 1.0)
     own = rank.micro_batch * rank.seq_len / rank.cp / parts
-    return send_s(rank.element_bytes * own * hidden, crosses_node, machine.link) * machine.constants.pipeline_comm
+    return (
+        send_s(rank.element_bytes * own * hidden, crosses_node, machine.link)
+        * machine.constants.pipeline_comm
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +192,9 @@ def sharded_layer_s(
         sharded * (shard.copy_weights + beside_s(shard.gather, forward, machine)),
         sharded * (shard.copy_weights + beside_s(shard.gather, backward_input, machine)),
         sharded
-        * (shard.copy_weights + shard.copy_gradients + beside_s(shard.gather + shard.scatter, whole, machine)),
+        * (
+            shard.copy_weights + shard.copy_gradients + beside_s(shard.gather + shard.scatter, whole, machine)
+        ),
     )
 
 

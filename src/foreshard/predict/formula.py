@@ -53,7 +53,9 @@ class LayerTimes:
     expert_recompute: Any
     host_forward: Any
     host_backward: Any
-    offload_forward: Any  # saved activations on their way to the host and back, where compute does not hide them
+    offload_forward: (
+        Any  # saved activations on their way to the host and back, where compute does not hide them
+    )
     offload_backward: Any
     reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
     dense_params: Any  # on this rank
@@ -171,7 +173,13 @@ class EndTimes:
 
 
 def end_times(
-    hidden: Any, vocab: Any, head_rows: Any, machine: Machine, *, frozen: Any = 0.0, heads: Any = 1.0,
+    hidden: Any,
+    vocab: Any,
+    head_rows: Any,
+    machine: Machine,
+    *,
+    frozen: Any = 0.0,
+    heads: Any = 1.0,
     region: tuple[Any, Any] | None = None,
 ) -> EndTimes:
     """Return the seconds of the two ends of the model.

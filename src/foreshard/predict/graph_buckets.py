@@ -88,7 +88,11 @@ def bucket_sync_s(
     )
     if np.any(expert_params):
         more = sync_times(
-            expert_params, expert_replicas(rank), rank.expert_stride, machine, own_stride=rank.own_expert_stride
+            expert_params,
+            expert_replicas(rank),
+            rank.expert_stride,
+            machine,
+            own_stride=rank.own_expert_stride,
         )
         reduce, gather = reduce + more[0], gather + more[1]
     return np.broadcast_to(reduce, params.shape), np.broadcast_to(gather, params.shape)

@@ -269,7 +269,9 @@ class _GroupPricer:
         for s, (machine, end) in enumerate(zip(self.machines, self.ends, strict=True)):
             embedding, head = (trained * params for params in self._tables(s))
             beside = end["head_backward"]
-            rows.append([every_reduce_s(embedding, 0.0, machine, 0.0), every_reduce_s(head, 0.0, machine, beside)])
+            rows.append(
+                [every_reduce_s(embedding, 0.0, machine, 0.0), every_reduce_s(head, 0.0, machine, beside)]
+            )
         reduces = np.array(rows, dtype=float)
         return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
 
@@ -352,7 +354,9 @@ class _GroupPricer:
         for i in range(count if count > 1 else 0):
             j = (i + 1) % count
             crosses = crosses_node(stages[i], stages[j], self.domains)
-            here, there = (float(message_s(self.pipeline["hidden"], crosses, self.machines[k])) for k in (i, j))
+            here, there = (
+                float(message_s(self.pipeline["hidden"], crosses, self.machines[k])) for k in (i, j)
+            )
             forward[i] = backward[i] = max(here, there)
         return forward, backward
 

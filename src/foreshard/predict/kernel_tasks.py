@@ -225,11 +225,17 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     permute = 8.0 * routed * layer.hidden
     norm_forward = norm * (_NORM + traits.norm_cast * (_CAST_NORM - _NORM))
     norm_back = norm * (_NORM_BACK + traits.norm_cast * (_CAST_NORM_BACK - _NORM_BACK))
-    forward = norm_forward + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
-    back = norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
+    forward = (
+        norm_forward + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
+    )
+    back = (
+        norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
+    )
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
     # The byte counts are those of 16 bit.
-    scale = factor * rank.element_bytes / (2.0 * machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    scale = (
+        factor * rank.element_bytes / (2.0 * machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    )
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     return forward * scale, back * scale, norm_forward * scale, expert * scale
 

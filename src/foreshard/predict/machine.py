@@ -48,9 +48,7 @@ def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
     sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0)) * power
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
     if not np.count_nonzero(rank.low):
-        return replace(
-            kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm16_eff=kernels.gemm16_eff / sixteen
-        )
+        return replace(kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm16_eff=kernels.gemm16_eff / sixteen)
     narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power
     own = np.where(rank.low > 0, narrow, sixteen)
     return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm16_eff=kernels.gemm16_eff / sixteen)

@@ -232,9 +232,8 @@ def _pipeline(model: Model, node: NodeGroup, table: PlanTable) -> Pipeline:
         num_chunks=_real(table.vpp),
         gpipe=(table.schedule[None] == _GPIPE) * 1.0,
         zero_bubble=(table.schedule[None] == _ZERO_BUBBLE) * 1.0,
-        crosses_node=(
-            (table.pp > 1) & (width * table.pp > max(node.per_node, node.nvlink_domain))
-        )[None] * 1.0,
+        crosses_node=((table.pp > 1) & (width * table.pp > max(node.per_node, node.nvlink_domain)))[None]
+        * 1.0,
         num_devices=_real(width * table.pp),
         hidden=one(model.hidden),
         vocab=one(model.vocab),

@@ -88,10 +88,7 @@ def traits_of(
     precision: str = "bf16",
 ) -> Traits:
     """Return the numbers of a framework; `comm` overrides what overlaps."""
-    options = {
-        name: float((comm or {}).get(name, getattr(framework, name)))
-        for name in COMM_OPTIONS
-    }
+    options = {name: float((comm or {}).get(name, getattr(framework, name))) for name in COMM_OPTIONS}
     if framework.host not in HOST_CLASSES:
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)
     moments = 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes
