@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
 
 from foreshard.report.request import Request
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Money, Prediction
@@ -208,3 +209,7 @@ def answered(fake, stand_in):
     plan = asked.to_plan()
     prediction = fake.predict(asked.model, asked.cluster, plan, usd_per_device_hour=2.0, tokens=1e12)
     return asked, prediction, fake.timeline(plan, prediction.step_time_s)
+
+# The same examples on every machine and in every run.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
