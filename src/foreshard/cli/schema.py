@@ -72,7 +72,7 @@ def _config() -> dict[str, Any]:
 def _frameworks() -> dict[str, Any]:
     """Return what --framework takes: every name with its releases, oldest first."""
     from foreshard.catalog.frameworks import frameworks
-    from foreshard.report.offers import offers_of
+    from foreshard.catalog.offers import offers_of
 
     keys = {}
     for one in frameworks():

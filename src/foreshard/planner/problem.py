@@ -1,7 +1,8 @@
 """What is left of planning once stages have prices: options of stages, and pipelines put together from them.
 
 Engines, published profiles and brute-force oracles all speak through this; nothing here knows what an option
-stands for. A layer is a place in the chain 0..num_layers-1, a stage holds layers [start, stop).
+stands for. A layer is a place in the chain 0..num_layers-1; a stage holds layers [start, stop) and is of a
+*type*: intervals of one type cost the same whatever option runs them, so prices are kept by type.
 """
 
 from __future__ import annotations
@@ -9,73 +10,88 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageOption:
-    """One way some devices run a stage. Arrays have shape (num_layers + 1, num_layers + 1): [start, stop].
-
-    Attributes
-    ----------
-    takes : tuple of int
-        Devices of each kind it occupies.
-    micro_batch : int, samples
-        That pass the stage together; stages of one pipeline agree on it.
-    grain : int, samples
-        A micro-batch shortened to n samples costs as one of the next multiple of `grain` (inner data-parallel
-        ranks round up); divides `micro_batch`.
-    time_s : ndarray
-        Forward and backward of one micro-batch with all that recurs with it; inf where it cannot run.
-    tail_s : ndarray
-        What follows the last micro-batch: gradient synchronisation left exposed, the optimizer.
-    max_in_flight : ndarray
-        Micro-batches whose activations fit beside the states, 0 where not even one does.
-    name : Hashable
-        What the caller needs to make a stage of it.
-    """
-
-    takes: tuple[int, ...]
-    micro_batch: int
-    grain: int
-    time_s: np.ndarray
-    tail_s: np.ndarray
-    max_in_flight: np.ndarray
-    name: Hashable = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """Devices, samples and stage options.
+    """Devices, samples and priced stage options.
 
     Attributes
     ----------
     counts : tuple of int
         Devices of each kind.
-    global_batch, num_layers, max_stages : int
-    options : tuple of StageOption
+    global_batch, max_stages : int
+    types : ndarray of int, shape (num_layers + 1, num_layers + 1)
+        Type of the stage that holds layers [start, stop); -1 where stop <= start.
+    takes : ndarray of int, shape (options, kinds)
+        Devices of each kind an option occupies.
+    micro_batch : ndarray of int, shape (options,), samples
+        That pass a stage together; stages of one pipeline agree on it.
+    grain : ndarray of int, shape (options,), samples
+        A micro-batch shortened to n samples costs as one of the next multiple of `grain` (inner data-parallel
+        ranks round up); divides `micro_batch`.
+    time_s : ndarray, shape (options, types)
+        Forward and backward of one micro-batch with all that recurs with it; inf where it cannot run.
+    copies : tuple of int
+        Numbers of pipelines from which on each row of `tail_s` holds, rising from 1.
+    tail_s : ndarray, shape (len(copies), options, types)
+        What follows the last micro-batch: gradient synchronisation left exposed, the optimizer.
+    max_in_flight : ndarray of int, shape (options, types)
+        Micro-batches whose activations fit beside the states, 0 where not even one does.
     hop_s : ndarray, shape (options, options)
-        Seconds a message between neighbours [before, after] adds to the stage after it, per micro-batch and
+        Seconds that a message between neighbours [before, after] adds to the stage after it, per micro-batch and
         both directions, on top of what `time_s` holds.
-    boundary : ndarray, shape (num_layers + 1,)
-        Size of the message at each cut relative to the one `hop_s` prices.
     jitter : float
         A step on D devices takes 1 + jitter * max(0, log2(D / 8)) times as long.
-    usd_per_s : tuple of float
-        Price of a device of each kind.
+    names : tuple
+        What the caller needs to make a stage of each option.
+    bands : ndarray of int, shape (num_layers, num_layers)
+        `types` by start and length less one; -1 past the end.
     """
 
     counts: tuple[int, ...]
     global_batch: int
-    num_layers: int
     max_stages: int
-    options: tuple[StageOption, ...]
+    types: np.ndarray
+    takes: np.ndarray
+    micro_batch: np.ndarray
+    grain: np.ndarray
+    time_s: np.ndarray
+    copies: tuple[int, ...]
+    tail_s: np.ndarray
+    max_in_flight: np.ndarray
     hop_s: np.ndarray
-    boundary: np.ndarray
     jitter: float = 0.0
-    usd_per_s: tuple[float, ...] = field(default=())
+    names: tuple[Hashable, ...] = ()
+    bands: np.ndarray = field(init=False)
+    _by_size: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Lay types out by start and length, shape (num_layers, num_layers); -1 past the end."""
+        size = len(self.types) - 1
+        stop = np.arange(size)[:, None] + 1 + np.arange(size)[None, :]
+        inside = np.minimum(stop, size)
+        types = np.where(stop <= size, self.types[np.arange(size)[:, None], inside], -1)
+        object.__setattr__(self, "bands", types)
+
+    @property
+    def num_layers(self) -> int:
+        """Return the places of the chain."""
+        return len(self.types) - 1
+
+    def options_of(self, micro_batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the options of one micro-batch, their `time_s` and `max_in_flight`."""
+        if micro_batch not in self._by_size:
+            options = np.flatnonzero(self.micro_batch == micro_batch)
+            self._by_size[micro_batch] = (options, self.time_s[options], self.max_in_flight[options])
+        return self._by_size[micro_batch]
+
+    def tail_of(self, num_pipelines: int) -> np.ndarray:
+        """Return `tail_s` for so many pipelines, shape (options, types)."""
+        row = int(np.searchsorted(self.copies, num_pipelines, side="right")) - 1
+        return self.tail_s[max(row, 0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,70 +115,62 @@ class Arrangement:
     shares: tuple[int, ...]
 
 
-def micro_batch_of(problem: Problem, template: Template) -> int:
-    """Return the samples that pass the pipeline together."""
-    return problem.options[template[0].option].micro_batch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How a pipeline goes: a step takes fill + passes * bottleneck + tail seconds.
 
+    A pass is a micro-batch, a short last one the fraction it costs; there is at least one.
+    """
 
-def grain_of(problem: Problem, template: Template) -> int:
-    """Return the samples a short micro-batch is rounded up to: that of the coarsest stage."""
-    return max(problem.options[part.option].grain for part in template)
+    fill_s: float
+    bottleneck_s: float
+    micro_batch: int
+    grain: int
 
+    def samples(self, seconds: float) -> int:
+        """Return the samples it gets through in so many seconds, tail excluded."""
+        if seconds < (self.fill_s + self.bottleneck_s) * (1 - 1e-12):
+            return 0
+        grains = math.floor(
+            (seconds - self.fill_s) / self.bottleneck_s * self.micro_batch / self.grain + 1e-9
+        )
+        return grains * self.grain
 
-def takes_of(problem: Problem, template: Template) -> tuple[int, ...]:
-    """Return the devices of each kind a pipeline occupies."""
-    return tuple(
-        int(sum(problem.options[part.option].takes[kind] for part in template))
-        for kind in range(len(problem.counts))
-    )
+    def seconds(self, share: int) -> float:
+        """Return the seconds it takes for a share, tail excluded."""
+        passes = math.ceil(share / self.grain) * self.grain / self.micro_batch
+        return self.fill_s + max(1.0, passes) * self.bottleneck_s
 
 
 def stage_seconds(problem: Problem, template: Template) -> np.ndarray:
     """Return the seconds of one micro-batch on each stage, messages included."""
-    times = [problem.options[part.option].time_s[part.start, part.stop] for part in template]
+    times = [problem.time_s[part.option, problem.types[part.start, part.stop]] for part in template]
     for i in range(1, len(template)):
-        before, after = template[i - 1], template[i]
-        times[i] += problem.hop_s[before.option, after.option] * problem.boundary[after.start]
+        times[i] += problem.hop_s[template[i - 1].option, template[i].option]
     return np.array(times)
 
 
-def tail_seconds(problem: Problem, template: Template) -> float:
-    """Return the seconds from a pipeline's last micro-batch to the end of its step."""
-    return float(max(problem.options[part.option].tail_s[part.start, part.stop] for part in template))
-
-
-def passes(problem: Problem, template: Template, share: int) -> float:
-    """Return the micro-batches of a share, a short last one as the fraction it costs.
-
-    Examples
-    --------
-    A share of 10 in micro-batches of 4 with grain 1 is 2.5 passes, with grain 4 it is 3.
-    """
-    size, grain = micro_batch_of(problem, template), grain_of(problem, template)
-    return math.ceil(share / grain) * grain / size
-
-
-def pipeline_seconds(problem: Problem, template: Template, share: int) -> float:
-    """Return the seconds of a step of one pipeline: slowest stage in every pass, the others once, the tail."""
+def pace_of(problem: Problem, template: Template) -> Pace:
+    """Return how a pipeline goes."""
     times = stage_seconds(problem, template)
     bottleneck = float(times.max())
-    fill = float(times.sum()) - bottleneck
-    return fill + passes(problem, template, share) * bottleneck + tail_seconds(problem, template)
-
-
-def fits(problem: Problem, template: Template, share: int) -> bool:
-    """Return whether every stage holds what it has in flight: one micro-batch more for each stage after it."""
-    rounds = -(-share // micro_batch_of(problem, template))
-    depth = len(template)
-    return all(
-        problem.options[part.option].max_in_flight[part.start, part.stop] >= min(depth - i, rounds)
-        for i, part in enumerate(template)
+    return Pace(
+        fill_s=float(times.sum()) - bottleneck,
+        bottleneck_s=bottleneck,
+        micro_batch=int(problem.micro_batch[template[0].option]),
+        grain=max(int(problem.grain[part.option]) for part in template),
     )
 
 
-def num_devices_of(problem: Problem, arrangement: Arrangement) -> int:
-    """Return the devices an arrangement occupies."""
-    return sum(sum(takes_of(problem, template)) for template in arrangement.templates)
+def tail_seconds(problem: Problem, template: Template, num_pipelines: int) -> float:
+    """Return the seconds from a pipeline's last micro-batch to the end of its step."""
+    tail = problem.tail_of(num_pipelines)
+    return float(max(tail[part.option, problem.types[part.start, part.stop]] for part in template))
+
+
+def takes_of(problem: Problem, template: Template) -> np.ndarray:
+    """Return the devices of each kind a pipeline occupies, shape (kinds,)."""
+    return problem.takes[[part.option for part in template]].sum(0)
 
 
 def spread_factor(problem: Problem, num_devices: float) -> float:
@@ -172,11 +180,13 @@ def spread_factor(problem: Problem, num_devices: float) -> float:
 
 def step_seconds(problem: Problem, arrangement: Arrangement) -> float:
     """Return the seconds of a step: of the slowest pipeline, lengthened by the spread over all devices."""
+    copies = len(arrangement.templates)
     slowest = max(
-        pipeline_seconds(problem, template, share)
+        pace_of(problem, template).seconds(share) + tail_seconds(problem, template, copies)
         for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
     )
-    return slowest * spread_factor(problem, num_devices_of(problem, arrangement))
+    used = sum(int(takes_of(problem, template).sum()) for template in arrangement.templates)
+    return slowest * spread_factor(problem, used)
 
 
 def faults(problem: Problem, arrangement: Arrangement) -> list[str]:
@@ -187,20 +197,34 @@ def faults(problem: Problem, arrangement: Arrangement) -> list[str]:
     used = np.sum([takes_of(problem, t) for t in arrangement.templates], axis=0)
     if np.any(used > np.array(problem.counts)):
         found.append(f"takes {used.tolist()} of {problem.counts} devices")
-    for template, share in zip(arrangement.templates, arrangement.shares, strict=True):
-        found += _template_faults(problem, template, share)
+    for template in arrangement.templates:
+        found += template_faults(problem, template)
     return found
 
 
-def _template_faults(problem: Problem, template: Template, share: int) -> list[str]:
-    found: list[str] = []
-    cuts: list[Any] = [0, *(part.stop for part in template)]
+def template_faults(problem: Problem, template: Template) -> list[str]:
+    """Return why a pipeline cannot run.
+
+    A stage holds one micro-batch for itself and one for each stage after it, however small the share: memory
+    never limits shares.
+    """
+    cuts = [0, *(part.stop for part in template)]
     if [part.start for part in template] != cuts[:-1] or cuts[-1] != problem.num_layers:
-        found.append(f"layers {[(p.start, p.stop) for p in template]} are not the chain")
-    if len({problem.options[part.option].micro_batch for part in template}) > 1:
+        return [f"layers {[(p.start, p.stop) for p in template]} are not the chain"]
+    found: list[str] = []
+    if len({int(problem.micro_batch[part.option]) for part in template}) > 1:
         found.append("stages differ in micro-batch")
     if len(template) > problem.max_stages:
         found.append(f"{len(template)} stages")
-    if not found and not fits(problem, template, share):
-        found.append(f"out of memory: {template}")
+    if not math.isfinite(stage_seconds(problem, template).sum()):
+        found.append("a stage that cannot run")
+    most = rounds_of(problem, int(problem.micro_batch[template[0].option]))
+    for behind, part in enumerate(reversed(template), start=1):
+        if problem.max_in_flight[part.option, problem.types[part.start, part.stop]] < min(behind, most):
+            found.append(f"out of memory: {part}")
     return found
+
+
+def rounds_of(problem: Problem, micro_batch: int) -> int:
+    """Return the most micro-batches of a size that a pipeline can ever get."""
+    return -(-problem.global_batch // micro_batch)

@@ -179,6 +179,12 @@ def _messages(batch: Batch) -> Any:
     return np.where(p.num_stages > 1, 2.0 * p.num_chunks * one * (1.0 - hidden), 0.0)
 
 
+def tail_times(batch: Batch, stage: StageTimes) -> tuple[np.ndarray, np.ndarray]:
+    """Return what follows the last micro-batch on each stage: exposed gradient collectives, the optimizer."""
+    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), batch.machine)
+    return _gradient_sync(batch, stage), optimizer
+
+
 def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
     """Return seconds per stage that gradient reduction and weight gathering leave exposed after a step."""
     machine, p = batch.machine, batch.pipeline
@@ -257,9 +263,7 @@ def step_times(batch: Batch) -> StepTimes:
         once = np.where(p["zero_bubble"] > 0, _zero_bubble(stage, batch, m, t_max), once)
     parts = {name: m * pace(value) for name, value in stage.parts.items()}
     parts["bubble"] = once / p["num_chunks"]
-    sync = np.where(present, _gradient_sync(batch, stage), 0.0)
-    once_a_step = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), batch.machine)
-    optimizer = np.where(present, once_a_step, 0.0)
+    sync, optimizer = (np.where(present, after, 0.0) for after in tail_times(batch, stage))
     tail = sync + optimizer
     latest = _of_stage(tail.argmax(0))
     parts["data_comm"] = parts["data_comm"] + latest(sync)

@@ -20,6 +20,7 @@ class Offers:
     recompute : leading words of the recompute rules it takes
     low_precision : whether it trains with 8-bit matrix products
     shards_pipelines : whether levels above 1 go with pipelines
+    offload : what it can keep in host memory
     """
 
     zero: tuple[int, ...]
@@ -29,6 +30,7 @@ class Offers:
     recompute: tuple[str, ...] = ("none", "full")
     low_precision: bool = False
     shards_pipelines: bool = False
+    offload: tuple[str, ...] = ("none",)
 
     def levels(self, num_stages: int) -> tuple[int, ...]:
         """Return the levels of sharding for a pipeline of so many stages."""
@@ -41,10 +43,10 @@ _ALL = ("tp", "pp", "cp", "ep", "etp", "vpp")
 _MEGATRON_RULES = ("none", "selective", "full")
 # Megatron-LM d98e8a6 arguments.py: --use-distributed-optimizer (levels 0, 1), --use-megatron-fsdp (3),
 # --overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap (needs --sequence-parallel),
-# --overlap-moe-expert-parallel-comm; schedules.py: 1F1B and interleaved 1F1B.
+# --overlap-moe-expert-parallel-comm, --optimizer-cpu-offload; schedules.py: 1F1B and interleaved 1F1B.
 _MEGATRON = Offers(
     zero=(0, 1, 3), schedules=("1f1b", "interleaved"), overlaps=(*_OVERLAPS, "context_gather"),
-    degrees=_ALL, recompute=_MEGATRON_RULES, low_precision=True,
+    degrees=_ALL, recompute=_MEGATRON_RULES, low_precision=True, offload=("none", "optimizer"),
 )  # fmt: skip
 # Apex distributed optimizer and Megatron-Core under NeMo and Megatron-Bridge; their recipes use no FSDP here.
 _NEMO = Offers(
@@ -69,8 +71,10 @@ _OFFERS = {
     "megatron-deepspeed": Offers(
         zero=(0, 1), schedules=("1f1b",), degrees=("tp", "pp"), recompute=("none", "full")
     ),
-    # runtime/zero/config.py stages and overlap_comm; runtime/pipe: 1F1B, not with ZeRO-2 or 3.
-    "deepspeed": Offers(zero=(0, 1, 2, 3), overlaps=("grad_overlap",), degrees=("cp", "ep")),
+    # runtime/zero/config.py stages, overlap_comm, offload_optimizer; runtime/pipe: 1F1B, not with ZeRO-2 or 3.
+    "deepspeed": Offers(
+        zero=(0, 1, 2, 3), overlaps=("grad_overlap",), degrees=("cp", "ep"), offload=("none", "optimizer")
+    ),
     "composer": _FSDP1,
     "fms-fsdp": Offers(zero=(2, 3), recompute=("none", "full", "every")),
     # torchtitan job_config.py: reshard_after_forward (2 or 3), async tensor parallelism, float8 linear.

@@ -1,0 +1,115 @@
+"""Plans in order, with the reason why each stands where it does, and the limits of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foreshard.errors import LimitError
+from foreshard.planner.result import Ranked
+from foreshard.predict.step import PART_WORDS
+from foreshard.spec.prediction import Prediction
+
+OBJECTIVES = ("time", "cost", "energy")
+_TIE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a run may take. Both need the tokens of the run."""
+
+    max_usd: float | None = None
+    max_hours: float | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether there is any limit."""
+        return self.max_usd is not None or self.max_hours is not None
+
+    def keeps(self, prediction: Prediction) -> bool:
+        """Return whether a predicted run stays within the limits; an unknown price does not."""
+        usd, seconds = prediction.cost.usd_total, prediction.run_time_s
+        in_money = self.max_usd is None or (usd is not None and usd <= self.max_usd)
+        return in_money and (self.max_hours is None or (seconds or 0.0) <= 3600.0 * self.max_hours)
+
+    def error(self, predictions: Sequence[Prediction]) -> LimitError:
+        """Return the error that names the limit nothing meets and the least that would be met."""
+        found = []
+        if self.max_hours is not None:
+            least = min(one.run_time_s or 0.0 for one in predictions) / 3600.0
+            found.append(("--max-hours", self.max_hours, least, f"{least:.4g} hours"))
+        if self.max_usd is not None:
+            prices = [one.cost.usd_total for one in predictions if one.cost.usd_total is not None]
+            if not prices:
+                return LimitError(
+                    "no device of the cluster has a price", key="--max-usd", value=self.max_usd,
+                    rule="A limit on the price needs prices",
+                    fix="Give --usd-per-device-hour, or usd_per_h in the cluster file",
+                )  # fmt: skip
+            found.append(("--max-usd", self.max_usd, min(prices), f"{min(prices):,.0f} dollars"))
+        broken = [one for one in found if one[2] > one[1]] or found
+        key, value, _, text = broken[0]
+        both = len(broken) < len(found) or len(found) == 1
+        what = f"no plan takes less than {text}" if both else "no plan meets both limits"
+        return LimitError(
+            what, key=key, value=value, rule="A plan must keep every limit",
+            fix=f"Allow at least {text}, more devices or other ones",
+        )  # fmt: skip
+
+
+def score(prediction: Prediction, objectives: Sequence[str]) -> tuple[float, ...]:
+    """Return what is made small, the first objective first; what is not known counts as infinite."""
+    values = {
+        "time": prediction.step_time_s,
+        "cost": prediction.cost.usd_per_step,
+        "energy": prediction.energy_j_per_step,
+    }
+    found = (values[name] for name in objectives)
+    return (*(float("inf") if value is None else value for value in found), prediction.step_time_s)
+
+
+def ranked(
+    predictions: Sequence[Prediction], objectives: Sequence[str], limits: Limits, top: int
+) -> tuple[tuple[Ranked, ...], LimitError | None]:
+    """Return the best plans with reasons, and the error if none keeps the limits.
+
+    Plans within the limits come first; when there are none, all are shown beside the error.
+    """
+    within = [one for one in predictions if limits.keeps(one)] if limits else list(predictions)
+    error = limits.error(predictions) if limits and predictions and not within else None
+    order = sorted(within or predictions, key=lambda one: score(one, objectives))[:top]
+    return tuple(
+        Ranked(plan=one.plan, prediction=one, why=_why(one, order[0], objectives[0])) for one in order
+    ), error
+
+
+def pareto(predictions: Sequence[Prediction], objectives: Sequence[str]) -> tuple[Prediction, ...]:
+    """Return those that no other beats in one objective without being worse in another."""
+    values = [score(one, objectives)[:-1] for one in predictions]
+    kept = []
+    for i, mine in enumerate(values):
+        better = (all(o <= m for o, m in zip(other, mine, strict=True)) and other != mine for other in values)
+        if not any(better) and mine not in values[:i]:
+            kept.append(predictions[i])
+    return tuple(sorted(kept, key=lambda one: one.step_time_s))
+
+
+def _why(one: Prediction, best: Prediction, objective: str) -> str:
+    """Return what decides between a plan and the best: the part of the step that grew most."""
+    if one is best:
+        return f"chosen: {one.bottleneck}"
+    mine, least = score(one, (objective,))[0], score(best, (objective,))[0]
+    slower = one.step_time_s / best.step_time_s - 1.0
+    lead = (
+        f"{slower:.1%} slower" if slower >= _TIE else "as fast" if slower > -_TIE else f"{-slower:.1%} faster"
+    )
+    if objective != "time" and least > 0:
+        lead = f"{mine / least - 1.0:.1%} more {objective}, {lead}"
+    grown = {name: value - best.time_breakdown_s[name] for name, value in one.time_breakdown_s.items()}
+    part = max(grown, key=lambda name: grown[name])
+    text = lead
+    if grown[part] > _TIE * best.step_time_s:
+        text += f": {grown[part]:.3g} s more for {PART_WORDS[part]}"
+    more = (one.memory.peak_bytes - best.memory.peak_bytes) / 2**30
+    if abs(slower) < _TIE and abs(more) >= 0.1:
+        text += f"; {abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"
+    return text

@@ -1,0 +1,96 @@
+"""What is asked of the planner, and checks of it that need no search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.errors import SpecError
+from foreshard.planner.ranking import OBJECTIVES, Limits
+from foreshard.predict.step import ENGINES
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import Framework
+from foreshard.spec.model import Model
+from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS, invalid, one_of, whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A search: what to train, on what, what to make small, and how long to look."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    seq_len: int
+    objectives: tuple[str, ...] = ("time",)
+    limits: Limits = Limits()
+    tokens: float | None = None
+    max_devices: int | None = None
+    framework: Framework
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    engine: str = "analytical"
+    top: int = 5
+    budget_s: float = 60.0
+    usd_per_device_hour: float | None = None
+
+    @property
+    def constants(self) -> TrainingConstants:
+        """Return the fitted constants that price every plan."""
+        return training_constants()
+
+
+def checked_request(
+    model: Model,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    seq_len: int | None = None,
+    objective: tuple[str, ...] | str = ("time",),
+    max_usd: float | None = None,
+    max_hours: float | None = None,
+    tokens: float | None = None,
+    max_devices: int | None = None,
+    framework: str = "megatron-core",
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    engine: str = "analytical",
+    top: int = 5,
+    budget_s: float = 60.0,
+    usd_per_device_hour: float | None = None,
+) -> Request:
+    """Return the request, or raise SpecError naming the flag that is wrong."""
+    objectives = (objective,) if isinstance(objective, str) else tuple(objective)
+    for name in objectives:
+        one_of(name, OBJECTIVES, key="--objective", name="objective")
+    for flag, limit in (("--max-usd", max_usd), ("--max-hours", max_hours)):
+        if limit is not None and tokens is None:
+            raise SpecError(
+                "a limit on the run without its length", key=flag, value=limit,
+                rule="Time and price of a run follow from its tokens", fix="Give --tokens",
+            )  # fmt: skip
+    for flag, value in (
+        ("--max-usd", max_usd), ("--max-hours", max_hours), ("--tokens", tokens), ("--budget-s", budget_s),
+    ):  # fmt: skip
+        if value is not None and not 0 < value < 1e30:
+            raise invalid(value, "must be a finite number above 0", key=flag, name=flag.strip("-"))
+    return Request(
+        model=model,
+        cluster=cluster,
+        global_batch=whole(global_batch, key="--global-batch", name="global-batch"),
+        seq_len=whole(seq_len or model.max_seq_len, 1, MAX_SEQ_LEN, key="--seq", name="seq"),
+        objectives=objectives,
+        limits=Limits(max_usd=max_usd, max_hours=max_hours),
+        tokens=tokens,
+        max_devices=None
+        if max_devices is None
+        else whole(max_devices, key="--max-devices", name="max-devices"),
+        framework=load_framework(framework),
+        precision=one_of(precision, PRECISIONS, key="--dtype", name="dtype"),
+        optimizer=one_of(optimizer, OPTIMIZERS, key="--optimizer", name="optimizer"),
+        engine=one_of(engine, ENGINES, key="--engine", name="engine"),
+        top=whole(top, key="--top", name="top"),
+        budget_s=budget_s,
+        usd_per_device_hour=usd_per_device_hour,
+    )

@@ -1,0 +1,413 @@
+"""The best arrangement of pipelines and a bound on every other, from a problem with priced stages.
+
+For every number of pipelines the configuration program (`configuration`) bounds the step and names pipelines;
+whole numbers of those and exact shares make the plan. What is not proven by then is stated as a gap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.planner.configuration import columns_of, fractional_mix, samples_of, whole_mix
+from foreshard.planner.pricing import Pricing, cheapest_path
+from foreshard.planner.problem import (
+    Arrangement,
+    Problem,
+    Template,
+    pace_of,
+    spread_factor,
+    stage_seconds,
+    step_seconds,
+    tail_seconds,
+    takes_of,
+)
+from foreshard.planner.shares import balance
+
+_ROUNDS = 25
+_STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2)
+_KEPT = 96
+_ALIKE = 3
+_CLOSE = 2e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """An arrangement, how long its step takes, and how long any step must take.
+
+    Attributes
+    ----------
+    arrangement : Arrangement or None
+        None when no pipeline fits.
+    step_time_s, lower_bound_s : float
+    ladder : dict of str to float
+        Bounds from the simplest to the tightest, seconds.
+    others : tuple of Arrangement
+        Good ones of other make, best first.
+    columns : tuple of Template
+        What the search generated; a later search may start from them.
+    evaluated : int
+        Pipelines priced as columns or as shortest paths.
+    """
+
+    arrangement: Arrangement | None
+    step_time_s: float
+    lower_bound_s: float
+    ladder: dict[str, float]
+    others: tuple[Arrangement, ...]
+    columns: tuple[Template, ...]
+    evaluated: int
+    excluded: int
+    interrupted: bool
+
+    @property
+    def gap(self) -> float:
+        """Return how much longer the step is than the bound, as a fraction of the bound."""
+        return self.step_time_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else np.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """What is known so far: the best arrangement, the columns, and a bound for each number of pipelines."""
+
+    problem: Problem
+    deadline: float
+    target_gap: float
+    best: Arrangement | None = None
+    best_s: float = np.inf
+    beat_s: float = np.inf
+    made: dict[Arrangement, float] = field(default_factory=dict)
+    columns: dict[Template, None] = field(default_factory=dict)
+    prices: np.ndarray | None = None
+    evaluated: int = 0
+    interrupted: bool = False
+
+    @property
+    def longest_s(self) -> float:
+        """Return a time that no stage of a plan worth looking at takes."""
+        usable = np.isfinite(self.problem.time_s) & (self.problem.max_in_flight > 0)
+        return min(self.best_s, float(self.problem.time_s[usable].max()) if usable.any() else np.inf)
+
+    @property
+    def aim_s(self) -> float:
+        """Return the time, spread apart, below which a range of pipelines is worth working out."""
+        return min(self.best_s, self.beat_s) / _factor(self) / (1.0 + self.target_gap)
+
+    def near(self, bound_s: float) -> bool:
+        """Return whether no more than the wanted gap can lie between a bound and the best arrangement."""
+        return bound_s * (1.0 + 1e-9) >= self.aim_s
+
+    @property
+    def late(self) -> bool:
+        """Return whether the time is up."""
+        return time.perf_counter() >= self.deadline
+
+    def offer(self, templates: Sequence[Template]) -> None:
+        """Balance shares over some pipelines and keep the arrangement if it is good."""
+        if not templates:
+            return
+        copies = len(templates)
+        tails = [tail_seconds(self.problem, one, copies) for one in templates]
+        shares = balance([pace_of(self.problem, one) for one in templates], tails, self.problem.global_batch)
+        if shares is None:
+            return
+        made = Arrangement(templates=tuple(templates), shares=shares)
+        seconds = step_seconds(self.problem, made)
+        self.made[made] = seconds
+        if seconds < self.best_s:
+            self.best, self.best_s = made, seconds
+
+
+def solve(
+    problem: Problem,
+    *,
+    budget_s: float = 10.0,
+    target_gap: float = 0.01,
+    start: Arrangement | None = None,
+    columns: Sequence[Template] = (),
+    beat_s: float = np.inf,
+) -> Solution:
+    """Return the best arrangement found and a bound that no arrangement beats.
+
+    Parameters
+    ----------
+    problem : Problem
+    budget_s : float
+        Seconds to search; an interrupt from the keyboard ends it sooner.
+    target_gap : float
+        Proven gap at which to stop.
+    start : Arrangement, optional
+        A running one to begin with.
+    columns : sequence of Template
+        Pipelines to begin with, such as those of an earlier solution.
+    beat_s : float
+        A step time known from elsewhere: what cannot beat it is not worked out.
+    """
+    search = _Search(
+        beat_s=beat_s, problem=problem, deadline=time.perf_counter() + budget_s, target_gap=target_gap
+    )
+    ranges = _ranges(problem)
+    bounds = dict.fromkeys(ranges, 0.0)
+    ladder = {"compute": 0.0, "sync": 0.0}
+    try:
+        ladder = _simple_bounds(search)
+        bounds = {one: ladder["compute"] + _least_tail(problem, one[0]) for one in ranges}
+        _seed(search, start, columns)
+        if start is None and not columns:
+            _first_columns(search, ladder["compute"])
+        order = {one: _estimate(search, one, bounds[one]) for one in ranges}
+        for one in sorted(ranges, key=order.__getitem__):
+            if not search.near(bounds[one]):
+                bounds[one] = max(bounds[one], _search_range(search, one, bounds[one]))
+    except KeyboardInterrupt:
+        search.interrupted = True
+    lower = min(bounds.values(), default=np.inf) * _factor(search)
+    lower = max(lower, ladder["compute"])
+    if search.best is None and not np.isfinite(lower):
+        lower = 0.0
+    ladder["configuration"] = min(lower, search.best_s)
+    others = sorted(search.made, key=search.made.__getitem__)[:_KEPT]
+    return Solution(
+        arrangement=search.best,
+        step_time_s=search.best_s,
+        lower_bound_s=min(lower, search.best_s),
+        ladder=ladder,
+        others=tuple(others),
+        columns=tuple(search.columns),
+        evaluated=search.evaluated,
+        excluded=0,
+        interrupted=search.interrupted or search.late,
+    )
+
+
+def _ranges(problem: Problem) -> list[tuple[int, int]]:
+    """Return (fewest, most) pipelines of each stretch of numbers that share their tails, as far as devices go."""
+    ones, none = np.ones(len(problem.counts)), np.zeros_like(problem.time_s)
+    sizes = np.unique(problem.micro_batch)
+    least = [cheapest_path(problem, none, ones, int(size), (1e12, 1e12), np.inf) for size in sizes]
+    smallest = min((round(found[0]) for found in least if found), default=0)
+    if not smallest:
+        return []
+    most = min(sum(problem.counts) // smallest, problem.global_batch)
+    first = [copies for copies in problem.copies if copies <= most]
+    return [(low, high - 1) for low, high in zip(first, [*first[1:], most + 1], strict=True)]
+
+
+def _least_tail(problem: Problem, copies: int) -> float:
+    tail = problem.tail_of(copies)
+    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    return float(tail[usable].min()) if usable.any() else 0.0
+
+
+def _factor(search: _Search) -> float:
+    """Return the spread factor of a quarter of the devices: fewer could not be as fast as the best found."""
+    devices = sum(search.problem.counts)
+    if search.problem.jitter == 0.0:
+        return 1.0
+    best = min(search.best_s, search.beat_s)
+    share = devices / 4.0
+    while share > 1.0 and _fluid_s(search, share) < best:
+        share /= 2.0
+    return spread_factor(search.problem, share)
+
+
+def _fluid_s(search: _Search, devices: float) -> float:
+    """Return a time that no plan on at most so many devices beats, whatever its pipelines."""
+    problem = search.problem
+    prices = search.prices
+    if prices is None or prices.max() <= 0:
+        return 0.0
+    work = _least_work(problem, prices)
+    worth, left = 0.0, devices
+    for kind in np.argsort(-prices):
+        used = min(left, problem.counts[kind])
+        worth += used * prices[kind]
+        left -= used
+    return problem.global_batch * work / worth if worth > 0 else 0.0
+
+
+def _least_work(problem: Problem, prices: np.ndarray) -> float:
+    """Return the least priced device-seconds that a sample needs on its way through any pipeline."""
+    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    cost = (problem.takes @ prices)[:, None] * problem.time_s / problem.micro_batch[:, None]
+    least = np.append(np.where(usable, cost, np.inf).min(0), np.inf)[problem.types]
+    after = np.full(problem.num_layers + 1, np.inf)
+    after[problem.num_layers] = 0.0
+    for start in range(problem.num_layers - 1, -1, -1):
+        after[start] = (least[start] + after).min()
+    return float(after[0])
+
+
+def _simple_bounds(search: _Search) -> dict[str, float]:
+    """Return the bounds that know no pipelines: computation alone, and with the least tail."""
+    problem = search.problem
+    rates = np.array([_rate(problem, kind) for kind in range(len(problem.counts))])
+    search.prices = np.where(rates > 0, rates, rates.max() * 1e-3)
+    compute = _fluid_s(search, float(sum(problem.counts)))
+    return {"compute": compute, "sync": compute + _least_tail(problem, 1)}
+
+
+def _rate(problem: Problem, kind: int) -> float:
+    """Return the samples a second and device of one kind alone; 0 when it cannot run every layer."""
+    own = np.flatnonzero((problem.takes.sum(1) == problem.takes[:, kind]) & (problem.takes[:, kind] > 0))
+    if not len(own):
+        return 0.0
+    prices = np.zeros(len(problem.counts))
+    prices[kind] = 1.0
+    alone = np.setdiff1d(np.arange(len(problem.takes)), own)
+    blocked = problem.time_s.copy()
+    blocked[alone] = np.inf
+    usable = np.isfinite(blocked) & (problem.max_in_flight > 0)
+    cost = (problem.takes @ prices)[:, None] * blocked / problem.micro_batch[:, None]
+    least = np.append(np.where(usable, cost, np.inf).min(0), np.inf)[problem.types]
+    after = np.full(problem.num_layers + 1, np.inf)
+    after[problem.num_layers] = 0.0
+    for start in range(problem.num_layers - 1, -1, -1):
+        after[start] = (least[start] + after).min()
+    return 1.0 / float(after[0]) if np.isfinite(after[0]) and after[0] > 0 else 0.0
+
+
+def _seed(search: _Search, start: Arrangement | None, columns: Sequence[Template]) -> None:
+    search.columns.update(dict.fromkeys(columns))
+    if start is not None:
+        search.columns.update(dict.fromkeys(start.templates))
+        search.offer(start.templates)
+
+
+def _first_columns(search: _Search, compute_s: float) -> None:
+    """Generate pipelines at the prices that computation alone gives devices."""
+    problem = search.problem
+    copies = problem.copies[len(problem.copies) // 3]
+    prices = search.prices * compute_s
+    pricing = Pricing(problem=problem, num_pipelines=copies, prices=prices, longest_s=search.longest_s)
+    pricing.start()
+    for box in pricing.boxes.values():
+        search.columns[box.template] = None
+    _, good = pricing.best(1.1 * compute_s, 0.03 * problem.global_batch / copies, -np.inf)
+    search.evaluated += pricing.solved
+    search.columns.update(dict.fromkeys(_varied(problem, good)))
+
+
+def _varied(problem: Problem, templates: Sequence[Template]) -> list[Template]:
+    """Return the first few pipelines of each demand for devices, best first."""
+    seen: dict[tuple[int, ...], int] = {}
+    kept = []
+    for one in templates:
+        key = (*takes_of(problem, one).tolist(), int(problem.micro_batch[one[0].option]))
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] <= _ALIKE and len(kept) < _KEPT:
+            kept.append(one)
+    return kept
+
+
+def _estimate(search: _Search, pipelines: tuple[int, int], bound: float) -> float:
+    """Return the time in which the columns so far get through the batch, inf if they cannot."""
+    mix = _priced(search, pipelines, bound) if search.columns else None
+    return np.inf if mix is None else mix[0]
+
+
+def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> float:
+    """Return a bound on steps with a number of pipelines in a range, and offer the best of them on the way.
+
+    Prices come from the time in which the columns so far get through the batch, which falls as columns come; the
+    bound rises to meet it.
+    """
+    problem = search.problem
+    bound, finest = floor, 2e-3 * problem.global_batch / pipelines[1]
+    mix, converged = _priced(search, pipelines, bound), False
+    for round_ in range(_ROUNDS):
+        reached, prices = mix or (2.0 * bound, search.prices * bound * 2.0**round_)
+        pricing = Pricing(
+            problem=problem, num_pipelines=pipelines[0], prices=prices, longest_s=search.longest_s
+        )
+        pricing.start()
+        if not pricing.boxes:
+            return np.inf
+        # What matters is whether the range can beat the best so far; no more is worked out.
+        at = min(reached, search.aim_s)
+        failed = 0.0
+        for step in range(10):
+            goal = _goal(problem, prices, pipelines)
+            value, better = pricing.best(at, finest, goal)
+            if value <= goal:
+                bound, converged = max(bound, at), True
+                if failed <= at * (1.0 + _CLOSE):
+                    break
+                at = 0.5 * (at + failed)
+                continue
+            failed = at
+            if converged:
+                at = 0.5 * (bound + failed)
+                if failed <= bound * (1.0 + _CLOSE):
+                    break
+                continue
+            fresh = [one for one in _varied(problem, better) if one not in search.columns]
+            search.columns.update(dict.fromkeys(fresh))
+            mix = _priced(search, pipelines, bound) if fresh or mix is None else mix
+            if mix is None or (step < 3 and np.abs(mix[1] - prices).max() > 1e-3 * prices.max()):
+                break
+            at -= (value - goal) / pricing.slope(at) + 1e-4 * 2.0**step * at
+        search.evaluated += pricing.solved
+        if converged or search.late:
+            break
+    if not search.near(bound):
+        _whole(search, pipelines, bound)
+    return bound
+
+
+def _goal(problem: Problem, prices: np.ndarray, pipelines: tuple[int, int]) -> float:
+    """Return the samples less prices below which every pipeline must stay for the batch to be out of reach."""
+    left = problem.global_batch - float(prices @ np.array(problem.counts))
+    return left / (pipelines[1] if left > 0 else pipelines[0])
+
+
+def _priced(search: _Search, pipelines: tuple[int, int], low: float) -> tuple[float, np.ndarray] | None:
+    """Return the time in which the columns, mixed in fractions, get through the batch, and the prices then."""
+    problem = search.problem
+    templates = list(search.columns)
+    takes = columns_of(problem, templates)
+    times = [stage_seconds(problem, one) for one in templates]
+    bottleneck, total = np.array([t.max() for t in times]), np.array([t.sum() for t in times])
+    tails = np.array([tail_seconds(problem, one, pipelines[0]) for one in templates])
+    size = np.array([float(problem.micro_batch[one[0].option]) for one in templates])
+    seconds, high, prices = low, np.inf, None
+    for _ in range(12):
+        samples = size * np.maximum((seconds - tails - total) / bottleneck + 1.0, 0.0)
+        mix = fractional_mix(takes, samples, problem.counts, pipelines)
+        if mix is None:
+            return None
+        if mix.samples >= problem.global_batch:
+            high, prices = seconds, mix.device_prices
+            break
+        gain = float((size / bottleneck * (samples > 0)) @ mix.counts)
+        short = problem.global_batch - mix.samples
+        seconds += max(short / gain if gain > 0 else seconds, 1e-4 * seconds)
+        prices = mix.device_prices
+    return min(high, seconds), prices
+
+
+def _whole(search: _Search, pipelines: tuple[int, int], bound: float) -> None:
+    """Offer whole numbers of the columns, for times from the bound on until one gets through the batch."""
+    problem = search.problem
+    templates = [one for one in search.columns if np.all(takes_of(problem, one) <= np.array(problem.counts))]
+    if not templates:
+        return
+    takes = columns_of(problem, templates)
+    for stretch in _STRETCH:
+        seconds = bound * (1.0 + stretch)
+        if seconds * _factor(search) >= search.best_s:
+            return
+        samples = samples_of(problem, templates, pipelines[0], seconds)
+        keep = samples > 0
+        if not keep.any():
+            continue
+        chosen = whole_mix(takes[:, keep], samples[keep], problem.counts, pipelines)
+        if chosen is None:
+            continue
+        some = [one for one, kept in zip(templates, keep, strict=True) if kept]
+        search.offer([one for one, n in zip(some, chosen, strict=True) for _ in range(n)])
+        if float(samples[keep] @ chosen) >= problem.global_batch:
+            return

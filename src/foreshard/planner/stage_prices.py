@@ -1,0 +1,351 @@
+"""Stages priced by the analytical engine: the problem the mixed planner solves.
+
+Every option is priced for every distinct stage at once. What depends on the rest of a plan (which links lead
+to neighbours, where replicas are, how many pipelines there are) is taken at its best, so that no plan is
+faster by the engine than by the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, TypeVar
+
+import numpy as np
+
+from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.offers import offers_of
+from foreshard.comm.fabric import Fabric, fabric_between
+from foreshard.cost.kernels import KernelModel
+from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_peak_bytes
+from foreshard.cost.memory_activations import Recompute, recompute_of
+from foreshard.graph.shapes import RankShape, layer_shape
+from foreshard.planner.problem import Problem
+from foreshard.planner.request import Request
+from foreshard.predict.analytical import stage_times, tail_times
+from foreshard.predict.batch import Batch, Pipeline, domain_block
+from foreshard.predict.machine import Machine
+from foreshard.predict.memory import nccl_channels
+from foreshard.predict.traits import Traits, traits_of
+from foreshard.spec.cluster import NodeGroup
+
+T = TypeVar("T")
+COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+"""Numbers of pipelines at which the gradient collectives are priced anew."""
+
+_RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
+_MICRO_BATCHES = (1, 2, 4)
+_WIDTHS = (1, 2, 4, 8)
+_MAX_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageKind:
+    """What makes a stage of an option: devices of one node group, degrees, and what each rank does."""
+
+    node_group: int
+    tp: int
+    inner_dp: int
+    micro_batch: int
+    recompute: str
+    zero: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Types:
+    """The distinct stages of a chain: layers of each kind of block, and which ends they hold."""
+
+    table: np.ndarray
+    counts: np.ndarray
+    has_embedding: np.ndarray
+    has_head: np.ndarray
+
+
+def price_stages(request: Request, use: tuple[int, ...], *, reserve_bytes: float = 0.0) -> Problem:
+    """Return the problem of a request: options of some node groups, priced for every stage of the model.
+
+    Parameters
+    ----------
+    request : Request
+    use : tuple of int
+        The node groups that take part, every one of them: gradients join over the links between them.
+    reserve_bytes : float
+        Memory of each device to leave free.
+    """
+    kinds = _options(request, use)
+    types = _stage_types(request)
+    rooms = _rooms(request, kinds, types, reserve_bytes)
+    crosses = _fewest_devices(kinds, types, rooms) > max(domain_block(request.cluster.nodes[g]) for g in use)
+    batch = _batch(request, use, kinds, types, crosses=crosses)
+    stage = stage_times(batch)
+    shape = (len(types.has_head), len(kinds))
+    time_s = np.broadcast_to(stage.total, shape)
+    tails = []
+    for copies in _copies(request):
+        wide = _batch(request, use, kinds, types, copies=copies)
+        sync, optimizer = tail_times(wide, stage)
+        tails.append(np.broadcast_to(sync + optimizer, shape).T)
+    nodes = request.cluster.nodes
+    takes = np.zeros((len(kinds), len(nodes)), dtype=int)
+    for i, kind in enumerate(kinds):
+        takes[i, kind.node_group] = kind.tp * kind.inner_dp
+    return Problem(
+        counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
+        global_batch=request.global_batch,
+        max_stages=min(_MAX_STAGES, request.model.num_layers),
+        types=types.table,
+        takes=takes,
+        micro_batch=np.array([kind.micro_batch * kind.inner_dp for kind in kinds]),
+        grain=np.array([kind.inner_dp for kind in kinds]),
+        time_s=time_s.T.copy(),
+        copies=_copies(request),
+        tail_s=np.array(tails),
+        max_in_flight=rooms.T.copy(),
+        hop_s=np.zeros((len(kinds), len(kinds))),
+        jitter=request.constants.jitter,
+        names=tuple(kinds),
+    )
+
+
+def _copies(request: Request) -> tuple[int, ...]:
+    return tuple(n for n in COPIES if n <= min(request.cluster.num_devices, request.global_batch))
+
+
+def _options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
+    """Return the ways to run a stage on each node group that can compute in the precision."""
+    offers = offers_of(request.framework)
+    rules = [rule for rule in _RULES if rule.partition(":")[0] in offers.recompute]
+    levels = offers.levels(2)
+    zero = request.framework.default_zero if request.framework.default_zero in levels else max(levels)
+    found = []
+    for g in use:
+        nodes = request.cluster.nodes[g]
+        if not nodes.device.supports(request.precision):
+            continue
+        degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
+        degrees = degrees if "tp" in offers.degrees else [1]
+        for tp, width, rule, size in product(degrees, _WIDTHS, rules, _MICRO_BATCHES):
+            ranks = tp * width
+            whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
+            if ranks > nodes.num_devices or not whole or width * size > request.global_batch:
+                continue
+            found.append(
+                StageKind(
+                    node_group=g,
+                    tp=tp,
+                    inner_dp=width,
+                    micro_batch=size,
+                    recompute=rule,
+                    zero=zero if width > 1 else min(zero, 1),
+                )  # fmt: skip
+            )
+    return found
+
+
+def _splits(request: Request, tp: int, nodes: NodeGroup) -> bool:
+    """Return whether a tensor degree divides the model and the nodes."""
+    blocks = [block for block, _ in request.model.block_kinds()]
+    widths = [n for b in blocks for n in (b.num_heads, b.ffn, b.shared_ffn, b.expert_ffn)]
+    return nodes.per_node % tp == 0 and request.seq_len % tp == 0 and all(n % tp == 0 for n in widths)
+
+
+def _stage_types(request: Request) -> _Types:
+    """Return every distinct stage; equal blocks make intervals of equal length alike."""
+    model = request.model
+    kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
+    places = model.num_layers + 2
+    before = np.zeros((places + 1, len(kinds)))
+    for layer, block in enumerate(model.blocks, start=1):
+        before[layer + 1 :, kinds[block]] += 1.0
+    start, stop = np.triu_indices(places + 1, k=1)
+    counts = before[stop] - before[start]
+    last = (stop == places).astype(float)
+    counts[:, kinds[model.blocks[-1]]] += last * model.num_next_token
+    key = np.column_stack([counts, start == 0, last])
+    distinct, inverse = np.unique(key, axis=0, return_inverse=True)
+    table = np.full((places + 1, places + 1), -1)
+    table[start, stop] = np.ravel(inverse)
+    return _Types(
+        table=table,
+        counts=distinct[:, :-2],
+        has_embedding=distinct[:, -2:-1],
+        has_head=distinct[:, -1:],
+    )
+
+
+def _row(items: Sequence[Any], cls: type[T]) -> T:
+    """Return `cls` with fields of shape (1, options)."""
+    return cls(
+        **{f.name: np.array([[float(getattr(item, f.name)) for item in items]]) for f in fields(cls)}  # type: ignore[arg-type]
+    )
+
+
+def _batch(
+    request: Request,
+    use: tuple[int, ...],
+    kinds: Sequence[StageKind],
+    types: _Types,
+    *,
+    copies: int = 2,
+    crosses: bool = False,
+) -> Batch:
+    """Return stages as rows and options as columns, in a plan of so many pipelines."""
+    model, framework, nodes = request.model, request.framework, request.cluster.nodes
+    fabrics = [_fabric(request, (g,)) for g in range(len(nodes))]
+    joined = _fabric(request, use)
+    kernels = [_kernels(request, group) for group in nodes]
+    traits = [
+        traits_of(framework, group.device, optimizer=request.optimizer, precision=request.precision)
+        for group in nodes
+    ]
+    fabric = _row([fabrics[kind.node_group] for kind in kinds], Fabric)
+    machine = Machine(
+        kernels=_row([kernels[kind.node_group] for kind in kinds], KernelModel),
+        fabric=fabric,
+        sync=_row([joined for _ in kinds], Fabric),
+        link=fabric,
+        traits=_row([traits[kind.node_group] for kind in kinds], Traits),
+        rank=_row([_rank(request, kind, copies) for kind in kinds], RankShape),
+        constants=request.constants,
+    )
+    rules = [recompute_of(kind.recompute, 1) for kind in kinds]
+    return Batch(
+        kinds=tuple(layer_shape(block) for block, _ in model.block_kinds()),
+        counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
+        machine=machine,
+        recompute=_row(rules, Recompute),
+        has_embedding=types.has_embedding,
+        has_head=types.has_head,
+        multiplicity=np.ones((len(types.has_head), len(kinds))),
+        pipeline=_pipeline(request, kinds, types, crosses),
+        plan_index=np.arange(len(kinds)),
+    )
+
+
+def _fabric(request: Request, use: tuple[int, ...]) -> Fabric:
+    """Return the links that join some node groups; of one alone, the best its stages can have."""
+    ranks: list[int] = []
+    first = 0
+    for g, nodes in enumerate(request.cluster.nodes):
+        ranks += range(first, first + nodes.num_devices) if g in use else ()
+        first += nodes.num_devices
+    nccl = "old" if request.framework.nccl == "old" else "2.2x"
+    return fabric_between(request.cluster, ranks, nccl=nccl)
+
+
+def _kernels(request: Request, nodes: NodeGroup) -> KernelModel:
+    attention = request.framework.attention if request.framework.attention != "unfused" else "fa2"
+    precision = request.precision if nodes.device.supports(request.precision) else "fp32"
+    return kernel_model(nodes.device, precision, attention=attention)
+
+
+def _rank(request: Request, kind: StageKind, copies: int) -> RankShape:
+    """Return how a rank runs layers when replicas are as near to each other as they can be."""
+    low = request.precision in ("fp8", "mxfp8", "nvfp4")
+    four = request.precision == "nvfp4"
+    wide = 4.0 if request.precision in ("fp32", "tf32") else 2.0
+    tp = float(kind.tp)
+    return RankShape(
+        tp=tp, cp=1.0, ep=1.0, etp=1.0, dp=float(kind.inner_dp * copies), copies=float(copies),
+        sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.inner_dp),
+        micro_batch=float(kind.micro_batch), seq_len=float(request.seq_len), low=float(low),
+        four_bit=float(four), matrix_bytes=0.5 if four else 1.0 if low else wide, element_bytes=wide,
+        offload_optimizer=0.0, offload_activations=0.0, tp_stride=1.0, cp_stride=tp, ep_stride=1.0,
+        etp_stride=1.0, sync_stride=tp, expert_stride=1.0, own_stride=tp, own_expert_stride=1.0,
+    )  # fmt: skip
+
+
+def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, crosses: bool) -> Pipeline:
+    model, nodes = request.model, request.cluster.nodes
+    blocks = [domain_block(group) for group in nodes]
+    # Beside a stage that fills its link domain there is no room for a neighbour.
+    leaves = [[float(crosses or kind.tp * kind.inner_dp >= blocks[kind.node_group]) for kind in kinds]]
+    alone = types.has_embedding * types.has_head
+
+    def one(value: float) -> np.ndarray:
+        return np.array([[float(value)]])
+
+    return Pipeline(
+        num_micro_batches=one(1e6),
+        num_stages=np.where(alone > 0, 1.0, 2.0),
+        num_chunks=one(1),
+        gpipe=one(0),
+        zero_bubble=one(0),
+        crosses_node=np.array(leaves),
+        num_devices=one(8),
+        hidden=one(model.hidden),
+        vocab=one(model.vocab),
+        head_rows=one(model.head_rows),
+        head_frozen=one(model.head_frozen),
+        heads=one(1.0 + model.num_next_token * (1.0 + 2.0 * model.hidden / max(1, model.vocab))),
+        tied=one(model.tied_embeddings),
+        num_layers=one(model.num_layers),
+    )
+
+
+def _rooms(request: Request, kinds: Sequence[StageKind], types: _Types, reserve_bytes: float) -> np.ndarray:
+    """Return the micro-batches in flight that fit on every stage of every option, shape (types, options)."""
+    devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
+    capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
+    load = _load(request, kinds, types)
+    rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
+    for depth in range(1, _MAX_STAGES + 1):
+        peak = stage_peak_bytes(replace(load, in_flight=float(depth)), request.framework)
+        rooms += (peak <= capacity) & (rooms == depth - 1)
+    return rooms
+
+
+def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray) -> float:
+    """Return the least devices any pipeline takes: more than a link domain has, and its messages must leave it."""
+    devices = np.array([kind.tp * kind.inner_dp for kind in kinds])
+    least = np.append(np.where(rooms > 0, devices[None, :], np.inf).min(1), np.inf)
+    places = len(types.table) - 1
+    after = np.full(places + 1, np.inf)
+    after[places] = 0.0
+    for start in range(places - 1, -1, -1):
+        after[start] = (least[types.table[start]] + after).min()
+    return float(after[0])
+
+
+def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageLoad:
+    model, framework = request.model, request.framework
+    tp = np.array([[float(kind.tp) for kind in kinds]])
+    width = np.array([[float(kind.inner_dp) for kind in kinds]])
+    unit = framework.vocab_multiple * tp
+    copies = 1.0 if request.cluster.num_devices == 1 else 2.0
+    return StageLoad(
+        kinds=tuple((block, types.counts[:, i : i + 1]) for i, (block, _) in enumerate(model.block_kinds())),
+        has_embedding=types.has_embedding,
+        has_head=types.has_head,
+        hidden=model.hidden,
+        vocab=np.ceil(model.vocab / unit) * unit,
+        tied=float(model.tied_embeddings),
+        in_flight=1.0,
+        num_micro_batches=1e6,
+        num_stages=np.where(types.has_embedding * types.has_head > 0, 1.0, 2.0),
+        channels=np.array(
+            [[float(nccl_channels(request.cluster.nodes[kind.node_group].device)) for kind in kinds]]
+        ),
+        micro_batch=np.array([[float(kind.micro_batch) for kind in kinds]]),
+        seq_len=float(request.seq_len),
+        tp=tp,
+        cp=1.0,
+        ep=1.0,
+        etp=1.0,
+        dp=width * copies,
+        expert_dp=width * tp * copies,
+        shard_size=width,
+        zero=np.array([[float(kind.zero) for kind in kinds]]),
+        sp=(tp > 1) * 1.0,
+        activation_bytes_per_element=4.0 if request.precision in ("fp32", "tf32") else 2.0,
+        fp8=float(request.precision in ("fp8", "mxfp8")),
+        fp4=float(request.precision == "nvfp4"),
+        recompute=_row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
+        offload_optimizer=0.0,
+        offload_activations=0.0,
+        state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
+        outer_params=float(model.learned_positions * model.hidden),
+        embedding_trainable=float(not model.embedding_frozen),
+        head_trainable=float(not model.head_frozen),
+    )
