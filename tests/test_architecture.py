@@ -41,6 +41,7 @@ PUBLIC = {
     "load_model",
     "load_plan",
     "make_plan",
+    "plan",
     "predict",
     "predict_timeline",
     "report",

@@ -21,6 +21,7 @@ _API = (
     "load_model",
     "load_plan",
     "make_plan",
+    "plan",
     "predict",
     "predict_timeline",
     "report",

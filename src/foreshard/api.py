@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from foreshard.planner.result import PlanResult
 from foreshard.report.change import Effect, apply, effect, rank
 from foreshard.report.request import Request
 from foreshard.spec.cluster import Cluster
@@ -27,6 +28,7 @@ __all__ = [
     "load_model",
     "load_plan",
     "make_plan",
+    "plan",
     "predict",
     "predict_timeline",
     "report",
@@ -172,6 +174,27 @@ def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
     from foreshard.report.trace import write_trace
 
     return write_trace(path, prediction, timeline)
+
+
+def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
+    """Return the best plans for a model on a cluster, and how far they can be from the best possible.
+
+    Parameters
+    ----------
+    model : Model
+    cluster : Cluster
+    asked
+        global_batch (required), seq_len, objective, max_usd, max_hours, tokens, max_devices, framework,
+        precision, optimizer, engine, top, budget_s, usd_per_device_hour.
+
+    Returns
+    -------
+    PlanResult
+        Plans best first, a lower bound and the gap; without plans, `infeasible` says why.
+    """
+    from foreshard.planner.search import plan
+
+    return plan(model, cluster, **asked)
 
 
 def validate(

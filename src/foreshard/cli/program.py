@@ -24,6 +24,7 @@ VERBS = {
     "predict": "Predict one training step: time, memory, cost.",
     "compare": "Predict the same run under every engine and cost source.",
     "whatif": "Rank the predicted effects of changes.",
+    "plan": "Find the best plans, with a bound on all others.",
     "validate": "Predict measured runs and score the predictions.",
     "devices": "List the devices that are known.",
     "models": "List the models that are known.",
