@@ -19,10 +19,13 @@ import numpy as np
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.catalog.training import TrainingConstants
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
-from foreshard.predict.analytical import stage_times
+from foreshard.planner.stage_table import StageTable
+from foreshard.predict.analytical import StepTimes, stage_times, step_times
+from foreshard.predict.batch import Batch
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.space import RULES, divisors, valid_plans
-from foreshard.predict.table import TableResult, evaluate, table_batch, table_memory
+from foreshard.predict.stage_rows import recompute_columns
+from foreshard.predict.table import TableMemory, table_batch, table_memory
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -38,7 +41,7 @@ SPACE = (
 )
 _RECURRING = ("compute", "recompute", "tensor_comm", "context_comm", "expert_comm", "pipeline_comm")
 _INTERLEAVED = MODELLED_SCHEDULES.index("interleaved")
-_CELL = ("tp", "pp", "cp", "ep", "etp", "micro_batch")
+_DEGREES = ("tp", "pp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class GridRequest:
     """What to train on which equal nodes, and what the framework lets one choose.
 
     objective : {'time', 'cost', 'energy'}
+    max_step_s : float, seconds
+        Slower plans are not kept.
     """
 
     model: Model
@@ -57,6 +62,28 @@ class GridRequest:
     precision: str = "bf16"
     optimizer: str = "adamw"
     objective: str = "time"
+    max_step_s: float = np.inf
+    stages: StageTable = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", StageTable(model=self.model))
+
+    def batch(self, table: PlanTable) -> Batch:
+        """Return the arrays that price the time of some plans."""
+        rows = self.stages.rows(table)
+        rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
+        return table_batch(
+            self.model, self.cluster, table, self.framework, self.constants, rows=rows, rule=rule,
+            **self.pricing,
+        )  # fmt: skip
+
+    def memory(self, table: PlanTable) -> TableMemory:
+        """Return the memory of some plans."""
+        rows = self.stages.rows(table)
+        rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
+        return table_memory(
+            self.model, self.cluster, table, self.framework, rows=rows, rule=rule, **self.pricing
+        )
 
     @property
     def offers(self) -> Offers:
@@ -73,14 +100,17 @@ class GridRequest:
 class Found:
     """The best rows so far, one for each cell, and what the search has covered.
 
+    beat : plans of this score or more are of no interest
     score : what is made small, of each kept plan
     bound : no row has a smaller score, by the analytical engine
     floor_s : no step takes less by any engine: computation alone, spread evenly over the stages
     interrupted : rows are left that might be better
+    least_step_s : of the plans timed
     least_peak : the row that needs least memory, of those priced
     """
 
     keep: int
+    beat: float = np.inf
     tables: list[PlanTable] = field(default_factory=list)
     score: np.ndarray = field(default_factory=lambda: np.empty(0))
     step_time_s: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -89,29 +119,44 @@ class Found:
     pruned: int = 0
     interrupted: bool = False
     floor_s: float = 0.0
+    least_step_s: float = np.inf
     least_peak_bytes: float = np.inf
     least_peak: PlanTable | None = None
 
     @property
     def worst(self) -> float:
         """Return the score a row must beat to be kept."""
-        return float(self.score[-1]) if len(self.score) == self.keep else np.inf
+        return min(self.beat, float(self.score[-1]) if len(self.score) == self.keep else np.inf)
 
-    def add(self, table: PlanTable, score: np.ndarray, step_time_s: np.ndarray) -> None:
-        """Keep the best row of each cell among those kept and these."""
-        order = np.argsort(score, kind="stable")[: 64 * self.keep]
+    def add(
+        self, table: PlanTable, score: np.ndarray, step_time_s: np.ndarray, *, most_s: float = np.inf
+    ) -> None:
+        """Keep the best plan of each choice of degrees among those kept and these."""
+        better = np.flatnonzero((score < self.worst) & (step_time_s <= most_s))
+        if not len(better):
+            return
+        order = better[np.argsort(score[better], kind="stable")]
+        _, first = np.unique(_degrees(table, order), axis=1, return_index=True)
+        order = order[np.sort(first)[: self.keep]]
         tables = [*self.tables, *(table.take(slice(i, i + 1)) for i in order)]
         scores = np.concatenate([self.score, score[order]])
         steps = np.concatenate([self.step_time_s, step_time_s[order]])
         seen: dict[tuple[int, ...], int] = {}
         for i in np.argsort(scores, kind="stable"):
-            seen.setdefault(tuple(int(getattr(tables[i], name)[0]) for name in _CELL[:5]), int(i))
+            seen.setdefault(tuple(_degrees(tables[i], np.array([0])).ravel()), int(i))
         kept = list(seen.values())[: self.keep]
         self.tables = [tables[i] for i in kept]
         self.score, self.step_time_s = scores[kept], steps[kept]
 
 
-def search_rows(request: GridRequest, *, keep: int = 5, deadline: float = np.inf) -> Found:
+def _degrees(table: PlanTable, index: np.ndarray) -> np.ndarray:
+    """Return the degrees of the plans at `index`, shape (degrees, plans)."""
+    return np.array([getattr(table, name)[index] for name in _DEGREES])
+
+
+def search_rows(
+    request: GridRequest, *, keep: int = 5, deadline: float = np.inf, beat: float = np.inf
+) -> Found:
     """Return the best rows of the whole space and how many were timed and excluded.
 
     Parameters
@@ -120,9 +165,11 @@ def search_rows(request: GridRequest, *, keep: int = 5, deadline: float = np.inf
     keep : int
         Plans to return, of different degrees.
     deadline : float
-        Of `time.perf_counter`; what is left then is bounded, not priced.
+        Of `time.perf_counter`; what is left then is bounded, not priced. The search goes on until it has a plan.
+    beat : float
+        Plans of this score or more are of no interest.
     """
-    found = Found(keep=keep)
+    found = Found(keep=keep, beat=beat)
     cells = _cells(request)
     bound, found.floor_s = _cell_bounds(request, cells)
     order = np.argsort(bound, kind="stable")
@@ -130,17 +177,20 @@ def search_rows(request: GridRequest, *, keep: int = 5, deadline: float = np.inf
     sizes = _cell_sizes(request, cells)
     start, batch = 0, 8
     try:
-        while start < len(cells) and bound[start] < found.worst and time.perf_counter() < deadline:
+        while start < len(cells) and bound[start] < found.worst:
+            if time.perf_counter() >= deadline and (len(found.score) or beat < np.inf):
+                break
             stop = min(start + batch, len(cells))
             _search_cells(request, cells.take(slice(start, stop)), found)
             start, batch = stop, min(4 * batch, 512)
     except KeyboardInterrupt:
         found.interrupted = True
+    best = min([*found.score[:1], beat])
     if start < len(cells) and bound[start] < found.worst:
         found.interrupted = True
-        found.bound = min(float(bound[start]), float(found.score[0]) if len(found.score) else np.inf)
+        found.bound = min(float(bound[start]), best)
     else:
-        found.bound = float(found.score[0]) if len(found.score) else np.inf
+        found.bound = best
         found.pruned += int(sizes[start:].sum())
     return found
 
@@ -169,7 +219,7 @@ def _search_cells(request: GridRequest, cells: PlanTable, found: Found) -> None:
 def _price_rows(request: GridRequest, rows: PlanTable, found: Found) -> None:
     """Time the rows that fit, and keep the best."""
     for some in _chunks(rows):
-        memory = table_memory(request.model, request.cluster, some, request.framework, **request.pricing)
+        memory = request.memory(some)
         least = int(memory.peak_bytes.argmin())
         if memory.peak_bytes[least] < found.least_peak_bytes:
             found.least_peak_bytes = float(memory.peak_bytes[least])
@@ -178,20 +228,18 @@ def _price_rows(request: GridRequest, rows: PlanTable, found: Found) -> None:
         found.pruned += len(some) - len(fits)
         if len(fits):
             fitting = some.take(fits)
-            result = evaluate(
-                request.model, request.cluster, fitting, framework=request.framework,
-                constants=request.constants, **request.pricing,
-            )  # fmt: skip
+            step = step_times(request.batch(fitting))
             found.evaluated += len(fitting)
-            found.add(fitting, score_of(request, result), result.step_time_s)
+            found.least_step_s = min(found.least_step_s, float(step.total.min()))
+            found.add(fitting, score_of(request, step), step.total, most_s=request.max_step_s)
 
 
-def score_of(request: GridRequest, result: TableResult) -> np.ndarray:
+def score_of(request: GridRequest, step: StepTimes) -> np.ndarray:
     """Return what is made small: seconds of a step, or joules of a step; dollars go with seconds."""
     if request.objective != "energy":
-        return result.step_time_s
-    busy = sum(result.parts[name] for name in BUSY_PARTS)
-    return _watts(request) * (busy + WAITING_POWER * (result.step_time_s - busy))
+        return step.total
+    busy = sum(step.parts[name] for name in BUSY_PARTS)
+    return _watts(request) * (busy + WAITING_POWER * (step.total - busy))
 
 
 def _watts(request: GridRequest) -> float:
@@ -366,13 +414,10 @@ def _cell_bounds(request: GridRequest, cells: PlanTable) -> tuple[np.ndarray, fl
         both = []
         for sp in (0, 1):
             table = replace(some, sp=np.full(len(some), sp) * (some.tp > 1))
-            batch = table_batch(
-                request.model, request.cluster, table, request.framework, request.constants, **request.pricing
-            )  # fmt: skip
+            batch = request.batch(table)
             stage = stage_times(batch)
             count = batch.multiplicity
             work = sum(stage.parts[name] for name in _RECURRING[:5])
-            per_stage = some.num_micro_batches / some.pp * _factor(request)
             even = (work * count).sum(0) * some.num_micro_batches / some.pp
             both.append(_score_bound(request, even * _factor(request), np.zeros(len(some))))
             alone = (stage.parts["compute"] * count).sum(0) * some.num_micro_batches / some.pp
@@ -383,9 +428,7 @@ def _cell_bounds(request: GridRequest, cells: PlanTable) -> tuple[np.ndarray, fl
 
 def _pass_bounds(request: GridRequest, passes: PlanTable) -> np.ndarray:
     """Return a score no row of each pass falls below: what recurs on the busiest stage."""
-    batch = table_batch(
-        request.model, request.cluster, passes, request.framework, request.constants, **request.pricing
-    )  # fmt: skip
+    batch = request.batch(passes)
     stage = stage_times(batch)
     present = batch.multiplicity > 0
     work = np.where(present, sum(stage.parts[name] for name in _RECURRING), 0.0).max(0)
