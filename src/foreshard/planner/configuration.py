@@ -81,6 +81,7 @@ def whole_mix(
     pipelines: tuple[int, int],
     *,
     limit_s: float = 0.3,
+    gap: float = 1e-3,
 ) -> np.ndarray | None:
     """Return how many of each pipeline, whole numbers, get through most samples."""
     optimize = _scipy()
@@ -91,7 +92,7 @@ def whole_mix(
             rows, [-np.inf] * len(counts) + [pipelines[0]], [*counts, pipelines[1]]
         ),
         integrality=np.ones(len(samples)),
-        options={"time_limit": limit_s, "mip_rel_gap": 1e-3},
+        options={"time_limit": limit_s, "mip_rel_gap": gap},
     )
     return None if answer.x is None else np.rint(answer.x).astype(int)
 

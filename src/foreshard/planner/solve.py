@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreshard.planner.configuration import columns_of, fractional_mix, samples_of, whole_mix
+from foreshard.planner.enumeration import all_templates, best_of_all, undominated
 from foreshard.planner.pricing import Pricing, cheapest_path
 from foreshard.planner.problem import (
     Arrangement,
@@ -32,6 +33,8 @@ _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.
 _KEPT = 96
 _ALIKE = 3
 _CLOSE = 2e-3
+_FEW_DEVICES = 10
+_FEW_LAYERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +155,13 @@ def solve(
     ranges = _ranges(problem)
     bounds = dict.fromkeys(ranges, 0.0)
     ladder = {"compute": 0.0, "sync": 0.0}
+    if not ranges:
+        return _nothing(search)
     try:
         ladder = _simple_bounds(search)
+        small = all_templates(problem) if _is_small(problem) else None
+        if small is not None:
+            return _solve_small(search, small, ranges, ladder)
         bounds = {one: ladder["compute"] + _least_tail(problem, one[0]) for one in ranges}
         _seed(search, start, columns)
         if start is None and not columns:
@@ -183,6 +191,48 @@ def solve(
     )
 
 
+def _is_small(problem: Problem) -> bool:
+    return sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS
+
+
+def _solve_small(
+    search: _Search, templates: list[Template], ranges: list[tuple[int, int]], ladder: dict[str, float]
+) -> Solution:
+    """Return the best of all arrangements, every pipeline being listed."""
+    problem = search.problem
+    kept = undominated(problem, templates)
+    best = best_of_all(problem, kept, ranges) if kept else None
+    if best is None:
+        return _nothing(search)
+    search.offer(best.templates)
+    return Solution(
+        arrangement=search.best,
+        step_time_s=search.best_s,
+        lower_bound_s=search.best_s,
+        ladder=ladder | {"configuration": search.best_s},
+        others=tuple(search.made),
+        columns=tuple(kept),
+        evaluated=len(kept),
+        excluded=len(templates) - len(kept),
+        interrupted=False,
+    )
+
+
+def _nothing(search: _Search) -> Solution:
+    """Return that no pipeline fits."""
+    return Solution(
+        arrangement=None,
+        step_time_s=np.inf,
+        lower_bound_s=np.inf,
+        ladder={},
+        others=(),
+        columns=(),
+        evaluated=search.evaluated,
+        excluded=0,
+        interrupted=False,
+    )
+
+
 def _ranges(problem: Problem) -> list[tuple[int, int]]:
     """Return (fewest, most) pipelines of each stretch of numbers that share their tails, as far as devices go."""
     ones, none = np.ones(len(problem.counts)), np.zeros_like(problem.time_s)
@@ -193,6 +243,8 @@ def _ranges(problem: Problem) -> list[tuple[int, int]]:
         return []
     most = min(sum(problem.counts) // smallest, problem.global_batch)
     first = [copies for copies in problem.copies if copies <= most]
+    if not first:
+        return []
     return [(low, high - 1) for low, high in zip(first, [*first[1:], most + 1], strict=True)]
 
 
@@ -229,11 +281,14 @@ def _fluid_s(search: _Search, devices: float) -> float:
     return problem.global_batch * work / worth if worth > 0 else 0.0
 
 
-def _least_work(problem: Problem, prices: np.ndarray) -> float:
-    """Return the least priced device-seconds that a sample needs on its way through any pipeline."""
-    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
-    cost = (problem.takes @ prices)[:, None] * problem.time_s / problem.micro_batch[:, None]
-    least = np.append(np.where(usable, cost, np.inf).min(0), np.inf)[problem.types]
+def _least_work(problem: Problem, prices: np.ndarray, options: np.ndarray | None = None) -> float:
+    """Return the least priced device-seconds a sample needs on its way through any pipeline of some options."""
+    some = np.arange(len(problem.takes)) if options is None else options
+    times = problem.time_s[some]
+    usable = np.isfinite(times) & (problem.max_in_flight[some] > 0)
+    worth = (problem.takes[some] @ prices / problem.micro_batch[some])[:, None]
+    cost = np.where(usable, worth * np.where(usable, times, 0.0), np.inf)
+    least = np.append(cost.min(0), np.inf)[problem.types]
     after = np.full(problem.num_layers + 1, np.inf)
     after[problem.num_layers] = 0.0
     for start in range(problem.num_layers - 1, -1, -1):
@@ -257,17 +312,8 @@ def _rate(problem: Problem, kind: int) -> float:
         return 0.0
     prices = np.zeros(len(problem.counts))
     prices[kind] = 1.0
-    alone = np.setdiff1d(np.arange(len(problem.takes)), own)
-    blocked = problem.time_s.copy()
-    blocked[alone] = np.inf
-    usable = np.isfinite(blocked) & (problem.max_in_flight > 0)
-    cost = (problem.takes @ prices)[:, None] * blocked / problem.micro_batch[:, None]
-    least = np.append(np.where(usable, cost, np.inf).min(0), np.inf)[problem.types]
-    after = np.full(problem.num_layers + 1, np.inf)
-    after[problem.num_layers] = 0.0
-    for start in range(problem.num_layers - 1, -1, -1):
-        after[start] = (least[start] + after).min()
-    return 1.0 / float(after[0]) if np.isfinite(after[0]) and after[0] > 0 else 0.0
+    work = _least_work(problem, prices, own)
+    return 1.0 / work if np.isfinite(work) and work > 0 else 0.0
 
 
 def _seed(search: _Search, start: Arrangement | None, columns: Sequence[Template]) -> None:
