@@ -62,7 +62,13 @@ class _Types:
     has_head: np.ndarray
 
 
-def price_stages(request: Request, use: tuple[int, ...], *, reserve_bytes: float = 0.0) -> Problem:
+def price_stages(
+    request: Request,
+    use: tuple[int, ...],
+    *,
+    reserve_bytes: float = 0.0,
+    extra: Sequence[StageKind] = (),
+) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
     Parameters
@@ -72,8 +78,10 @@ def price_stages(request: Request, use: tuple[int, ...], *, reserve_bytes: float
         The node groups that take part, every one of them: gradients join over the links between them.
     reserve_bytes : float
         Memory of each device to leave free.
+    extra : sequence of StageKind
+        Options to price besides.
     """
-    kinds = _options(request, use)
+    kinds = list(dict.fromkeys((*_options(request, use), *extra)))
     types = _stage_types(request)
     rooms = _rooms(request, kinds, types, reserve_bytes)
     crosses = _fewest_devices(kinds, types, rooms) > max(domain_block(request.cluster.nodes[g]) for g in use)

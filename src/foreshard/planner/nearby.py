@@ -1,0 +1,190 @@
+"""Arrangements near a running one: new shares, new cuts, other devices for slow stages, fewer pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from foreshard.planner.cuts import best_cuts
+from foreshard.planner.pools import Pool
+from foreshard.planner.problem import (
+    Arrangement,
+    Problem,
+    Template,
+    pace_of,
+    stage_seconds,
+    step_seconds,
+    tail_seconds,
+    takes_of,
+)
+from foreshard.planner.shares import balance
+
+_ROUNDS = 2
+_MOVES = 10
+
+
+def rebalanced(problem: Problem, templates: Sequence[Template]) -> Arrangement | None:
+    """Return pipelines with the best shares, None when there are more of them than samples."""
+    tails = [tail_seconds(problem, one, len(templates)) for one in templates]
+    shares = balance([pace_of(problem, one) for one in templates], tails, problem.global_batch)
+    return None if shares is None else Arrangement(templates=tuple(templates), shares=shares)
+
+
+def repaired(problem: Problem, running: Sequence[Template | list[int | None]]) -> Iterator[list[Template]]:
+    """Yield ways to go on with pipelines that lost stages: without them, shortened, or with other stages.
+
+    Parameters
+    ----------
+    problem : Problem
+    running : sequence of Template or list
+        Whole pipelines; of broken ones the options of their stages, None for a lost one.
+    """
+    whole = [one for one in running if isinstance(one, tuple)]
+    broken = [one for one in running if isinstance(one, list)]
+    if whole:
+        yield whole
+    free = np.array(problem.counts) - sum(takes_of(problem, one) for one in whole)
+    shortened, replaced = list(whole), list(whole)
+    for options in broken:
+        left = [o for o in options if o is not None]
+        free = free - problem.takes[left].sum(0)
+        short = best_cuts(problem, left, 1e3) if left else None
+        shortened += [short] if short else []
+        other = _replaced(problem, options, free)
+        replaced += [other or short] if other or short else []  # type: ignore[list-item]
+        free = free - (takes_of(problem, other) - problem.takes[left].sum(0) if other else 0)
+    for made in (shortened, replaced):
+        if broken and len(made) > len(whole):
+            yield made
+
+
+def _replaced(problem: Problem, options: list[int | None], free: np.ndarray) -> Template | None:
+    """Return a broken pipeline with the fastest options that free devices allow in place of lost stages."""
+    kept = [o for o in options if o is not None]
+    if not kept:
+        return None
+    made: list[int] = []
+    for option in options:
+        if option is None:
+            fits = _alternatives(problem, kept[0], free)
+            if not fits:
+                continue
+            option = fits[0]
+            free = free - problem.takes[option]
+        made.append(option)
+    return best_cuts(problem, made, 1e3)
+
+
+def nearby(problem: Problem, running: Sequence[Template], pools: Sequence[Pool]) -> Iterator[Arrangement]:
+    """Yield arrangements near the running pipelines, each with its best shares.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of the pools.
+    running : sequence of Template
+        Pipelines that lost no device.
+    pools : sequence of Pool
+    """
+    start = rebalanced(problem, running)
+    if start is None:
+        return
+    yield start
+    hurt = {p for p, pool in enumerate(pools) if pool.state}
+    current = start
+    for _ in range(_ROUNDS):
+        better = current
+        for g, template in _worst_first(problem, current, hurt):
+            passes = current.shares[g] / float(problem.micro_batch[template[0].option])
+            for made in _variants(problem, current, g, passes, hurt):
+                some = [*current.templates[:g], *([made] if made else []), *current.templates[g + 1 :]]
+                arrangement = rebalanced(problem, some) if some else None
+                if arrangement is None:
+                    continue
+                yield arrangement
+                if step_seconds(problem, arrangement) < step_seconds(problem, better):
+                    better = arrangement
+        if better is current:
+            return
+        current = better
+
+
+def _worst_first(problem: Problem, current: Arrangement, hurt: set[int]) -> list[tuple[int, Template]]:
+    """Return pipelines on hurt nodes, else the slowest one."""
+    touched = [
+        (g, one) for g, one in enumerate(current.templates) if any(takes_of(problem, one)[p] for p in hurt)
+    ]
+    if touched:
+        return touched
+    paces = [pace_of(problem, one).bottleneck_s for one in current.templates]
+    slowest = int(np.argmax(paces))
+    return [(slowest, current.templates[slowest])]
+
+
+def _variants(
+    problem: Problem, current: Arrangement, g: int, passes: float, hurt: set[int]
+) -> Iterator[Template | None]:
+    """Yield a pipeline cut anew, with another option for a stage, with a stage less; None to leave it out."""
+    template = current.templates[g]
+    options = [part.option for part in template]
+    others = np.sum([takes_of(problem, t) for i, t in enumerate(current.templates) if i != g], axis=0)
+    free = np.array(problem.counts) - others
+    made = best_cuts(problem, options, passes)
+    if made:
+        yield made
+    if len(current.templates) > 1:
+        yield None
+    stage = int(np.argmax(stage_seconds(problem, template)))
+    own = [s for s, o in enumerate(options) if any(problem.takes[o][p] for p in hurt)] or [stage]
+    for s in own[:2]:
+        left = free - problem.takes[options].sum(0) + problem.takes[options[s]]
+        for o in _alternatives(problem, options[s], left):
+            made = best_cuts(problem, [*options[:s], o, *options[s + 1 :]], passes)
+            if made:
+                yield made
+        if len(options) > 1:
+            made = best_cuts(problem, [*options[:s], *options[s + 1 :]], passes)
+            if made:
+                yield made
+
+
+def _alternatives(problem: Problem, option: int, free: np.ndarray) -> list[int]:
+    """Return options of the same micro-batch that the free devices allow, those of most speed first."""
+    same = (problem.micro_batch == problem.micro_batch[option]) & np.all(problem.takes <= free, axis=1)
+    same[option] = False
+    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    middle = int(problem.types[1, 2]) if problem.num_layers > 2 else 0
+    seconds = np.where(usable[:, middle], problem.time_s[:, middle], np.inf)
+    ranked = sorted(np.flatnonzero(same), key=lambda o: seconds[o])
+    return [int(o) for o in ranked[:_MOVES]]
+
+
+def work_bound(problem: Problem) -> float:
+    """Return a step time that no arrangement beats, from work alone.
+
+    For any prices of devices, a sample needs at least the least priced device-seconds of a way through the
+    chain, and a second buys no more than all devices are worth; prices are what a device does in a second.
+    """
+    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    prices = np.array([_speed(problem, usable, kind) for kind in range(len(problem.counts))])
+    worth = (problem.takes @ prices / problem.micro_batch)[:, None]
+    cost = np.where(usable, worth * np.where(usable, problem.time_s, 0.0), np.inf)
+    least = np.append(cost.min(0), np.inf)[problem.types]
+    after = np.full(problem.num_layers + 1, np.inf)
+    after[-1] = 0.0
+    for start in range(problem.num_layers - 1, -1, -1):
+        after[start] = (least[start] + after).min()
+    value = float(prices @ np.array(problem.counts))
+    return problem.global_batch * float(after[0]) / value if np.isfinite(after[0]) and value > 0 else 0.0
+
+
+def _speed(problem: Problem, usable: np.ndarray, kind: int) -> float:
+    """Return how much work a device of a kind does in a second, by the quickest option it takes part in."""
+    own = np.flatnonzero(problem.takes[:, kind] > 0)
+    if not len(own):
+        return 0.0
+    middle = int(problem.types[1, 2]) if problem.num_layers > 2 else 0
+    each = np.where(usable[own, middle], problem.time_s[own, middle], np.inf)
+    each = each * problem.takes[own].sum(1) / problem.micro_batch[own]
+    return 1.0 / float(each.min()) if np.isfinite(each.min()) else 0.0
