@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.predict.plan_table import PlanTable
+from foreshard.predict.plan_table import COLUMNS, PlanTable
 
 _DEGREES = ("tp", "pp", "cp", "ep", "etp")
+_EQUAL_BITS = 40  # scores that agree to 12 digits are equal: sums in another order differ by less
+_SLACK = 1.0 + 2.0**-_EQUAL_BITS
 
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """The best rows so far, one for each cell, and what the search has covered.
+    """The best plan of every choice of degrees, the best `keep` of those, and what the search has covered.
 
     beat : plans of this score or more are of no interest
     score : what is made small, of each kept plan
@@ -38,32 +40,57 @@ class Found:
     least_peak_bytes: float = np.inf
     least_peak: PlanTable | None = None
 
-    @property
-    def worst(self) -> float:
-        """Return the score a row must beat to be kept."""
-        return min(self.beat, float(self.score[-1]) if len(self.score) == self.keep else np.inf)
+    def excludes(self, bound: np.ndarray | float) -> np.ndarray:
+        """Return which bounds are too high for a plan to be kept; a plan as good as the last one may be."""
+        worst = float(self.score[-1]) if len(self.score) == self.keep else np.inf
+        return (np.asarray(bound) > worst * _SLACK) | (np.asarray(bound) >= self.beat)
 
     def add(
         self, table: PlanTable, score: np.ndarray, step_time_s: np.ndarray, *, most_s: float = np.inf
     ) -> None:
         """Keep the best plan of each choice of degrees among those kept and these."""
-        better = np.flatnonzero((score < self.worst) & (step_time_s <= most_s))
+        better = np.flatnonzero(~self.excludes(score) & (step_time_s <= most_s))
         if not len(better):
             return
-        order = better[np.argsort(score[better], kind="stable")]
-        _, first = np.unique(_degrees(table, order), axis=1, return_index=True)
-        order = order[np.sort(first)[: self.keep]]
-        tables = [*self.tables, *(table.take(slice(i, i + 1)) for i in order)]
-        scores = np.concatenate([self.score, score[order]])
-        steps = np.concatenate([self.step_time_s, step_time_s[order]])
-        seen: dict[tuple[int, ...], int] = {}
-        for i in np.argsort(scores, kind="stable"):
-            seen.setdefault(tuple(_degrees(tables[i], np.array([0])).ravel()), int(i))
-        kept = list(seen.values())[: self.keep]
-        self.tables = [tables[i] for i in kept]
-        self.score, self.step_time_s = scores[kept], steps[kept]
+        table, score, step_time_s = table.take(better), score[better], step_time_s[better]
+        if self.tables:
+            table = joined([*self.tables, table])
+            score = np.concatenate([self.score, score])
+            step_time_s = np.concatenate([self.step_time_s, step_time_s])
+        order = _in_order(table, score)
+        degrees = np.array([getattr(table, name)[order] for name in _DEGREES])
+        _, first = np.unique(degrees, axis=1, return_index=True)
+        kept = order[np.sort(first)[: self.keep]]
+        self.tables = [table.take(slice(i, i + 1)) for i in kept]
+        self.score, self.step_time_s = score[kept], step_time_s[kept]
+
+    def note_peak(self, table: PlanTable, peak_bytes: np.ndarray) -> None:
+        """Remember the plan that needs least memory."""
+        least = int(peak_bytes.argmin())
+        if peak_bytes[least] < self.least_peak_bytes:
+            self.least_peak_bytes = float(peak_bytes[least])
+            self.least_peak = table.take(slice(least, least + 1))
+
+    def merge(self, other: Found) -> None:
+        """Add what a search of other rows found."""
+        self.evaluated += other.evaluated
+        self.pruned += other.pruned
+        self.interrupted |= other.interrupted
+        self.least_step_s = min(self.least_step_s, other.least_step_s)
+        if other.least_peak_bytes < self.least_peak_bytes:
+            self.least_peak_bytes, self.least_peak = other.least_peak_bytes, other.least_peak
+        if other.tables:
+            self.add(joined(other.tables), other.score, other.step_time_s)
 
 
-def _degrees(table: PlanTable, index: np.ndarray) -> np.ndarray:
-    """Return the degrees of the plans at `index`, shape (degrees, plans)."""
-    return np.array([getattr(table, name)[index] for name in _DEGREES])
+def joined(tables: list[PlanTable]) -> PlanTable:
+    """Return the rows of several tables with the same recompute rules."""
+    columns = {name: np.concatenate([getattr(one, name) for one in tables]) for name in COLUMNS}
+    return PlanTable(**columns, rules=tables[0].rules)
+
+
+def _in_order(table: PlanTable, score: np.ndarray) -> np.ndarray:
+    """Return the plans by score, equal ones by their columns: the order of the search plays no part."""
+    fraction, exponent = np.frexp(score)
+    about = np.ldexp(np.round(np.ldexp(fraction, _EQUAL_BITS)), exponent)
+    return np.lexsort([getattr(table, name) for name in reversed(COLUMNS)] + [about])

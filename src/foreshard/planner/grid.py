@@ -10,24 +10,26 @@ best plans: then they are the best of all.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
 from foreshard.planner.found import Found
 from foreshard.planner.grid_bounds import cell_bounds, pass_bounds, score_of
 from foreshard.planner.grid_space import (
-    CHUNK,
-    SPACE,
     GridRequest,
     cell_sizes,
     cells_of,
     chunks_of,
+    least_memory_rows,
     num_rows,
     passes_of,
     rows_of,
 )
 from foreshard.predict.analytical import step_times
 from foreshard.predict.plan_table import PlanTable
+
+_FIRST_CELLS, _MOST_CELLS, _PASSES = 8, 512, 256
 
 
 def search_rows(
@@ -37,6 +39,7 @@ def search_rows(
     deadline: float = np.inf,
     beat: float = np.inf,
     patience_s: float = 0.0,
+    executor: str = "local",
 ) -> Found:
     """Return the best rows of the whole space and how many were timed and excluded.
 
@@ -47,35 +50,72 @@ def search_rows(
         Plans to return, of different degrees.
     deadline : float
         Of `time.perf_counter`; what is left then is bounded, not priced.
-    patience_s : float
-        How much longer to look while there is no plan at all.
     beat : float
         Plans of this score or more are of no interest.
+    patience_s : float
+        How much longer to look while there is no plan at all.
+    executor : str
+        'local', or as :mod:`foreshard.planner.sweep` takes it.
     """
     found = Found(keep=keep, beat=beat)
-    cells = cells_of(request)
-    bound, found.floor_s = cell_bounds(request, cells)
+    space, found.floor_s = cells_in_order(request)
+    if executor == "local":
+        walk(request, space, found, deadline=deadline, patience_s=patience_s)
+    else:
+        from foreshard.planner.sweep import walk_with_ray
+
+        walk_with_ray(request, space, found, deadline=deadline, patience_s=patience_s, executor=executor)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """Cells, a score that no row of each falls below, and the rows of each."""
+
+    table: PlanTable
+    bound: np.ndarray
+    size: np.ndarray
+
+    def take(self, index: slice) -> Cells:
+        """Return some of them."""
+        return Cells(table=self.table.take(index), bound=self.bound[index], size=self.size[index])
+
+
+def cells_in_order(request: GridRequest) -> tuple[Cells, float]:
+    """Return all cells, the lowest bound first, and seconds that no step falls below."""
+    table = cells_of(request)
+    bound, floor_s = cell_bounds(request, table)
     order = np.argsort(bound, kind="stable")
-    cells, bound = cells.take(order), bound[order]
-    sizes = cell_sizes(request, cells)
-    start, batch = 0, 8
+    table = table.take(order)
+    return Cells(table=table, bound=bound[order], size=cell_sizes(request, table)), floor_s
+
+
+def walk(
+    request: GridRequest,
+    cells: Cells,
+    found: Found,
+    *,
+    deadline: float = np.inf,
+    patience_s: float = 0.0,
+) -> None:
+    """Search cells in order until none that is left can hold a plan to keep, or time is over."""
+    start, batch = 0, _FIRST_CELLS
     try:
-        while start < len(cells) and bound[start] < found.worst:
+        while start < len(cells.bound) and not found.excludes(cells.bound[start]):
             if time.perf_counter() >= deadline + (0.0 if len(found.score) else patience_s):
                 break
-            stop = min(start + batch, len(cells))
-            _search_cells(request, cells.take(slice(start, stop)), found)
-            start, batch = stop, min(4 * batch, 512)
+            stop = min(start + batch, len(cells.bound))
+            _search_cells(request, cells.table.take(slice(start, stop)), found)
+            start, batch = stop, min(4 * batch, _MOST_CELLS)
     except KeyboardInterrupt:
         found.interrupted = True
-    best = min([*found.score[:1], beat])
-    if start < len(cells) and bound[start] < found.worst:
+    best = min([*found.score[:1], found.beat])
+    if start < len(cells.bound) and not found.excludes(cells.bound[start]):
         found.interrupted = True
-        found.bound = min(float(bound[start]), best)
+        found.bound = min(float(cells.bound[start]), best)
     else:
         found.bound = best
-        found.pruned += int(sizes[start:].sum())
-    return found
+        found.pruned += int(cells.size[start:].sum())
 
 
 def _search_cells(request: GridRequest, cells: PlanTable, found: Found) -> None:
@@ -85,28 +125,43 @@ def _search_cells(request: GridRequest, cells: PlanTable, found: Found) -> None:
     for some in chunks_of(passes):
         bounds.append(pass_bounds(request, some))
         rows.append(num_rows(request, some))
+    if not bounds:
+        return
     bound, count = np.concatenate(bounds), np.concatenate(rows)
     order = np.argsort(bound, kind="stable")
     start = 0
     while start < len(order):
-        if bound[order[start]] >= found.worst:
+        if found.excludes(bound[order[start]]):
             found.pruned += int(count[order[start:]].sum())
             return
-        per = max(1, int(np.ceil(count[order[start : start + 64]].mean())))
-        stop = start + max(1, CHUNK // per)
-        chosen = order[start:stop]
-        _price_rows(request, rows_of(request, passes.take(chosen)), found)
+        stop = start + _PASSES
+        fitting = _fitting_passes(request, passes.take(order[start:stop]), found)
+        found.pruned += int(count[order[start:stop]].sum())
+        if len(fitting):
+            rows = rows_of(request, fitting)
+            found.pruned -= len(rows)
+            _price_rows(request, rows, found)
         start = stop
+
+
+def _fitting_passes(request: GridRequest, passes: PlanTable, found: Found) -> PlanTable:
+    """Return the passes of which some row fits the memory."""
+    rows, index = least_memory_rows(request, passes)
+    fits = np.zeros(len(passes), dtype=bool)
+    first = 0
+    for some in chunks_of(rows):
+        memory = request.memory(some)
+        found.note_peak(some, memory.peak_bytes)
+        fits[index[first : first + len(some)][memory.fits]] = True
+        first += len(some)
+    return passes.take(np.flatnonzero(fits))
 
 
 def _price_rows(request: GridRequest, rows: PlanTable, found: Found) -> None:
     """Time the rows that fit, and keep the best."""
     for some in chunks_of(rows):
         memory = request.memory(some)
-        least = int(memory.peak_bytes.argmin())
-        if memory.peak_bytes[least] < found.least_peak_bytes:
-            found.least_peak_bytes = float(memory.peak_bytes[least])
-            found.least_peak = some.take(slice(least, least + 1))
+        found.note_peak(some, memory.peak_bytes)
         fits = np.flatnonzero(memory.fits)
         found.pruned += len(some) - len(fits)
         if len(fits):
@@ -115,6 +170,3 @@ def _price_rows(request: GridRequest, rows: PlanTable, found: Found) -> None:
             found.evaluated += len(fitting)
             found.least_step_s = min(found.least_step_s, float(step.total.min()))
             found.add(fitting, score_of(request, step), step.total, most_s=request.max_step_s)
-
-
-__all__ = ["SPACE", "Found", "GridRequest", "search_rows"]

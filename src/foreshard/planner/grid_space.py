@@ -33,7 +33,7 @@ SPACE = (
     "groups, recompute rules, schedules and offloads that the framework ships, layers cut as evenly as "
     "they go"
 )
-_INTERLEAVED = MODELLED_SCHEDULES.index("interleaved")
+_INTERLEAVED, _1F1B = (MODELLED_SCHEDULES.index(name) for name in ("interleaved", "1f1b"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +221,24 @@ def rows_of(request: GridRequest, passes: PlanTable) -> PlanTable:
         parts.append(_product(passes, np.repeat(here, size), columns))
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
     return PlanTable(**joined, rules=passes.rules)
+
+
+def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTable, np.ndarray]:
+    """Return rows of which one needs the least memory of each pass, and the pass of each row.
+
+    States spread over all replicas and everything offloaded that can be: neither adds to what a device holds.
+    Levels of sharding and schedules are all there, since either may.
+    """
+    schedules = [MODELLED_SCHEDULES.index(name) for name in request.offers.schedules if name != "interleaved"]
+    offload = max(OFFLOADS.index(name) for name in request.offers.offload)
+    options = np.array(
+        [(zero, s) for zero in request.offers.levels(1) for s in schedules or [_1F1B]], dtype=np.int64
+    )
+    index = np.repeat(np.arange(len(passes)), len(options))
+    zero, schedule = np.tile(options, (len(passes), 1)).T
+    schedule = np.where(passes.vpp[index] > 1, _INTERLEAVED, np.where(passes.pp[index] > 1, schedule, _1F1B))
+    columns = {"zero": zero, "schedule": schedule, "offload": np.full(len(index), offload)}
+    return _product(passes, index, columns), index
 
 
 def cell_sizes(request: GridRequest, cells: PlanTable) -> np.ndarray:

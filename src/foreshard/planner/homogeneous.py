@@ -1,49 +1,56 @@
-"""Plans for equal nodes: how many of them to use, the best degrees on those, and what to do when nothing fits."""
+"""Plans for equal nodes: how many of them to use, and the best degrees on those."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from foreshard.errors import InfeasibleError
-from foreshard.planner.grid import SPACE, Found, GridRequest, search_rows
-from foreshard.planner.ranking import ranked
+import numpy as np
+
+from foreshard.planner.found import Found
+from foreshard.planner.grid import search_rows
+from foreshard.planner.grid_bounds import device_seconds_floor
+from foreshard.planner.grid_space import SPACE, GridRequest
+from foreshard.planner.nearest_change import infeasible
+from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
-from foreshard.planner.result import PlanResult
+from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.sizes import part_of, sizes_of
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.prediction import Prediction
 
-_GROW = (2, 4, 8, 16, 32, 64)
-_NEAR_BATCHES = 64
+_PATIENCE_S = 30.0  # beyond the budget, as long as there is no plan at all
+_REORDERED = 50  # plans that another engine orders anew
+
+
+@dataclass(slots=True, kw_only=True)
+class _Searched:
+    """What was searched on how many devices, and what a bound excluded or time did not allow."""
+
+    parts: list[Cluster] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    skipped: dict[int, float] = field(default_factory=dict)  # devices -> seconds no step falls below
+    left: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.left) or any(found.interrupted for found in self.found)
 
 
 def search_homogeneous(request: Request) -> PlanResult:
     """Return the best plans on equal nodes, proven best by the analytical engine unless time runs out.
 
-    Raises
-    ------
-    SpecError
-        When the devices lack the precision.
+    All nodes are searched first, then fewer of them: every size that computation alone does not exclude.
     """
     started = time.perf_counter()
-    deadline = started + request.budget_s
-    searched: list[tuple[Cluster, Found]] = []
-    for part in _parts(request):
-        found = search_rows(_grid(request, part), keep=_kept(request), deadline=deadline)
-        searched.append((part, found))
-        enough = len(found.score) and not _compares_sizes(request)
-        if enough or found.interrupted or time.perf_counter() >= deadline:
-            break
-    predictions = [one for part, found in searched for one in _predictions(request, part, found)]
+    searched = _search(request, started + request.budget_s)
+    predictions = _predictions(request, searched, started + request.budget_s)
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
-    floors = [found.floor_s for part, found in searched if found.floor_s > 0]
-    bounds = [found.bound if request.objectives[0] != "energy" else found.floor_s for _, found in searched]
-    ladder = {"compute": min(floors, default=0.0)}
-    proven = request.engine == "analytical" and request.objectives[0] != "energy"
-    if proven:
-        ladder["search"] = min(bounds)
+    if not plans or error is not None:
+        error = error or infeasible(request, list(zip(searched.parts, searched.found, strict=True)))
+    ladder = _ladder(request, searched, plans)
     best = plans[0].prediction.step_time_s if plans else 0.0
     bound = min(max(ladder.values()), best) if plans else 0.0
     bound = best if bound > best * (1.0 - 1e-12) else bound  # the same sum in another order
@@ -52,150 +59,157 @@ def search_homogeneous(request: Request) -> PlanResult:
         lower_bound_step_time_s=bound,
         gap=best / bound - 1.0 if bound > 0 else 0.0,
         binding=plans[0].prediction.bottleneck if plans else "",
-        evaluated=sum(found.evaluated for _, found in searched),
-        pruned=sum(found.pruned for _, found in searched),
+        evaluated=sum(found.evaluated for found in searched.found),
+        pruned=sum(found.pruned for found in searched.found),
         wall_s=time.perf_counter() - started,
-        space=SPACE,
+        space=_space(request, searched, plans),
         ladder=ladder,
-        interrupted=any(found.interrupted for _, found in searched),
-        infeasible=error if plans else _infeasible(request, searched),
-        notes=tuple(_notes(request, searched, proven)),
+        interrupted=searched.interrupted,
+        infeasible=error,
+        notes=tuple(_notes(request, searched, plans)),
+        front=front_of(predictions, request.limits),
     )
 
 
-def _kept(request: Request) -> int:
-    """Return the plans to keep: more where another engine will order them anew, or limits drop some."""
-    return request.top if request.engine == "analytical" and not request.limits else 4 * request.top
-
-
-def _grid(request: Request, cluster: Cluster) -> GridRequest:
+def grid_request(request: Request, cluster: Cluster, *, objective: str | None = None) -> GridRequest:
+    """Return the search on one number of devices; for energy, with the limits as seconds of a step."""
+    objective = objective or request.objectives[0]
+    rate = request.usd_per_device_hour
+    most = request.limits.step_s(
+        tokens=request.tokens, tokens_per_step=request.global_batch * request.seq_len,
+        usd_per_h=cluster.usd_per_h if rate is None else rate * cluster.num_devices,
+    ) if objective == "energy" else np.inf  # fmt: skip
     return GridRequest(
         model=request.model, cluster=cluster, framework=request.framework, constants=request.constants,
         global_batch=request.global_batch, seq_len=request.seq_len, precision=request.precision,
-        optimizer=request.optimizer, objective=request.objectives[0],
+        optimizer=request.optimizer, objective=objective, max_step_s=most,
     )  # fmt: skip
 
 
-def _compares_sizes(request: Request) -> bool:
-    """Return whether fewer devices may be better: when money or energy counts."""
-    return request.objectives != ("time",) or request.limits.max_usd is not None
+def _search(request: Request, deadline: float) -> _Searched:
+    """Search every size that may hold one of the best plans."""
+    searched = _Searched()
+    floor: float | None = None
+    paid = request.objectives[0] != "time" or request.limits.max_usd is not None
+    for size in sizes_of(request.cluster, request.max_devices, whole_nodes=paid):
+        beat = _beat(request, searched, size)
+        if beat < np.inf and floor is None:
+            floor = device_seconds_floor(grid_request(request, request.cluster))
+        least_s = (floor or 0.0) / size
+        if request.objectives[0] == "time" and not request.limits and least_s >= beat:
+            searched.skipped[size] = least_s
+        elif searched.interrupted or (searched.found and time.perf_counter() >= deadline):
+            searched.left[size] = least_s
+        else:
+            _search_size(request, searched, size, deadline, beat)
+    return searched
 
 
-def part_of(cluster: Cluster, num_devices: int) -> Cluster:
-    """Return the first devices of a cluster of equal nodes: whole nodes, or a part of one."""
-    nodes = cluster.nodes[0]
-    if num_devices >= nodes.per_node:
-        return replace(cluster, nodes=(replace(nodes, count=num_devices // nodes.per_node),))
-    price = None if nodes.usd_per_h is None else nodes.usd_per_h * num_devices / nodes.per_node
-    domain = min(nodes.nvlink_domain, num_devices)
-    return replace(
-        cluster,
-        nodes=(replace(nodes, count=1, per_node=num_devices, usd_per_h=price, nvlink_domain=domain),),
-    )
+def _search_size(request: Request, searched: _Searched, size: int, deadline: float, beat: float) -> None:
+    part = part_of(request.cluster, size)
+    grid = grid_request(request, part)
+    patience_s = 0.0 if any(len(found.score) for found in searched.found) else _PATIENCE_S
+    options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
+    found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
+    if not len(found.score) and grid.max_step_s < np.inf and found.least_step_s < np.inf:
+        # Nothing keeps the limits; the fastest plan says how far away they are.
+        found = search_rows(grid_request(request, part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
+    searched.parts.append(part)
+    searched.found.append(found)
 
 
-def _parts(request: Request) -> Iterator[Cluster]:
-    """Yield the clusters to search: all devices, then fewer, halving; without a choice, one by one."""
-    nodes = request.cluster.nodes[0]
-    most = min(request.max_devices or nodes.num_devices, nodes.num_devices)
-    unit = nodes.per_node if most >= nodes.per_node else 1
-    sizes = [most // unit * unit]
-    while sizes[-1] > 1:
-        smaller = sizes[-1] // 2
-        unit = nodes.per_node if smaller >= nodes.per_node else 1
-        sizes.append(max(1, smaller // unit * unit))
-    top = sizes[0]
-    unit = nodes.per_node if top >= 2 * nodes.per_node else 1
-    steps = [top - i * unit for i in range(1, 9) if top - i * unit > 0]
-    for size in sorted({*sizes, *steps}, reverse=True):
-        yield request.cluster if size == nodes.num_devices else part_of(request.cluster, size)
+def _kept(request: Request) -> int:
+    """Return the plans to keep: more where another engine will order them anew."""
+    return request.top if request.engine == "analytical" else max(_REORDERED, request.top)
 
 
-def _predictions(request: Request, part: Cluster, found: Found) -> list[Prediction]:
-    options = {"precision": request.precision, "optimizer": request.optimizer}
+def _beat(request: Request, searched: _Searched, size: int) -> float:
+    """Return the score from which on plans on so many devices are of no interest.
+
+    Fewer devices must be faster than more of them. Dollars go with device-seconds; another engine may order
+    plans otherwise, and limits may drop the best.
+    """
+    if request.limits or request.engine != "analytical":
+        return np.inf
+    known = []
+    for part, found in zip(searched.parts, searched.found, strict=True):
+        scale = part.num_devices / size if request.objectives[0] == "cost" else 1.0
+        known += [score * scale for score in found.score]
+    rank = 1 if request.objectives[0] == "time" else request.top
+    return sorted(known)[rank - 1] if len(known) >= rank else np.inf
+
+
+def _predictions(request: Request, searched: _Searched, deadline: float) -> list[Prediction]:
+    """Return the plans found as predictions by the engine asked for; beyond the deadline only the first."""
     made = []
-    for table in found.tables:
-        plan = table.plan(
-            0, request.model, seq_len=request.seq_len, framework=request.framework.label, **options
-        )
-        made.append(
-            predict(
-                request.model,
-                part,
-                plan,
-                framework=request.framework,
-                engine=request.engine,
-                tokens=request.tokens,
-                usd_per_device_hour=request.usd_per_device_hour,
-                timeline=False,
+    for part, found in zip(searched.parts, searched.found, strict=True):
+        for i, table in enumerate(found.tables):
+            if made and i >= request.top and time.perf_counter() >= deadline:
+                break
+            plan = table.plan(
+                0, request.model, seq_len=request.seq_len, framework=request.framework.label,
+                precision=request.precision, optimizer=request.optimizer,
             )  # fmt: skip
-        )
+            made.append(
+                predict(
+                    request.model, part, plan, framework=request.framework, engine=request.engine,
+                    tokens=request.tokens, usd_per_device_hour=request.usd_per_device_hour, timeline=False,
+                )
+            )  # fmt: skip
     return made
 
 
-def _notes(request: Request, searched: list[tuple[Cluster, Found]], proven: bool) -> Iterator[str]:
-    whole = request.cluster.num_devices
-    used = [part.num_devices for part, found in searched if len(found.score)]
-    if used and max(used) < min(whole, request.max_devices or whole):
-        yield f"No plan uses all {whole} devices (divisibility or memory); {max(used)} of them are used"
-    if not proven and used:
-        yield (
-            "The bound counts computation alone: the search is exhaustive by the analytical engine for the step "
-            f"time, not for objective {request.objectives[0]} by engine {request.engine}"
+def _ladder(request: Request, searched: _Searched, plans: Sequence[Ranked]) -> dict[str, float]:
+    """Return bounds on the step time, the simplest first.
+
+    For the objective time they hold for every number of devices, else for that of the chosen plan.
+    """
+    pairs = list(zip(searched.parts, searched.found, strict=True))
+    if not plans:
+        return {}
+    used = len(plans[0].plan.ranks)
+    same = [found for part, found in pairs if part.num_devices == used]
+    everywhere = request.objectives[0] == "time"
+    asked = [found for _, found in pairs] if everywhere else same
+    others = [*searched.skipped.values(), *searched.left.values()] if everywhere else []
+    floors = (found.floor_s for found in asked if 0 < found.floor_s < np.inf)
+    ladder = {"compute": float(min([*floors, *others]))}
+    if request.engine == "analytical" and request.objectives[0] != "energy":
+        ladder["search"] = float(min([*(found.bound for found in asked), *others]))
+    return ladder
+
+
+def _space(request: Request, searched: _Searched, plans: Sequence[Ranked]) -> str:
+    most = max((part.num_devices for part in searched.parts), default=0)
+    if plans and request.objectives[0] != "time":
+        return f"{SPACE}, on {len(plans[0].plan.ranks)} devices"
+    if not searched.skipped and len(searched.parts) == 1:
+        return f"{SPACE}, on {most} devices"
+    least = min([part.num_devices for part in searched.parts] + list(searched.skipped))
+    count = len(searched.parts) + len(searched.skipped)
+    return f"{SPACE}, on {count} numbers of devices from {least} to {most}"
+
+
+def _notes(request: Request, searched: _Searched, plans: Sequence[Ranked]) -> Iterator[str]:
+    if not plans:
+        return
+    whole, used = request.cluster.num_devices, len(plans[0].plan.ranks)
+    objective = request.objectives[0]
+    if used < whole:
+        fits = any(
+            len(found.score) and part.num_devices == min(whole, request.max_devices or whole)
+            for part, found in zip(searched.parts, searched.found, strict=True)
         )
-    if any(found.interrupted for _, found in searched):
+        why = "" if fits or request.max_devices else "; no plan uses all: divisibility or memory"
+        yield f"{used} of {whole} devices are used and paid for{why}"
+    if objective != "time":
+        yield f"The bound is on the step time with {used} devices; {len(searched.parts)} sizes were searched"
+    if request.engine != "analytical":
+        yield (
+            f"The {_kept(request)} best plans by the analytical engine are ordered by engine "
+            f"{request.engine}; the bound counts computation alone"
+        )
+    if objective == "energy":
+        yield "The bound counts computation alone; the search is exhaustive for energy, not for step time"
+    if searched.interrupted:
         yield "The search ended before it was exhaustive; the bound holds for what was left out too"
-
-
-def _infeasible(request: Request, searched: list[tuple[Cluster, Found]]) -> InfeasibleError:
-    """Return what keeps every plan out and the nearest change that lets one in."""
-    least = min(searched, key=lambda one: one[1].least_peak_bytes)
-    if least[1].least_peak is None:
-        return InfeasibleError(
-            f"no degrees divide global batch {request.global_batch} and sequence {request.seq_len} on "
-            f"{request.cluster.num_devices} devices",
-            key="--global-batch", value=request.global_batch,
-            rule="dp divides the global batch, tp the attention heads, cp and tp the sequence",
-            fix=_near_batch(request),
-        )  # fmt: skip
-    part, found = least
-    capacity = part.nodes[0].device.capacity_bytes / 2**30
-    return InfeasibleError(
-        f"every plan needs more than memory: the least, on {part.num_devices} devices, "
-        f"{found.least_peak_bytes / 2**30:.1f} of {capacity:.1f} GiB",
-        key="memory", value=f"{found.least_peak_bytes / 2**30:.1f} GiB",
-        rule="the fullest device of a plan fits its memory",
-        fix=_fitting_change(request),
-    )  # fmt: skip
-
-
-def _fits(request: Request, cluster: Cluster) -> bool:
-    found = search_rows(_grid(request, cluster), keep=1, deadline=time.perf_counter() + 2.0)
-    return len(found.score) > 0
-
-
-def _near_batch(request: Request) -> str | None:
-    for distance in range(1, _NEAR_BATCHES + 1):
-        for batch in (request.global_batch + distance, request.global_batch - distance):
-            if batch > 0 and _fits(replace(request, global_batch=batch), request.cluster):
-                return f"Use --global-batch {batch}"
-    return "Use a global batch that is a multiple of the number of nodes"
-
-
-def _fitting_change(request: Request) -> str:
-    """Return changes that were searched and fit: more nodes, or a shorter sequence."""
-    found = []
-    nodes = request.cluster.nodes[0]
-    for times in _GROW:
-        larger = replace(request.cluster, nodes=(replace(nodes, count=nodes.count * times),))
-        if _fits(request, larger):
-            found.append(f"{larger.num_devices} devices of the same kind")
-            break
-    for divisor in (2, 4, 8, 16):
-        shorter = request.seq_len // divisor
-        if shorter and _fits(replace(request, seq_len=shorter), request.cluster):
-            found.append(f"--seq {shorter}")
-            break
-    if not found:
-        return "Use devices with more memory: neither 64 times the nodes nor a sixteenth of the sequence fits"
-    return f"It fits with {', or '.join(found)}"

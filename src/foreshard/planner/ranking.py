@@ -31,6 +31,15 @@ class Limits:
         in_money = self.max_usd is None or (usd is not None and usd <= self.max_usd)
         return in_money and (self.max_hours is None or (seconds or 0.0) <= 3600.0 * self.max_hours)
 
+    def step_s(self, *, tokens: float | None, tokens_per_step: float, usd_per_h: float | None) -> float:
+        """Return the seconds that a step may take on nodes of some price; 0 when the price is not known."""
+        steps = (tokens or 0.0) / tokens_per_step
+        hours = [] if self.max_hours is None else [self.max_hours]
+        if self.max_usd is not None:
+            free = float("inf") if usd_per_h == 0 else 0.0
+            hours.append(self.max_usd / usd_per_h if usd_per_h else free)
+        return min(hours, default=float("inf")) * 3600.0 / steps if steps else float("inf")
+
     def error(self, predictions: Sequence[Prediction]) -> LimitError:
         """Return the error that names the limit nothing meets and the least that would be met."""
         found = []
@@ -80,6 +89,30 @@ def ranked(
     return tuple(
         Ranked(plan=one.plan, prediction=one, why=_why(one, order[0], objectives[0])) for one in order
     ), error
+
+
+def front_of(predictions: Sequence[Prediction], limits: Limits) -> tuple[Ranked, ...]:
+    """Return the plans within the limits that no other beats in one objective without losing in another.
+
+    Of plans on equally many devices the fastest is also the cheapest.
+    """
+    within = [one for one in predictions if limits.keeps(one)] if limits else list(predictions)
+    found = pareto(within, OBJECTIVES)
+    return tuple(Ranked(plan=one.plan, prediction=one, why=_trade(one, found[0])) for one in found)
+
+
+def _trade(one: Prediction, fastest: Prediction) -> str:
+    """Return what a plan gives and takes beside the fastest."""
+    if one is fastest:
+        return "the fastest"
+    words = [f"{one.step_time_s / fastest.step_time_s - 1.0:+.1%} time"]
+    for name, value, other in (
+        ("cost", one.cost.usd_per_step, fastest.cost.usd_per_step),
+        ("energy", one.energy_j_per_step, fastest.energy_j_per_step),
+    ):
+        if value is not None and other:
+            words.append(f"{value / other - 1.0:+.1%} {name}")
+    return ", ".join(words)
 
 
 def pareto(predictions: Sequence[Prediction], objectives: Sequence[str]) -> tuple[Prediction, ...]:

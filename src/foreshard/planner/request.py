@@ -8,6 +8,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import SpecError
 from foreshard.planner.ranking import OBJECTIVES, Limits
+from foreshard.planner.sweep import check_executor
 from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -34,6 +35,7 @@ class Request:
     top: int = 5
     budget_s: float = 60.0
     usd_per_device_hour: float | None = None
+    executor: str = "local"
 
     @property
     def constants(self) -> TrainingConstants:
@@ -59,6 +61,7 @@ def checked_request(
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
+    executor: str = "local",
 ) -> Request:
     """Return the request, or raise SpecError naming the flag that is wrong."""
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
@@ -93,4 +96,5 @@ def checked_request(
         top=whole(top, key="--top", name="top"),
         budget_s=budget_s,
         usd_per_device_hour=usd_per_device_hour,
+        executor=check_executor(executor),
     )

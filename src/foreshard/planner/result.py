@@ -18,6 +18,10 @@ class Ranked:
     prediction: Prediction
     why: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that ``plan --json`` prints for one plan."""
+        return {"plan": self.plan.to_dict(), "prediction": self.prediction.to_dict(), "why": self.why}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
@@ -43,6 +47,9 @@ class PlanResult:
     infeasible : InfeasibleError or LimitError, optional
         Why there is no plan, or none within the limits.
     notes : tuple of str
+    front : tuple of Ranked
+        Of the plans found, those that no other beats in time, cost or energy without losing in another;
+        the fastest first.
     """
 
     plans: tuple[Ranked, ...]
@@ -57,15 +64,13 @@ class PlanResult:
     interrupted: bool = False
     infeasible: InfeasibleError | LimitError | None = None
     notes: tuple[str, ...] = ()
+    front: tuple[Ranked, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --json`` prints."""
         made: dict[str, Any] = {
             "schema_version": 1,
-            "plans": [
-                {"plan": one.plan.to_dict(), "prediction": one.prediction.to_dict(), "why": one.why}
-                for one in self.plans
-            ],
+            "plans": [one.to_dict() for one in self.plans],
             "lower_bound_step_time_s": self.lower_bound_step_time_s if self.plans else None,
             "gap": self.gap if self.plans else None,
             "binding": self.binding,
@@ -76,6 +81,7 @@ class PlanResult:
             "ladder_s": self.ladder,
             "interrupted": self.interrupted,
             "notes": list(self.notes),
+            "front": [one.to_dict() for one in self.front],
         }
         if self.infeasible is not None:
             made["error"] = self.infeasible.to_dict()

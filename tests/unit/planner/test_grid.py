@@ -13,7 +13,8 @@ from foreshard.catalog.training import training_constants
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
 from foreshard.planner.found import Found
 from foreshard.planner.grid import search_rows
-from foreshard.planner.grid_space import GridRequest
+from foreshard.planner.grid_bounds import cell_bounds, device_seconds_floor
+from foreshard.planner.grid_space import GridRequest, cells_of, least_memory_rows, passes_of, rows_of
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.space import RULES, valid_plans
 from foreshard.predict.step import predict
@@ -207,3 +208,26 @@ def test_interrupt_keeps_what_was_found(monkeypatch):
     assert found.interrupted
     assert len(found.score) == 1
     assert found.bound <= whole.score[0]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=lambda space: f"{space[0]}-{space[1]}-{space[2]}")
+def test_the_least_memory_rows_need_no_more_than_any_row_of_their_pass(space):
+    request = _request(*space)
+    passes = passes_of(request, cells_of(request)).take(slice(None, None, 7))
+    rows, index = least_memory_rows(request, passes)
+    least = np.full(len(passes), np.inf)
+    np.minimum.at(least, index, request.memory(rows).peak_bytes)
+    for i in range(len(passes)):
+        some = rows_of(request, passes.take(slice(i, i + 1)))
+        assert request.memory(some).peak_bytes.min() >= least[i] * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "gpt3-175b"])
+def test_no_number_of_devices_needs_less_than_the_floor(model):
+    whole = _request(model, "12x8xh100-sxm", "megatron-core", 96, 2048)
+    floor = device_seconds_floor(whole)
+    for nodes in (1, 2, 3, 5, 7, 8, 12):
+        part = _request(model, f"{nodes}x8xh100-sxm", "megatron-core", 96, 2048)
+        cells = cells_of(part)
+        if len(cells):
+            assert cell_bounds(part, cells)[1] * part.cluster.num_devices >= floor * (1 - 1e-12)

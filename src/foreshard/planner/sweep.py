@@ -1,0 +1,125 @@
+"""The same search on many machines: cells as tasks of Ray, embedded or on a cluster.
+
+Results are those of a local search: the plans kept do not depend on the order in which cells are searched,
+and what one task cannot exclude another prices again. Only how many plans were timed, and how many were
+excluded, may differ; together they are the space.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.planner.found import Found
+from foreshard.planner.grid import Cells, walk
+from foreshard.planner.grid_space import GridRequest
+
+_FIRST = slice(0, 8)
+_TASKS_PER_CPU = 4
+
+
+def check_executor(text: str) -> str:
+    """Return an executor that is 'local', 'ray' or 'ray:ADDRESS', or raise SpecError."""
+    kind, colon, address = text.partition(":")
+    if text == "local" or (kind == "ray" and (address or not colon)):
+        return text
+    raise SpecError(
+        f"{text!r} is no executor", key="--executor", value=text,
+        rule="An executor is local, ray (on this machine) or ray:ADDRESS (a running cluster)",
+        fix="Use --executor local, or --executor ray:auto",
+    )  # fmt: skip
+
+
+def walk_with_ray(
+    request: GridRequest,
+    cells: Cells,
+    found: Found,
+    *,
+    deadline: float = np.inf,
+    patience_s: float = 0.0,
+    executor: str = "ray",
+) -> None:
+    """Search cells as `grid.walk` does, the first ones here, the others in tasks of Ray.
+
+    Parameters
+    ----------
+    request, cells, found, deadline, patience_s
+        As for :func:`foreshard.planner.grid.walk`.
+    executor : str
+        'ray', or 'ray:ADDRESS' of a cluster whose nodes have foreshard installed.
+
+    Raises
+    ------
+    ExtraMissingError
+        Without Ray.
+    """
+    ray = _ray()
+    walk(request, cells.take(_FIRST), found, deadline=deadline, patience_s=patience_s)
+    bound, rest = found.bound, cells.take(slice(_FIRST.stop, None))
+    if found.interrupted or not len(rest.bound):
+        found.bound = min([bound, *rest.bound[:1]])
+        return
+    started = _started(ray, executor)
+    try:
+        stop_at = time.time() + deadline - time.perf_counter()  # the clock that machines share
+        num_tasks = int(ray.cluster_resources().get("CPU", 1)) * _TASKS_PER_CPU
+        task, shared = ray.remote(_task), ray.put((request, found))
+        pending = [
+            task.remote(shared, rest.take(slice(first, None, num_tasks)), stop_at, patience_s)
+            for first in range(min(num_tasks, len(rest.bound)))
+        ]
+        bound = _gather(ray, pending, rest, found, bound)
+    finally:
+        if started:
+            ray.shutdown()
+    found.bound = min(bound, *found.score[:1], found.beat)
+
+
+def _gather(ray: Any, pending: list[Any], rest: Cells, found: Found, bound: float) -> float:
+    """Add what tasks find, and return the least of their bounds; on Ctrl-C that of cells not searched."""
+    try:
+        while pending:
+            done, pending = ray.wait(pending)
+            other: Found = ray.get(done[0])
+            found.merge(other)
+            bound = min(bound, other.bound)
+    except KeyboardInterrupt:
+        for one in pending:
+            ray.cancel(one, force=True)
+        found.interrupted = True
+        bound = min(bound, float(rest.bound[0]))
+    return bound
+
+
+def _task(shared: tuple[GridRequest, Found], cells: Cells, stop_at: float, patience_s: float) -> Found:
+    """Search some cells, knowing the plans found before."""
+    request, before = shared
+    found = Found(keep=before.keep, beat=before.beat)
+    found.tables, found.score, found.step_time_s = before.tables, before.score, before.step_time_s
+    deadline = time.perf_counter() + stop_at - time.time()
+    walk(request, cells, found, deadline=deadline, patience_s=patience_s)
+    return found
+
+
+def _started(ray: Any, executor: str) -> bool:
+    """Connect to Ray unless the caller has, and return whether to disconnect in the end."""
+    if ray.is_initialized():
+        return False
+    address = executor.partition(":")[2]
+    options: dict[str, Any] = {"address": address} if address else {"include_dashboard": False}
+    ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    return True
+
+
+def _ray() -> Any:
+    try:
+        import ray  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        raise ExtraMissingError(
+            "ray is not installed", key="--executor", value="ray",
+            rule="Searching in tasks of Ray needs it", fix="pip install 'foreshard[sweep]'",
+        ) from None  # fmt: skip
+    return ray
