@@ -1,4 +1,4 @@
-"""`foreshard plan MODEL CLUSTER --global-batch N --seq S`: the best plans, and how far from the best possible."""
+"""`foreshard plan MODEL CLUSTER --global-batch N --seq S`: the best plans, with a bound on all others."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, dump, give, say, write_text
+from foreshard.cli.answer import answering, cannot_write, dump, give, say, write_text
 from foreshard.cli.options import Amount, Count, Word
 from foreshard.cli.settings import configurable
+from foreshard.cli.watched import watched
 from foreshard.errors import SpecError
 from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
+    from foreshard.report.screen import Screen
+    from foreshard.report.sensitivity import Gain
+    from foreshard.spec.cluster import Cluster
+    from foreshard.spec.model import Model
 
 INTERRUPTED = 130
+_EXPLAIN_S = 5.0
 OBJECTIVES = ("time", "cost", "energy")
 
 
@@ -55,15 +61,22 @@ class Objectives(click.ParamType):  # type: ignore[type-arg]
 @click.option("--engine", type=Word("analytical", "graph"), help="default analytical")
 @click.option("--top", type=Count(1, 1000), help="plans to show (default 5)")
 @click.option("--budget-s", type=Amount(), help="seconds to search (default 60)")
+@click.option("--executor", metavar="local|ray[:ADDRESS]", help="where to search (default local)")
+@click.option("--usd-per-device-hour", type=Amount(), help="price instead of the catalog's")
+@click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
+@click.option("--explain", is_flag=True, help="Search again on changed hardware: what each would gain.")
 @click.pass_context
-def command(ctx: click.Context, /, model: str, cluster: str, **values: Any) -> None:
+def command(
+    ctx: click.Context, /, model: str, cluster: str, report: str | None, explain: bool, **values: Any
+) -> None:
     """Find the best plans for MODEL on CLUSTER, and prove how far they can be from the best possible.
 
-    Stops at a proven gap of 1 %, or at the budget. Ctrl-C prints the best plan so far. -o writes the chosen plan
-    as a file that predict --plan and export read.
+    Stops at a proven gap of 1 %, or at the budget. Ctrl-C prints the best plan so far. -o writes the chosen
+    plan as a file that predict --plan and export read.
 
     \b
     foreshard plan llama3-8b 2x8xh100-sxm --global-batch 512 --seq 8192 -o plan.json
+    foreshard plan llama3-8b 2x8xa100-sxm-80gb+1x8xh100-sxm --global-batch 512 --report plan.html
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
@@ -71,13 +84,18 @@ def command(ctx: click.Context, /, model: str, cluster: str, **values: Any) -> N
     asked = {name: value for name, value in values.items() if value is not None}
     target = api.load_cluster(cluster)
     source = api.load_model(model)
-    result = api.plan(source, target, **asked)
+    with watched(asked.get("budget_s")) as pressed:
+        result = api.plan(source, target, **asked)
+    gains = _gains(source, target, asked, result) if explain and result.plans and not pressed else ()
     output = ctx.meta.pop("foreshard.output", None)
     if output and result.plans:
         write_text(output, dump(result.plans[0].plan.to_dict()) + "\n")
         say(f"plan: {output}")
-    give(result.to_dict(), _screen(result, source.name, target))
-    _leave(ctx, result)
+    screen = _screen(result, source.name, target, gains, bool(pressed))
+    if report:
+        _write_report(report, result, target, screen, gains)
+    give(result.to_dict() | ({"explain": [one.to_dict() for one in gains]} if explain else {}), screen)
+    _leave(ctx, result, bool(pressed))
 
 
 def _limits_need_tokens(values: dict[str, Any]) -> None:
@@ -92,21 +110,49 @@ def _limits_need_tokens(values: dict[str, Any]) -> None:
             )
 
 
-def _screen(result: PlanResult, model: str, cluster: Any) -> Callable[[], Any]:
-    def made() -> Any:
+def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult) -> tuple[Gain, ...]:
+    """Return what other hardware would gain, each searched with a part of the budget."""
+    from foreshard import api
+    from foreshard.report.sensitivity import sensitivity
+
+    budget_s = min(_EXPLAIN_S, asked.get("budget_s") or _EXPLAIN_S)
+    again = {**asked, "top": 1, "budget_s": budget_s}
+    return sensitivity(lambda changed: api.plan(model, changed, **again), cluster, result)
+
+
+def _screen(
+    result: PlanResult, model: str, cluster: Cluster, gains: tuple[Gain, ...], pressed: bool
+) -> Callable[[], Screen]:
+    def made() -> Screen:
         from foreshard.report.plan_table import plan_screen
 
-        return plan_screen(result, model, cluster)
+        return plan_screen(result, model, cluster, gains=gains, pressed=pressed)
 
     return made
 
 
-def _leave(ctx: click.Context, result: PlanResult) -> None:
+def _write_report(
+    path: str, result: PlanResult, cluster: Cluster, screen: Callable[[], Screen], gains: tuple[Gain, ...]
+) -> None:
+    from foreshard.report.html import write_page
+    from foreshard.report.plan_html import plan_page
+
+    if not result.plans:
+        say(f"report: no plan to draw, {path} not written")
+        return
+    try:
+        size = write_page(path, plan_page(result, cluster, screen(), gains))
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    say(f"report: {path} ({size / 1e6:.2f} MB)")
+
+
+def _leave(ctx: click.Context, result: PlanResult, pressed: bool) -> None:
     """Exit with what the result means: nothing fits or meets the limits, interrupted, or found."""
     if result.infeasible is not None:
         say(f"foreshard: {result.infeasible}")
         ctx.exit(result.infeasible.exit_code)
-    if result.interrupted:
+    if pressed:
         ctx.exit(INTERRUPTED)
 
 

@@ -13,27 +13,61 @@ from foreshard.spec.prediction import Prediction
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult, Ranked
+    from foreshard.report.sensitivity import Gain
 
 _SHOWN_STAGES = 24
 
 
-def plan_screen(result: PlanResult, model: str, cluster: Cluster) -> Screen:
-    """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn."""
+def plan_screen(
+    result: PlanResult,
+    model: str,
+    cluster: Cluster,
+    *,
+    gains: Sequence[Gain] = (),
+    pressed: bool = False,
+) -> Screen:
+    """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn.
+
+    Parameters
+    ----------
+    gains : sequence of Gain
+        What other hardware would gain.
+    pressed : bool
+        Whether Ctrl-C ended the search.
+    """
     header = (f"{model} on {cluster.name}",)
+    notes = plan_notes(result, cluster, pressed=pressed)
     if not result.plans:
-        return Screen(header=header, boxes=(_searched(result),), notes=_notes(result))
+        return Screen(header=header, boxes=(searched_box(result),), notes=notes)
     chosen = result.plans[0]
+    tables = [ranked_table(result.plans), drawn(chosen.plan, cluster)]
+    if len(result.front) > 1:
+        tables.append(front_table(result.front))
+    if gains:
+        tables.append(gains_table(gains))
     return Screen(
         header=header,
-        boxes=(_step(chosen.prediction), _bound(result), _searched(result)),
-        tables=(ranked_table(result.plans), drawn(chosen.plan, cluster)),
-        notes=_notes(result),
+        boxes=(step_box(chosen.prediction), bound_box(result), searched_box(result)),
+        tables=tuple(tables),
+        notes=notes,
+        footer=(f"The bound speaks of: {result.space}.",) if result.space else (),
     )
 
 
 def ranked_table(plans: Sequence[Ranked]) -> Table:
     """Return one row per plan, best first; the chosen one carries the mark in the first column."""
-    columns = ("chosen", "plan", ">devices", ">step", ">tokens/s", ">MFU", ">peak GiB", ">run", ">price", "why")
+    columns = (
+        "chosen",
+        "plan",
+        ">devices",
+        ">step",
+        ">tokens/s",
+        ">MFU",
+        ">peak GiB",
+        ">run",
+        ">price",
+        "why",
+    )
     rows = [_row(i, one) for i, one in enumerate(plans)]
     return table("Plans, best first", columns, rows, spare=(">MFU", ">tokens/s", ">peak GiB", ">devices"))
 
@@ -95,7 +129,9 @@ def drawn(plan: Plan, cluster: Cluster) -> Table:
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
             rows.setdefault(_stage_cells(s, group, stage, cluster), []).append(g)
-    ranks = {(g, s): stage.ranks for g, group in enumerate(plan.groups) for s, stage in enumerate(group.stages)}
+    ranks = {
+        (g, s): stage.ranks for g, group in enumerate(plan.groups) for s, stage in enumerate(group.stages)
+    }
     cells = [
         (spans(groups), *rest[:1], _rank_words([ranks[g, int(rest[0])] for g in groups]), *rest[1:])
         for rest, groups in rows.items()
@@ -130,13 +166,48 @@ def _rank_words(ranks: list[tuple[int, ...]]) -> str:
     return text if len(text) <= 40 else f"{text[:36]} ..."
 
 
-def _step(prediction: Prediction) -> Box:
+def front_table(plans: Sequence[Ranked]) -> Table:
+    """Return the plans that no other beats in time, cost or energy without losing in another."""
+    rows = []
+    for one in plans:
+        made = one.prediction
+        rows.append(
+            (
+                degrees(one.plan),
+                str(len(one.plan.ranks)),
+                quantity.seconds(made.step_time_s),
+                quantity.usd(made.cost.usd_per_1b_tokens),
+                quantity.joules(made.energy_j_per_step),
+                one.why,
+            )
+        )
+    columns = ("plan", ">devices", ">step", ">1B tokens", ">energy per step", "against the fastest")
+    return table("The trade-off", columns, rows, spare=(">energy per step", "against the fastest"))
+
+
+def gains_table(gains: Sequence[Gain]) -> Table:
+    """Return what other hardware would gain, most first."""
+    rows = [
+        (
+            one.change,
+            "-" if one.gain is None else f"{100 * one.gain:+.1f} %",
+            quantity.seconds(one.step_time_s),
+            one.note,
+        )
+        for one in gains
+    ]
+    return table("What other hardware would gain", ("change", ">tokens/s", ">step", "note"), rows)
+
+
+def step_box(prediction: Prediction) -> Box:
+    """Return the step time of the chosen plan with its interval."""
     low, high = prediction.step_time_interval_s
     note = f"{quantity.seconds_range(low, high)}, {quantity.percent(prediction.interval, 0)}"
     return Box(title="Step", value=quantity.seconds(prediction.step_time_s), note=note)
 
 
-def _bound(result: PlanResult) -> Box:
+def bound_box(result: PlanResult) -> Box:
+    """Return the bound and the gap."""
     return Box(
         title="No plan is faster than",
         value=quantity.seconds(result.lower_bound_step_time_s),
@@ -144,7 +215,8 @@ def _bound(result: PlanResult) -> Box:
     )
 
 
-def _searched(result: PlanResult) -> Box:
+def searched_box(result: PlanResult) -> Box:
+    """Return how many plans were looked at, and how."""
     return Box(
         title="Searched",
         value=f"{result.evaluated + result.pruned:,} plans",
@@ -152,10 +224,32 @@ def _searched(result: PlanResult) -> Box:
     )
 
 
-def _notes(result: PlanResult) -> tuple[str, ...]:
+def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -> tuple[str, ...]:
+    """Return what binds, what idles, how the bound was reached, and why the search ended."""
     notes = []
     if result.binding:
         notes.append(f"What binds: {result.binding}.")
-    if result.interrupted:
+    if result.plans and (idle := idle_words(result.plans[0].plan, cluster)):
+        notes.append(f"Not used: {idle}.")
+    if len(result.ladder) > 1:
+        steps = ", ".join(f"{name} {quantity.seconds(value)}" for name, value in result.ladder.items())
+        notes.append(f"Bounds, the simplest first: {steps}.")
+    notes += [one if one.endswith(".") else f"{one}." for one in result.notes]
+    if pressed:
         notes.append("Interrupted: the best plan so far; the bound holds for all plans.")
+    elif result.interrupted and result.plans:
+        notes.append("The budget ended the search before the gap closed; --budget-s gives it more.")
     return tuple(notes)
+
+
+def idle_words(plan: Plan, cluster: Cluster) -> str:
+    """Return the devices a plan leaves out, by kind."""
+    used: dict[str, int] = {}
+    for rank in plan.ranks:
+        name = cluster.device_of(rank).name
+        used[name] = used.get(name, 0) + 1
+    kinds: dict[str, int] = {}
+    for nodes in cluster.nodes:
+        kinds[nodes.device.name] = kinds.get(nodes.device.name, 0) + nodes.num_devices
+    idle = {name: count - used.get(name, 0) for name, count in kinds.items()}
+    return ", ".join(f"{count} of {kinds[name]} {name}" for name, count in idle.items() if count)

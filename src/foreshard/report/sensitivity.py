@@ -1,0 +1,96 @@
+"""What other hardware would gain: the search again on a cluster changed in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from foreshard.errors import ForeshardError
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.device import Device
+
+if TYPE_CHECKING:
+    from foreshard.planner.result import PlanResult
+
+Search = Callable[[Cluster], "PlanResult"]
+_KINDS = 4
+_MORE_MEMORY = 1.2
+_FASTER_NIC = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """One change of the cluster, the best step found with it, and what that gains.
+
+    Attributes
+    ----------
+    change : str
+    step_time_s : float or None
+        None where nothing fits.
+    gain : float or None
+        Tokens per second more, as a fraction. A change never takes the present plan away, so 0 is the least.
+    note : str
+    """
+
+    change: str
+    step_time_s: float | None
+    gain: float | None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the object that ``plan --explain --json`` prints for one change."""
+        return {"change": self.change, "step_time_s": self.step_time_s, "gain": self.gain, "note": self.note}
+
+
+def sensitivity(search: Search, cluster: Cluster, base: PlanResult) -> tuple[Gain, ...]:
+    """Return what each change of the cluster gains, the most first.
+
+    Parameters
+    ----------
+    search : callable
+        The search with everything but the cluster fixed; its budget should be short.
+    cluster : Cluster
+    base : PlanResult
+        Of the cluster as it is, with at least one plan.
+    """
+    found = [_gain(search, change, changed, base) for change, changed in changes(cluster)]
+    return tuple(sorted(found, key=lambda one: -1.0 if one.gain is None else one.gain, reverse=True))
+
+
+def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield a node more of each kind, twice the NIC rate (of several nodes), and 20 % more memory."""
+    for g, nodes in enumerate(cluster.nodes[:_KINDS]):
+        text = f"one node more of {nodes.per_node} {nodes.device.name}"
+        yield text, _with(cluster, g, count=nodes.count + 1)
+    if cluster.num_nodes > 1:
+        faster = tuple(replace(n, nic_bytes_per_s=_FASTER_NIC * n.nic_bytes_per_s) for n in cluster.nodes)
+        yield "NICs twice as fast", replace(cluster, nodes=faster)
+    larger = tuple(replace(n, device=_larger(n.device)) for n in cluster.nodes)
+    yield "20 % more device memory", replace(cluster, nodes=larger)
+
+
+def _with(cluster: Cluster, g: int, *, count: int) -> Cluster:
+    nodes = tuple(replace(n, count=count) if i == g else n for i, n in enumerate(cluster.nodes))
+    return replace(cluster, nodes=nodes)
+
+
+def _larger(device: Device) -> Device:
+    return replace(
+        device,
+        memory_bytes=_MORE_MEMORY * device.memory_bytes,
+        capacity_bytes=_MORE_MEMORY * device.capacity_bytes,
+    )
+
+
+def _gain(search: Search, change: str, changed: Cluster, base: PlanResult) -> Gain:
+    try:
+        result = search(changed)
+    except ForeshardError as error:
+        return Gain(change=change, step_time_s=None, gain=None, note=str(error))
+    now = base.plans[0].prediction.step_time_s
+    if not result.plans or result.infeasible is not None:
+        return Gain(change=change, step_time_s=None, gain=None, note=str(result.infeasible))
+    found = min(now, result.plans[0].prediction.step_time_s)
+    note = "at least: the search stopped at its budget" if result.interrupted else ""
+    return Gain(change=change, step_time_s=found, gain=now / found - 1.0, note=note)
