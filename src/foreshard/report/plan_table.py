@@ -69,7 +69,20 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         "why",
     )
     rows = [_row(i, one) for i, one in enumerate(plans)]
-    return table("Plans, best first", columns, rows, spare=(">MFU", ">tokens/s", ">peak GiB", ">devices"))
+    spare = (">MFU", ">tokens/s", ">peak GiB", ">devices", ">run")
+    return _without_empty(table("Plans, best first", columns, rows, spare=spare))
+
+
+def _without_empty(made: Table) -> Table:
+    """Return a table without the columns that say nothing in any row."""
+    kept = [i for i in range(len(made.columns)) if any(row[i] not in ("", "-") for row in made.rows)]
+    names = {made.columns[i] for i in kept}
+    return Table(
+        title=made.title,
+        columns=tuple(made.columns[i] for i in kept),
+        rows=tuple(tuple(row[i] for i in kept) for row in made.rows),
+        spare=tuple(name for name in made.spare if name in names),
+    )
 
 
 def _row(i: int, one: Ranked) -> tuple[str, ...]:
@@ -79,7 +92,7 @@ def _row(i: int, one: Ranked) -> tuple[str, ...]:
     if money.usd_total is None and money.usd_per_1b_tokens is not None:
         price = f"{quantity.usd(money.usd_per_1b_tokens)}/1B tokens"
     return (
-        "-> yes" if i == 0 else "",
+        "yes ->" if i == 0 else "",
         degrees(one.plan),
         str(len(one.plan.ranks)),
         quantity.seconds(prediction.step_time_s),
@@ -196,7 +209,8 @@ def gains_table(gains: Sequence[Gain]) -> Table:
         )
         for one in gains
     ]
-    return table("What other hardware would gain", ("change", ">tokens/s", ">step", "note"), rows)
+    columns = ("change", ">tokens/s", ">step", "note")
+    return _without_empty(table("What other hardware would gain", columns, rows))
 
 
 def step_box(prediction: Prediction) -> Box:
@@ -229,7 +243,8 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
     notes = []
     if result.binding:
         notes.append(f"What binds: {result.binding}.")
-    if result.plans and (idle := idle_words(result.plans[0].plan, cluster)):
+    several = len(cluster.nodes) > 1
+    if several and result.plans and (idle := idle_words(result.plans[0].plan, cluster)):
         notes.append(f"Not used: {idle}.")
     if len(result.ladder) > 1:
         steps = ", ".join(f"{name} {quantity.seconds(value)}" for name, value in result.ladder.items())

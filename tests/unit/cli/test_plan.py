@@ -1,0 +1,127 @@
+"""What a user of `foreshard plan` gets: the object, the file, the exit codes, the words."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+RUN = ("plan", "llama3-8b", "1x8xh100-sxm", "--global-batch", "32", "--seq", "2048", "--budget-s", "5")
+MIXED = ("plan", "llama3-8b", "1x4xa100-sxm-80gb+1x4xh100-sxm", "--global-batch", "64", "--seq", "1024")
+
+
+def test_the_object_of_the_contract(shell):
+    answer = shell(*RUN, "--json")
+    data = answer.json
+    assert answer.code == 0 and data["schema_version"] == 1
+    best = data["plans"][0]["prediction"]["step_time_s"]
+    bound = data["lower_bound_step_time_s"]
+    assert bound <= best * (1 + 1e-12) and data["gap"] == pytest.approx(best / bound - 1, abs=1e-12)
+    assert data["binding"] and data["evaluated"] > 0 and data["pruned"] > 0 and data["wall_s"] > 0
+    assert all(one["why"] and one["plan"]["groups"] for one in data["plans"])
+    steps = [one["prediction"]["step_time_s"] for one in data["plans"]]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("run", [RUN, (*MIXED, "--budget-s", "2")])
+def test_the_plan_file_predicts_the_step_that_was_promised(shell, tmp_path, run):
+    path = tmp_path / "plan.json"
+    promised = shell(*run, "--json", "-o", path).json["plans"][0]
+    again = shell("predict", *run[1:3], "--plan", path, "--engine", "analytical", "--json")
+    assert json.loads(path.read_text()) == promised["plan"]
+    assert again.json["step_time_s"] == pytest.approx(promised["prediction"]["step_time_s"], rel=1e-9)
+
+
+def test_top_limits_the_plans(shell):
+    assert len(shell(*RUN, "--top", 2, "--json").json["plans"]) == 2
+
+
+@pytest.mark.parametrize("flag", ["--max-usd", "--max-hours"])
+def test_a_limit_without_tokens_exits_2(shell, flag):
+    answer = shell(*RUN, flag, "10", "--json")
+    assert (
+        answer.code == 2 and answer.json["error"]["key"] == flag and "--tokens" in answer.json["error"]["fix"]
+    )
+
+
+def test_a_limit_nothing_meets_exits_4_with_the_plans(shell):
+    answer = shell(*RUN, "--tokens", "1e12", "--max-hours", "1", "--json")
+    assert answer.code == 4 and answer.json["plans"] and answer.json["error"]["key"] == "--max-hours"
+
+
+def test_nothing_fits_exits_3_with_the_object(shell):
+    big = ("plan", "llama3.1-405b", "1x8xa100-sxm-40gb", "--global-batch", "8", "--seq", "8192", "--json")
+    answer = shell(*big)
+    assert answer.code == 3 and answer.json["plans"] == []
+    assert answer.json["lower_bound_step_time_s"] is None and answer.json["error"]["code"] == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--objective", "speed"), ("--objective", "time,time"), ("--top", "0"), ("--budget-s", "0"),
+        ("--budget-s", "-1"), ("--budget-s", "nan"), ("--executor", "dask"), ("--dtype", "bf61"),
+        ("--global-batch", "0"), ("--global-batch", "9" * 30), ("--seq", "0"), ("--max-devices", "0"),
+        ("--framework", "pytorch-ddp-2"), ("--engine", "event"), ("--tokens", "-1"),
+    ],
+)  # fmt: skip
+def test_wrong_words_exit_2_and_name_the_flag(shell, wrong):
+    answer = shell(*RUN, *wrong, "--json")
+    assert answer.code == 2 and answer.json["error"]["code"] == 2
+    assert "Traceback" not in answer.err and answer.err.startswith("foreshard: ")
+
+
+def test_a_folder_that_is_not_there_exits_2(shell, tmp_path):
+    answer = shell(*RUN, "-o", tmp_path / "no" / "plan.json")
+    assert answer.code == 2 and "cannot write" in answer.err
+
+
+def test_the_words_name_plan_bound_and_devices(shell):
+    out = shell(*MIXED, "--budget-s", "2").out
+    for words in (
+        "No plan is faster than",
+        "gap",
+        "yes ->",
+        "a100-sxm-80gb",
+        "What binds",
+        "The chosen plan",
+    ):
+        assert words in out
+    assert "\x1b" not in out
+
+
+def test_a_report_is_one_page_without_anything_from_elsewhere(shell, tmp_path):
+    path = tmp_path / "plan.html"
+    answer = shell(*MIXED, "--budget-s", "2", "--report", path)
+    text = path.read_text(encoding="utf-8")
+    assert answer.code == 0 and str(path) in answer.err
+    assert "<svg" in text and "stage 0" in text and "h100-sxm" in text
+    assert "http" not in text.replace("http-equiv", "") and "src=" not in text
+
+
+def test_explain_ranks_other_hardware(shell):
+    answer = shell(*RUN, "--explain", "--json")
+    gains = {one["change"]: one["gain"] for one in answer.json["explain"]}
+    assert gains["one node more of 8 h100-sxm"] > 0.5
+    assert 0 <= gains["20 % more device memory"] < 0.5
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
+
+
+def test_a_budget_that_ends_is_not_an_interruption(shell):
+    big = ("plan", "gpt3-175b", "8x8xa100-sxm-80gb+8x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
+    answer = shell(*big, "--budget-s", "0.5", "--json")
+    assert answer.code == 0 and answer.json["plans"]
+
+
+def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell):
+    big = ("plan", "gpt3-175b", "16x8xa100-sxm-80gb+16x8xh100-sxm", "--global-batch", "1024", "--seq", "2048")
+    timer = threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        answer = shell(*big, "--budget-s", "30", "--json")
+    finally:
+        timer.cancel()
+    assert answer.code == 130 and answer.json["interrupted"] and answer.json["wall_s"] < 20
+    best = answer.json["plans"][0]["prediction"]["step_time_s"]
+    assert 0 < answer.json["lower_bound_step_time_s"] <= best
