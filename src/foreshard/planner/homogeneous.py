@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreshard.errors import InfeasibleError, LimitError
 from foreshard.planner.found import Found
 from foreshard.planner.grid import search_rows
 from foreshard.planner.grid_bounds import device_seconds_floor
@@ -39,17 +40,25 @@ class _Searched:
         return bool(self.left) or any(found.interrupted for found in self.found)
 
 
-def search_homogeneous(request: Request) -> PlanResult:
+def search_homogeneous(request: Request, *, explain: bool = True) -> PlanResult:
     """Return the best plans on equal nodes, proven best by the analytical engine unless time runs out.
 
     All nodes are searched first, then fewer of them: every size that computation alone does not exclude.
+
+    Parameters
+    ----------
+    request : Request
+    explain : bool
+        Whether to search for the nearest change when nothing fits.
     """
     started = time.perf_counter()
     searched = _search(request, started + request.budget_s)
     predictions = _predictions(request, searched, started + request.budget_s)
+    error: InfeasibleError | LimitError | None
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
-    if not plans or error is not None:
-        error = error or infeasible(request, list(zip(searched.parts, searched.found, strict=True)))
+    if not plans:
+        pairs = list(zip(searched.parts, searched.found, strict=True))
+        error = infeasible(request, pairs, explain=explain)
     ladder = _ladder(request, searched, plans)
     best = plans[0].prediction.step_time_s if plans else 0.0
     bound = min(max(ladder.values()), best) if plans else 0.0

@@ -24,8 +24,10 @@ _FRAMEWORKS = ("megatron-core", "torchtitan", "deepspeed")
 _ONE_S, _ALL_S = 2.0, 12.0
 
 
-def infeasible(request: Request, searched: Sequence[tuple[Cluster, Found]]) -> InfeasibleError:
-    """Return what keeps every plan out and the nearest change that lets one in."""
+def infeasible(
+    request: Request, searched: Sequence[tuple[Cluster, Found]], *, explain: bool = True
+) -> InfeasibleError:
+    """Return what keeps every plan out and, with `explain`, the nearest change that lets one in."""
     part, found = min(searched, key=lambda one: one[1].least_peak_bytes)
     if found.least_peak is None:
         return InfeasibleError(
@@ -43,14 +45,14 @@ def infeasible(request: Request, searched: Sequence[tuple[Cluster, Found]]) -> I
             f"of {capacity:.1f} GiB on {part.num_devices} devices",
             key="--budget-s", value=request.budget_s,
             rule="The search was not exhaustive: a plan may exist",
-            fix=_changes(request),
+            fix=_changes(request) if explain else None,
         )  # fmt: skip
     return InfeasibleError(
         f"every plan needs more than memory: the least, on {part.num_devices} devices "
         f"({_words(found.least_peak)}), {least:.1f} of {capacity:.1f} GiB",
         key="memory", value=f"{least:.1f} GiB",
         rule="the fullest device of a plan fits its memory",
-        fix=_changes(request),
+        fix=_changes(request) if explain else None,
     )  # fmt: skip
 
 

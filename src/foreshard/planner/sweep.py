@@ -7,6 +7,7 @@ excluded, may differ; together they are the space.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -108,6 +109,7 @@ def _started(ray: Any, executor: str) -> bool:
     """Connect to Ray unless the caller has, and return whether to disconnect in the end."""
     if ray.is_initialized():
         return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine unasked
     address = executor.partition(":")[2]
     options: dict[str, Any] = {"address": address} if address else {"include_dashboard": False}
     ray.init(log_to_driver=False, logging_level="ERROR", **options)

@@ -1,0 +1,221 @@
+"""Which cluster to rent: the best plan on each kind of node that clouds sell, at useful numbers of nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.instances import instances as catalog_instances
+from foreshard.errors import ForeshardError, InfeasibleError, LimitError, SpecError
+from foreshard.planner.homogeneous import search_homogeneous
+from foreshard.planner.ranking import Limits, ranked
+from foreshard.planner.request import Request, checked_request
+from foreshard.planner.result import Ranked
+from foreshard.spec.model import Model
+
+DEFAULT_DEVICES = 512
+"""Devices to rent at most when the caller does not say: what one order of a cloud region can hope for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Nodes to rent, and the best plan on them.
+
+    Attributes
+    ----------
+    cluster : str
+        As ``foreshard plan`` takes it.
+    instance : str
+    num_nodes : int
+    usd_per_h : float
+        Of all nodes, on demand.
+    price_date : str, optional
+    ranked : Ranked
+        Its `why` compares the offer with the first.
+    """
+
+    cluster: str
+    instance: str
+    num_nodes: int
+    usd_per_h: float
+    price_date: str | None
+    ranked: Ranked
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints for an offer."""
+        return {
+            "cluster": self.cluster, "instance": self.instance, "num_nodes": self.num_nodes,
+            "usd_per_h": self.usd_per_h, "price_date": self.price_date, **self.ranked.to_dict(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RentResult:
+    """Offers best first; instances that were left out, with the reason.
+
+    infeasible says why there is no offer, or none within the limits.
+    """
+
+    offers: tuple[Offer, ...]
+    left_out: dict[str, str]
+    evaluated: int
+    pruned: int
+    wall_s: float
+    interrupted: bool = False
+    infeasible: InfeasibleError | LimitError | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints."""
+        made: dict[str, Any] = {
+            "schema_version": 1, "offers": [one.to_dict() for one in self.offers],
+            "left_out": self.left_out, "evaluated": self.evaluated, "pruned": self.pruned,
+            "wall_s": self.wall_s, "interrupted": self.interrupted,
+        }  # fmt: skip
+        if self.infeasible is not None:
+            made["error"] = self.infeasible.to_dict()
+        return made
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    found: list[tuple[str, Ranked]]
+    left_out: dict[str, str]
+    evaluated: int = 0
+    pruned: int = 0
+    interrupted: bool = False
+    stopped: bool = False
+
+
+def rent(
+    model: Model,
+    *,
+    global_batch: int,
+    tokens: float,
+    max_devices: int = DEFAULT_DEVICES,
+    objective: tuple[str, ...] | str = ("cost", "time"),
+    instances: Sequence[str] | None = None,
+    top: int = 5,
+    budget_s: float = 60.0,
+    **asked: Any,
+) -> RentResult:
+    """Return which instances to rent, how many, and the plan to run on them.
+
+    Every instance is searched at all numbers of nodes of :func:`foreshard.planner.sizes.sizes_of`; plans are
+    then ordered over all of them.
+
+    Parameters
+    ----------
+    model : Model
+    global_batch : int
+    tokens : float
+        Of the whole run.
+    max_devices : int
+    objective : tuple of str
+        The first decides: 'cost', 'time' or 'energy'.
+    instances : sequence of str, optional
+        Names of the catalog; default all with a price.
+    top : int
+        Offers to return, each of another instance or number of nodes.
+    budget_s : float
+    asked
+        max_usd, max_hours, seq_len, framework, precision, optimizer, engine, as for `plan`.
+
+    Raises
+    ------
+    SpecError
+        For an unknown instance or bad input.
+    """
+    started = time.perf_counter()
+    objectives = (objective,) if isinstance(objective, str) else tuple(objective)
+    words = {"objective": objectives, "tokens": tokens, "global_batch": global_batch, **asked}
+    search, request = _Search(found=[], left_out={}), None
+    names = _known(instances, max_devices, search)
+    for i, name in enumerate(names):
+        left = started + budget_s - time.perf_counter()
+        if search.stopped or left <= 0:
+            search.interrupted = True
+            search.left_out[name] = "not searched within the budget"
+            continue
+        cluster = load_cluster(f"{max_devices // catalog_instances()[name].per_node}x{name}")
+        request = checked_request(model, cluster, top=1, budget_s=left / (len(names) - i), **words)
+        if not cluster.nodes[0].device.supports(request.precision):
+            search.left_out[name] = f"no {request.precision}"
+            continue
+        try:
+            _search_instance(request, name, search)
+        except SpecError as unpriced:  # what the catalog does not know of a device
+            search.left_out[name] = unpriced.what
+    offers, error = _offers(search, request, objectives, top)
+    return RentResult(
+        offers=offers, left_out=search.left_out, evaluated=search.evaluated, pruned=search.pruned,
+        wall_s=time.perf_counter() - started, interrupted=search.interrupted, infeasible=error,
+    )  # fmt: skip
+
+
+def _known(asked: Sequence[str] | None, max_devices: int, search: _Search) -> list[str]:
+    """Return the instances that have a price and few enough devices in a node."""
+    known, names = catalog_instances(), []
+    for name in asked or known:
+        if name not in known:
+            raise SpecError(
+                f"unknown instance {name!r}", key="instances", value=name,
+                rule="Instances are those of the catalog", fix="See 'foreshard clusters'",
+            )  # fmt: skip
+        if known[name].usd_per_h is None:
+            search.left_out[name] = "no price in the catalog"
+        elif known[name].per_node > max_devices:
+            search.left_out[name] = f"a node has {known[name].per_node} devices"
+        else:
+            names.append(name)
+    return names
+
+
+def _search_instance(request: Request, name: str, search: _Search) -> None:
+    """Search one instance at every number of nodes; prices and limits are compared afterwards.
+
+    For the objective cost all sizes are searched that may be cheaper than larger ones: their plans are the
+    front of time and cost, and whatever limits allow is on it.
+    """
+    searched = request if request.objectives[0] == "energy" else replace(request, objectives=("cost", "time"))
+    result = search_homogeneous(replace(searched, limits=Limits()), explain=False)
+    search.evaluated += result.evaluated
+    search.pruned += result.pruned
+    search.found += [(name, one) for one in (*result.plans, *result.front)]
+    if result.interrupted:
+        search.interrupted = True
+        search.stopped = result.wall_s < request.budget_s
+        search.left_out[name] = "not all numbers of nodes were searched within the budget"
+    elif not result.plans:
+        search.left_out[name] = "no plan fits its memory"
+
+
+def _offers(
+    search: _Search, request: Request | None, objectives: tuple[str, ...], top: int
+) -> tuple[tuple[Offer, ...], ForeshardError | None]:
+    """Return the best offers, one for each instance and number of nodes."""
+    limits = request.limits if request else Limits()
+    order, error = ranked([one.prediction for _, one in search.found], objectives, limits, len(search.found))
+    names = {id(one.prediction): name for name, one in search.found}
+    offers: dict[tuple[str, int], Offer] = {}
+    for one in order:
+        name = names[id(one.prediction)]
+        instance = catalog_instances()[name]
+        num_nodes = -(-len(one.plan.ranks) // instance.per_node)
+        offers.setdefault(
+            (name, num_nodes),
+            Offer(
+                cluster=f"{num_nodes}x{name}", instance=name, num_nodes=num_nodes,
+                usd_per_h=num_nodes * (instance.usd_per_h or 0.0), price_date=instance.price_date, ranked=one,
+            ),
+        )  # fmt: skip
+    if not order:
+        error = InfeasibleError(
+            "no instance holds the model", key="--max-devices",
+            value=None if request is None else request.max_devices,
+            rule="The fullest device of a plan fits its memory",
+            fix="Allow more devices, or another framework that shards more",
+        )  # fmt: skip
+    return tuple(offers.values())[:top], error
