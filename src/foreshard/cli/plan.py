@@ -148,12 +148,13 @@ def _write_report(
 
 
 def _leave(ctx: click.Context, result: PlanResult, pressed: bool) -> None:
-    """Exit with what the result means: nothing fits or meets the limits, interrupted, or found."""
+    """Exit with what the result means: interrupted, nothing fits or meets the limits, or found."""
+    if pressed:
+        say("foreshard: interrupted" + ("" if result.plans else " before a plan was found"))
+        ctx.exit(INTERRUPTED)
     if result.infeasible is not None:
         say(f"foreshard: {result.infeasible}")
         ctx.exit(result.infeasible.exit_code)
-    if pressed:
-        ctx.exit(INTERRUPTED)
 
 
 command = answering(command)
