@@ -11,6 +11,11 @@ DEMO_MODEL ?= examples/llama3-70b.json
 DEMO_CLUSTER ?= 8x8xh100-sxm
 DEMO_FLAGS ?= --tp 8 --pp 2 --zero 1 --micro-batch 1 --global-batch 512 --seq 8192 --tokens 15e12
 
+# What the demo plans: devices of two kinds, which no even split suits.
+PLAN_MODEL ?= llama3-8b
+PLAN_CLUSTER ?= 1x8xa100-sxm-80gb+2x8xh100-sxm@400Gb/s
+PLAN_FLAGS ?= --global-batch 512 --seq 8192 --tokens 1e12 --budget-s 5
+
 .PHONY: demo test bench soak check clean
 
 $(VENV)/.made:
@@ -19,7 +24,7 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml
-	$(PIP) install -e .
+	$(PIP) install -e '.[plan]'
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.made pyproject.toml
@@ -31,6 +36,10 @@ demo: $(VENV)/.installed
 	$(BIN)/foreshard predict $(DEMO_MODEL) $(DEMO_CLUSTER) $(DEMO_FLAGS) \
 	    --report demo/report.html --trace demo/trace.json.gz -o demo/prediction.json > demo/prediction.txt
 	@cat demo/prediction.txt
+	$(BIN)/foreshard plan $(PLAN_MODEL) $(PLAN_CLUSTER) $(PLAN_FLAGS) \
+	    --report demo/plan.html -o demo/plan.json > demo/plan.txt
+	@cat demo/plan.txt
+	$(BIN)/foreshard predict $(PLAN_MODEL) $(PLAN_CLUSTER) --plan demo/plan.json --json > demo/plan_prediction.json
 	@$(BIN)/python scripts/demo_summary.py demo
 
 test: $(VENV)/.tested
