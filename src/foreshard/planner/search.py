@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.planner.rental import rent
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
@@ -20,9 +21,9 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     model : Model
     cluster : Cluster
     asked
-        As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len, objective,
-        max_usd, max_hours, tokens, max_devices, framework, precision, optimizer, engine, top, budget_s,
-        usd_per_device_hour.
+        As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len,
+        objective, max_usd, max_hours, tokens, max_devices, framework, precision, optimizer, engine, top,
+        budget_s, usd_per_device_hour, executor.
 
     Returns
     -------
@@ -56,3 +57,6 @@ def _precision_known(request: Request) -> None:
         rule="Devices compute matrix products of the precision in hardware",
         fix=f"Use one of {', '.join(has)}" if has else "Use other devices",
     )  # fmt: skip
+
+
+__all__ = ["plan", "rent"]
