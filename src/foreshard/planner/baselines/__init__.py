@@ -1,0 +1,8 @@
+"""Published planners, rebuilt from their papers over the same priced stages, under one judge."""
+
+from __future__ import annotations
+
+from foreshard.planner.baselines.registry import BASELINES, Baseline
+from foreshard.planner.baselines.verdict import Judged, judge
+
+__all__ = ["BASELINES", "Baseline", "Judged", "judge"]

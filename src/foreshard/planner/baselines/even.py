@@ -1,0 +1,44 @@
+"""The even grid and what speed-proportional shares make of it."""
+
+from __future__ import annotations
+
+from foreshard.planner.baselines.grid import Best, Grid, Shape, promising
+from foreshard.planner.problem import Arrangement, Problem, Template, pace_of
+
+
+def even(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+    """Return the best plan in which every device does the same: one shape, equal cuts, equal shares.
+
+    Exhaustive over shapes, depths and numbers of pipelines; a pipeline stays on one kind of device, and
+    the fastest are taken first, so that slow devices may stay idle.
+    """
+    grid, best = Grid(problem=problem), Best(problem=problem)
+    for shape in promising(grid, best):
+        for depth in range(1, problem.max_stages + 1):
+            mix = _pure(grid, shape, depth)
+            before: list[tuple[Template, int]] = []
+            for template, count in mix:
+                for number in range(1, count + 1):
+                    best.offer([*before, (template, number)], even=True)
+                before.append((template, count))
+    return best.arrangement
+
+
+def lb_bsp(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+    """Return the best plan of one shape and equal cuts on all devices, with shares by speed."""
+    grid, best = Grid(problem=problem), Best(problem=problem)
+    for shape in promising(grid, best):
+        for depth in range(1, problem.max_stages + 1):
+            best.offer(_pure(grid, shape, depth), even=False)
+    return best.arrangement
+
+
+def _pure(grid: Grid, shape: Shape, depth: int) -> list[tuple[Template, int]]:
+    """Return the pipelines of one depth on each kind, and how many there is room for; the fastest first."""
+    found = []
+    for kind in grid.kinds(shape):
+        count = grid.stages((shape, kind)) // depth
+        template = grid.even([(shape, kind)] * depth) if count else None
+        if template is not None:
+            found.append((template, count))
+    return sorted(found, key=lambda one: pace_of(grid.problem, one[0]).bottleneck_s)

@@ -1,0 +1,276 @@
+"""What the published planners share: uniform degrees, cuts of a chain, the best of what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.planner.problem import (
+    Arrangement,
+    Pace,
+    Part,
+    Problem,
+    Template,
+    faults,
+    pace_of,
+    rounds_of,
+    spread_factor,
+    step_seconds,
+    tail_seconds,
+    takes_of,
+    template_faults,
+)
+from foreshard.planner.shares import balance
+
+_BISECTIONS = 40
+_STRETCH = (1.0, 1.02, 1.08)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Shape:
+    """Degrees of a stage on whatever device: options that agree in them trade memory against time."""
+
+    devices: int
+    micro_batch: int
+    grain: int
+
+
+Step = tuple[Shape, int]
+"""A stage before it has layers: its shape and the kind of its devices."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Grid:
+    """The options of a problem by shape and kind; those on devices of several kinds are left out."""
+
+    problem: Problem
+    options: dict[Step, np.ndarray] = field(init=False)
+    _costs: dict[tuple[Step, int], tuple[np.ndarray, np.ndarray]] = field(init=False, default_factory=dict)
+    _paces: dict[Step, float] = field(init=False, default_factory=dict)
+    _cut: dict[tuple[tuple[Step, ...], float], Template | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Sort the options."""
+        found: dict[Step, list[int]] = {}
+        for option, takes in enumerate(self.problem.takes):
+            used = np.flatnonzero(takes)
+            if len(used) == 1 and takes[used[0]] <= self.problem.counts[used[0]]:
+                shape = Shape(
+                    devices=int(takes[used[0]]),
+                    micro_batch=int(self.problem.micro_batch[option]),
+                    grain=int(self.problem.grain[option]),
+                )
+                found.setdefault((shape, int(used[0])), []).append(option)
+        self.options = {key: np.array(value) for key, value in found.items()}
+
+    def shapes(self) -> list[Shape]:
+        """Return every shape."""
+        return sorted({shape for shape, _ in self.options})
+
+    def kinds(self, shape: Shape) -> list[int]:
+        """Return the kinds of device that have a shape, the fastest first."""
+        own = [kind for one, kind in self.options if one == shape]
+        return sorted(own, key=lambda kind: self.layer_seconds((shape, kind)))
+
+    def stages(self, step: Step) -> int:
+        """Return how many stages the devices of a kind make."""
+        return self.problem.counts[step[1]] // step[0].devices
+
+    def layer_seconds(self, step: Step) -> float:
+        """Return the least seconds per layer of any stage, a bound on all."""
+        if step not in self._paces:
+            seconds = np.append(self.seconds(step, 1), np.inf)[self.problem.bands]
+            self._paces[step] = float((seconds / np.arange(1, self.problem.num_layers + 1)[None, :]).min())
+        return self._paces[step]
+
+    def cost(self, step: Step, need: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds by type with room for `need` micro-batches, and the option that takes them."""
+        need = min(need, rounds_of(self.problem, step[0].micro_batch))
+        if (step, need) not in self._costs:
+            own = self.options[step]
+            time_s = np.where(self.problem.max_in_flight[own] >= need, self.problem.time_s[own], np.inf)
+            self._costs[step, need] = (time_s.min(0), own[time_s.argmin(0)])
+        return self._costs[step, need]
+
+    def seconds(self, step: Step, need: int) -> np.ndarray:
+        """Return seconds by type with room for `need` micro-batches."""
+        return self.cost(step, need)[0]
+
+    def least_seconds(self, shape: Shape) -> float:
+        """Return a bound on the step of any plan of one shape: the work over all stages at once."""
+        rate = sum(
+            self.stages((shape, kind)) / self.layer_seconds((shape, kind)) for kind in self.kinds(shape)
+        )
+        work = self.problem.global_batch / shape.micro_batch * self.problem.num_layers
+        return work / rate if rate > 0 else np.inf
+
+    def template(self, steps: Sequence[Step], cuts: Sequence[int]) -> Template | None:
+        """Return the pipeline with given cuts, each stage in its fastest option that fits; or None."""
+        parts = []
+        for i, (step, start, stop) in enumerate(zip(steps, cuts[:-1], cuts[1:], strict=True)):
+            seconds, option = self.cost(step, len(steps) - i)
+            type_ = self.problem.types[start, stop]
+            if type_ < 0 or not np.isfinite(seconds[type_]):
+                return None
+            parts.append(Part(option=int(option[type_]), start=int(start), stop=int(stop)))
+        made = tuple(parts)
+        return None if template_faults(self.problem, made) else made
+
+    def even(self, steps: Sequence[Step]) -> Template | None:
+        """Return the pipeline with as many layers on every stage."""
+        cuts = even_cuts(self.problem, len(steps))
+        return None if cuts is None else self.template(steps, cuts)
+
+    def cut(self, steps: tuple[Step, ...], passes: float) -> Template | None:
+        """Return the pipeline cut for least time in so many passes; inf: for the least slowest stage."""
+        key = (steps, passes)
+        if key not in self._cut:
+            cuts = best_chain([self._matrix(steps, i) for i in range(len(steps))], passes)
+            self._cut[key] = None if cuts is None else self.template(steps, cuts)
+        return self._cut[key]
+
+    def _matrix(self, steps: tuple[Step, ...], i: int) -> np.ndarray:
+        seconds = self.seconds(steps[i], len(steps) - i)
+        hop = 0.0
+        if i:
+            hop = float(self.problem.hop_s[np.ix_(self.options[steps[i - 1]], self.options[steps[i]])].min())
+        return np.append(seconds + hop, np.inf)[self.problem.types]
+
+
+def even_cuts(problem: Problem, num_stages: int) -> list[int] | None:
+    """Return cuts into stages of equal numbers of layers, the first stages one more where they do not divide.
+
+    The first and the last place of the chain go with their neighbours when they are unlike all others: that
+    is where embedding and head are, which frameworks do not count.
+    """
+    size = problem.num_layers
+    alone = [int(problem.types[i, i + 1]) for i in range(size)]
+    often = max(alone.count(one) for one in set(alone))
+    first = int(often > 1 and alone.count(alone[0]) == 1)
+    last = int(often > 1 and alone.count(alone[-1]) == 1)
+    inner = size - first - last
+    if inner < num_stages:
+        return None
+    sizes = [inner // num_stages + (i < inner % num_stages) for i in range(num_stages)]
+    sizes[0] += first
+    sizes[-1] += last
+    return [0, *np.cumsum(sizes).tolist()]
+
+
+def best_chain(costs: Sequence[np.ndarray], passes: float) -> list[int] | None:
+    """Return the cuts that make `total + (passes - 1) * slowest` least.
+
+    Parameters
+    ----------
+    costs : sequence of ndarray, shape (num_layers + 1, num_layers + 1), seconds
+        Of the stage [start, stop), one array per stage; inf where it does not fit.
+    passes : float
+        With inf only the slowest stage counts.
+    """
+    after = np.full(len(costs[0]), np.inf)
+    after[-1] = 0.0
+    for cost in reversed(costs):
+        after = np.maximum(cost, after[None, :]).min(1)
+    if not np.isfinite(after[0]):
+        return None
+    lowest = float(after[0])
+    if np.isinf(passes):
+        return _shortest(costs, lowest)[0]
+    tried = [_shortest(costs, lowest * stretch) for stretch in _STRETCH]
+    return min(tried, key=lambda one: one[1] + (passes - 1.0) * one[2])[0]
+
+
+def _shortest(costs: Sequence[np.ndarray], longest: float) -> tuple[list[int], float, float]:
+    """Return the cuts of least total time with no stage above a limit, that time and the slowest stage's."""
+    after = np.full(len(costs[0]), np.inf)
+    after[-1] = 0.0
+    chosen = []
+    for cost in reversed(costs):
+        total = np.where(cost <= longest * (1.0 + 1e-12), cost, np.inf) + after[None, :]
+        stop = total.argmin(1)
+        after = total[np.arange(len(stop)), stop]
+        chosen.append(stop)
+    cuts = [0]
+    for stop in reversed(chosen):
+        cuts.append(int(stop[cuts[-1]]))
+    slowest = max(cost[a, b] for cost, a, b in zip(costs, cuts[:-1], cuts[1:], strict=True))
+    return cuts, float(after[0]), float(slowest)
+
+
+@dataclass(slots=True, kw_only=True)
+class Best:
+    """The best arrangement of those offered."""
+
+    problem: Problem
+    arrangement: Arrangement | None = None
+    seconds: float = np.inf
+    _known: dict[Template, tuple[Pace, np.ndarray]] = field(default_factory=dict)
+
+    def offer(self, mix: Sequence[tuple[Template, int]], *, even: bool) -> None:
+        """Keep pipelines, each as often as stated, if with even or with balanced shares they are faster.
+
+        Even shares differ by at most a sample, the larger ones first.
+        """
+        mix = [(one, count) for one, count in mix if count > 0]
+        total = sum(count for _, count in mix)
+        if not 0 < total <= self.problem.global_batch:
+            return
+        factor = spread_factor(self.problem, sum(count * self._of(one)[1].sum() for one, count in mix))
+        seconds = self._even_seconds(mix, total) if even else self._balanced_seconds(mix, total)
+        if not seconds * factor < self.seconds * (1.0 - 1e-9):
+            return
+        made = self._made([one for one, count in mix for _ in range(count)], even=even)
+        if made is not None and not faults(self.problem, made):
+            exact = step_seconds(self.problem, made)
+            if exact < self.seconds:
+                self.arrangement, self.seconds = made, exact
+
+    def _of(self, template: Template) -> tuple[Pace, np.ndarray]:
+        if template not in self._known:
+            self._known[template] = (pace_of(self.problem, template), takes_of(self.problem, template))
+        return self._known[template]
+
+    def _even_seconds(self, mix: Sequence[tuple[Template, int]], total: int) -> float:
+        share, larger = divmod(self.problem.global_batch, total)
+        ends, before = [], 0
+        for one, count in mix:
+            most = share + (before < larger)
+            ends.append(self._of(one)[0].seconds(most) + tail_seconds(self.problem, one, total))
+            before += count
+        return max(ends)
+
+    def _balanced_seconds(self, mix: Sequence[tuple[Template, int]], total: int) -> float:
+        """Return the time in which the pipelines get through the batch together."""
+        paces = [(self._of(one)[0], tail_seconds(self.problem, one, total), count) for one, count in mix]
+        low, high = 0.0, max(pace.seconds(self.problem.global_batch) + tail for pace, tail, _ in paces)
+        for _ in range(_BISECTIONS):
+            middle = 0.5 * (low + high)
+            taken = sum(count * max(1, pace.samples(middle - tail)) for pace, tail, count in paces)
+            low, high = (low, middle) if taken >= self.problem.global_batch else (middle, high)
+        return max(high, *(pace.seconds(1) + tail for pace, tail, _ in paces))
+
+    def _made(self, templates: list[Template], *, even: bool) -> Arrangement | None:
+        copies, batch = len(templates), self.problem.global_batch
+        shares: tuple[int, ...] | None = tuple(batch // copies + (i < batch % copies) for i in range(copies))
+        if not even:
+            tails = [tail_seconds(self.problem, one, copies) for one in templates]
+            shares = balance([self._of(one)[0] for one in templates], tails, batch)
+        return None if shares is None else Arrangement(templates=tuple(templates), shares=shares)
+
+
+def promising(grid: Grid, best: Best) -> Iterator[Shape]:
+    """Yield the shapes whose bound is below the best so far, the most promising first."""
+    for shape in sorted(grid.shapes(), key=lambda one: (grid.least_seconds(one), one)):
+        if grid.least_seconds(shape) < best.seconds:
+            yield shape
+
+
+def numbers(most: int, growth: float = 1.125) -> list[int]:
+    """Return numbers of pipelines to try: each by a factor more than the last, and by one at least."""
+    found, last = [], 0
+    while last < most:
+        last = max(last + 1, int(last * growth))
+        found.append(min(last, most))
+    return found
