@@ -4,30 +4,54 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
 
-from foreshard.errors import InfeasibleError
+from foreshard.planner.judge import engine_seconds, engine_shares, predicted
 from foreshard.planner.mapping import plan_of
+from foreshard.planner.mixed_infeasible import nothing_fits
+from foreshard.planner.nearby import work_bound
 from foreshard.planner.problem import Problem
-from foreshard.planner.ranking import ranked
+from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solve import Solution, solve
 from foreshard.planner.stage_prices import price_stages
-from foreshard.predict.analytical import step_times
-from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.step import predict
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 SPACE = (
-    "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node group with "
-    "tp within a node, 1, 2, 4 or 8 inner data-parallel ranks, 1, 2 or 4 samples a rank, three recompute rules; "
-    "any shares; 1f1b; every stage has memory for one micro-batch for each stage after it"
+    "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
+    "group with tp within a node, 1, 2, 4 or 8 inner data-parallel ranks, 1, 2 or 4 samples a rank, three "
+    "recompute rules; any shares of at least a micro-batch; 1f1b; every stage has memory for one "
+    "micro-batch for each stage after it; stages of the same layers differ at most by a factor of two in "
+    "inner data-parallel ranks, and no gradient collective has more members in a link domain than its "
+    "stage's tp leaves room for"
 )
 _JUDGED = 24
+_GAP = 0.02
+"""Gap above which plans are looked for again at less hopeful prices."""
+_MANY_GROUPS = 6
+"""Node groups above which not every set of them is a problem of its own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """Plans judged so far, bounds of the sets of node groups, and what the search has covered."""
+
+    judged: list[tuple[float, Plan]] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+    ladder: dict[str, float] = field(default_factory=dict)
+    evaluated: int = 0
+    pruned: int = 0
+    interrupted: bool = False
+
+    @property
+    def best_s(self) -> float:
+        """Return the least step time so far, by the analytical engine."""
+        return min((seconds for seconds, _ in self.judged), default=np.inf)
 
 
 def search_mixed(request: Request) -> PlanResult:
@@ -38,83 +62,166 @@ def search_mixed(request: Request) -> PlanResult:
     """
     started = time.perf_counter()
     deadline = started + 0.9 * request.budget_s
-    judged: list[tuple[float, Plan]] = []
-    bounds: list[float] = []
-    ladder: dict[str, float] = {}
-    evaluated = pruned = 0
-    interrupted = False
-    for use in _sets(request):
-        best = min((seconds for seconds, _ in judged), default=np.inf)
-        problem = price_stages(request, use)
-        left = deadline - time.perf_counter()
-        solution = solve(problem, budget_s=max(left, 0.05), target_gap=0.008, beat_s=best)
-        evaluated += solution.evaluated
-        bounds.append(solution.lower_bound_s)
-        interrupted |= solution.interrupted
-        if not ladder:
-            ladder = dict(solution.ladder)
-        pruned += solution.excluded
-        judged.extend(_judge(request, problem, solution))
-    order = sorted(judged, key=lambda one: one[0])
-    predictions = [_predicted(request, plan) for _, plan in order[: 2 * request.top]]
-    fitting = [one for one in predictions if one.memory.fits]
-    plans, error = ranked(fitting, request.objectives, request.limits, request.top)
-    best_s = plans[0].prediction.step_time_s if plans else 0.0
-    bound = min([*bounds, best_s]) if plans else 0.0
-    ladder["configuration"] = bound
-    if request.engine != "analytical":
-        bound = min(ladder.get("compute", 0.0), best_s)
+    found, notes = _Found(), _notes(request)
+    sets = _sets(request)
+    price = request.objectives[0] != "time" or request.limits.max_usd is not None
+    for use in sets:
+        _search_set(request, use, found, deadline, every=price)
+    predictions = _predictions(request, found, deadline)
+    plans, error = ranked(predictions, request.objectives, request.limits, request.top)
+    if not plans:
+        return PlanResult(
+            plans=(), lower_bound_step_time_s=0.0, gap=0.0, binding="memory", evaluated=found.evaluated,
+            pruned=found.pruned, wall_s=time.perf_counter() - started, space=SPACE,
+            interrupted=found.interrupted, infeasible=nothing_fits(request, sets), notes=tuple(notes),
+        )  # fmt: skip
+    bound = _bound(request, found, sets, notes)
+    best_s = plans[0].prediction.step_time_s
     return PlanResult(
         plans=plans,
-        lower_bound_step_time_s=bound,
-        gap=best_s / bound - 1.0 if bound > 0 else 0.0,
-        binding=plans[0].prediction.bottleneck if plans else "",
-        evaluated=evaluated + len(judged),
-        pruned=pruned,
+        lower_bound_step_time_s=min(bound, best_s),
+        gap=max(0.0, best_s / bound - 1.0) if bound > 0 else np.inf,
+        binding=plans[0].prediction.bottleneck,
+        evaluated=found.evaluated + len(found.judged),
+        pruned=found.pruned,
         wall_s=time.perf_counter() - started,
         space=SPACE,
-        ladder={name: float(value) for name, value in ladder.items()},
-        interrupted=interrupted,
-        infeasible=error if plans else InfeasibleError("nothing fits"),
+        ladder={name: float(value) for name, value in found.ladder.items()} | {"configuration": float(bound)},
+        interrupted=found.interrupted,
+        infeasible=error,
+        notes=tuple(notes),
+        front=front_of(predictions, request.limits),
     )
 
 
+def _notes(request: Request) -> list[str]:
+    """Return what is left out before any search, and why."""
+    nodes, notes = request.cluster.nodes, []
+    unable = [g.device.name for g in nodes if not g.device.supports(request.precision)]
+    if unable:
+        names = ", ".join(dict.fromkeys(unable))
+        notes.append(f"{names}: no {request.precision} in hardware, left idle; --dtype fp16 may use them")
+    vendors = sorted({g.device.vendor for g in nodes if g.device.supports(request.precision)})
+    if len(vendors) > 1:
+        notes.append(f"no collective joins devices of {' and '.join(vendors)}: each vendor was planned alone")
+    return notes
+
+
 def _sets(request: Request) -> list[tuple[int, ...]]:
-    """Return the sets of node groups that may train together, the largest first: one vendor, the precision."""
+    """Return the sets of node groups that may train together, the largest first: one vendor, the precision.
+
+    Of many groups: all of a vendor, all but one, and each alone.
+    """
     nodes = request.cluster.nodes
     able = [g for g, group in enumerate(nodes) if group.device.supports(request.precision)]
-    found = []
-    for size in range(len(able), 0, -1):
-        for use in combinations(able, size):
-            if len({nodes[g].device.vendor for g in use}) == 1:
-                found.append(use)
-    return found
+    found: dict[tuple[int, ...], None] = {}
+    for vendor in dict.fromkeys(nodes[g].device.vendor for g in able):
+        own = [g for g in able if nodes[g].device.vendor == vendor]
+        most = range(len(own), 0, -1)
+        for size in most if len(own) <= _MANY_GROUPS else (len(own), len(own) - 1, 1):
+            found.update(dict.fromkeys(combinations(own, size)))
+    return sorted(found, key=lambda use: -sum(nodes[g].num_devices for g in use))
+
+
+def _search_set(
+    request: Request, use: tuple[int, ...], found: _Found, deadline: float, *, every: bool
+) -> None:
+    """Search the plans that use some node groups, unless computation alone says they cannot be better.
+
+    With `every`, the fastest plan matters no more than others: each set is searched for its own best.
+    """
+    best = np.inf if every else found.best_s
+    problem = capped(price_stages(request, use), request.max_devices)
+    simple = work_bound(problem)
+    left = deadline - time.perf_counter()
+    if simple >= best or (left <= 0.0 and found.judged):
+        found.bounds.append(simple)
+        found.pruned += simple >= best
+        found.interrupted |= simple < best
+        return
+    solution = solve(problem, budget_s=max(left, 0.05), target_gap=0.008, beat_s=best)
+    found.evaluated += solution.evaluated
+    found.pruned += solution.excluded
+    found.interrupted |= solution.interrupted
+    # Fewer devices than the set has can be chosen in other ways than the one searched.
+    fewer = request.max_devices is not None and sum(problem.counts) >= request.max_devices
+    bound = simple if fewer else solution.lower_bound_s
+    found.bounds.append(bound)
+    found.ladder = found.ladder or dict(solution.ladder)
+    found.judged.extend(_judge(request, problem, solution))
+    left = deadline - time.perf_counter()
+    if left > 0.0 and (every or min(found.best_s, best) > bound * (1.0 + _GAP)):
+        _search_apart(request, use, found, left)
+
+
+def _search_apart(request: Request, use: tuple[int, ...], found: _Found, left: float) -> None:
+    """Look for plans again with gradient collectives not at their best, which draws the search elsewhere."""
+    problem = capped(price_stages(request, use, apart=True), request.max_devices)
+    solution = solve(problem, budget_s=left, target_gap=0.008)
+    found.evaluated += solution.evaluated
+    found.judged.extend(_judge(request, problem, solution))
+
+
+def capped(problem: Problem, max_devices: int | None) -> Problem:
+    """Return the problem on at most so many devices, those that do most work first."""
+    if max_devices is None or sum(problem.counts) <= max_devices:
+        return problem
+    usable = np.where(problem.max_in_flight > 0, problem.time_s, np.inf)
+    work = usable * problem.takes.sum(1)[:, None] / problem.micro_batch[:, None]
+    middle = int(problem.types[1, 2])
+    pace = [work[problem.takes[:, k] > 0, middle].min(initial=np.inf) for k in range(len(problem.counts))]
+    counts, left = [0] * len(problem.counts), max_devices
+    for kind in np.argsort(pace, kind="stable"):
+        counts[kind] = min(left, problem.counts[kind])
+        left -= counts[kind]
+    return replace(problem, counts=tuple(counts))
 
 
 def _judge(request: Request, problem: Problem, solution: Solution) -> list[tuple[float, Plan]]:
-    """Return the plans of a solution's arrangements and their step times by the analytical engine."""
-    plans: list[Plan] = []
+    """Return plans of the arrangements, as they are and with shares balanced anew, and their step times."""
+    made = []
     for arrangement in solution.others[:_JUDGED]:
         plan = plan_of(request, problem, arrangement)
-        if plan is not None:
-            plans.append(plan)
-    seconds = engine_seconds(request, plans)
-    return list(zip(seconds, plans, strict=True))
-
-
-def engine_seconds(request: Request, plans: Sequence[Plan]) -> list[float]:
-    """Return the step times of plans by the analytical engine."""
-    made = []
-    for plan in plans:
-        case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
-        step = step_times(build_batch([case], request.constants))
-        last = step.parts["optimizer"]
-        made.append(float((step.total - last).max() + last.max()))
+        if plan is None:
+            continue
+        made.append((engine_seconds(request, [plan])[0], plan))
+        again = engine_shares(request, problem, arrangement, plan)
+        other = None if again is None else plan_of(request, problem, again)
+        if other is not None:
+            made.append((engine_seconds(request, [other])[0], other))
     return made
 
 
-def _predicted(request: Request, plan: Plan) -> Prediction:
-    return predict(
-        request.model, request.cluster, plan, framework=request.framework, engine=request.engine,
-        tokens=request.tokens, usd_per_device_hour=request.usd_per_device_hour, timeline=False,
-    )  # fmt: skip
+def _predictions(request: Request, found: _Found, deadline: float) -> list[Prediction]:
+    """Return the predictions of the best plans that fit, the best on each number of devices among them."""
+    order = sorted(found.judged, key=lambda one: one[0])
+    first: dict[int, Plan] = {}
+    for _, plan in order:
+        first.setdefault(len(plan.ranks), plan)
+    wanted = [*[plan for _, plan in order[: request.top]], *first.values()]
+    wanted += [plan for _, plan in order[request.top : 4 * request.top]]
+    made: list[Prediction] = []
+    seen: list[Plan] = []
+    for plan in wanted:
+        if plan in seen or (time.perf_counter() > deadline and len(made) >= request.top):
+            continue
+        seen.append(plan)
+        one = predicted(request, plan)
+        if one.memory.fits:
+            made.append(one)
+        if len(made) >= 2 * request.top + len(first):
+            break
+    return made
+
+
+def _bound(request: Request, found: _Found, sets: Sequence[tuple[int, ...]], notes: list[str]) -> float:
+    """Return a step time that no plan of the space beats, by the engine asked for."""
+    bound = min(found.bounds, default=0.0)
+    if request.engine == "analytical":
+        return bound
+    notes.append(
+        f"the bound for engine {request.engine} is that of computation alone, spread over all devices: it "
+        "overlaps messages that the analytical engine adds"
+    )
+    return min(work_bound(capped(price_stages(request, use, compute_only=True), request.max_devices))
+               for use in sets)  # fmt: skip

@@ -1,9 +1,10 @@
 """The best pipeline when devices have prices: what column generation asks, with a bound on the answer.
 
-A pipeline of micro-batch m with slowest stage b and tail w gets through m * ((T - w - sum of stage times) / b + 1)
-samples in T seconds. With b and w held between limits, the sum over stages is all that is left, so a shortest
-path over cuts gives the best pipeline of such a *box* and a bound on every pipeline in it. Boxes are split, the
-most promising first, until the bound is met by a pipeline that exists.
+A pipeline of micro-batch m with slowest stage b and tail w gets through
+m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum over
+stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a bound on
+every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline that
+exists.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,11 @@ class Box:
     def value(self, seconds: float) -> float:
         """Return a bound on samples less prices of every pipeline in the box in so many seconds."""
         return self.micro_batch * ((seconds - self.tail_s[0]) / self.bottleneck_s[0] + 1.0) - self.cost
+
+
+def same_limits(one: Box, other: Box) -> bool:
+    """Return whether two boxes are the same."""
+    return one.bottleneck_s == other.bottleneck_s and one.tail_s == other.tail_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +87,7 @@ class Pricing:
         while edges[-1] > low:
             edges.append(edges[-1] / _RATIO)
         for size in np.unique(problem.micro_batch):
-            for upper, lower in zip(edges[:-1], edges[1:], strict=True):
+            for upper, lower in pairwise(edges):
                 self._add(int(size), (lower, upper), (float(tails.min()), float(tails.max())))
 
     def best(self, seconds: float, tolerance: float, goal: float) -> tuple[float, list[Template]]:
@@ -105,8 +111,11 @@ class Pricing:
                 break
             heapq.heappop(heap)
             del self.boxes[id(box)]
-            for part in self._split(box, seconds):
+            parts = self._split(box, seconds)
+            for part in parts:
                 heapq.heappush(heap, (-part.value(seconds), next(order), part))
+            if any(same_limits(part, box) for part in parts):
+                break
         bound = -heap[0][0] if heap else -np.inf
         order_by_worth = sorted(found, key=found.__getitem__, reverse=True)
         return bound, [one for one in order_by_worth if found[one] > goal]
@@ -125,9 +134,10 @@ class Pricing:
         return size * max((seconds - last - times.sum()) / times.max() + 1.0, 0.0) - price
 
     def _split(self, box: Box, seconds: float) -> list[Box]:
-        """Return the parts of a box below and above what its own pipeline does, where that loosens the bound more.
+        """Return the parts of a box below and above what its own pipeline does, by what loosens the bound more.
 
-        Above, the pipeline's worth is what the bound says of it; below, it is no longer allowed.
+        Above, the pipeline's worth is what the bound says of it; below, it is no longer allowed. A box whose
+        tail alone outlasts the time may not come apart: its bound is then as tight as it gets.
         """
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
@@ -190,8 +200,8 @@ def cheapest_path(
     Returns
     -------
     (cost, template) or None
-        Exact: a shortest path over cuts, one layer of the graph for each number of stages still to come, since
-        that number is what a stage has in flight.
+        Exact: a shortest path over cuts, one layer of the graph for each number of stages still to come,
+        since that number is what a stage has in flight.
     """
     find = _path_of_arrays if _compiled() is None else _path_of_loops
     return find(problem, tail_s, prices, micro_batch, bottleneck_s, longest_tail_s)
@@ -213,8 +223,8 @@ def _path_of_loops(
     after, stops = np.full((deepest + 1, layers + 1), np.inf), np.full((deepest + 1, layers + 1), -1)
     best, depth = _compiled()(
         times, tail_s[options], rooms, (problem.takes[options] @ prices).astype(float),
-        micro_batch / bottleneck_s[0], bottleneck_s[1] * (1 + 1e-12), longest_tail_s * (1 + 1e-12), most, deepest,
-        problem.bands, least, after, chosen, stops,
+        micro_batch / bottleneck_s[0], bottleneck_s[1] * (1 + 1e-12), longest_tail_s * (1 + 1e-12),
+        most, deepest, problem.bands, least, after, chosen, stops,
     )  # fmt: skip
     if depth == 0:
         return None

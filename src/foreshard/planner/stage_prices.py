@@ -23,7 +23,7 @@ from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import RankShape, layer_shape
 from foreshard.planner.problem import Problem
 from foreshard.planner.request import Request
-from foreshard.predict.analytical import stage_times, tail_times
+from foreshard.predict.analytical import StageTimes, stage_times, tail_times
 from foreshard.predict.batch import Batch, Pipeline, domain_block
 from foreshard.predict.machine import Machine
 from foreshard.predict.memory import nccl_channels
@@ -68,6 +68,8 @@ def price_stages(
     *,
     reserve_bytes: float = 0.0,
     extra: Sequence[StageKind] = (),
+    compute_only: bool = False,
+    apart: bool = False,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
@@ -80,6 +82,11 @@ def price_stages(
         Memory of each device to leave free.
     extra : sequence of StageKind
         Options to price besides.
+    compute_only : bool
+        Stages take as long as their computation alone.
+    apart : bool
+        Pipelines share no link domain and are as wide as each other, instead of at their best: no bound, but
+        nearer to what plans take.
     """
     kinds = list(dict.fromkeys((*_options(request, use), *extra)))
     types = _stage_types(request)
@@ -88,12 +95,12 @@ def price_stages(
     batch = _batch(request, use, kinds, types, crosses=crosses)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
-    time_s = np.broadcast_to(stage.total, shape)
-    tails = []
-    for copies in _copies(request):
-        wide = _batch(request, use, kinds, types, copies=copies)
-        sync, optimizer = tail_times(wide, stage)
-        tails.append(np.broadcast_to(sync + optimizer, shape).T)
+    seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
+    time_s = np.broadcast_to(seconds, shape)
+    alone = _batch(request, use, kinds, types)
+    tails = [
+        np.broadcast_to(_tail(alone, stage, copies, apart=apart), shape).T for copies in _copies(request)
+    ]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
     for i, kind in enumerate(kinds):
@@ -114,6 +121,24 @@ def price_stages(
         jitter=request.constants.jitter,
         names=tuple(kinds),
     )
+
+
+def _tail(batch: Batch, stage: StageTimes, copies: int, *, apart: bool) -> np.ndarray:
+    """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
+
+    Other pipelines have at least half as many inner data-parallel ranks for the same layers, and a domain
+    holds no more replicas than stages as narrow as this one find room for; both are terms of the space.
+    """
+    rank = batch.machine.rank
+    replicas = rank.shard + (copies - 1) * np.ceil(rank.shard / 2.0)
+    stride = rank.tp
+    if apart:
+        replicas = rank.shard * copies
+        own = np.minimum(rank.shard, np.maximum(1.0, np.floor(batch.machine.fabric.domain / rank.tp)))
+        stride = np.where(replicas > 1, batch.machine.fabric.domain / own * (1.0 - 1e-9), 1.0)
+    spread = replace(rank, dp=replicas, copies=replicas / rank.shard, sync_stride=stride)
+    sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
+    return np.asarray(sync + optimizer)
 
 
 def _copies(request: Request) -> tuple[int, ...]:
@@ -146,7 +171,7 @@ def _options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
                     micro_batch=size,
                     recompute=rule,
                     zero=zero if width > 1 else min(zero, 1),
-                )  # fmt: skip
+                )
             )
     return found
 
@@ -195,10 +220,9 @@ def _batch(
     kinds: Sequence[StageKind],
     types: _Types,
     *,
-    copies: int = 2,
     crosses: bool = False,
 ) -> Batch:
-    """Return stages as rows and options as columns, in a plan of so many pipelines."""
+    """Return stages as rows and options as columns, each alone in its plan."""
     model, framework, nodes = request.model, request.framework, request.cluster.nodes
     fabrics = [_fabric(request, (g,)) for g in range(len(nodes))]
     joined = _fabric(request, use)
@@ -214,7 +238,7 @@ def _batch(
         sync=_row([joined for _ in kinds], Fabric),
         link=fabric,
         traits=_row([traits[kind.node_group] for kind in kinds], Traits),
-        rank=_row([_rank(request, kind, copies) for kind in kinds], RankShape),
+        rank=_row([_rank(request, kind) for kind in kinds], RankShape),
         constants=request.constants,
     )
     rules = [recompute_of(kind.recompute, 1) for kind in kinds]
@@ -248,14 +272,14 @@ def _kernels(request: Request, nodes: NodeGroup) -> KernelModel:
     return kernel_model(nodes.device, precision, attention=attention)
 
 
-def _rank(request: Request, kind: StageKind, copies: int) -> RankShape:
-    """Return how a rank runs layers when replicas are as near to each other as they can be."""
+def _rank(request: Request, kind: StageKind) -> RankShape:
+    """Return how a rank runs layers when its stage is as close together as can be."""
     low = request.precision in ("fp8", "mxfp8", "nvfp4")
     four = request.precision == "nvfp4"
     wide = 4.0 if request.precision in ("fp32", "tf32") else 2.0
     tp = float(kind.tp)
     return RankShape(
-        tp=tp, cp=1.0, ep=1.0, etp=1.0, dp=float(kind.inner_dp * copies), copies=float(copies),
+        tp=tp, cp=1.0, ep=1.0, etp=1.0, dp=float(kind.inner_dp), copies=1.0,
         sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.inner_dp),
         micro_batch=float(kind.micro_batch), seq_len=float(request.seq_len), low=float(low),
         four_bit=float(four), matrix_bytes=0.5 if four else 1.0 if low else wide, element_bytes=wide,
@@ -305,7 +329,7 @@ def _rooms(request: Request, kinds: Sequence[StageKind], types: _Types, reserve_
 
 
 def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray) -> float:
-    """Return the least devices any pipeline takes: more than a link domain has, and its messages must leave it."""
+    """Return the least devices any pipeline takes; of more than a link domain has, its messages leave it."""
     devices = np.array([kind.tp * kind.inner_dp for kind in kinds])
     least = np.append(np.where(rooms > 0, devices[None, :], np.inf).min(1), np.inf)
     places = len(types.table) - 1

@@ -1,0 +1,72 @@
+"""Why no pipeline fits on devices of several kinds, and the nearest change that lets one fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from foreshard.errors import InfeasibleError
+from foreshard.planner.pricing import cheapest_path
+from foreshard.planner.problem import Problem
+from foreshard.planner.request import Request
+from foreshard.planner.stage_prices import price_stages
+
+_GROW = (2, 4, 8, 16, 32)
+_SHORTER = (2, 4, 8)
+
+
+def nothing_fits(request: Request, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
+    """Return the error that names what binds, and a change that was tried and fits.
+
+    Parameters
+    ----------
+    request : Request
+    sets : sequence of tuple of int
+        Node groups that may train together, the largest set first.
+    """
+    memory = sum(
+        request.cluster.nodes[g].num_devices * request.cluster.nodes[g].device.capacity_bytes for g in sets[0]
+    )
+    devices = sum(request.cluster.nodes[g].num_devices for g in sets[0])
+    fix = next(
+        (text for text, changed in _changes(request) if any(_fits(changed, use) for use in sets)), None
+    )
+    return InfeasibleError(
+        f"no pipeline of {request.model.name} fits {devices} devices with {memory / 2**30:,.0f} GiB together",
+        key="memory", value=f"{memory / 2**30:.0f} GiB",
+        rule="every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
+        "after it",
+        fix=fix or "Use devices with more memory, many more of them, or a smaller model",
+    )  # fmt: skip
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield changes of the request, the least first."""
+    if request.max_devices is not None:
+        yield "Leave out --max-devices", replace(request, max_devices=None)
+    if request.optimizer == "adamw":
+        yield "Use --optimizer adamw-8bit", replace(request, optimizer="adamw-8bit")
+    for factor in _SHORTER:
+        if request.seq_len % factor == 0 and request.seq_len // factor >= 256:
+            text = f"Use --seq {request.seq_len // factor}"
+            yield text, replace(request, seq_len=request.seq_len // factor)
+    for factor in _GROW:
+        nodes = tuple(replace(group, count=group.count * factor) for group in request.cluster.nodes)
+        cluster = replace(request.cluster, nodes=nodes)
+        yield f"Use {factor} times as many nodes", replace(request, cluster=cluster)
+
+
+def _fits(request: Request, use: tuple[int, ...]) -> bool:
+    """Return whether the least pipeline takes no more devices than there are."""
+    problem = price_stages(request, use)
+    return least_devices(problem) <= sum(problem.counts)
+
+
+def least_devices(problem: Problem) -> float:
+    """Return the fewest devices a pipeline takes, inf where none fits."""
+    ones, none = np.ones(len(problem.counts)), np.zeros_like(problem.time_s)
+    sizes = np.unique(problem.micro_batch)
+    found = [cheapest_path(problem, none, ones, int(size), (1e12, 1e12), np.inf) for size in sizes]
+    return min((float(round(one[0])) for one in found if one), default=float("inf"))

@@ -1,0 +1,180 @@
+"""No plan of the stated space is faster by the engine than by the problem; alone, both agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.planner.judge import engine_seconds, engine_shares
+from foreshard.planner.mapping import plan_of
+from foreshard.planner.problem import (
+    Arrangement,
+    Part,
+    Problem,
+    faults,
+    step_seconds,
+    takes_of,
+    template_faults,
+)
+from foreshard.planner.request import Request, checked_request
+from foreshard.planner.stage_prices import price_stages
+from foreshard.predict.batch import domain_block, link_domains, stage_strides
+from foreshard.predict.step import predict
+from foreshard.spec.checks import check_plan
+from foreshard.spec.plan import Plan
+
+BATCH = 64
+CASES = [
+    ("llama3-8b", "1x8xa100-sxm-80gb+1x8xh100-sxm@400Gb/s", 4096, "bf16"),
+    ("llama3.2-1b", "2x4xa100-sxm-40gb+2x4xv100-sxm-16gb@100Gb/s", 2048, "fp16"),
+    ("gemma-2b", "1x8xa100-sxm-80gb+2x4xa100-sxm-40gb", 2048, "bf16"),
+    ("llama3-70b", "4x8xh100-sxm+4x8xa100-sxm-80gb@400Gb/s", 4096, "bf16"),
+    ("llama3.2-1b", "1x1xrtx-3090+1x1xa100-sxm-40gb@10Gb/s", 1024, "bf16"),
+]
+
+
+def asked(model: str, cluster: str, seq_len: int, precision: str) -> Request:
+    return checked_request(
+        load_model(model),
+        load_cluster(cluster),
+        global_batch=BATCH,
+        seq_len=seq_len,
+        precision=precision,
+    )
+
+
+def some_arrangement(problem: Problem, rng: np.random.Generator) -> Arrangement | None:
+    """Draw pipelines of random options and cuts, and random shares of at least a micro-batch."""
+    left, templates = np.array(problem.counts), []
+    for _ in range(int(rng.integers(1, 5))):
+        size, stages = int(rng.choice(problem.micro_batch)), int(rng.integers(1, 5))
+        options = np.flatnonzero((problem.micro_batch == size) & np.all(problem.takes <= left, axis=1))
+        if not len(options):
+            continue
+        chosen = rng.choice(options, stages)
+        inner = sorted(rng.choice(np.arange(1, problem.num_layers), stages - 1, replace=False).tolist())
+        cuts = [0, *inner, problem.num_layers]
+        template = tuple(
+            Part(option=int(o), start=a, stop=b) for o, a, b in zip(chosen, cuts[:-1], cuts[1:], strict=True)
+        )
+        if np.all(takes_of(problem, template) <= left) and not template_faults(problem, template):
+            templates.append(template)
+            left = left - takes_of(problem, template)
+    sizes = [int(problem.micro_batch[one[0].option]) for one in templates]
+    if not templates or sum(sizes) > BATCH:
+        return None
+    extra = rng.multinomial(BATCH - sum(sizes), rng.dirichlet(np.ones(len(sizes))))
+    shares = tuple(int(size + more) for size, more in zip(sizes, extra, strict=True))
+    return Arrangement(templates=tuple(templates), shares=shares)
+
+
+def in_space(plan: Plan, request: Request) -> bool:
+    """Return whether a plan keeps the last two terms of the stated space."""
+    nodes, domains = request.cluster.nodes, link_domains(request.cluster)
+    ends = np.cumsum([group.num_devices for group in nodes])
+    stages = [stage for group in plan.groups for stage in group.stages]
+    for stage in stages:
+        (start, stop), *_ = stage.layers
+        for other in stages:
+            meets = other.layers[0][0] < stop and start < other.layers[0][1]
+            if meets and stage.inner_dp > 2 * other.inner_dp:
+                return False
+        group = nodes[int(np.searchsorted(ends, stage.ranks[0], side="right"))]
+        strides = stage_strides(plan, stage, domains, domain_block(group))
+        if len(plan.groups) > 1 and strides["sync_stride"] < stage.tp * (1 - 1e-6):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
+def test_no_plan_is_faster_by_the_engine(case):
+    request, rng = asked(*case), np.random.default_rng(11)
+    judged = 0
+    for use in ((0, 1), (0,), (1,)):
+        problem = price_stages(request, use)
+        for _ in range(1500):
+            arrangement = some_arrangement(problem, rng)
+            if arrangement is None or judged >= 40 * (1 + len(use) % 2):
+                continue
+            used = np.sum([takes_of(problem, one) for one in arrangement.templates], axis=0)
+            if not np.all(used[list(use)] > 0):
+                continue
+            plan = plan_of(request, problem, arrangement)
+            if plan is None or not in_space(plan, request):
+                continue
+            assert not faults(problem, arrangement)
+            check_plan(plan, request.model, request.cluster)
+            assert step_seconds(problem, arrangement) <= engine_seconds(request, [plan])[0] * (1 + 1e-9)
+            judged += 1
+    assert judged >= 20
+
+
+def test_a_pipeline_alone_costs_what_the_engine_says():
+    """One kind of device, one pipeline over several nodes: nothing is unknown to the problem."""
+    request, rng = asked(*CASES[3]), np.random.default_rng(5)
+    problem = price_stages(request, (0,))
+    compared = 0
+    while compared < 15:
+        arrangement = some_arrangement(problem, rng)
+        if arrangement is None or len(arrangement.templates) > 1:
+            continue
+        plan = plan_of(request, problem, arrangement)
+        if plan is None:
+            continue
+        assert step_seconds(problem, arrangement) == pytest.approx(
+            engine_seconds(request, [plan])[0], rel=1e-9
+        )
+        compared += 1
+
+
+def test_engine_seconds_are_those_of_a_prediction():
+    request, rng = asked(*CASES[0]), np.random.default_rng(2)
+    problem = price_stages(request, (0, 1))
+    arrangement = next(one for one in (some_arrangement(problem, rng) for _ in range(1000)) if one)
+    plan = plan_of(request, problem, arrangement)
+    found = predict(request.model, request.cluster, plan, engine="analytical")
+    assert engine_seconds(request, [plan])[0] == pytest.approx(found.step_time_s, rel=1e-12)
+
+
+def test_memory_of_the_problem_is_never_more_than_the_engine_finds():
+    """A stage with room for its micro-batches fits but for communicators of plans with many pipelines."""
+    request, rng = asked(*CASES[3]), np.random.default_rng(9)
+    problem = price_stages(request, (0,))
+    checked = 0
+    while checked < 12:
+        arrangement = some_arrangement(problem, rng)
+        plan = None if arrangement is None else plan_of(request, problem, arrangement)
+        if plan is None:
+            continue
+        memory = predict(request.model, request.cluster, plan, engine="analytical").memory
+        assert memory.peak_bytes <= memory.capacity_bytes * 1.02
+        checked += 1
+
+
+def test_shares_by_the_engine_are_no_worse():
+    request, rng = asked(*CASES[1]), np.random.default_rng(4)
+    problem = price_stages(request, (0, 1))
+    changed = 0
+    for _ in range(400):
+        arrangement = some_arrangement(problem, rng)
+        if arrangement is None or len(arrangement.templates) < 2 or changed >= 10:
+            continue
+        plan = plan_of(request, problem, arrangement)
+        other = None if plan is None else engine_shares(request, problem, arrangement, plan)
+        if other is None:
+            continue
+        assert sum(other.shares) == BATCH and min(other.shares) >= 1
+        before = engine_seconds(request, [plan])[0]
+        after = engine_seconds(request, [plan_of(request, problem, other)])[0]
+        assert after <= before * 1.02
+        changed += 1
+    assert changed >= 5
+
+
+def test_compute_alone_is_less_than_all():
+    request = asked(*CASES[0])
+    whole, least = price_stages(request, (0, 1)), price_stages(request, (0, 1), compute_only=True)
+    finite = np.isfinite(whole.time_s)
+    assert np.all(least.time_s[finite] < whole.time_s[finite])
