@@ -1,8 +1,8 @@
 """Sailor's iteration time, restated: what its simulator computes, for groups of replicas that may differ.
 
-A `Group` is what Sailor calls a pipeline: replicas with the same cuts, each stage as slow as its slowest replica.
-Sailor gives every group the same micro-batch and as many of them; here each group has its own. Everything else is
-its formula (`Simulator.get_time_per_pipeline`, `estimate_sync_time`, `check_config_fits`).
+A `Group` is what Sailor calls a pipeline: replicas with the same cuts, each stage as slow as its slowest
+replica. Sailor gives every group the same micro-batch and as many of them; here each group has its own. All
+else is its formula (`Simulator.get_time_per_pipeline`, `estimate_sync_time`, `check_config_fits`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 NUM_LAYERS = 26
@@ -62,7 +63,7 @@ def kind_of(layer: int) -> int:
 
 @functools.cache
 def compute_seconds(gpu: str, tp: int, start: int, stop: int, micro_batch: int) -> float:
-    """Return forward and backward of one micro-batch over layers [start, stop); inf if it was not measured."""
+    """Return forward and backward of one micro-batch over layers [start, stop); inf if not measured."""
     row = times().get((gpu, tp, micro_batch))
     if row is None:
         return math.inf
@@ -156,15 +157,15 @@ def message_bytes(layer: int, micro_batch: int) -> int:
 def sync_seconds(groups: tuple[Group, ...]) -> float:
     """Return the all-reduce over all replicas: the longest of any stage.
 
-    A device reduces what it holds, over the slowest link between neighbours of the ring that hold any of it. Where
-    all replicas cut alike this is Sailor's formula for one pipeline that holds them all.
+    A device reduces what it holds, over the slowest link between neighbours of the ring that hold any of it.
+    Where all replicas cut alike this is Sailor's formula for one pipeline that holds them all.
     """
     replicas = [replica for group in groups for replica in group.replicas]
     slowest = 0.0
     for start, stop in {(s.start, s.stop) for replica in replicas for s in replica}:
         held = [tuple(s for s in replica if s.start < stop and s.stop > start) for replica in replicas]
         split = min(s.tp for stages in held for s in stages if (s.start, s.stop) == (start, stop))
-        neighbours = set(zip(held, held[1:], strict=False))
+        neighbours = set(pairwise(held))
         for pair in {(a.gpu, b.gpu) for x, y in neighbours for a in x for b in y}:
             slowest = max(
                 slowest, all_reduce_seconds(gradient_bytes(start, stop) / split, len(replicas), *pair)

@@ -1,4 +1,4 @@
-"""Sailor's own simulator from a checkout of eth-easl/sailor, fed with plans of ours; nothing of it is copied here.
+"""Sailor's own simulator from a checkout of eth-easl/sailor, fed with plans of ours; none of it is copied.
 
 The checkout needs `sailor/` of the repository only; importing it takes torch, numpy and pandas.
 """
@@ -61,15 +61,15 @@ class Theirs:
     def seconds(self, groups: tuple[Group, ...]) -> float:
         """Return `get_time_per_pipeline` of the slowest group and `estimate_sync_time` over all replicas.
 
-        Their two functions, called as `simulate_iteration_time` calls them but for each group's own micro-batch
-        and number of them. All replicas must cut alike: then they are one pipeline of theirs.
+        Their two functions, called as `simulate_iteration_time` calls them but for each group's own
+        micro-batches. All replicas must cut alike: then they are one pipeline of theirs.
         """
         slowest = max(self._pipeline_s(group) for group in groups)
         everyone = Group(tuple(r for group in groups for r in group.replicas), groups[0].micro_batch, 1)
         return slowest + self._sync_s([everyone])
 
     def apart(self, groups: tuple[Group, ...]) -> float:
-        """Return the same with each group a pipeline of its own, all-reduced by their two-step rule for those."""
+        """Return the same with each group a pipeline of its own, all-reduced by their rule for those."""
         return max(self._pipeline_s(group) for group in groups) + self._sync_s(list(groups))
 
     def _pipeline_s(self, group: Group) -> float:
