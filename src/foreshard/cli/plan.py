@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,18 +11,22 @@ from foreshard.cli.answer import answering, cannot_write, dump, give, say, write
 from foreshard.cli.options import Amount, Count, Word
 from foreshard.cli.settings import configurable
 from foreshard.cli.watched import watched
-from foreshard.errors import SpecError
+from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
+    from foreshard.report.rivals import Rival
     from foreshard.report.screen import Screen
     from foreshard.report.sensitivity import Gain
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.model import Model
+    from foreshard.spec.plan import Plan
 
 INTERRUPTED = 130
+RENT = "rent"
 _EXPLAIN_S = 5.0
+_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
 OBJECTIVES = ("time", "cost", "energy")
 
 
@@ -45,6 +49,25 @@ class Objectives(click.ParamType):  # type: ignore[type-arg]
         return words
 
 
+class Names(click.ParamType):  # type: ignore[type-arg]
+    """Names of other planners, joined by commas, or all."""
+
+    name = "all|NAME,NAME"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Return the names, or fail naming the known ones before anything is searched."""
+        from foreshard.planner.baselines import BASELINES
+
+        if isinstance(value, tuple):
+            return value
+        words = tuple(str(value).split(","))
+        for word in words:
+            Word("all", *BASELINES).convert(word, param, ctx)
+        return words
+
+
 @click.command("plan")
 @click.argument("model")
 @click.argument("cluster")
@@ -63,39 +86,53 @@ class Objectives(click.ParamType):  # type: ignore[type-arg]
 @click.option("--budget-s", type=Amount(), help="seconds to search (default 60)")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="where to search (default local)")
 @click.option("--usd-per-device-hour", type=Amount(), help="price instead of the catalog's")
+@click.option("--against", type=Names(), help="Compare with other planners: all, or names.")
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
 @click.option("--explain", is_flag=True, help="Search again on changed hardware: what each would gain.")
 @click.pass_context
 def command(
-    ctx: click.Context, /, model: str, cluster: str, report: str | None, explain: bool, **values: Any
+    ctx: click.Context,
+    /,
+    model: str,
+    cluster: str,
+    report: str | None,
+    explain: bool,
+    against: tuple[str, ...] | None,
+    **values: Any,
 ) -> None:
     """Find the best plans for MODEL on CLUSTER, and prove how far they can be from the best possible.
 
     Stops at a proven gap of 1 %, or at the budget. Ctrl-C prints the best plan so far. -o writes the chosen
-    plan as a file that predict --plan and export read.
+    plan as a file that predict --plan and export read. The word rent for CLUSTER searches the instances that
+    clouds sell, for a run of --tokens.
 
     \b
     foreshard plan llama3-8b 2x8xh100-sxm --global-batch 512 --seq 8192 -o plan.json
     foreshard plan llama3-8b 2x8xa100-sxm-80gb+1x8xh100-sxm --global-batch 512 --report plan.html
+    foreshard plan llama3-8b rent --global-batch 512 --tokens 1e12 --max-hours 1000
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
     _limits_need_tokens(values)
     asked = {name: value for name, value in values.items() if value is not None}
-    target = api.load_cluster(cluster)
     source = api.load_model(model)
+    if cluster == RENT:
+        _rent(ctx, source, asked, {"--report": report, "--explain": explain, "--against": against})
+        return
+    target = api.load_cluster(cluster)
     with watched(asked.get("budget_s")) as pressed:
         result = api.plan(source, target, **asked)
     gains = _gains(source, target, asked, result) if explain and result.plans and not pressed else ()
-    output = ctx.meta.pop("foreshard.output", None)
-    if output and result.plans:
-        write_text(output, dump(result.plans[0].plan.to_dict()) + "\n")
-        say(f"plan: {output}")
-    screen = _screen(result, source.name, target, gains, bool(pressed))
+    rivals = _rivals(source, target, asked, result, against) if against and not pressed else ()
+    _write_plan(ctx, [one.plan for one in result.plans[:1]])
+    screen = _screen(result, source.name, target, gains, rivals, bool(pressed))
     if report:
-        _write_report(report, result, target, screen, gains)
-    give(result.to_dict() | ({"explain": [one.to_dict() for one in gains]} if explain else {}), screen)
-    _leave(ctx, result, bool(pressed))
+        _write_report(report, result, target, screen, gains, rivals)
+    more: dict[str, Any] = {"explain": [one.to_dict() for one in gains]} if explain else {}
+    if against:
+        more["against"] = [one.to_dict() for one in rivals]
+    give(result.to_dict() | more, screen)
+    _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
 
 def _limits_need_tokens(values: dict[str, Any]) -> None:
@@ -120,19 +157,76 @@ def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanRe
     return sensitivity(lambda changed: api.plan(model, changed, **again), cluster, result)
 
 
+def _rivals(
+    model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult, names: tuple[str, ...]
+) -> tuple[Rival, ...]:
+    """Return what other planners come to on the same prices under the same engine."""
+    from foreshard.planner.baselines import judge
+    from foreshard.report.rivals import rival
+
+    bound_s = result.lower_bound_step_time_s if result.plans else None
+    ours_s = result.plans[0].prediction.step_time_s if result.plans else None
+    asked = {name: value for name, value in asked.items() if name in _JUDGED}
+    return tuple(rival(one, ours_s) for one in judge(model, cluster, names, bound_s=bound_s, **asked))
+
+
+def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], others: dict[str, Any]) -> None:
+    """Answer which instances to rent."""
+    from foreshard.planner.rental import rent
+    from foreshard.report.rental_table import rental_screen
+
+    for flag, value in others.items():
+        if value:
+            raise SpecError(
+                "renting compares clusters", key=flag, rule=f"{flag} is about one cluster",
+                fix="Plan on the cluster that is chosen",
+            )  # fmt: skip
+    if "tokens" not in asked:
+        raise SpecError(
+            "renting without the length of the run", key="--tokens",
+            rule="Time and price of the run follow from its tokens", fix="Give --tokens",
+        )  # fmt: skip
+    if ctx.get_parameter_source("objective") is click.core.ParameterSource.DEFAULT:
+        del asked["objective"]
+    with watched(asked.get("budget_s")) as pressed:
+        result = rent(model, **asked)
+    plans = [one.ranked.plan for one in result.offers[:1]]
+    _write_plan(ctx, plans)
+    give(result.to_dict(), lambda: rental_screen(result, model.name, pressed=bool(pressed)))
+    _leave(ctx, plans, result.infeasible, bool(pressed))
+
+
+def _write_plan(ctx: click.Context, plans: Sequence[Plan]) -> None:
+    """Write the chosen plan where -o says."""
+    output = ctx.meta.pop("foreshard.output", None)
+    if output and plans:
+        write_text(output, dump(plans[0].to_dict()) + "\n")
+        say(f"plan: {output}")
+
+
 def _screen(
-    result: PlanResult, model: str, cluster: Cluster, gains: tuple[Gain, ...], pressed: bool
+    result: PlanResult,
+    model: str,
+    cluster: Cluster,
+    gains: tuple[Gain, ...],
+    rivals: tuple[Rival, ...],
+    pressed: bool,
 ) -> Callable[[], Screen]:
     def made() -> Screen:
         from foreshard.report.plan_table import plan_screen
 
-        return plan_screen(result, model, cluster, gains=gains, pressed=pressed)
+        return plan_screen(result, model, cluster, gains=gains, rivals=rivals, pressed=pressed)
 
     return made
 
 
 def _write_report(
-    path: str, result: PlanResult, cluster: Cluster, screen: Callable[[], Screen], gains: tuple[Gain, ...]
+    path: str,
+    result: PlanResult,
+    cluster: Cluster,
+    screen: Callable[[], Screen],
+    gains: tuple[Gain, ...],
+    rivals: tuple[Rival, ...],
 ) -> None:
     from foreshard.report.html import write_page
     from foreshard.report.plan_html import plan_page
@@ -141,20 +235,22 @@ def _write_report(
         say(f"report: no plan to draw, {path} not written")
         return
     try:
-        size = write_page(path, plan_page(result, cluster, screen(), gains))
+        size = write_page(path, plan_page(result, cluster, screen(), gains, rivals))
     except OSError as error:
         raise cannot_write(path, error) from None
     say(f"report: {path} ({size / 1e6:.2f} MB)")
 
 
-def _leave(ctx: click.Context, result: PlanResult, pressed: bool) -> None:
+def _leave(
+    ctx: click.Context, plans: Sequence[Any], infeasible: ForeshardError | None, pressed: bool
+) -> None:
     """Exit with what the result means: interrupted, nothing fits or meets the limits, or found."""
     if pressed:
-        say("foreshard: interrupted" + ("" if result.plans else " before a plan was found"))
+        say("foreshard: interrupted" + ("" if plans else " before a plan was found"))
         ctx.exit(INTERRUPTED)
-    if result.infeasible is not None:
-        say(f"foreshard: {result.infeasible}")
-        ctx.exit(result.infeasible.exit_code)
+    if infeasible is not None:
+        say(f"foreshard: {infeasible}")
+        ctx.exit(infeasible.exit_code)
 
 
 command = answering(command)

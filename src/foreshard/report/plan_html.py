@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from foreshard.report import quantity
 from foreshard.report.plan_drawing import drawing, scatter
-from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, ranked_table
+from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, ranked_table, rivals_table
 from foreshard.report.screen import Screen, Table
 from foreshard.report.summary import PART_NAMES
 from foreshard.spec.cluster import Cluster
@@ -19,10 +19,17 @@ from foreshard.spec.prediction import TIME_PARTS, Prediction
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult, Ranked
+    from foreshard.report.rivals import Rival
     from foreshard.report.sensitivity import Gain
 
 
-def plan_page(result: PlanResult, cluster: Cluster, screen: Screen, gains: Sequence[Gain] = ()) -> str:
+def plan_page(
+    result: PlanResult,
+    cluster: Cluster,
+    screen: Screen,
+    gains: Sequence[Gain] = (),
+    rivals: Sequence[Rival] = (),
+) -> str:
     """Return the report as one HTML text.
 
     Parameters
@@ -33,6 +40,7 @@ def plan_page(result: PlanResult, cluster: Cluster, screen: Screen, gains: Seque
     screen : Screen
         What the command shows; its header, boxes and notes head the page.
     gains : sequence of Gain
+    rivals : sequence of Rival
     """
     chosen = result.plans[0]
     sections = [
@@ -47,6 +55,9 @@ def plan_page(result: PlanResult, cluster: Cluster, screen: Screen, gains: Seque
     ]  # fmt: skip
     if len(result.front) > 1:
         sections.append(_front(result.front))
+    if rivals:
+        lead = "Planners as published, on the same prices of stages, their plans timed by the same engine."
+        sections.append(_section("Other planners", lead, _table(rivals_table(rivals), caption=False)))
     if gains:
         lead = "The search again on a cluster changed in one thing, with the same engine."
         sections.append(

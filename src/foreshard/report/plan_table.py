@@ -13,6 +13,7 @@ from foreshard.spec.prediction import Prediction
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult, Ranked
+    from foreshard.report.rivals import Rival
     from foreshard.report.sensitivity import Gain
 
 _SHOWN_STAGES = 24
@@ -24,6 +25,7 @@ def plan_screen(
     cluster: Cluster,
     *,
     gains: Sequence[Gain] = (),
+    rivals: Sequence[Rival] = (),
     pressed: bool = False,
 ) -> Screen:
     """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn.
@@ -32,6 +34,8 @@ def plan_screen(
     ----------
     gains : sequence of Gain
         What other hardware would gain.
+    rivals : sequence of Rival
+        Other planners under the same judge.
     pressed : bool
         Whether Ctrl-C ended the search.
     """
@@ -43,6 +47,8 @@ def plan_screen(
     tables = [ranked_table(result.plans), drawn(chosen.plan, cluster)]
     if len(result.front) > 1:
         tables.append(front_table(result.front))
+    if rivals:
+        tables.append(rivals_table(rivals))
     if gains:
         tables.append(gains_table(gains))
     return Screen(
@@ -196,6 +202,23 @@ def front_table(plans: Sequence[Ranked]) -> Table:
         )
     columns = ("plan", ">devices", ">step", ">1B tokens", ">energy per step", "against the fastest")
     return table("The trade-off", columns, rows, spare=(">energy per step", "against the fastest"))
+
+
+def rivals_table(rivals: Sequence[Rival]) -> Table:
+    """Return other planners under the same judge."""
+    rows = [
+        (
+            one.name,
+            quantity.seconds(one.step_time_s),
+            "-" if one.ratio is None else f"{one.ratio:.2f}x",
+            quantity.percent(one.gap),
+            quantity.seconds(one.wall_s),
+            one.note,
+        )
+        for one in rivals
+    ]
+    columns = ("planner", ">step", ">against ours", ">above the bound", ">took", "note")
+    return _without_empty(table("Other planners, same judge", columns, rows))
 
 
 def gains_table(gains: Sequence[Gain]) -> Table:
