@@ -96,21 +96,28 @@ def grid_request(request: Request, cluster: Cluster, *, objective: str | None = 
 
 
 def _search(request: Request, deadline: float) -> _Searched:
-    """Search every size that may hold one of the best plans."""
+    """Search every size that may hold one of the best plans; Ctrl-C ends it once there is one."""
     searched = _Searched()
-    floor: float | None = None
     paid = request.objectives[0] != "time" or request.limits.max_usd is not None
-    for size in sizes_of(request.cluster, request.max_devices, whole_nodes=paid):
+    sizes = list(sizes_of(request.cluster, request.max_devices, whole_nodes=paid))
+    floor: float | None = None
+    for i, size in enumerate(sizes):
         beat = _beat(request, searched, size)
-        if beat < np.inf and floor is None:
-            floor = device_seconds_floor(grid_request(request, request.cluster))
-        least_s = (floor or 0.0) / size
-        if request.objectives[0] == "time" and not request.limits and least_s >= beat:
-            searched.skipped[size] = least_s
-        elif searched.interrupted or (searched.found and time.perf_counter() >= deadline):
-            searched.left[size] = least_s
-        else:
-            _search_size(request, searched, size, deadline, beat)
+        try:
+            if beat < np.inf and floor is None:
+                floor = device_seconds_floor(grid_request(request, request.cluster))
+            least_s = (floor or 0.0) / size
+            if request.objectives[0] == "time" and not request.limits and least_s >= beat:
+                searched.skipped[size] = least_s
+            elif searched.interrupted or (searched.found and time.perf_counter() >= deadline):
+                searched.left[size] = least_s
+            else:
+                _search_size(request, searched, size, deadline, beat)
+        except KeyboardInterrupt:
+            if not any(len(found.score) for found in searched.found):
+                raise
+            searched.left.update({left: (floor or 0.0) / left for left in sizes[i:]})
+            break
     return searched
 
 

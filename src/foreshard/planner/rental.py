@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.instances import instances as catalog_instances
-from foreshard.errors import ForeshardError, InfeasibleError, LimitError, SpecError
+from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.homogeneous import search_homogeneous
 from foreshard.planner.ranking import Limits, ranked
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.result import Ranked
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 
 DEFAULT_DEVICES = 512
@@ -31,7 +32,7 @@ class Offer:
     instance : str
     num_nodes : int
     usd_per_h : float
-        Of all nodes, on demand.
+        Of all nodes, on demand unless the caller gave another price.
     price_date : str, optional
     ranked : Ranked
         Its `why` compares the offer with the first.
@@ -97,6 +98,8 @@ def rent(
     max_devices: int = DEFAULT_DEVICES,
     objective: tuple[str, ...] | str = ("cost", "time"),
     instances: Sequence[str] | None = None,
+    usd_per_h: Mapping[str, float] | None = None,
+    max_nodes: Mapping[str, int] | None = None,
     top: int = 5,
     budget_s: float = 60.0,
     **asked: Any,
@@ -117,6 +120,10 @@ def rent(
         The first decides: 'cost', 'time' or 'energy'.
     instances : sequence of str, optional
         Names of the catalog; default all with a price.
+    usd_per_h : mapping of instance to float, optional
+        Prices of a node in place of those of the catalog: spot, reserved, another region.
+    max_nodes : mapping of instance to int, optional
+        Nodes that can be had.
     top : int
         Offers to return, each of another instance or number of nodes.
     budget_s : float
@@ -132,15 +139,14 @@ def rent(
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
     words = {"objective": objectives, "tokens": tokens, "global_batch": global_batch, **asked}
     search, request = _Search(found=[], left_out={}), None
-    names = _known(instances, max_devices, search)
-    for i, name in enumerate(names):
+    clusters = _clusters(instances, usd_per_h or {}, max_nodes or {}, max_devices, search)
+    for i, (name, cluster) in enumerate(clusters.items()):
         left = started + budget_s - time.perf_counter()
         if search.stopped or left <= 0:
             search.interrupted = True
             search.left_out[name] = "not searched within the budget"
             continue
-        cluster = load_cluster(f"{max_devices // catalog_instances()[name].per_node}x{name}")
-        request = checked_request(model, cluster, top=1, budget_s=left / (len(names) - i), **words)
+        request = checked_request(model, cluster, top=1, budget_s=left / (len(clusters) - i), **words)
         if not cluster.nodes[0].device.supports(request.precision):
             search.left_out[name] = f"no {request.precision}"
             continue
@@ -148,29 +154,41 @@ def rent(
             _search_instance(request, name, search)
         except SpecError as unpriced:  # what the catalog does not know of a device
             search.left_out[name] = unpriced.what
-    offers, error = _offers(search, request, objectives, top)
+    offers, error = _offers(search, clusters, request, objectives)
     return RentResult(
-        offers=offers, left_out=search.left_out, evaluated=search.evaluated, pruned=search.pruned,
+        offers=offers[:top], left_out=search.left_out, evaluated=search.evaluated, pruned=search.pruned,
         wall_s=time.perf_counter() - started, interrupted=search.interrupted, infeasible=error,
     )  # fmt: skip
 
 
-def _known(asked: Sequence[str] | None, max_devices: int, search: _Search) -> list[str]:
-    """Return the instances that have a price and few enough devices in a node."""
-    known, names = catalog_instances(), []
-    for name in asked or known:
+def _clusters(
+    asked: Sequence[str] | None,
+    usd_per_h: Mapping[str, float],
+    max_nodes: Mapping[str, int],
+    max_devices: int,
+    search: _Search,
+) -> dict[str, Cluster]:
+    """Return as many nodes of each instance as may be rented, at their price; note what is left out."""
+    known, found = catalog_instances(), {}
+    for name in (*(asked or known), *usd_per_h, *max_nodes):
         if name not in known:
             raise SpecError(
                 f"unknown instance {name!r}", key="instances", value=name,
                 rule="Instances are those of the catalog", fix="See 'foreshard clusters'",
             )  # fmt: skip
-        if known[name].usd_per_h is None:
+    for name in asked or known:
+        price = usd_per_h.get(name, known[name].usd_per_h)
+        count = min(max_devices // known[name].per_node, max_nodes.get(name, max_devices))
+        if price is None:
             search.left_out[name] = "no price in the catalog"
-        elif known[name].per_node > max_devices:
-            search.left_out[name] = f"a node has {known[name].per_node} devices"
+        elif count < 1:
+            search.left_out[name] = f"no node of {known[name].per_node} devices may be rented"
         else:
-            names.append(name)
-    return names
+            cluster = load_cluster(f"{count}x{name}")
+            date = None if name in usd_per_h else cluster.nodes[0].price_date
+            nodes = replace(cluster.nodes[0], usd_per_h=price, price_date=date)
+            found[name] = replace(cluster, nodes=(nodes,))
+    return found
 
 
 def _search_instance(request: Request, name: str, search: _Search) -> None:
@@ -193,29 +211,28 @@ def _search_instance(request: Request, name: str, search: _Search) -> None:
 
 
 def _offers(
-    search: _Search, request: Request | None, objectives: tuple[str, ...], top: int
-) -> tuple[tuple[Offer, ...], ForeshardError | None]:
-    """Return the best offers, one for each instance and number of nodes."""
+    search: _Search, clusters: Mapping[str, Cluster], request: Request | None, objectives: tuple[str, ...]
+) -> tuple[tuple[Offer, ...], InfeasibleError | LimitError | None]:
+    """Return the offers in order, one for each instance and number of nodes."""
     limits = request.limits if request else Limits()
+    error: InfeasibleError | LimitError | None
     order, error = ranked([one.prediction for _, one in search.found], objectives, limits, len(search.found))
     names = {id(one.prediction): name for name, one in search.found}
     offers: dict[tuple[str, int], Offer] = {}
     for one in order:
         name = names[id(one.prediction)]
-        instance = catalog_instances()[name]
-        num_nodes = -(-len(one.plan.ranks) // instance.per_node)
-        offers.setdefault(
-            (name, num_nodes),
-            Offer(
-                cluster=f"{num_nodes}x{name}", instance=name, num_nodes=num_nodes,
-                usd_per_h=num_nodes * (instance.usd_per_h or 0.0), price_date=instance.price_date, ranked=one,
-            ),
+        nodes = clusters[name].nodes[0]
+        count = -(-len(one.plan.ranks) // nodes.per_node)
+        offer = Offer(
+            cluster=f"{count}x{name}", instance=name, num_nodes=count, price_date=nodes.price_date,
+            usd_per_h=count * (nodes.usd_per_h or 0.0), ranked=one,
         )  # fmt: skip
+        offers.setdefault((name, count), offer)
     if not order:
         error = InfeasibleError(
             "no instance holds the model", key="--max-devices",
-            value=None if request is None else request.max_devices,
+            value=None if request is None else request.cluster.num_devices,
             rule="The fullest device of a plan fits its memory",
             fix="Allow more devices, or another framework that shards more",
         )  # fmt: skip
-    return tuple(offers.values())[:top], error
+    return tuple(offers.values()), error

@@ -66,6 +66,20 @@ def test_a_model_that_no_instance_holds():
     assert set(result.left_out) == set(few["instances"])
 
 
+def test_spot_prices_and_what_is_available_decide(cheapest):
+    name = cheapest.offers[-1].instance
+    spot = rent(
+        load_model("llama3-8b"), objective="cost", usd_per_h={name: 0.01}, max_nodes={name: 2}, **RUN
+    )  # fmt: skip
+    first = spot.offers[0]
+    assert first.instance == name
+    assert first.price_date is None
+    assert first.usd_per_h == pytest.approx(0.01 * first.num_nodes)
+    assert max(one.num_nodes for one in spot.offers if one.instance == name) <= 2
+    none = rent(load_model("llama3-8b"), objective="cost", max_nodes={name: 0}, **RUN)
+    assert name in none.left_out
+
+
 def test_an_unknown_instance():
     with pytest.raises(SpecError, match="unknown instance"):
         rent(load_model("llama3-8b"), **(RUN | {"instances": ("aws-p9",)}))

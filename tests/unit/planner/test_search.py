@@ -197,3 +197,19 @@ def test_a_cluster_without_prices_has_no_cheapest_but_a_fastest():
     limited = plan(load_model("llama3-8b"), free, max_usd=1e6, **asked)
     assert isinstance(limited.infeasible, LimitError)
     assert "usd-per-device-hour" in str(limited.infeasible)
+
+
+def test_ctrl_c_after_a_plan_was_found_shows_it(monkeypatch):
+    import foreshard.planner.homogeneous as homogeneous
+
+    search = homogeneous.search_rows
+
+    def interrupted(request, **options):
+        if request.cluster.num_devices < 32:
+            raise KeyboardInterrupt
+        return search(request, **options)
+
+    monkeypatch.setattr(homogeneous, "search_rows", interrupted)
+    result = _plan("llama3-8b", "4x8xh100-sxm", global_batch=64, tokens=TOKENS, objective="cost")
+    assert result.interrupted
+    assert len(result.plans[0].plan.ranks) == 32
