@@ -120,7 +120,7 @@ def _box(
     short = f"{span[0]}-{span[1] - 1}" if span[1] - span[0] > 1 else f"{span[0]}"
     lines = (
         (f"stage {s} · {layers}", f"{s}: {short}", str(s)),
-        (devices, str(total)),
+        (devices, f"x{total}"),
         (degrees + recompute, degrees),
     )
     for i, choices in enumerate(lines):

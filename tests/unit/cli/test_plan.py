@@ -130,3 +130,52 @@ def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
     best = answer.json["plans"][0]["prediction"]["step_time_s"]
     assert 0 < answer.json["lower_bound_step_time_s"] <= best
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_planners_under_one_judge(shell):
+    answer = shell(*MIXED, "--budget-s", "3", "--against", "all", "--json")
+    rivals = {one["name"]: one for one in answer.json["against"]}
+    assert answer.code == 0 and {"even", "lb-bsp", "pipedream", "amp", "metis", "sailor"} <= set(rivals)
+    ours = answer.json["plans"][0]["prediction"]["step_time_s"]
+    for one in rivals.values():
+        if one["step_time_s"] is None:
+            assert one["note"] and one["ratio"] is None
+        else:
+            assert one["ratio"] == pytest.approx(one["step_time_s"] / ours)
+            assert one["step_time_s"] >= answer.json["lower_bound_step_time_s"]
+
+
+def test_named_planners_only(shell):
+    answer = shell(*MIXED, "--budget-s", "2", "--against", "even,metis")
+    assert "metis" in answer.out and "pipedream" not in answer.out
+
+
+def test_an_unknown_planner_exits_2_before_the_search(shell):
+    answer = shell(*RUN, "--against", "evne", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--against"
+
+
+RENT = ("plan", "llama3-8b", "rent", "--global-batch", "64", "--seq", "2048", "--max-devices", "8")
+
+
+def test_what_to_rent(shell, tmp_path):
+    path = tmp_path / "plan.json"
+    answer = shell(*RENT, "--tokens", "1e10", "--json", "-o", path)
+    offers = answer.json["offers"]
+    prices = [one["prediction"]["cost"]["usd_total"] for one in offers]
+    assert answer.code == 0 and prices == sorted(prices) and offers[0]["usd_per_h"] > 0
+    again = shell(
+        "predict", "llama3-8b", offers[0]["cluster"], "--plan", path, "--engine", "analytical", "--json"
+    )
+    assert again.json["step_time_s"] == pytest.approx(offers[0]["prediction"]["step_time_s"], rel=1e-9)
+
+
+def test_renting_needs_the_length_of_the_run(shell):
+    answer = shell(*RENT, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--tokens"
+
+
+@pytest.mark.parametrize("flag", [("--report", "x.html"), ("--explain",), ("--against", "all")])
+def test_renting_compares_clusters(shell, flag):
+    answer = shell(*RENT, "--tokens", "1e10", *flag, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == flag[0]

@@ -1,0 +1,54 @@
+"""Other planners beside ours: what each comes to under the same judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foreshard.planner.baselines import Judged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """What another planner comes to.
+
+    Attributes
+    ----------
+    name : str
+    step_time_s : float or None
+    ratio : float or None
+        Its step time over ours.
+    gap : float or None
+        (its step time - bound) / bound.
+    wall_s : float
+    note : str
+        Why it has no plan.
+    """
+
+    name: str
+    step_time_s: float | None
+    ratio: float | None
+    gap: float | None
+    wall_s: float
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that ``plan --against --json`` prints for one planner."""
+        return {
+            "name": self.name, "step_time_s": self.step_time_s, "ratio": self.ratio, "gap": self.gap,
+            "wall_s": self.wall_s, "note": self.note,
+        }  # fmt: skip
+
+
+def rival(judged: Judged, ours_s: float | None) -> Rival:
+    """Return a judged planner beside the step time of ours."""
+    known = judged.step_time_s is not None and ours_s
+    return Rival(
+        name=judged.name,
+        step_time_s=judged.step_time_s,
+        ratio=judged.step_time_s / ours_s if known else None,  # type: ignore[operator]
+        gap=judged.gap_to_bound,
+        wall_s=judged.wall_s,
+        note=judged.why_none,
+    )
