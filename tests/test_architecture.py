@@ -37,6 +37,7 @@ PUBLIC = {
     "__version__",
     "advise",
     "compare",
+    "export",
     "load_cluster",
     "load_model",
     "load_plan",

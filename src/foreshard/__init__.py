@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _API = (
     "advise",
     "compare",
+    "export",
     "load_cluster",
     "load_model",
     "load_plan",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.report.change import Effect, apply, effect, rank
 from foreshard.report.request import Request
@@ -17,6 +18,7 @@ from foreshard.spec.timeline import Timeline
 
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
+ESTIMATED = ("slurm", "skypilot")  # exports that state how long the run takes
 _ASKED = (
     "lora", "plan_file", "engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s",
 )  # fmt: skip
@@ -24,6 +26,7 @@ _ASKED = (
 __all__ = [
     "advise",
     "compare",
+    "export",
     "load_cluster",
     "load_model",
     "load_plan",
@@ -174,6 +177,47 @@ def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
     from foreshard.report.trace import write_trace
 
     return write_trace(path, prediction, timeline)
+
+
+def export(
+    plan: Plan,
+    target: str,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    tokens: float | None = None,
+    plan_file: str | None = None,
+) -> Exported:
+    """Return the plan as files of another tool, with notes on what they do not state.
+
+    Parameters
+    ----------
+    plan : Plan
+    target : str
+        megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, slurm or skypilot.
+    model : Model, optional
+        With a cluster, the plan is checked against both.
+    cluster : Cluster, optional
+        Needed by slurm and skypilot.
+    tokens : float, optional
+        Of the whole run; with model and cluster the run is predicted for time limit and price.
+    plan_file : str, optional
+        Names the plan in errors.
+
+    Raises
+    ------
+    SpecError
+        When the target cannot express the plan, with every reason.
+    """
+    from foreshard.interop import export
+    from foreshard.spec.checks import check_plan
+
+    prediction = None
+    if model is not None and cluster is not None:
+        check_plan(plan, model, cluster, file=plan_file)
+        if target in ESTIMATED:
+            prediction = predict(model, cluster, plan, tokens=tokens)
+    return export(plan, target, model=model, cluster=cluster, prediction=prediction)
 
 
 def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:

@@ -25,6 +25,7 @@ VERBS = {
     "compare": "Predict the same run under every engine and cost source.",
     "whatif": "Rank the predicted effects of changes.",
     "plan": "Find the best plans, with a bound on all others.",
+    "export": "Write a plan for another tool.",
     "validate": "Predict measured runs and score the predictions.",
     "devices": "List the devices that are known.",
     "models": "List the models that are known.",

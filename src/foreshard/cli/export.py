@@ -1,0 +1,87 @@
+"""`foreshard export PLAN [MODEL [CLUSTER]] --to TARGET`: a plan as files of another tool."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from foreshard.cli.answer import cannot_write, dump, say, write_text
+from foreshard.cli.options import Amount, Word
+from foreshard.cli.settings import configurable
+from foreshard.interop import TARGETS
+
+if TYPE_CHECKING:
+    from foreshard.interop.exported import Exported
+
+
+@click.command("export")
+@click.argument("plan")
+@click.argument("model", required=False)
+@click.argument("cluster", required=False)
+@click.option("--to", "target", required=True, type=Word(*TARGETS), help="The tool that shall read it.")
+@click.option(
+    "--tokens", type=Amount(), help="Tokens of the whole run: time limit and price (slurm, skypilot)."
+)
+@click.option("-o", "--output", metavar="DIR", help="Write the files there instead of printing them.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    plan: str,
+    model: str | None,
+    cluster: str | None,
+    target: str,
+    tokens: float | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Write the plan file PLAN for another tool.
+
+    What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the flags
+    of its sizes (megatron) or is needed (torchtitan); slurm and skypilot need CLUSTER.
+
+    \b
+    foreshard export plan.json llama3-8b --to megatron
+    foreshard export plan.json llama3-8b 2x8xh100-sxm --to slurm --tokens 1e12 -o launch
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard import api
+
+    made = api.export(
+        api.load_plan(plan),
+        target,
+        model=api.load_model(model) if model else None,
+        cluster=api.load_cluster(cluster) if cluster else None,
+        tokens=tokens,
+        plan_file=plan,
+    )
+    paths = _write(made, output) if output else ()
+    if as_json:
+        click.echo(dump(made.to_dict()))
+    elif output is None:
+        click.echo(_shown(made), nl=False)
+    else:
+        click.echo("\n".join(paths))
+    for note in made.notes:
+        say(f"{target}: {note}")
+
+
+def _write(made: Exported, folder: str) -> tuple[str, ...]:
+    """Write the files and return their paths."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    paths = tuple(os.path.join(folder, file.name) for file in made.files)
+    for path, file in zip(paths, made.files, strict=True):
+        write_text(path, file.text)
+    return paths
+
+
+def _shown(made: Exported) -> str:
+    """Return the one file as it is, several under their names."""
+    if len(made.files) == 1:
+        return made.files[0].text
+    return "".join(f"==> {file.name} <==\n{file.text}" for file in made.files)
+
+
+command = configurable(command)

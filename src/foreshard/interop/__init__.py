@@ -1,0 +1,66 @@
+"""Plans as other tools read them, one module per target, each imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from foreshard.errors import SpecError
+
+if TYPE_CHECKING:
+    from foreshard.interop.exported import Exported
+    from foreshard.spec.cluster import Cluster
+    from foreshard.spec.model import Model
+    from foreshard.spec.plan import Plan
+    from foreshard.spec.prediction import Prediction
+
+TARGETS = {
+    "megatron": ("megatron", "export"),
+    "torchtitan@0.2": ("torchtitan", "export_toml"),
+    "torchtitan@0.3": ("torchtitan", "export_recipe"),
+    "deepspeed": ("deepspeed", "export"),
+    "fsdp": ("fsdp", "export"),
+    "slurm": ("slurm", "export"),
+    "skypilot": ("skypilot", "export"),
+}
+
+
+def export(
+    plan: Plan,
+    target: str,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    prediction: Prediction | None = None,
+) -> Exported:
+    """Return the plan as files of another tool.
+
+    Parameters
+    ----------
+    plan : Plan
+    target : str
+        A key of `TARGETS`.
+    model : Model, optional
+        Lets Megatron get the flags of its sizes; torchtitan needs it.
+    cluster : Cluster, optional
+        Needed by slurm and skypilot.
+    prediction : Prediction, optional
+        Of this plan: gives slurm its time limit and skypilot its estimate.
+
+    Raises
+    ------
+    SpecError
+        When the target cannot express the plan, with every reason, or lacks the model or cluster.
+    """
+    if target not in TARGETS:
+        raise SpecError(
+            f"unknown target {target[:40]!r}",
+            key="--to",
+            value=target[:40],
+            rule=f"Targets are {', '.join(TARGETS)}",
+        )
+    module, name = TARGETS[target]
+    made: Exported = getattr(import_module(f"foreshard.interop.{module}"), name)(
+        plan, model=model, cluster=cluster, prediction=prediction
+    )
+    return made

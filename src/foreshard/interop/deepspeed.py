@@ -1,0 +1,100 @@
+"""Plans as ``ds_config.json`` of DeepSpeed.
+
+Source: deepspeedai/DeepSpeed 0.19.6 at edaa722 (runtime/constants.py, runtime/config.py, runtime/zero/config.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from foreshard.catalog.frameworks import load_framework
+from foreshard.interop.exported import Exported, File, refuse
+from foreshard.interop.uniform import Uniform, placement_note, uniform
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+TARGET = "deepspeed"
+VERSION = "DeepSpeed 0.19.6"
+
+
+def export(
+    plan: Plan,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    prediction: Prediction | None = None,
+) -> Exported:
+    """Return ``ds_config.json``; pipelines and experts live in DeepSpeed user code, so they are refused."""
+    degrees, reasons = uniform(plan)
+    if degrees is None:
+        refuse(TARGET, reasons)
+        raise AssertionError("refused")
+    refuse(TARGET, _gaps(plan, degrees))
+    text = json.dumps(_config(plan, degrees), indent=2) + "\n"
+    return Exported(
+        target=TARGET,
+        version=VERSION,
+        files=(File(name="ds_config.json", text=text),),
+        notes=_notes(plan, degrees),
+    )
+
+
+def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    for name, value in (("pp", degrees.pp), ("cp", degrees.cp), ("ep", degrees.ep), ("tp", degrees.tp)):
+        if value > 1:
+            yield f"{name} {value} (its file states data parallelism only; the rest is model code)"
+    if plan.precision not in ("fp32", "tf32", "fp16", "bf16"):
+        yield f"precision {plan.precision}"
+    if plan.optimizer != "adamw":
+        yield f"optimizer {plan.optimizer}"
+    if degrees.shard_size < degrees.dp and degrees.zero != 3:
+        yield f"shards of {degrees.shard_size} among {degrees.dp} ranks with zero {degrees.zero} (MiCS is zero 3)"
+    if degrees.offload in ("activations", "all") and degrees.recompute != "full":
+        yield f"offload {degrees.offload} without full recompute (it offloads checkpoints)"
+    if degrees.offload == "optimizer" and degrees.zero == 0:
+        yield "offload of the optimizer with zero 0"
+
+
+def _config(plan: Plan, degrees: Uniform) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": degrees.micro_batch,
+        "gradient_accumulation_steps": degrees.num_micro_batches,
+        "zero_optimization": _zero(plan, degrees),
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "gradient_clipping": 1.0,
+    }
+    if plan.precision in ("bf16", "fp16"):
+        made[plan.precision] = {"enabled": True}
+    if degrees.offload in ("activations", "all"):
+        made["activation_checkpointing"] = {"cpu_checkpointing": True}
+    return made
+
+
+def _zero(plan: Plan, degrees: Uniform) -> dict[str, Any]:
+    made: dict[str, Any] = {"stage": degrees.zero}
+    if "grad_overlap" in plan.comm:
+        made["overlap_comm"] = plan.comm["grad_overlap"]
+    if degrees.zero == 3 and degrees.shard_size < degrees.dp:
+        made["mics_shard_size"] = degrees.shard_size
+    if degrees.offload in ("optimizer", "all"):
+        made["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return made
+
+
+def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
+    notes = list(placement_note(degrees.ranks))
+    if degrees.recompute != "none":
+        notes.append(
+            f"recompute {degrees.recompute} is model code (gradient_checkpointing_enable() in transformers)."
+        )
+    if "mics_shard_size" in _zero(plan, degrees):
+        notes.append("mics_shard_size needs the model built under deepspeed.zero.MiCS_Init.")
+    notes.append("The learning rate is a placeholder; sequence length and data are the script's.")
+    if load_framework(plan.framework).name != "deepspeed":
+        notes.append(f"The plan was made for {plan.framework}: under DeepSpeed its time and memory differ.")
+    return tuple(notes)

@@ -1,0 +1,103 @@
+"""Plans as an accelerate config for FSDP2.
+
+Source: huggingface/accelerate 1.15.0.dev0 at 16cb6eb (commands/config/config_args.py reads the file,
+commands/launch.py names the keys).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from foreshard.interop.exported import Exported, File, refuse
+from foreshard.interop.uniform import Uniform, placement_note, uniform
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+TARGET = "fsdp"
+VERSION = "accelerate 1.15.0.dev0"
+_PRECISIONS = {"fp32": "no", "tf32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
+
+
+def export(
+    plan: Plan,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    prediction: Prediction | None = None,
+) -> Exported:
+    """Return ``accelerate.json`` for ``accelerate launch --config_file accelerate.json``."""
+    degrees, reasons = uniform(plan)
+    if degrees is None:
+        refuse(TARGET, reasons)
+        raise AssertionError("refused")
+    refuse(TARGET, _gaps(plan, degrees))
+    text = json.dumps(_config(plan, degrees, cluster), indent=2) + "\n"
+    return Exported(
+        target=TARGET,
+        version=VERSION,
+        files=(File(name="accelerate.json", text=text),),
+        notes=_notes(plan, degrees, cluster),
+    )
+
+
+def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    for name, value in (("pp", degrees.pp), ("ep", degrees.ep), ("etp", degrees.etp)):
+        if value > 1:
+            yield f"{name} {value}"
+    if degrees.zero not in (2, 3):
+        yield f"zero {degrees.zero} (FSDP shards weights too: zero 2 keeps them after the forward, zero 3 does not)"
+    if plan.precision not in _PRECISIONS:
+        yield f"precision {plan.precision}"
+    if degrees.shard_size % degrees.cp:
+        yield f"a shard group of {degrees.shard_size} that splits the context group of {degrees.cp}"
+    if degrees.recompute not in ("none", "full"):
+        yield f"recompute {degrees.recompute} (none or full)"
+    if degrees.offload != "none":
+        yield f"offload {degrees.offload} (it offloads weights, gradients and optimizer together)"
+    if degrees.sp and degrees.tp > 1:
+        yield "sequence parallelism beside tensor parallelism (the model's tensor plan decides it)"
+
+
+def _config(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> dict[str, Any]:
+    shard = degrees.shard_size // degrees.cp
+    made: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": _PRECISIONS[plan.precision],
+        "num_processes": len(degrees.ranks),
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": degrees.zero == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": degrees.recompute == "full",
+            "fsdp_offload_params": False,
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+        "parallelism_config": {
+            "parallelism_config_dp_replicate_size": degrees.dp // shard,
+            "parallelism_config_dp_shard_size": shard,
+            "parallelism_config_tp_size": degrees.tp,
+            "parallelism_config_cp_size": degrees.cp,
+        },
+    }
+    if cluster is not None:
+        made["num_machines"] = len({cluster.node_of(rank) for rank in degrees.ranks})
+    return made
+
+
+def _notes(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> tuple[str, ...]:
+    notes = list(placement_note(degrees.ranks))
+    if cluster is None:
+        notes.append("No CLUSTER was given: add num_machines, and on each machine machine_rank.")
+    notes.append(
+        f"In the script: Accelerator(gradient_accumulation_steps={degrees.num_micro_batches}), a data loader of "
+        f"batch size {degrees.micro_batch} per rank and sequences of {plan.seq_len}, optimizer {plan.optimizer}."
+    )
+    return tuple(notes)

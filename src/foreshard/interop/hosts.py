@@ -1,0 +1,42 @@
+"""The nodes a plan needs, as launchers ask for them: how many, of what, with how many devices each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Equal nodes in a row; the plan uses `per_node` devices of each."""
+
+    count: int
+    device: str
+    per_node: int
+
+
+def hosts(plan: Plan, cluster: Cluster) -> tuple[Hosts, ...]:
+    """Return the nodes with a rank of the plan, in cluster order, equal neighbours together."""
+    used = Counter(cluster.node_of(rank) for rank in plan.ranks)
+    device = {cluster.node_of(rank): cluster.device_of(rank).name for rank in plan.ranks}
+    alike = groupby(sorted(used), key=lambda node: (device[node], used[node]))
+    return tuple(
+        Hosts(count=len(list(nodes)), device=name, per_node=per_node) for (name, per_node), nodes in alike
+    )
+
+
+def need_cluster(cluster: Cluster | None, target: str) -> Cluster:
+    """Return the cluster, or say that the target needs one."""
+    if cluster is None:
+        raise SpecError(
+            f"{target} needs the cluster",
+            key="CLUSTER",
+            rule="A launcher asks for nodes and devices by number and name",
+            fix="Give MODEL and CLUSTER after the plan",
+        )
+    return cluster

@@ -1,0 +1,234 @@
+"""Plans as flags of Megatron-LM's training entry points (``pretrain_gpt.py`` and its kin).
+
+Source: NVIDIA/Megatron-LM core_v0.19.0, megatron/training/arguments.py and
+megatron/core/transformer/pipeline_parallel_layer_layout.py; the flags are the same at d98e8a6 (0.20.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from foreshard.catalog.frameworks import load_framework
+from foreshard.interop.exported import Exported, File, refuse
+from foreshard.interop.megatron_model import model_flags, model_gaps
+from foreshard.interop.uniform import Uniform, placement_note, uniform
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+TARGET = "megatron"
+VERSION = "Megatron-LM core_v0.19.0"
+Flag = tuple[str, ...]
+
+_SCHEDULES = ("1f1b", "interleaved")
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
+_OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
+_PRECISIONS: dict[str, tuple[Flag, ...]] = {
+    "fp32": (),
+    "tf32": (),
+    "fp16": (("--fp16",),),
+    "bf16": (("--bf16",),),
+    "fp8": (("--bf16",), ("--fp8-format", "hybrid")),
+    "mxfp8": (("--bf16",), ("--fp8-format", "e4m3"), ("--fp8-recipe", "mxfp8")),
+    "nvfp4": (("--bf16",), ("--fp4-format", "e2m1"), ("--fp4-recipe", "nvfp4")),
+}
+_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def export(
+    plan: Plan,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    prediction: Prediction | None = None,
+) -> Exported:
+    """Return ``megatron_args.sh``, which fills the bash array MEGATRON_ARGS.
+
+    Raises
+    ------
+    SpecError
+        With all that Megatron cannot express of the plan or the model.
+    """
+    degrees, reasons = uniform(plan)
+    if degrees is None:
+        refuse(TARGET, reasons)
+        raise AssertionError("refused")
+    refuse(TARGET, (*_gaps(plan, degrees), *(model_gaps(model) if model else ())))
+    flags = [*_degree_flags(degrees, model), *_batch_flags(plan, degrees), *_option_flags(plan, degrees)]
+    flags += model_flags(model) if model else []
+    return Exported(
+        target=TARGET,
+        version=VERSION,
+        files=(File(name="megatron_args.sh", text=_script(plan, degrees, flags)),),
+        notes=_notes(plan, degrees, model),
+    )
+
+
+def overlaps(plan: Plan) -> dict[str, bool]:
+    """Return what communication hides: what the plan states, else the default of its framework."""
+    framework = load_framework(plan.framework)
+    names = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap")
+    return {name: bool(plan.comm.get(name, getattr(framework, name))) for name in (*names, "context_gather")}
+
+
+def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    if degrees.schedule not in _SCHEDULES:
+        yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
+    if plan.optimizer not in _OPTIMIZERS:
+        yield f"optimizer {plan.optimizer} (it has {', '.join(_OPTIMIZERS)})"
+    if degrees.recompute.startswith("every-"):
+        yield f"recompute {degrees.recompute} (it recomputes all or the first blocks of a stage, or modules)"
+    if degrees.recompute == "selective:op":
+        yield "recompute selective:op"
+    if degrees.offload in ("activations", "all"):
+        yield f"offload {degrees.offload} (it offloads the optimizer, or some modules' activations)"
+    if degrees.offload == "optimizer" and degrees.zero != 1:
+        yield f"offload of the optimizer with zero {degrees.zero} (it needs the distributed optimizer, zero 1)"
+    if degrees.sp and degrees.tp == 1:
+        yield "sequence parallelism without tensor parallelism"
+    hidden = overlaps(plan)
+    if hidden["param_gather_overlap"] and not (hidden["grad_overlap"] and degrees.zero):
+        yield "param_gather_overlap without grad_overlap and zero 1 or more"
+    if hidden["tp_overlap"] and degrees.tp > 1 and not degrees.sp:
+        yield "tp_overlap without sp"
+
+
+def _degree_flags(degrees: Uniform, model: Model | None) -> list[Flag]:
+    flags: list[Flag] = [
+        ("--tensor-model-parallel-size", str(degrees.tp)),
+        ("--pipeline-model-parallel-size", str(degrees.pp)),
+        ("--context-parallel-size", str(degrees.cp)),
+        ("--expert-model-parallel-size", str(degrees.ep)),
+        ("--expert-tensor-parallel-size", str(degrees.etp)),  # unset, it would be that of the rest
+    ]
+    if degrees.sp and degrees.tp > 1:
+        flags.append(("--sequence-parallel",))
+    if degrees.pp > 1 and not degrees.even_blocks():
+        flags.append(("--pipeline-model-parallel-layout", layout(degrees, model)))
+    elif degrees.vpp > 1:
+        flags.append(("--num-virtual-stages-per-pipeline-rank", str(degrees.vpp)))
+    return flags
+
+
+def layout(degrees: Uniform, model: Model | None = None) -> str:
+    """Return the stages as Megatron writes them: ``Et*5|t*6|t*5L``, E embedding, t block, m next-token, L loss.
+
+    Stages come in the order in which a sample passes them, virtual ones after all first ones.
+    """
+    head = degrees.num_blocks + 1
+    parts = []
+    for start, stop in degrees.chunks():
+        modules = ["E"] * (start == 0) + ["t"] * (min(stop, head) - max(start, 1))
+        if stop > head:
+            modules += ["m"] * (model.num_next_token if model else 0) + ["L"]
+        runs = ((name, len(list(same))) for name, same in groupby(modules))
+        parts.append("".join(name if count == 1 else f"{name}*{count}" for name, count in runs))
+    return "|".join(parts)
+
+
+def _batch_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
+    return [
+        ("--micro-batch-size", str(degrees.micro_batch)),
+        ("--global-batch-size", str(plan.global_batch)),
+        ("--seq-length", str(plan.seq_len)),
+    ]
+
+
+def _option_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
+    flags = [*_PRECISIONS[plan.precision], ("--optimizer", _OPTIMIZERS[plan.optimizer])]
+    flags += _sharding_flags(degrees) + _recompute_flags(degrees.recompute)
+    if degrees.offload == "optimizer":
+        flags += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]
+    return flags + _overlap_flags(plan, degrees)
+
+
+def _sharding_flags(degrees: Uniform) -> list[Flag]:
+    if degrees.zero == 0:
+        return []
+    flags: list[Flag] = [("--use-distributed-optimizer",)]
+    if degrees.zero > 1:
+        flags += [
+            ("--use-megatron-fsdp",),
+            ("--data-parallel-sharding-strategy", _SHARDING[degrees.zero]),
+            ("--ckpt-format", "fsdp_dtensor"),
+        ]
+    if degrees.shard_size < degrees.num_replicas:
+        copies = degrees.num_replicas // degrees.shard_size
+        flags.append(("--num-distributed-optimizer-instances", str(copies)))
+    return flags
+
+
+def _recompute_flags(rule: str) -> list[Flag]:
+    kind, _, rest = rule.partition(":")
+    if kind == "selective":
+        return [("--recompute-granularity", "selective"), ("--recompute-modules", *rest.split("+"))]
+    if kind == "full":
+        method, _, count = rest.partition(":") if rest else ("uniform", "", "1")
+        return [
+            ("--recompute-granularity", "full"),
+            ("--recompute-method", method),
+            ("--recompute-num-layers", count),
+        ]
+    return []
+
+
+def _overlap_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
+    hidden = overlaps(plan)
+    wanted: list[tuple[bool, Flag]] = [
+        (hidden["tp_overlap"] and degrees.tp > 1, ("--tp-comm-overlap",)),
+        (hidden["grad_overlap"], ("--overlap-grad-reduce",)),
+        (hidden["param_gather_overlap"], ("--overlap-param-gather",)),
+        (degrees.vpp > 1 and not hidden["p2p_overlap"], ("--no-overlap-p2p-communication",)),
+        (degrees.ep > 1 and hidden["expert_overlap"], ("--overlap-moe-expert-parallel-comm",)),
+        (degrees.cp > 1 and hidden["context_gather"], ("--cp-comm-type", "all_gather")),
+    ]
+    return [flag for on, flag in wanted if on]
+
+
+def _script(plan: Plan, degrees: Uniform, flags: list[Flag]) -> str:
+    world = len(plan.ranks)
+    connections = (
+        "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
+        if degrees.zero > 1
+        else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # orders tensor-parallel collectives before Blackwell"
+    )
+    lines = [
+        f"# {VERSION}, world size {world} = tp {degrees.tp} x cp {degrees.cp} x dp {degrees.dp} x pp {degrees.pp}",
+        '# source megatron_args.sh; torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" (data, tokenizer, rate)',
+        connections,
+        "MEGATRON_ARGS=(",
+        *(f"  {' '.join(_quoted(word) for word in flag)}" for flag in flags),
+        ")",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(word: str) -> str:
+    from shlex import quote
+
+    return quote(word)
+
+
+def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> tuple[str, ...]:
+    notes = list(placement_note(degrees.ranks))
+    if model is None:
+        notes.append(
+            "No MODEL was given: the flags of its sizes are yours to add, --num-layers and the rest."
+        )
+    else:
+        notes.append(
+            "Yours to add: data, tokenizer, learning rate, and what the catalog does not hold of the model "
+            "(rotary base and scaling, norm epsilon, initialisation)."
+        )
+    if plan.precision == "tf32":
+        notes.append("tf32 has no flag: set NVIDIA_TF32_OVERRIDE=1.")
+    if plan.comm.get("p2p_overlap") and degrees.vpp == 1:
+        notes.append(
+            "p2p_overlap acts on virtual stages only; without them Megatron waits for each transfer."
+        )
+    family = load_framework(plan.framework).name
+    if not family.startswith(("megatron", "nemo", "mlperf")):
+        notes.append(f"The plan was made for {plan.framework}: under Megatron its time and memory differ.")
+    return tuple(notes)

@@ -1,0 +1,111 @@
+"""The sizes of a model as Megatron-LM flags, and what of a model these flags cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from foreshard.spec.block import Block
+from foreshard.spec.model import Model
+
+Flag = tuple[str, ...]
+
+
+def model_gaps(model: Model) -> Iterator[str]:
+    """Yield what of the model no flag of ``pretrain_gpt.py`` builds."""
+    if model.kind != "decoder":
+        yield f"{model.name} is no decoder ({model.kind})"
+    kinds = [block for block, _ in model.block_kinds()]
+    if any(block.lora_rank or block.frozen for block in kinds):
+        yield "adapters and frozen layers"
+    if any(block.parallel for block in kinds):
+        yield "attention and MLP that read the same input"
+    if any(block.window for block in kinds):
+        yield "windowed attention"
+    if model.embedding_dim not in (0, model.hidden):
+        yield "a token table narrower than the model"
+    if any(block.num_norms != 2 for block in kinds):
+        yield "more or fewer than two norms in a block"
+    if len({_attention(block) for block in kinds}) > 1:
+        yield "attention that differs between layers"
+    for part in ("dense", "expert"):
+        if len({_mlp(block) for block in kinds if bool(block.num_experts) == (part == "expert")}) > 1:
+            yield f"{part} MLPs that differ between layers"
+
+
+def _attention(block: Block) -> tuple[object, ...]:
+    names = ("hidden", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "q_lora", "kv_lora", "qk_norm",
+             "qkv_bias", "norm_params")  # fmt: skip
+    return tuple(getattr(block, name) for name in names)
+
+
+def _mlp(block: Block) -> tuple[object, ...]:
+    names = ("ffn", "gated", "num_experts", "top_k", "expert_ffn", "shared_ffn", "mlp_bias")
+    return tuple(getattr(block, name) for name in names)
+
+
+def model_flags(model: Model) -> list[Flag]:
+    """Return the flags of the model's sizes."""
+    block = model.blocks[0]
+    dense = next((one for one in model.blocks if one.ffn and not one.num_experts), None)
+    expert = next((one for one in model.blocks if one.num_experts), None)
+    ffn = (dense or block).ffn or block.expert_ffn
+    flags: list[Flag] = [
+        ("--num-layers", str(model.num_layers)),
+        ("--hidden-size", str(model.hidden)),
+        ("--ffn-hidden-size", str(ffn)),
+        ("--num-attention-heads", str(block.num_heads)),
+        ("--max-position-embeddings", str(model.max_seq_len)),
+        ("--vocab-size", str(model.vocab)),
+        ("--normalization", "RMSNorm" if block.norm_params == 1 else "LayerNorm"),
+        ("--position-embedding-type", "learned_absolute" if model.learned_positions else "rope"),
+        ("--attention-dropout", f"{block.dropout:g}"),
+        ("--hidden-dropout", f"{block.dropout:g}"),
+    ]
+    flags += _latent(block) if block.kv_lora else _plain(block)
+    switches = {
+        "--swiglu": block.gated,
+        "--untie-embeddings-and-output-weights": not model.tied_embeddings,
+        "--disable-bias-linear": not (block.mlp_bias or block.proj_bias),
+        "--add-qkv-bias": block.qkv_bias and not (block.mlp_bias or block.proj_bias),
+        "--qk-layernorm": block.qk_norm,
+    }
+    flags += [(name,) for name, on in switches.items() if on]
+    if expert is not None:
+        flags += _experts(model, expert)
+    if model.num_next_token:
+        flags.append(("--mtp-num-layers", str(model.num_next_token)))
+    return flags
+
+
+def _plain(block: Block) -> list[Flag]:
+    flags: list[Flag] = [("--kv-channels", str(block.head_dim))]
+    if block.num_kv_heads != block.num_heads:
+        flags += [("--group-query-attention",), ("--num-query-groups", str(block.num_kv_heads))]
+    return flags
+
+
+def _latent(block: Block) -> list[Flag]:
+    flags: list[Flag] = [
+        ("--multi-latent-attention",),
+        ("--kv-lora-rank", str(block.kv_lora)),
+        ("--qk-head-dim", str(block.head_dim - block.rope_head_dim)),
+        ("--qk-pos-emb-head-dim", str(block.rope_head_dim)),
+        ("--v-head-dim", str(block.value_head_dim)),
+    ]
+    return flags + ([("--q-lora-rank", str(block.q_lora))] if block.q_lora else [])
+
+
+def _experts(model: Model, expert: Block) -> list[Flag]:
+    flags: list[Flag] = [
+        ("--num-experts", str(expert.num_experts)),
+        ("--moe-router-topk", str(expert.top_k)),
+        ("--moe-ffn-hidden-size", str(expert.expert_ffn)),
+        ("--moe-token-dispatcher-type", "alltoall"),
+        ("--moe-grouped-gemm",),
+    ]
+    if expert.shared_ffn:
+        flags.append(("--moe-shared-expert-intermediate-size", str(expert.shared_ffn)))
+    pattern = [int(block.num_experts > 0) for block in model.blocks]
+    if not all(pattern):
+        flags.append(("--moe-layer-freq", f"[{','.join(map(str, pattern))}]"))
+    return flags

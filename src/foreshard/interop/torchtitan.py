@@ -1,0 +1,292 @@
+"""Plans for torchtitan: the TOML file of releases up to 0.2, the recipe module of 0.3.
+
+Source: pytorch/torchtitan v0.2.2 (torchtitan/config/job_config.py, distributed/pipeline_parallel.py) and b5bcd76
+(0.3: torchtitan/config/configs.py, trainer.py, distributed/activation_checkpoint.py, models/*/__init__.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import SpecError
+from foreshard.interop.exported import Exported, File, refuse
+from foreshard.interop.uniform import Uniform, placement_note, uniform
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+V02, V03 = "torchtitan v0.2.2", "torchtitan 0.3 (b5bcd76)"
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+# Blocks, hidden, heads, key-value heads, vocabulary -> family, flavor; models/llama3 and models/qwen3.
+_LLAMA = {
+    (32, 4096, 32, 8, 128256): "8B",
+    (80, 8192, 64, 8, 128256): "70B",
+    (126, 16384, 128, 8, 128256): "405B",
+}
+_QWEN = {
+    (28, 1024, 16, 8, 151936): "0.6B",
+    (28, 2048, 16, 8, 151936): "1.7B",
+    (36, 2560, 32, 8, 151936): "4B",
+    (36, 4096, 32, 8, 151936): "8B",
+    (40, 5120, 40, 8, 151936): "14B",
+    (64, 5120, 64, 8, 151936): "32B",
+    (48, 2048, 32, 4, 151936): "30B-A3B",
+    (94, 4096, 64, 4, 151936): "235B-A22B",
+}
+
+
+def export_toml(
+    plan: Plan,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    prediction: Prediction | None = None,
+) -> Exported:
+    """Return ``train.toml`` for ``torchtitan.train --job.config_file train.toml`` of releases up to 0.2.2."""
+    degrees, family, flavor = _known(plan, model, "torchtitan@0.2", _gaps_02)
+    sections = _sections_02(plan, degrees, family, flavor)
+    return Exported(
+        target="torchtitan@0.2",
+        version=V02,
+        files=(File(name="train.toml", text=_toml(plan, degrees, sections)),),
+        notes=_notes(plan, degrees),
+    )
+
+
+def export_recipe(
+    plan: Plan,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    prediction: Prediction | None = None,
+) -> Exported:
+    """Return ``foreshard_recipe.py`` for ``--module foreshard_recipe --config planned`` of torchtitan 0.3."""
+    degrees, family, flavor = _known(plan, model, "torchtitan@0.3", _gaps_03)
+    return Exported(
+        target="torchtitan@0.3",
+        version=V03,
+        files=(File(name="foreshard_recipe.py", text=_recipe(plan, degrees, family, flavor)),),
+        notes=_notes(plan, degrees),
+    )
+
+
+def flavor_of(model: Model) -> tuple[str, str] | None:
+    """Return torchtitan's family and flavor of the same sizes, None where it ships none."""
+    block = model.blocks[0]
+    key = (model.num_layers, model.hidden, block.num_heads, block.num_kv_heads, model.vocab)
+    for family, flavors in (("llama3", _LLAMA), ("qwen3", _QWEN)):
+        if key in flavors and block.qk_norm == (family == "qwen3"):
+            return family, flavors[key]
+    return None
+
+
+def _known(plan: Plan, model: Model | None, target: str, gaps: Any) -> tuple[Uniform, str, str]:
+    if model is None:
+        raise SpecError(
+            f"{target} needs the model",
+            key="MODEL",
+            rule="torchtitan trains models it ships, by family and flavor",
+            fix="Give MODEL after the plan",
+        )
+    degrees, reasons = uniform(plan)
+    if degrees is None:
+        refuse(target, reasons)
+        raise AssertionError("refused")
+    named = flavor_of(model)
+    shipped = [] if named else [f"{model.name} (it ships Llama 3 and Qwen 3)"]
+    refuse(target, (*shipped, *_gaps(plan, degrees), *gaps(plan, degrees)))
+    assert named is not None
+    return degrees, *named
+
+
+def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    """Yield what neither release can say."""
+    if degrees.schedule not in _SCHEDULES:
+        yield f"schedule {degrees.schedule} as it is modelled (it has {', '.join(_SCHEDULES)})"
+    if plan.optimizer != "adamw":
+        yield f"optimizer {plan.optimizer}"
+    if plan.precision not in ("fp32", "bf16", "fp8"):
+        yield f"precision {plan.precision} for every matrix product"
+    if degrees.zero == 1:
+        yield "zero 1 (it shards weights too, zero 2 and 3, or nothing)"
+    if degrees.zero and degrees.shard_size % degrees.cp:
+        yield f"a shard group of {degrees.shard_size} that splits the context group of {degrees.cp}"
+    if degrees.zero == 0 and degrees.cp > 1:
+        yield "zero 0 with context parallelism (its context ranks shard the weights)"
+    if degrees.offload not in ("none", "all"):
+        yield f"offload {degrees.offload} (it offloads weights, gradients and optimizer together)"
+    if degrees.offload == "all":
+        yield "offload all (it offloads no activations)"
+    kind = degrees.recompute.partition(":")
+    if kind[0] == "full" and kind[2]:
+        yield f"recompute {degrees.recompute} (full recomputes every block)"
+    if kind[0] == "selective" and kind[2] != "op":
+        yield f"recompute {degrees.recompute} (its selective rule is selective:op)"
+
+
+def _gaps_02(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    if degrees.tp > 1 and not degrees.sp:
+        yield "tensor parallelism without sequence parallelism"
+    if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
+        yield f"etp {degrees.etp} (it has 1 or tp)"
+
+
+def _gaps_03(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    if degrees.etp > 1:
+        yield f"etp {degrees.etp} (experts are not cut)"
+    if degrees.recompute.startswith("every-"):
+        yield f"recompute {degrees.recompute} (full or selective:op)"
+
+
+def _data_parallel(degrees: Uniform) -> tuple[int, int]:
+    """Return (replicate, shard) degrees; context ranks shard beside the latter."""
+    if degrees.zero == 0:
+        return degrees.dp, 1
+    shard = degrees.shard_size // degrees.cp
+    return degrees.dp // shard, shard
+
+
+def _parts(degrees: Uniform, head: str) -> list[list[str]]:
+    """Return the module names of each virtual stage; torchtitan gives them to ranks as a loop."""
+    last = degrees.num_blocks + 1
+    parts = []
+    for start, stop in degrees.chunks():
+        names = ["tok_embeddings"] if start == 0 else []
+        names += [f"layers.{i - 1}" for i in range(max(start, 1), min(stop, last))]
+        parts.append(names + (["norm", head] if stop > last else []))
+    return parts
+
+
+def _async_tp(plan: Plan, degrees: Uniform) -> bool:
+    default = load_framework(plan.framework).tp_overlap
+    return degrees.tp > 1 and bool(plan.comm.get("tp_overlap", default))
+
+
+def _parallelism(plan: Plan, degrees: Uniform, head: str) -> dict[str, Any]:
+    replicate, shard = _data_parallel(degrees)
+    made: dict[str, Any] = {
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "fsdp_reshard_after_forward": "always" if degrees.zero == 3 else "never",
+        "tensor_parallel_degree": degrees.tp,
+        "context_parallel_degree": degrees.cp,
+        "pipeline_parallel_degree": degrees.pp,
+        "expert_parallel_degree": degrees.ep,
+    }
+    if degrees.pp > 1:
+        made["pipeline_parallel_schedule"] = _SCHEDULES[degrees.schedule]
+        made["module_fqns_per_model_part"] = _parts(degrees, head)
+    return made
+
+
+def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict[str, dict[str, Any]]:
+    passes = degrees.num_micro_batches if degrees.pp > 1 else 1
+    parallelism = _parallelism(plan, degrees, "output")
+    parallelism["expert_tensor_parallel_degree"] = degrees.etp
+    parallelism["enable_async_tensor_parallel"] = _async_tp(plan, degrees)
+    if degrees.pp > 1:
+        parallelism["pipeline_parallel_microbatch_size"] = degrees.micro_batch
+    model: dict[str, Any] = {"name": family, "flavor": flavor}
+    if plan.precision == "fp8":
+        model["converters"] = ["quantize.linear.float8"]
+    return {
+        "model": model,
+        "optimizer": {"name": "AdamW"},
+        "training": {
+            "local_batch_size": degrees.micro_batch * passes,
+            "global_batch_size": plan.global_batch,
+            "seq_len": plan.seq_len,
+            "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": _checkpoint_02(degrees.recompute),
+        "compile": {"enable": _async_tp(plan, degrees)},
+    }
+
+
+def _checkpoint_02(rule: str) -> dict[str, str]:
+    if rule.startswith("every-"):
+        return {"mode": "selective", "selective_ac_option": rule.removeprefix("every-")}
+    if rule == "selective:op":
+        return {"mode": "selective", "selective_ac_option": "op"}
+    return {"mode": rule}
+
+
+def _toml(plan: Plan, degrees: Uniform, sections: dict[str, dict[str, Any]]) -> str:
+    lines = [f"# {V02}, {len(degrees.ranks)} ranks; add data, tokenizer, learning rate and steps"]
+    for name, values in sections.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    """Return a number, word, truth or list of words as TOML and JSON both write it."""
+    return json.dumps(value)
+
+
+def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:
+    passes = degrees.num_micro_batches if degrees.pp > 1 else 1
+    parallelism = _parallelism(plan, degrees, "lm_head")
+    parallelism["enable_sequence_parallel"] = degrees.sp
+    parallelism["num_pp_microbatches"] = passes
+    training = {
+        "num_tokens_per_microbatch_per_dp_rank": degrees.micro_batch * plan.seq_len,
+        "num_tokens_per_train_step": plan.tokens,
+        "max_context_length": plan.seq_len,
+        "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
+    }
+    checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
+    compiled = _async_tp(plan, degrees)
+    imports = [
+        "from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss",
+        "from torchtitan.components.optimizer import default_adamw",
+        *(
+            ["from torchtitan.components.quantization import Float8LinearConverter"]
+            * (plan.precision == "fp8")
+        ),
+        "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig",
+        *([f"from torchtitan.distributed.activation_checkpoint import {checkpoint}"] if checkpoint else []),
+        "from torchtitan.models.common.config_utils import decoder_vocab_size",
+        f"from torchtitan.models.{family} import model_registry",
+        "from torchtitan.trainer import Trainer",
+    ]
+    converters = ""
+    if plan.precision == "fp8":
+        options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
+        converters = f", converters=[Float8LinearConverter.Config({options})]"
+    body = [
+        f"    model_spec = model_registry({flavor!r}{converters})",
+        "    return Trainer.Config(",
+        "        model_spec=model_spec,",
+        "        loss=ChunkedLossWrapper.Config(",
+        "            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),",
+        "        ),",
+        "        optimizer=default_adamw(lr=3e-4),",
+        *_call("training", "TrainingConfig", training),
+        *_call("parallelism", "ParallelismConfig", parallelism),
+        f"        activation_checkpoint={f'{checkpoint}.Config()' if checkpoint else None},",
+        f"        compile=CompileConfig(enable={compiled}, enable_async_tensor_parallel={compiled}),",
+        "    )",
+    ]
+    title = (
+        f'"""{V03}: {family} {flavor} on {len(degrees.ranks)} ranks. Set assets, data and learning rate."""'
+    )
+    head = [title, "", *imports, "", "", "def planned() -> Trainer.Config:"]
+    return "\n".join([*head, *body]) + "\n"
+
+
+def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
+    inside = [f"            {key}={value!r}," for key, value in values.items()]
+    return [f"        {name}={kind}(", *inside, "        ),"]
+
+
+def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
+    notes = [*placement_note(degrees.ranks), "Yours to add: data, tokenizer assets, learning rate, steps."]
+    family = load_framework(plan.framework).name
+    if family != "torchtitan":
+        notes.append(f"The plan was made for {plan.framework}: under torchtitan its time and memory differ.")
+    return tuple(notes)

@@ -1,0 +1,174 @@
+"""A plan as most frameworks can say it: one set of degrees for every replica and every stage.
+
+Frameworks lay ranks out with tp fastest, then cp, then dp, and pp slowest, and give every replica the same
+samples. `uniform` finds the degrees of a plan that is so, in one group or in several equal ones, and names all
+that is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foreshard.spec.plan import Group, Plan, Stage
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uniform:
+    """Degrees and options that hold for every replica.
+
+    Attributes
+    ----------
+    dp, tp, pp, cp, ep, etp, vpp : int
+    micro_batch : int, samples
+        Per data-parallel rank and pass.
+    num_micro_batches : int
+    spans : tuple
+        Layers [stage][virtual stage], half open, 0 the embedding.
+    zero : int
+        0 where a plan asks for sharding over one rank.
+    shard_size : int
+        Ranks of dp x cp that share one copy of what `zero` shards.
+    ranks : tuple of int
+        Device of each rank, in the order of frameworks: pp slowest, then dp, cp, tp.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    vpp: int
+    micro_batch: int
+    num_micro_batches: int
+    spans: tuple[tuple[Span, ...], ...]
+    zero: int
+    shard_size: int
+    recompute: str
+    offload: str
+    schedule: str
+    sp: bool
+    ranks: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer blocks: all layers less embedding and head."""
+        return max(stop for stage in self.spans for _, stop in stage) - 2
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same weights if nothing is sharded: dp x cp."""
+        return self.dp * self.cp
+
+    def chunks(self) -> tuple[Span, ...]:
+        """Return the layers of each virtual stage in the order in which a sample passes them."""
+        return tuple(stage[chunk] for chunk in range(self.vpp) for stage in self.spans)
+
+    def even_blocks(self) -> bool:
+        """Return whether every virtual stage has the same number of blocks."""
+        last = self.num_blocks + 1
+        return len({min(stop, last) - max(start, 1) for start, stop in self.chunks()}) == 1
+
+
+def uniform(plan: Plan) -> tuple[Uniform | None, tuple[str, ...]]:
+    """Return the plan's degrees, or None and the reasons why one set of degrees does not describe it."""
+    reasons = tuple(dict.fromkeys((*_groups_alike(plan), *_stages_alike(plan), *_samples_divide(plan))))
+    return (None, reasons) if reasons else (_degrees(plan), ())
+
+
+def _groups_alike(plan: Plan) -> list[str]:
+    found = []
+    first = plan.groups[0]
+    shares = [group.share for group in plan.groups]
+    if len(set(shares)) > 1:
+        found.append(f"groups take {_some(shares)} samples of a step, every replica takes the same share")
+    if len({_shape(group) for group in plan.groups}) > 1:
+        found.append("groups differ in stages, layers or degrees, every replica is cut the same way")
+    for name in ("micro_batch", "schedule", "sp"):
+        values = [getattr(group, name) for group in plan.groups]
+        if any(value != getattr(first, name) for value in values):
+            found.append(f"groups differ in {name} ({_some(values)})")
+    return found
+
+
+def _shape(group: Group) -> tuple[object, ...]:
+    return tuple((stage.layers, len(stage.ranks), *_options(stage)) for stage in group.stages)
+
+
+_SAME = ("tp", "cp", "ep", "etp", "zero", "shard_size", "recompute", "offload")
+
+
+def _options(stage: Stage) -> tuple[object, ...]:
+    return tuple(getattr(stage, name) for name in _SAME)
+
+
+def _stages_alike(plan: Plan) -> list[str]:
+    found = []
+    for group in plan.groups:
+        for name in (*_SAME, "inner_dp"):
+            values = [getattr(stage, name) for stage in group.stages]
+            if len(set(values)) > 1:
+                found.append(f"stages differ in {name} ({_some(values)})")
+        for stage in group.stages:
+            if stage.rank_shares is not None and len(set(stage.rank_shares)) > 1:
+                found.append(f"ranks of a stage take {_some(stage.rank_shares)} samples of a micro-batch")
+    return found
+
+
+def _samples_divide(plan: Plan) -> list[str]:
+    found = []
+    for group in plan.groups:
+        if group.share % group.micro_batch:
+            found.append(f"the last micro-batch of a share of {group.share} is short of {group.micro_batch}")
+        for stage in group.stages:
+            if group.micro_batch % stage.inner_dp:
+                found.append(
+                    f"micro-batches of {group.micro_batch} do not divide over {stage.inner_dp} ranks"
+                )
+    return found
+
+
+def _some(values: object) -> str:
+    distinct = list(dict.fromkeys(map(str, values)))  # type: ignore[call-overload]
+    return ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
+
+
+def _degrees(plan: Plan) -> Uniform:
+    group, stage = plan.groups[0], plan.groups[0].stages[0]
+    shard_size = stage.shard_size or stage.inner_dp * stage.cp
+    return Uniform(
+        dp=stage.inner_dp * len(plan.groups),
+        tp=stage.tp,
+        pp=len(group.stages),
+        cp=stage.cp,
+        ep=stage.ep,
+        etp=stage.etp,
+        vpp=group.num_chunks,
+        micro_batch=group.micro_batch // stage.inner_dp,
+        num_micro_batches=group.num_micro_batches,
+        spans=tuple(one.layers for one in group.stages),
+        zero=stage.zero if shard_size > 1 else 0,
+        shard_size=shard_size,
+        recompute=stage.recompute,
+        offload=stage.offload,
+        schedule=group.schedule,
+        sp=group.sp,
+        ranks=tuple(
+            rank for s in range(len(group.stages)) for one in plan.groups for rank in one.stages[s].ranks
+        ),
+    )
+
+
+def placement_note(ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return what to do where the plan's devices are not in the order in which launchers number ranks."""
+    if ranks == tuple(range(len(ranks))):
+        return ()
+    if sorted(ranks) == list(range(len(ranks))):
+        return (
+            "The plan places ranks on devices in another order than launchers do: rank r runs on device "
+            f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}. Order the hosts accordingly, or "
+            "the run trains the same at another speed.",
+        )
+    return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)

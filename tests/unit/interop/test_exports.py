@@ -1,0 +1,220 @@
+"""Exports against committed schemas of the frameworks' own parsers, and back to the plan they came from."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.errors import SpecError
+from foreshard.interop import TARGETS, export
+from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.plan import Plan
+
+SCHEMA = Path(__file__).with_name("schema")
+MODEL, CLUSTER = load_model("llama3-8b"), load_cluster("2x8xh100-sxm")
+
+
+def schema(name: str) -> dict:
+    return json.loads((SCHEMA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def plan(**degrees) -> Plan:
+    sizes = {"global_batch": 64, "seq_len": 8192, **degrees}
+    return plan_from_degrees(MODEL.num_layers, 16, **sizes)
+
+
+def files(target: str, made: Plan) -> dict[str, str]:
+    return {file.name: file.text for file in export(made, target, model=MODEL, cluster=CLUSTER).files}
+
+
+def megatron_flags(text: str) -> dict[str, list[str]]:
+    words = shlex.split(text.split("MEGATRON_ARGS=(", 1)[1].rsplit(")", 1)[0], comments=True)
+    flags: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            flags[last := word] = []
+        else:
+            flags[last].append(word)
+    return flags
+
+
+MEGATRON = (
+    {"tp": 2, "pp": 2, "vpp": 2, "zero": 1, "recompute": "full"},
+    {"pp": 16, "zero": 1, "recompute": "selective:core_attn"},
+    {"tp": 8, "zero": 0, "micro_batch": 4},
+    {"tp": 2, "cp": 2, "pp": 2, "zero": 1, "recompute": "full:block:4"},
+    {"tp": 4, "pp": 4, "zero": 1, "precision": "fp8"},
+    {"zero": 1, "offload": "optimizer", "precision": "fp16"},
+)
+
+
+@pytest.mark.parametrize("degrees", MEGATRON)
+def test_megatron_knows_every_flag_and_value(degrees):
+    known = schema("megatron")["flags"]
+    (text,) = files("megatron", plan(**degrees)).values()
+    for flag, values in megatron_flags(text).items():
+        entry = known[flag]
+        count = {0: 0, None: 1}.get(entry["nargs"])
+        assert count is None or len(values) == count, (flag, values)
+        for value in values:
+            assert value in entry.get("choices", [value]), (flag, value)
+            if entry["type"] == "int":
+                int(value)
+
+
+@pytest.mark.parametrize("degrees", MEGATRON)
+def test_megatron_flags_say_the_plan(degrees):
+    made = plan(**degrees)
+    (text,) = files("megatron", made).values()
+    flags = {name: values[0] if values else True for name, values in megatron_flags(text).items()}
+    stage = made.groups[0].stages[0]
+    assert int(flags["--tensor-model-parallel-size"]) == stage.tp
+    assert int(flags["--pipeline-model-parallel-size"]) == len(made.groups[0].stages)
+    assert int(flags["--context-parallel-size"]) == stage.cp
+    assert int(flags["--global-batch-size"]) == made.global_batch
+    assert int(flags["--micro-batch-size"]) * stage.inner_dp == made.groups[0].micro_batch
+    assert ("--use-distributed-optimizer" in flags) == (stage.zero == 1 and stage.inner_dp * stage.cp > 1)
+    assert ("--sequence-parallel" in flags) == (stage.tp > 1)
+
+
+def test_megatron_states_uneven_cuts():
+    made = plan(tp=2, pp=4, zero=1)
+    group = made.groups[0]
+    spans = ((0, 6), (6, 16), (16, 26), (26, 34))
+    stages = tuple(replace(s, layers=(span,)) for s, span in zip(group.stages, spans, strict=True))
+    (text,) = files("megatron", replace(made, groups=(replace(group, stages=stages),))).values()
+    flags = megatron_flags(text)
+    known = schema("megatron")["flags"]
+    assert set(flags) <= set(known)
+    layout = flags.get("--pipeline-model-parallel-layout")
+    if layout is None:  # the two older flags say first and last stage
+        assert flags["--decoder-first-pipeline-num-layers"] == ["5"]
+        assert flags["--decoder-last-pipeline-num-layers"] == ["7"]
+    else:
+        repeated = re.sub(r"([a-zA-Z])\*(\d+)", lambda m: m[1] * int(m[2]), layout[0].strip("'"))
+        assert [part.count("t") for part in repeated.split("|")] == [5, 10, 10, 7]
+
+
+def test_torchtitan_toml_has_known_keys_and_the_plan():
+    sections = schema("torchtitan-0.2")["sections"]
+    (text,) = files("torchtitan@0.2", plan(tp=2, pp=2, zero=2, recompute="full")).values()
+    read = tomllib.loads(text)
+    for name, section in read.items():
+        assert set(section) <= set(sections[name]), name
+    assert read["parallelism"]["tensor_parallel_degree"] == 2
+    assert read["parallelism"]["data_parallel_shard_degree"] == 4
+    assert read["training"]["global_batch_size"] == 64
+    parts = read["parallelism"]["module_fqns_per_model_part"]
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [16, 16]
+
+
+def test_torchtitan_recipe_is_python_with_known_fields():
+    classes = schema("torchtitan-0.3")["classes"]
+    (text,) = files("torchtitan@0.3", plan(tp=2, zero=3)).values()
+    seen = 0
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name in classes:
+            assert {keyword.arg for keyword in call.keywords} <= set(classes[name]), name
+            seen += 1
+    assert seen >= 3
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_deepspeed_json_has_known_keys_and_multiplies_to_the_batch(zero):
+    known = schema("deepspeed")
+    (text,) = files("deepspeed", plan(zero=zero, micro_batch=2)).values()
+    read = json.loads(text)
+    assert set(read) <= set(known["keys"])
+    assert set(read.get("zero_optimization", {})) <= {*known["zero_optimization"], "stage"}
+    assert read["zero_optimization"]["stage"] == zero
+    assert read["train_micro_batch_size_per_gpu"] * read["gradient_accumulation_steps"] * 16 == 64
+
+
+def test_accelerate_file_has_known_keys_and_all_ranks():
+    known = schema("accelerate")
+    (text,) = files("fsdp", plan(zero=3)).values()
+    read = json.loads(text)
+    assert set(read) <= set(known["keys"])
+    assert set(read["fsdp_config"]) <= set(known["fsdp_config"])
+    assert set(read["parallelism_config"]) <= set(known["parallelism_config"])
+    sizes = [value for name, value in read["parallelism_config"].items() if name.endswith("_size")]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert product == read["num_processes"] == 16
+
+
+def test_slurm_script_is_a_script_that_asks_for_the_nodes(tmp_path):
+    for name, text in files("slurm", plan(tp=2, zero=1)).items():
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        subprocess.run(["bash", "-n", path], check=True)
+        assert "#SBATCH --nodes=2" in text and "--gpus-per-node=8" in text
+
+
+def test_skypilot_task_has_known_keys():
+    known = schema("skypilot")
+    (text,) = files("skypilot", plan(tp=2, zero=1)).values()
+    keys = re.findall(r"^(\w+):", text, re.MULTILINE)
+    resources = re.findall(r"^  (\w+):", text.split("resources:\n", 1)[1].split("\nenvs", 1)[0], re.MULTILINE)
+    assert set(keys) <= set(known["task"]) and set(resources) <= set(known["resources"])
+    assert set(re.findall(r"SKYPILOT_\w+", text)) <= set(known["variables"])
+    assert "num_nodes: 2" in text
+
+
+def uneven() -> Plan:
+    made = plan(tp=8, zero=1)
+    stage = made.groups[0].stages[0]
+    halves = [replace(stage, ranks=stage.ranks[:8]), replace(stage, ranks=stage.ranks[8:])]
+    one = replace(made.groups[0], micro_batch=1)
+    groups = tuple(
+        replace(one, share=share, stages=(half,)) for share, half in zip((40, 24), halves, strict=True)
+    )
+    return replace(made, groups=groups)
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan@0.2", "torchtitan@0.3", "deepspeed", "fsdp"])
+def test_uneven_shares_are_refused_with_the_reason(target):
+    with pytest.raises(SpecError, match="40, 24") as caught:
+        export(uneven(), target, model=MODEL, cluster=CLUSTER)
+    assert caught.value.exit_code == 2 and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("target", "degrees", "reason"),
+    [
+        ("torchtitan@0.2", {"zero": 1}, "zero 1"),
+        ("torchtitan@0.3", {"zero": 1}, "zero 1"),
+        ("deepspeed", {"tp": 2}, "tp 2"),
+        ("fsdp", {"pp": 2, "zero": 3}, "pp 2|pipeline"),
+        ("megatron", {"zero": 1, "pp": 2, "schedule": "zb-h1"}, "zb-h1"),
+    ],
+)
+def test_what_a_target_cannot_say_is_refused(target, degrees, reason):
+    with pytest.raises(SpecError, match=reason):
+        export(plan(**degrees), target, model=MODEL, cluster=CLUSTER)
+
+
+def test_unknown_targets_list_the_known_ones():
+    with pytest.raises(SpecError, match="unknown target") as caught:
+        export(plan(), "nccl")
+    assert all(target in caught.value.rule for target in TARGETS)
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_every_target_names_what_it_was_checked_against(target):
+    made = {"zero": 3} if target in ("fsdp", "torchtitan@0.2", "torchtitan@0.3", "deepspeed") else {"zero": 1}
+    result = export(plan(**made), target, model=MODEL, cluster=CLUSTER)
+    assert result.version and result.files and all(file.text.endswith("\n") for file in result.files)
+    assert json.dumps(result.to_dict())
