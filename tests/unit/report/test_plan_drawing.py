@@ -1,0 +1,82 @@
+"""The plan drawn: every group, stage, layer and share is there, at its size."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.report import plan_drawing
+from foreshard.report.plan_table import degrees, drawn, idle_words
+from foreshard.spec.plan import Group, Plan, Stage
+
+CLUSTER = load_cluster("1x4xa100-sxm-80gb+1x4xh100-sxm")
+
+
+def stage(ranks, layers, **more):
+    return Stage(ranks=tuple(ranks), layers=(tuple(layers),), **more)
+
+
+@pytest.fixture
+def plan():
+    slow = Group(share=10, micro_batch=2, stages=(stage([0, 1], (0, 8), tp=2), stage([2], (8, 34))))
+    fast = [Group(share=27, micro_batch=1, stages=(stage([r], (0, 34)),)) for r in (4, 5)]
+    return Plan(global_batch=64, seq_len=1024, groups=(slow, *fast))
+
+
+def svg(plan):
+    text = plan_drawing.drawing(plan, CLUSTER)
+    return ET.fromstring(re.search(r"<svg.*?</svg>", text, re.S)[0]), text
+
+
+def test_equal_groups_are_drawn_once(plan):
+    rows = plan_drawing.folded(plan, CLUSTER)
+    assert [numbers for numbers, _ in rows] == [[0], [1, 2]]
+    assert "2 groups, each" in svg(plan)[1]
+
+
+def test_boxes_are_as_wide_as_their_layers(plan):
+    picture, _ = svg(plan)
+    groups = picture.findall("g")
+    widths = [sum(float(r.get("width")) for r in g.findall("rect")) for g in groups]
+    assert len(groups) == 3
+    assert (widths[0] + 2) / (widths[1] + 2) == pytest.approx(8 / 26, rel=0.01)
+    assert widths[2] + 2 == pytest.approx(widths[0] + widths[1] + 4, rel=0.01)
+
+
+def test_every_stage_says_what_it_holds(plan):
+    picture, text = svg(plan)
+    titles = [one.find("title").text for one in picture.findall("g")]
+    assert titles[0].splitlines() == ["stage 0: layers 0-7", "2 a100-sxm-80gb", "tp 2", "ranks 0-1"]
+    assert "a100-sxm-80gb: 3 used" in text and "h100-sxm: 2 used" in text
+    assert "10 of 64 samples" in text and "27 of 64 samples" in text
+
+
+def test_kinds_of_devices_have_colours_of_their_own():
+    shades = plan_drawing.colours(CLUSTER)
+    assert len(set(shades.values())) == len(shades) == 2
+
+
+def test_idle_devices_are_named_by_kind(plan):
+    assert idle_words(plan, CLUSTER) == "1 of 4 a100-sxm-80gb, 2 of 4 h100-sxm"
+
+
+def test_words_fold_equal_groups(plan):
+    assert degrees(plan).startswith("1 x (tp 2/1 pp 2 dp 1") and " + 2 x (tp 1 pp 1 dp 1" in degrees(plan)
+    rows = drawn(plan, CLUSTER).rows
+    assert [row[0] for row in rows] == ["0", "0", "1-2"] and rows[2][2] == "4-5"
+
+
+def test_many_groups_are_cut_and_counted():
+    groups = tuple(Group(share=g + 1, micro_batch=1, stages=(stage([g], (0, 34)),)) for g in range(60))
+    many = Plan(global_batch=sum(range(61)), seq_len=64, groups=groups)
+    text = plan_drawing.drawing(many, load_cluster("8x8xh100-sxm"))
+    assert "and 12 more kinds of groups" in text and text.count("<g>") == 48
+
+
+def test_points_stay_inside_the_picture():
+    text = plan_drawing.scatter([(1.0, 5.0, "a<b"), (2.0, 3.0, "c"), (2.0, 3.0, "d")], "x", "y")
+    picture = ET.fromstring(text)
+    width, height = map(float, picture.get("viewBox").split()[2:])
+    for one in picture.findall("circle"):
+        assert 0 < float(one.get("cx")) < width and 0 < float(one.get("cy")) < height
