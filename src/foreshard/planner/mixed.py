@@ -148,18 +148,18 @@ def _search_set(
     bound = simple if fewer else solution.lower_bound_s
     found.bounds.append(bound)
     found.ladder = found.ladder or dict(solution.ladder)
-    found.judged.extend(_judge(request, problem, solution))
+    found.judged.extend(_judge(request, problem, solution, deadline))
     left = deadline - time.perf_counter()
     if left > 0.0 and (every or min(found.best_s, best) > bound * (1.0 + _GAP)):
-        _search_apart(request, use, found, left)
+        _search_apart(request, use, found, deadline)
 
 
-def _search_apart(request: Request, use: tuple[int, ...], found: _Found, left: float) -> None:
+def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadline: float) -> None:
     """Look for plans again with gradient collectives not at their best, which draws the search elsewhere."""
     problem = capped(price_stages(request, use, apart=True), request.max_devices)
-    solution = solve(problem, budget_s=left, target_gap=0.008)
+    solution = solve(problem, budget_s=deadline - time.perf_counter(), target_gap=0.008)
     found.evaluated += solution.evaluated
-    found.judged.extend(_judge(request, problem, solution))
+    found.judged.extend(_judge(request, problem, solution, deadline))
 
 
 def capped(problem: Problem, max_devices: int | None) -> Problem:
@@ -177,14 +177,23 @@ def capped(problem: Problem, max_devices: int | None) -> Problem:
     return replace(problem, counts=tuple(counts))
 
 
-def _judge(request: Request, problem: Problem, solution: Solution) -> list[tuple[float, Plan]]:
-    """Return plans of the arrangements, as they are and with shares balanced anew, and their step times."""
-    made = []
+def _judge(
+    request: Request, problem: Problem, solution: Solution, deadline: float
+) -> list[tuple[float, Plan]]:
+    """Return plans of the arrangements, as they are and with shares balanced anew, and their step times.
+
+    Late, the best arrangement alone.
+    """
+    made: list[tuple[float, Plan]] = []
     for arrangement in solution.others[:_JUDGED]:
+        if made and time.perf_counter() > deadline:
+            break
         plan = plan_of(request, problem, arrangement)
         if plan is None:
             continue
         made.append((engine_seconds(request, [plan])[0], plan))
+        if time.perf_counter() > deadline:
+            break
         again = engine_shares(request, problem, arrangement, plan)
         other = None if again is None else plan_of(request, problem, again)
         if other is not None:
@@ -203,7 +212,7 @@ def _predictions(request: Request, found: _Found, deadline: float) -> list[Predi
     made: list[Prediction] = []
     seen: list[Plan] = []
     for plan in wanted:
-        if plan in seen or (time.perf_counter() > deadline and len(made) >= request.top):
+        if plan in seen or (made and time.perf_counter() > deadline):
             continue
         seen.append(plan)
         one = predicted(request, plan)

@@ -85,19 +85,19 @@ def price_stages(
     compute_only : bool
         Stages take as long as their computation alone.
     apart : bool
-        Pipelines share no link domain and are as wide as each other, instead of at their best: no bound, but
-        nearer to what plans take.
+        Pipelines share no link domain, are as wide as each other and send over the network, instead of all at
+        its best: no bound, but nearer to what plans take.
     """
     kinds = list(dict.fromkeys((*_options(request, use), *extra)))
     types = _stage_types(request)
     rooms = _rooms(request, kinds, types, reserve_bytes)
     crosses = _fewest_devices(kinds, types, rooms) > max(domain_block(request.cluster.nodes[g]) for g in use)
-    batch = _batch(request, use, kinds, types, crosses=crosses)
+    batch = _batch(request, use, kinds, types, crosses=crosses or apart)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
     time_s = np.broadcast_to(seconds, shape)
-    alone = _batch(request, use, kinds, types)
+    alone = _batch(request, use, kinds, types, crosses=apart)
     tails = [
         np.broadcast_to(_tail(alone, stage, copies, apart=apart), shape).T for copies in _copies(request)
     ]

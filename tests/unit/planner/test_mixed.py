@@ -1,0 +1,129 @@
+"""Plans of mixed devices: what is left out, what cannot be, that all are valid and above their bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.errors import InfeasibleError
+from foreshard.planner.mixed import _sets, capped
+from foreshard.planner.mixed_infeasible import least_devices
+from foreshard.planner.request import checked_request
+from foreshard.planner.result import PlanResult
+from foreshard.planner.search import plan
+from foreshard.planner.stage_prices import price_stages
+from foreshard.spec.checks import check_plan
+
+pytest.importorskip("scipy", reason="planning mixed devices needs the extra `plan`")
+
+SMALL = "2x4xv100-sxm-16gb+2x4xa100-sxm-40gb@100Gb/s"
+
+
+def search(model: str, cluster: str, batch: int = 32, seq_len: int = 2048, **asked) -> PlanResult:
+    found = plan(
+        load_model(model),
+        load_cluster(cluster),
+        global_batch=batch,
+        seq_len=seq_len,
+        **{"budget_s": 3.0, **asked},
+    )
+    for one in found.plans:
+        check_plan(one.plan, load_model(model), load_cluster(cluster))
+        assert one.prediction.memory.fits
+        if not asked.get("objective"):
+            assert found.lower_bound_step_time_s <= one.prediction.step_time_s * (1 + 1e-9)
+    return found
+
+
+def test_slow_device_beside_a_fast_one_is_used_or_left_idle_whichever_is_faster():
+    cluster = "1x1xrtx-3090+1x1xa100-sxm-40gb@10Gb/s"
+    found = search("llama3.2-1b", cluster)
+    alone = search("llama3.2-1b", "1x1xa100-sxm-40gb")
+    assert found.plans[0].prediction.step_time_s <= alone.plans[0].prediction.step_time_s * 1.06
+    assert found.gap < 0.02
+
+
+def test_device_without_the_precision_is_left_out_and_named():
+    found = search("llama3.2-1b", SMALL)
+    assert all(rank >= 8 for one in found.plans for rank in one.plan.ranks)
+    assert any("v100-sxm-16gb" in note and "bf16" in note for note in found.notes)
+    both = search("llama3.2-1b", SMALL, precision="fp16")
+    assert not both.notes
+    assert len(both.plans[0].plan.ranks) > 8
+
+
+def test_vendors_train_apart():
+    found = search("llama3-8b", "1x8xmi300x+1x8xh100-sxm@400Gb/s", seq_len=4096)
+    for one in found.plans:
+        assert len({rank < 8 for rank in one.plan.ranks}) == 1
+    assert any("amd" in note and "nvidia" in note for note in found.notes)
+
+
+def test_no_more_devices_than_allowed():
+    found = search("llama3.2-1b", SMALL, precision="fp16", max_devices=6)
+    assert found.plans and all(len(one.plan.ranks) <= 6 for one in found.plans)
+
+
+def test_cost_counts_the_nodes_in_use():
+    fast = search("llama3.2-1b", SMALL, precision="fp16")
+    cheap = search("llama3.2-1b", SMALL, precision="fp16", objective=("cost",))
+    prices = [one.prediction.cost.usd_per_step for one in cheap.plans]
+    assert prices == sorted(prices)
+    assert prices[0] <= fast.plans[0].prediction.cost.usd_per_step * (1 + 1e-9)
+
+
+def test_graph_engine_has_a_bound_of_its_own():
+    found = search("llama3.2-1b", SMALL, precision="fp16", engine="graph", top=2)
+    assert found.plans[0].prediction.engine == "graph"
+    assert 0 < found.lower_bound_step_time_s <= found.plans[0].prediction.step_time_s
+    assert any("computation alone" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "cluster", ["1x7xa100-sxm-80gb+1x3xh100-sxm@100Gb/s", "5x1xa100-sxm-40gb+3x1xl40s@10Gb/s"]
+)
+def test_prime_counts(cluster):
+    found = search("llama3.2-1b", cluster, batch=31)
+    assert found.plans and sum(group.share for group in found.plans[0].plan.groups) == 31
+
+
+def test_nothing_fits_names_memory_and_a_change_that_does():
+    cluster = "1x2xrtx-3090+1x2xa100-sxm-40gb@10Gb/s"
+    found = search("llama3-8b", cluster)
+    assert not found.plans and isinstance(found.infeasible, InfeasibleError)
+    assert found.infeasible.key == "memory" and "126 GiB" in found.infeasible.what
+    fix = found.infeasible.fix
+    assert fix.startswith(("Use --optimizer", "Use --seq", "Use 2 times")), fix
+    changed = {"optimizer": "adamw-8bit"} if "--optimizer" in fix else {}
+    bigger = "2x2xrtx-3090+2x2xa100-sxm-40gb@10Gb/s" if "2 times" in fix else cluster
+    seq_len = int(fix.split()[-1]) if "--seq" in fix else 2048
+    assert search("llama3-8b", bigger, seq_len=seq_len, **changed).plans
+
+
+def test_sets_of_many_groups_stay_few():
+    kinds = (
+        "a100-sxm-80gb",
+        "a100-sxm-40gb",
+        "h100-sxm",
+        "h200-sxm",
+        "l40s",
+        "a100-pcie-80gb",
+        "l4",
+        "h100-pcie",
+    )
+    request = checked_request(
+        load_model("llama3-8b"), load_cluster("+".join(f"1x2x{kind}" for kind in kinds)), global_batch=8
+    )
+    sets = _sets(request)
+    assert sets[0] == tuple(range(8)) and len(sets) == 1 + 8 + 8
+
+
+def test_capped_problem_keeps_the_fastest_devices():
+    request = checked_request(
+        load_model("llama3.2-1b"), load_cluster(SMALL), global_batch=8, precision="fp16"
+    )
+    problem = capped(price_stages(request, (0, 1)), 9)
+    assert problem.counts == (1, 8)
+    assert np.isfinite(least_devices(problem)) and least_devices(problem) >= 1
