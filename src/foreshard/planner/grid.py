@@ -121,13 +121,13 @@ def walk(
 def _search_cells(request: GridRequest, cells: PlanTable, found: Found) -> None:
     """Price what can beat the kept plans in some cells."""
     passes = passes_of(request, cells)
-    bounds, rows = [], []
+    bounds, counts = [], []
     for some in chunks_of(passes):
         bounds.append(pass_bounds(request, some))
-        rows.append(num_rows(request, some))
+        counts.append(num_rows(request, some))
     if not bounds:
         return
-    bound, count = np.concatenate(bounds), np.concatenate(rows)
+    bound, count = np.concatenate(bounds), np.concatenate(counts)
     order = np.argsort(bound, kind="stable")
     start = 0
     while start < len(order):

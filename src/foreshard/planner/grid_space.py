@@ -98,7 +98,7 @@ def _product(
     table: PlanTable, index: np.ndarray, columns: dict[str, np.ndarray], **options: Any
 ) -> PlanTable:
     """Return rows `index` of a table with other columns in place of its own."""
-    return replace(table.take(index), **columns, **options)
+    return replace(table.take(index), **columns, **options)  # type: ignore[arg-type]
 
 
 def cells_of(request: GridRequest) -> PlanTable:

@@ -58,7 +58,7 @@ def search_homogeneous(request: Request, *, explain: bool = True) -> PlanResult:
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
     if not plans:
         pairs = list(zip(searched.parts, searched.found, strict=True))
-        error = infeasible(request, pairs, explain=explain)
+        error = infeasible(request, pairs, exhaustive=not searched.interrupted, explain=explain)
     ladder = _ladder(request, searched, plans)
     best = plans[0].prediction.step_time_s if plans else 0.0
     bound = min(max(ladder.values()), best) if plans else 0.0
@@ -157,7 +157,7 @@ def _beat(request: Request, searched: _Searched, size: int) -> float:
 
 def _predictions(request: Request, searched: _Searched, deadline: float) -> list[Prediction]:
     """Return the plans found as predictions by the engine asked for; beyond the deadline only the first."""
-    made = []
+    made: list[Prediction] = []
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):
             if made and i >= request.top and time.perf_counter() >= deadline:

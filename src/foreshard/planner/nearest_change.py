@@ -25,10 +25,26 @@ _ONE_S, _ALL_S = 2.0, 12.0
 
 
 def infeasible(
-    request: Request, searched: Sequence[tuple[Cluster, Found]], *, explain: bool = True
+    request: Request,
+    searched: Sequence[tuple[Cluster, Found]],
+    *,
+    exhaustive: bool = True,
+    explain: bool = True,
 ) -> InfeasibleError:
     """Return what keeps every plan out and, with `explain`, the nearest change that lets one in."""
     part, found = min(searched, key=lambda one: one[1].least_peak_bytes)
+    capacity = part.nodes[0].device.capacity_bytes / 2**30
+    least = found.least_peak_bytes / 2**30
+    if not exhaustive:
+        seen = "" if found.least_peak is None else (
+            f"; the least memory so far is {least:.1f} of {capacity:.1f} GiB on {part.num_devices} devices"
+        )  # fmt: skip
+        return InfeasibleError(
+            f"no plan that fits was found before the search ended{seen}",
+            key="--budget-s", value=request.budget_s,
+            rule="The search was not exhaustive: a plan may exist",
+            fix=_changes(request) if explain else None,
+        )  # fmt: skip
     if found.least_peak is None:
         return InfeasibleError(
             f"no degrees divide global batch {request.global_batch} and sequence {request.seq_len} on "
@@ -36,16 +52,6 @@ def infeasible(
             key="--global-batch", value=request.global_batch,
             rule="dp divides the global batch, tp the attention heads, cp and tp the sequence",
             fix="Use a global batch that is a multiple of the number of nodes",
-        )  # fmt: skip
-    capacity = part.nodes[0].device.capacity_bytes / 2**30
-    least = found.least_peak_bytes / 2**30
-    if any(one.interrupted for _, one in searched):
-        return InfeasibleError(
-            f"no plan that fits was found before the budget ended; the least memory so far is {least:.1f} "
-            f"of {capacity:.1f} GiB on {part.num_devices} devices",
-            key="--budget-s", value=request.budget_s,
-            rule="The search was not exhaustive: a plan may exist",
-            fix=_changes(request) if explain else None,
         )  # fmt: skip
     return InfeasibleError(
         f"every plan needs more than memory: the least, on {part.num_devices} devices "

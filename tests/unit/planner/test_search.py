@@ -213,3 +213,13 @@ def test_ctrl_c_after_a_plan_was_found_shows_it(monkeypatch):
     result = _plan("llama3-8b", "4x8xh100-sxm", global_batch=64, tokens=TOKENS, objective="cost")
     assert result.interrupted
     assert len(result.plans[0].plan.ranks) == 32
+
+
+def test_a_search_that_ended_early_does_not_call_a_run_impossible(monkeypatch):
+    import foreshard.planner.homogeneous as homogeneous
+
+    monkeypatch.setattr(homogeneous, "_PATIENCE_S", 0.0)
+    result = _plan("llama3-70b", "1x2xh100-sxm", global_batch=64, seq_len=8192, budget_s=1e-6)
+    assert isinstance(result.infeasible, InfeasibleError)
+    assert result.interrupted
+    assert "a plan may exist" in str(result.infeasible)
