@@ -63,19 +63,15 @@ def walk_with_ray(
     if found.interrupted or not len(rest.bound):
         found.bound = min([bound, *rest.bound[:1]])
         return
-    started = _started(ray, executor)
-    try:
-        stop_at = time.time() + deadline - time.perf_counter()  # the clock that machines share
-        num_tasks = int(ray.cluster_resources().get("CPU", 1)) * _TASKS_PER_CPU
-        task, shared = ray.remote(_task), ray.put((request, found))
-        pending = [
-            task.remote(shared, rest.take(slice(first, None, num_tasks)), stop_at, patience_s)
-            for first in range(min(num_tasks, len(rest.bound)))
-        ]
-        bound = _gather(ray, pending, rest, found, bound)
-    finally:
-        if started:
-            ray.shutdown()
+    _connect(ray, executor)
+    stop_at = time.time() + deadline - time.perf_counter()  # the clock that machines share
+    num_tasks = int(ray.cluster_resources().get("CPU", 1)) * _TASKS_PER_CPU
+    task, shared = ray.remote(_task), ray.put((request, found))
+    pending = [
+        task.remote(shared, rest.take(slice(first, None, num_tasks)), stop_at, patience_s)
+        for first in range(min(num_tasks, len(rest.bound)))
+    ]
+    bound = _gather(ray, pending, rest, found, bound)
     found.bound = min(bound, *found.score[:1], found.beat)
 
 
@@ -105,15 +101,14 @@ def _task(shared: tuple[GridRequest, Found], cells: Cells, stop_at: float, patie
     return found
 
 
-def _started(ray: Any, executor: str) -> bool:
-    """Connect to Ray unless the caller has, and return whether to disconnect in the end."""
+def _connect(ray: Any, executor: str) -> None:
+    """Connect to Ray unless the process has; the connection lasts as long as the process, as Ray's do."""
     if ray.is_initialized():
-        return False
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine unasked
     address = executor.partition(":")[2]
     options: dict[str, Any] = {"address": address} if address else {"include_dashboard": False}
     ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    return True
 
 
 def _ray() -> Any:
