@@ -10,6 +10,7 @@ exists.
 from __future__ import annotations
 
 import heapq
+import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, pairwise
@@ -38,9 +39,10 @@ class Box:
     cost: float
     template: Template
 
-    def value(self, seconds: float) -> float:
-        """Return a bound on samples less prices of every pipeline in the box in so many seconds."""
-        return self.micro_batch * ((seconds - self.tail_s[0]) / self.bottleneck_s[0] + 1.0) - self.cost
+    def seconds(self, goal: float) -> float:
+        """Return a time before which no pipeline of the box gets `goal` samples beyond its price."""
+        least = self.bottleneck_s[0]
+        return self.tail_s[0] + least * max((goal + self.cost) / self.micro_batch - 1.0, 1.0)
 
 
 def same_limits(one: Box, other: Box) -> bool:
@@ -90,50 +92,53 @@ class Pricing:
             for upper, lower in pairwise(edges):
                 self._add(int(size), (lower, upper), (float(tails.min()), float(tails.max())))
 
-    def best(self, seconds: float, tolerance: float, goal: float) -> tuple[float, list[Template]]:
-        """Return a bound on samples less prices over all pipelines, and pipelines found that beat the goal.
+    def earliest(
+        self, goal: float, *, known_s: float, aim_s: float, tolerance: float, deadline: float = np.inf
+    ) -> tuple[float, list[Template]]:
+        """Return a time before which no pipeline gets `goal` samples beyond its price, and pipelines found.
 
-        Boxes are split until the bound is no more than `goal` (what was to be proven), until it is within
-        `tolerance` samples of a pipeline found, or until enough pipelines beat the goal.
+        Boxes are split, the earliest first, until none is before `aim_s` (what was to be proven), until a pipeline
+        is met within the tolerance, until enough are found that are before `known_s`, or until the deadline.
+
+        Parameters
+        ----------
+        goal : float, samples
+        known_s : float
+            Pipelines are returned when they get there sooner.
+        aim_s, tolerance, deadline : float
         """
         order = count()
-        heap = [(-box.value(seconds), next(order), box) for box in self.boxes.values()]
+        heap = [(box.seconds(goal), next(order), box) for box in self.boxes.values()]
         heapq.heapify(heap)
         found: dict[Template, float] = {}
-        reached, better = -np.inf, 0
-        while heap and -heap[0][0] > goal and better < _ENOUGH:
-            bound, _, box = heap[0]
+        nearest, better = np.inf, 0
+        while heap and heap[0][0] < aim_s and better < _ENOUGH:
+            bound, number, box = heap[0]
             if box.template not in found:
-                worth = found[box.template] = self._worth(box.template, seconds)
-                reached = max(reached, worth)
-                better += worth > goal + tolerance
-            if -bound <= reached + tolerance:
+                own = found[box.template] = self._seconds(box.template, goal)
+                nearest = min(nearest, own)
+                better += own < known_s
+            if bound >= nearest * (1.0 - tolerance) or (number % 64 == 0 and time.perf_counter() > deadline):
                 break
             heapq.heappop(heap)
             del self.boxes[id(box)]
-            parts = self._split(box, seconds)
+            parts = self._split(box, goal)
             for part in parts:
-                heapq.heappush(heap, (-part.value(seconds), next(order), part))
+                heapq.heappush(heap, (part.seconds(goal), next(order), part))
             if any(same_limits(part, box) for part in parts):
                 break
-        bound = -heap[0][0] if heap else -np.inf
-        order_by_worth = sorted(found, key=found.__getitem__, reverse=True)
-        return bound, [one for one in order_by_worth if found[one] > goal]
+        bound = heap[0][0] if heap else np.inf
+        return bound, [one for one in sorted(found, key=found.__getitem__) if found[one] < known_s]
 
-    def slope(self, seconds: float) -> float:
-        """Return the samples a second that the best box gains."""
-        box = max(self.boxes.values(), key=lambda one: one.value(seconds))
-        return box.micro_batch / box.bottleneck_s[0]
-
-    def _worth(self, template: Template, seconds: float) -> float:
-        """Return samples less prices of a pipeline, whole grains not asked for."""
+    def _seconds(self, template: Template, goal: float) -> float:
+        """Return when a pipeline gets `goal` samples beyond its price, whole grains not asked for."""
         problem = self.problem
-        times, last = self._times(template), self._tails(template).max()
+        times, last = self._times(template), float(self._tails(template).max())
         price = float((problem.takes[[p.option for p in template]] @ self.prices).sum())
-        size = float(problem.micro_batch[template[0].option])
-        return size * max((seconds - last - times.sum()) / times.max() + 1.0, 0.0) - price
+        passes = max((goal + price) / float(problem.micro_batch[template[0].option]), 1.0)
+        return last + float(times.sum() + times.max() * (passes - 1.0))
 
-    def _split(self, box: Box, seconds: float) -> list[Box]:
+    def _split(self, box: Box, goal: float) -> list[Box]:
         """Return the parts of a box below and above what its own pipeline does, by what loosens the bound more.
 
         Above, the pipeline's worth is what the bound says of it; below, it is no longer allowed. A box whose
@@ -143,9 +148,9 @@ class Pricing:
         least, most = box.tail_s
         times, tails = self._times(box.template), self._tails(box.template)
         own, own_tail = float(times.max()), float(tails.max())
-        passes = (seconds - own_tail - times.sum()) / lower
-        by_bottleneck = passes * (own / lower - 1.0)
-        by_tail = (own_tail - least) / lower
+        price = box.cost - box.micro_batch * float(times.sum()) / lower
+        by_bottleneck = ((goal + price) / box.micro_batch - 1.0) * (own - lower)
+        by_tail = own_tail - least
         parts = []
         if by_bottleneck >= by_tail:
             parts.append(self._add(box.micro_batch, (min(max(own, lower), upper), upper), box.tail_s))

@@ -32,7 +32,7 @@ _ROUNDS = 25
 _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2)
 _KEPT = 96
 _ALIKE = 3
-_CLOSE = 2e-3
+_CLOSE = 1e-3
 _FEW_DEVICES = 10
 _FEW_LAYERS = 10
 
@@ -332,7 +332,8 @@ def _first_columns(search: _Search, compute_s: float) -> None:
     pricing.start()
     for box in pricing.boxes.values():
         search.columns[box.template] = None
-    _, good = pricing.best(1.1 * compute_s, 0.03 * problem.global_batch / copies, -np.inf)
+    goal = _goal(problem, prices, (copies, copies))
+    _, good = pricing.earliest(goal, known_s=np.inf, aim_s=np.inf, tolerance=0.05, deadline=search.deadline)
     search.evaluated += pricing.solved
     search.columns.update(dict.fromkeys(_varied(problem, good)))
 
@@ -362,42 +363,27 @@ def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> 
     bound rises to meet it.
     """
     problem = search.problem
-    bound, finest = floor, 2e-3 * problem.global_batch / pipelines[1]
-    mix, converged = _priced(search, pipelines, bound), False
+    bound, mix = floor, _priced(search, pipelines, floor)
     for round_ in range(_ROUNDS):
-        reached, prices = mix or (2.0 * bound, search.prices * bound * 2.0**round_)
+        reached, prices = mix or (np.inf, search.prices * max(bound, 1e-12) * 2.0**round_)
         pricing = Pricing(
             problem=problem, num_pipelines=pipelines[0], prices=prices, longest_s=search.longest_s
         )
         pricing.start()
         if not pricing.boxes:
             return np.inf
-        # What matters is whether the range can beat the best so far; no more is worked out.
-        at = min(reached, search.aim_s)
-        failed = 0.0
-        for step in range(10):
-            goal = _goal(problem, prices, pipelines)
-            value, better = pricing.best(at, finest, goal)
-            if value <= goal:
-                bound, converged = max(bound, at), True
-                if failed <= at * (1.0 + _CLOSE):
-                    break
-                at = 0.5 * (at + failed)
-                continue
-            failed = at
-            if converged:
-                at = 0.5 * (bound + failed)
-                if failed <= bound * (1.0 + _CLOSE):
-                    break
-                continue
-            fresh = [one for one in _varied(problem, better) if one not in search.columns]
-            search.columns.update(dict.fromkeys(fresh))
-            mix = _priced(search, pipelines, bound) if fresh or mix is None else mix
-            if mix is None or (step < 3 and np.abs(mix[1] - prices).max() > 1e-3 * prices.max()):
-                break
-            at -= (value - goal) / pricing.slope(at) + 1e-4 * 2.0**step * at
+        proven, better = pricing.earliest(
+            _goal(problem, prices, pipelines),
+            known_s=reached * (1.0 - 1e-4), aim_s=search.aim_s, tolerance=_CLOSE, deadline=search.deadline,
+        )  # fmt: skip
         search.evaluated += pricing.solved
-        if converged or search.late:
+        bound = max(bound, proven)
+        fresh = [one for one in _varied(problem, better) if one not in search.columns]
+        search.columns.update(dict.fromkeys(fresh))
+        if search.near(bound) or search.late or bound >= reached * (1.0 - 2.0 * _CLOSE):
+            break
+        before, mix = mix, _priced(search, pipelines, bound) if fresh or mix is None else mix
+        if not fresh and before is not None:
             break
     if not search.near(bound):
         _whole(search, pipelines, bound)
