@@ -50,7 +50,8 @@ def test_device_without_the_precision_is_left_out_and_named():
     found = search("llama3.2-1b", SMALL)
     assert all(rank >= 8 for one in found.plans for rank in one.plan.ranks)
     assert any("v100-sxm-16gb" in note and "bf16" in note for note in found.notes)
-    both = search("llama3.2-1b", SMALL, precision="fp16")
+    fast = SMALL.replace("100Gb/s", "800Gb/s")
+    both = search("llama3.2-1b", fast, batch=256, precision="fp16")
     assert not both.notes
     assert any(rank < 8 for one in both.plans for rank in one.plan.ranks)
 
@@ -69,7 +70,7 @@ def test_no_more_devices_than_allowed():
 
 def test_cost_counts_the_nodes_in_use():
     fast = search("llama3.2-1b", SMALL, precision="fp16")
-    cheap = search("llama3.2-1b", SMALL, precision="fp16", objective=("cost",))
+    cheap = search("llama3.2-1b", SMALL, precision="fp16", objective=("cost",), budget_s=10.0)
     prices = [one.prediction.cost.usd_per_step for one in cheap.plans]
     assert prices == sorted(prices)
     assert prices[0] <= fast.plans[0].prediction.cost.usd_per_step * (1 + 1e-9)
