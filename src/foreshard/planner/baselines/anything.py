@@ -10,10 +10,10 @@ from foreshard.planner.problem import Arrangement, Problem, Template
 _TRIES = 200
 
 
-def anything(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def anything(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best of a number of random plans that fit, with equal shares."""
     rng = np.random.default_rng(seed)
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     steps = sorted(grid.options, key=lambda one: (one[0], grid.layer_seconds(one)))
     for _ in range(_TRIES if steps else 0):
         template = _pipeline(grid, steps, rng)

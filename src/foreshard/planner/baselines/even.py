@@ -6,13 +6,13 @@ from foreshard.planner.baselines.grid import Best, Grid, Shape, promising
 from foreshard.planner.problem import Arrangement, Problem, Template, pace_of
 
 
-def even(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def even(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best plan in which every device does the same: one shape, equal cuts, equal shares.
 
     Exhaustive over shapes, depths and numbers of pipelines; a pipeline stays on one kind of device, and
     the fastest are taken first, so that slow devices may stay idle.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         for depth in range(1, problem.max_stages + 1):
             mix = _pure(grid, shape, depth)
@@ -24,9 +24,9 @@ def even(problem: Problem, *, seed: int = 0) -> Arrangement | None:
     return best.arrangement
 
 
-def lb_bsp(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def lb_bsp(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best plan of one shape and equal cuts on all devices, with shares by speed."""
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         for depth in range(1, problem.max_stages + 1):
             best.offer(_pure(grid, shape, depth), even=False)

@@ -201,12 +201,26 @@ def _shortest(costs: Sequence[np.ndarray], longest: float) -> tuple[list[int], f
 
 @dataclass(slots=True, kw_only=True)
 class Best:
-    """The best arrangement of those offered."""
+    """The best arrangement of those offered, and the best for each number of pipelines.
+
+    Attributes
+    ----------
+    slack : float
+        How much slower than the best, as a fraction, an arrangement may be and still be looked at.
+    by_number : dict of int to (seconds, Arrangement)
+    """
 
     problem: Problem
+    slack: float = 0.0
     arrangement: Arrangement | None = None
     seconds: float = np.inf
+    by_number: dict[int, tuple[float, Arrangement]] = field(default_factory=dict)
     _known: dict[Template, tuple[Pace, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def limit_s(self) -> float:
+        """Return the step time from which on nothing need be looked at."""
+        return self.seconds * (1.0 + self.slack)
 
     def offer(self, mix: Sequence[tuple[Template, int]], *, even: bool) -> None:
         """Keep pipelines, each as often as stated, if with even or with balanced shares they are faster.
@@ -219,11 +233,13 @@ class Best:
             return
         factor = spread_factor(self.problem, sum(count * self._of(one)[1].sum() for one, count in mix))
         seconds = self._even_seconds(mix, total) if even else self._balanced_seconds(mix, total)
-        if not seconds * factor < self.seconds * (1.0 - 1e-9):
+        known = self.by_number.get(total, (np.inf, None))[0]
+        if not seconds * factor < min(self.limit_s, known) * (1.0 - 1e-9):
             return
         made = self._made([one for one, count in mix for _ in range(count)], even=even)
         if made is not None and not faults(self.problem, made):
             exact = step_seconds(self.problem, made)
+            self.by_number[total] = (exact, made)
             if exact < self.seconds:
                 self.arrangement, self.seconds = made, exact
 
@@ -263,7 +279,7 @@ class Best:
 def promising(grid: Grid, best: Best) -> Iterator[Shape]:
     """Yield the shapes whose bound is below the best so far, the most promising first."""
     for shape in sorted(grid.shapes(), key=lambda one: (grid.least_seconds(one), one)):
-        if grid.least_seconds(shape) < best.seconds:
+        if grid.least_seconds(shape) < best.limit_s:
             yield shape
 
 

@@ -10,13 +10,13 @@ from foreshard.planner.baselines.grid import Best, Grid, Shape, Step, promising
 from foreshard.planner.problem import Arrangement, Problem
 
 
-def malleus(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def malleus(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best plan of groups of one shape dealt to pipelines, with uneven cuts and uneven shares.
 
     Groups are sorted by speed and dealt in turn, so that pipelines are alike, or block by block, so that each
     is of one kind; both are tried for each number of pipelines. Fast groups come last in a pipeline.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         units = [kind for kind in grid.kinds(shape) for _ in range(grid.stages((shape, kind)))]
         for depth in range(1, min(problem.max_stages, len(units)) + 1):

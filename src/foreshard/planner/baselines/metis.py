@@ -12,13 +12,13 @@ from foreshard.planner.problem import Arrangement, Problem, Template, pace_of
 _MOVES = 64
 
 
-def metis(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def metis(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best of pipelines whose stages have a size by kind of device, balanced greedily.
 
     Layers go to stages in proportion to their speed and move on where memory is short. Kinds follow each
     other in one pipeline, or each has pipelines of its own which take data in proportion to their speed.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     sizes = sorted({shape.micro_batch for shape, _ in grid.options})
     for size in sizes:
         own: dict[int, list[Step]] = {}
@@ -39,7 +39,7 @@ def _chained(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
             steps = tuple(step for step in chosen for _ in range(grid.stages(step) // copies))
             if not 0 < len(steps) <= problem.max_stages:
                 continue
-            if not _bound(grid, steps, copies) < best.seconds:
+            if not _bound(grid, steps, copies) < best.limit_s:
                 continue
             for order in dict.fromkeys((steps, steps[::-1])):
                 template = _greedy(grid, order)

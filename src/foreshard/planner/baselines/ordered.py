@@ -9,12 +9,12 @@ from foreshard.planner.baselines.grid import Best, Grid, Shape, Step, numbers, p
 from foreshard.planner.problem import Arrangement, Problem
 
 
-def amp(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def amp(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best grid of one shape along the order of devices, with uneven cuts and equal shares.
 
     All pipelines are alike; fast devices come first or last.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         kinds = grid.kinds(shape)
         for depth in range(1, problem.max_stages + 1):
@@ -30,13 +30,13 @@ def amp(problem: Problem, *, seed: int = 0) -> Arrangement | None:
     return best.arrangement
 
 
-def hetpipe(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def hetpipe(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return virtual workers of the same devices each, cut for the least slowest stage, with equal shares.
 
     The equal distribution of HetPipe: every virtual worker has as many devices of each kind as any other.
     Its workers push to parameter servers at different times; here a step ends for all together.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         kinds = grid.kinds(shape)
         for copies in numbers(min(max(grid.stages((shape, k)) for k in kinds), problem.global_batch)):

@@ -10,13 +10,13 @@ from foreshard.planner.baselines.grid import Best, Grid, Step, numbers
 from foreshard.planner.problem import Arrangement, Problem, Template
 
 
-def pipedream(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def pipedream(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best number of copies of the partition that makes the slowest stage as fast as possible.
 
     Devices are in order, the fastest first or last; a stage takes the next ones, as many as suit it. Fill and
     tail are not looked at, shares are equal.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     most = min(sum(problem.counts), problem.global_batch)
     for size in sorted({shape.micro_batch for shape, _ in grid.options}):
         steps = sorted(step for step in grid.options if step[0].micro_batch == size)
@@ -27,7 +27,7 @@ def pipedream(problem: Problem, *, seed: int = 0) -> Arrangement | None:
         kinds = sorted(pace, key=pace.__getitem__)
         for copies in numbers(most, 1.5):
             passes = math.ceil(problem.global_batch / copies / size)
-            longest = best.seconds / passes
+            longest = best.limit_s / passes
             # Layers that all devices of a copy get through in that time.
             if (
                 longest * sum(problem.counts[kind] // copies / pace[kind] for kind in kinds)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from foreshard.planner.baselines.anything import anything
 from foreshard.planner.baselines.even import even, lb_bsp
+from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.malleus import malleus
 from foreshard.planner.baselines.metis import metis
 from foreshard.planner.baselines.ordered import amp, hetpipe
@@ -18,8 +19,8 @@ from foreshard.planner.problem import Arrangement, Problem
 class Planner(Protocol):
     """What a baseline is: the arrangement it would choose, None when it finds none that fits."""
 
-    def __call__(self, problem: Problem, *, seed: int = 0) -> Arrangement | None:
-        """Return the arrangement."""
+    def __call__(self, problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
+        """Return the arrangement; `best` collects all that were looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

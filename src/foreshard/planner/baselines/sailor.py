@@ -10,13 +10,13 @@ from foreshard.planner.baselines.grid import Best, Grid, Step, even_cuts, number
 from foreshard.planner.problem import Arrangement, Problem
 
 
-def sailor(problem: Problem, *, seed: int = 0) -> Arrangement | None:
+def sailor(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
     """Return the best plan of equal cuts whose every stage has as many replicas, on any kinds of device.
 
     For each depth, number of replicas and limit on the slowest stage, stages take the narrowest option of
     each kind within the limit, and devices go to stages one after another from where most are left.
     """
-    grid, best = Grid(problem=problem), Best(problem=problem)
+    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for size in sorted({shape.micro_batch for shape, _ in grid.options}):
         steps = sorted(step for step in grid.options if step[0].micro_batch == size)
         for depth in range(1, problem.max_stages + 1):
@@ -37,13 +37,13 @@ def _offer_depth(grid: Grid, best: Best, steps: list[Step], cuts: list[int], tab
         narrow = [_narrowest(steps, row, limit) for row in table]
         for copies in reversed(numbers(min(sum(problem.counts) // depth, problem.global_batch))):
             passes = max(1.0, problem.global_batch / copies / steps[0][0].micro_batch)
-            if passes * table.min(1).max() >= best.seconds:
+            if passes * table.min(1).max() >= best.limit_s:
                 break
             placed = _place(problem, narrow, copies)
             if placed is None:
                 continue
             _offer_placed(grid, best, placed, cuts)
-            if passes * limit >= best.seconds:
+            if passes * limit >= best.limit_s:
                 break
 
 

@@ -7,16 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from foreshard.errors import SpecError
+from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.registry import BASELINES, Baseline
-from foreshard.planner.judge import predicted
+from foreshard.planner.judge import engine_seconds, predicted
 from foreshard.planner.mapping import plan_of
-from foreshard.planner.problem import Problem
+from foreshard.planner.problem import Arrangement, Problem
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+_SLACK = 0.25
+_JUDGED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,9 @@ def judge(
     **asked: Any,
 ) -> tuple[Judged, ...]:
     """Return what each baseline comes to on a model and cluster.
+
+    Prices of stages leave out what depends on the whole plan, so each baseline has its best arrangement for
+    every number of pipelines timed by the engine and keeps the fastest.
 
     Parameters
     ----------
@@ -103,29 +113,38 @@ def _judged(
     request: Request, problem: Problem | None, one: Baseline, bound_s: float | None, seed: int
 ) -> Judged:
     started = time.perf_counter()
-    arrangement = None if problem is None else one.planner(problem, seed=seed)
+    found: list[Arrangement] = []
+    if problem is not None:
+        best = Best(problem=problem, slack=_SLACK)
+        one.planner(problem, seed=seed, best=best)
+        found = [made for _, made in sorted(best.by_number.values(), key=lambda row: row[0])[:_JUDGED]]
     wall_s = time.perf_counter() - started
-
-    def none(why: str) -> Judged:
-        return Judged(
-            name=one.name, plan=None, step_time_s=None, gap_to_bound=None, wall_s=wall_s, why_none=why
-        )
-
-    if problem is None:
-        return none(f"no device has {request.precision}")
-    if arrangement is None:
-        return none("finds no plan that fits")
-    plan = plan_of(request, problem, arrangement)
-    if plan is None:
-        return none("its stages do not pack into the nodes")
-    prediction = predicted(request, plan)
-    if not prediction.memory.fits:
-        return none("out of memory once it is on ranks")
-    step_s = prediction.step_time_s
+    plan, prediction, why = _fastest(request, problem, found)
+    step_s = None if prediction is None else prediction.step_time_s
     return Judged(
         name=one.name,
         plan=plan,
         step_time_s=step_s,
-        gap_to_bound=step_s / bound_s - 1.0 if bound_s else None,
+        gap_to_bound=step_s / bound_s - 1.0 if step_s and bound_s else None,
         wall_s=wall_s,
+        why_none=why,
     )
+
+
+def _fastest(
+    request: Request, problem: Problem | None, found: Sequence[Arrangement]
+) -> tuple[Plan | None, Prediction | None, str]:
+    """Return the plan that is fastest by the engine, its prediction, and why there is none."""
+    if problem is None:
+        return None, None, f"no device has {request.precision}"
+    if not found:
+        return None, None, "finds no plan that fits"
+    plans = [plan for one in found if (plan := plan_of(request, problem, one)) is not None]
+    if not plans:
+        return None, None, "its stages do not pack into the nodes"
+    order = np.argsort(engine_seconds(request, plans), kind="stable")
+    for i in order:
+        prediction = predicted(request, plans[i])
+        if prediction.memory.fits:
+            return plans[i], prediction, ""
+    return None, None, "out of memory once it is on ranks"
