@@ -10,6 +10,7 @@ from foreshard.planner.baselines.grid import Best, Grid, Step, even_cuts, number
 from foreshard.planner.problem import Arrangement, Problem, Template, pace_of
 
 _MOVES = 64
+_CHOICES = 64
 
 
 def metis(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
@@ -32,9 +33,12 @@ def metis(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arran
 
 
 def _chained(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
-    """Offer pipelines that pass through every kind of device."""
+    """Offer pipelines that pass through every kind, for the choices of sizes that do most work together."""
     problem = grid.problem
-    for chosen in product(*groups):
+    ranked = sorted(
+        product(*groups), key=lambda one: -sum(grid.stages(s) / grid.layer_seconds(s) for s in one)
+    )
+    for chosen in ranked[:_CHOICES]:
         for copies in numbers(min(max(grid.stages(step) for step in chosen), problem.global_batch), 1.25):
             steps = tuple(step for step in chosen for _ in range(grid.stages(step) // copies))
             if not 0 < len(steps) <= problem.max_stages:
