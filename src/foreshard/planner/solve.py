@@ -32,6 +32,7 @@ _ROUNDS = 25
 _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2)
 _KEPT = 96
 _ALIKE = 3
+_UNMIXED = 4
 _CLOSE = 1e-3
 _FEW_DEVICES = 10
 _FEW_LAYERS = 10
@@ -152,7 +153,7 @@ def solve(
     search = _Search(
         beat_s=beat_s, problem=problem, deadline=time.perf_counter() + budget_s, target_gap=target_gap
     )
-    ranges = _ranges(problem)
+    ranges = _ranges(search)
     bounds = dict.fromkeys(ranges, 0.0)
     ladder = {"compute": 0.0, "sync": 0.0}
     if not ranges:
@@ -233,19 +234,51 @@ def _nothing(search: _Search) -> Solution:
     )
 
 
-def _ranges(problem: Problem) -> list[tuple[int, int]]:
-    """Return (fewest, most) pipelines of each stretch of numbers that share their tails, as far as devices go."""
-    ones, none = np.ones(len(problem.counts)), np.zeros_like(problem.time_s)
-    sizes = np.unique(problem.micro_batch)
-    least = [cheapest_path(problem, none, ones, int(size), (1e12, 1e12), np.inf) for size in sizes]
-    smallest = min((round(found[0]) for found in least if found), default=0)
-    if not smallest:
-        return []
-    most = min(sum(problem.counts) // smallest, problem.global_batch)
+def _ranges(search: _Search) -> list[tuple[int, int]]:
+    """Return (fewest, most) pipelines of each stretch of numbers with the same tails, as far as devices go."""
+    problem = search.problem
+    most = min(_most_pipelines(search), problem.global_batch)
     first = [copies for copies in problem.copies if copies <= most]
     if not first:
         return []
     return [(low, high - 1) for low, high in zip(first, [*first[1:], most + 1], strict=True)]
+
+
+def _most_pipelines(search: _Search) -> int:
+    """Return how many pipelines the devices can hold at most, and keep the columns that show it.
+
+    A linear program over the pipelines of fewest devices; priced with its own duals, no other pipeline may be
+    cheaper than one.
+    """
+    problem = search.problem
+    counts, weights = np.array(problem.counts, dtype=float), np.ones(len(problem.counts))
+    bound = float(sum(problem.counts))
+    for _ in range(_ROUNDS):
+        least, found = _fewest(problem, weights)
+        search.evaluated += 1
+        if found is None:
+            return 0
+        bound = min(bound, float(weights @ counts) / least)
+        search.columns[found] = None
+        takes = columns_of(problem, list(search.columns))
+        mix = fractional_mix(takes, np.ones(takes.shape[1]), problem.counts, (0, sum(problem.counts)))
+        if mix is None or mix.samples >= bound - 1e-6:
+            break
+        # Devices that are not scarce still count a little, so that the path has something to save.
+        weights = mix.device_prices + 1e-9
+    return int(bound + 1e-6)
+
+
+def _fewest(problem: Problem, weights: np.ndarray) -> tuple[float, Template | None]:
+    """Return the least weight of devices of any pipeline, and that pipeline."""
+    none = np.zeros_like(problem.time_s)
+    best, template = np.inf, None
+    for size in np.unique(problem.micro_batch):
+        # A second of filling counts next to nothing beside a device.
+        found = cheapest_path(problem, none, weights, int(size), (1e12 * float(size), 1e12), np.inf)
+        if found is not None and found[0] < best:
+            best, template = found
+    return best, template
 
 
 def _least_tail(problem: Problem, copies: int) -> float:
@@ -383,7 +416,7 @@ def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> 
         if search.near(bound) or search.late or bound >= reached * (1.0 - 2.0 * _CLOSE):
             break
         before, mix = mix, _priced(search, pipelines, bound) if fresh or mix is None else mix
-        if not fresh and before is not None:
+        if (not fresh and before is not None) or (mix is None and round_ >= _UNMIXED):
             break
     if not search.near(bound):
         _whole(search, pipelines, bound)

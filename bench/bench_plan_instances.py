@@ -1,0 +1,70 @@
+"""Proven gap and seconds of the mixed planner on seeded instances: 256 and 512 devices of two to four kinds.
+
+    python bench/bench_plan_instances.py [--devices 256] [--instances 20] [--budget-s 10]
+
+Every instance draws its node kinds, how many of each, a model of 80 blocks, batch and sequence from its seed.
+The gap is that of the plan as the analytical engine times it, over a bound on all plans of the space.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.planner.search import plan
+
+SEED = 20261121
+NODES = ("8xa100-sxm-40gb", "8xa100-sxm-80gb", "8xh100-sxm", "8xh200-sxm", "8xl40s", "8xb200-sxm")
+RATES = ("100Gb/s", "200Gb/s", "400Gb/s", "800Gb/s")
+MODELS = ("llama3-70b", "llama2-70b", "qwen2.5-72b")
+BATCHES, SEQUENCES = (512, 1024, 2048), (2048, 4096, 8192)
+
+
+def instance(seed: int, devices: int) -> tuple[str, str, int, int]:
+    """Return model, cluster, global batch and sequence of a seed."""
+    rng = np.random.default_rng([SEED, seed, devices])
+    kinds = rng.choice(NODES, size=int(rng.integers(2, 5)), replace=False)
+    shares = rng.dirichlet(np.full(len(kinds), 3.0)) * (devices // 8 - len(kinds))
+    counts = 1 + np.floor(shares).astype(int)
+    counts[0] += devices // 8 - counts.sum()
+    cluster = "+".join(f"{n}x{kind}" for n, kind in zip(counts, kinds, strict=True))
+    cluster += f"@{rng.choice(RATES)}"
+    return str(rng.choice(MODELS)), cluster, int(rng.choice(BATCHES)), int(rng.choice(SEQUENCES))
+
+
+def main() -> None:
+    """Plan every instance and print a row each, then medians and worst."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--instances", type=int, default=20)
+    parser.add_argument("--budget-s", type=float, default=0.0, help="default 10 s for 256 devices, 20 s for 512")
+    asked = parser.parse_args()
+    for devices in asked.devices:
+        gaps, seconds = [], []
+        for seed in range(asked.instances):
+            model, cluster, batch, seq = instance(seed, devices)
+            budget = asked.budget_s or devices / 25.6
+            started = time.perf_counter()
+            result = plan(
+                load_model(model), load_cluster(cluster), global_batch=batch, seq_len=seq, budget_s=budget
+            )
+            wall = time.perf_counter() - started
+            gap = result.gap if result.plans else float("nan")
+            print(f"{devices} #{seed:2d} {wall:5.1f} s  gap {gap:7.2%}  {model} {cluster} {batch} {seq}", flush=True)
+            gaps.append(gap)
+            seconds.append(wall)
+        solved = [gap for gap in gaps if gap == gap]
+        print(
+            f"{devices} devices: gap median {statistics.median(solved):.2%} worst {max(solved):.2%}, "
+            f"seconds median {statistics.median(seconds):.1f} worst {max(seconds):.1f}, "
+            f"{len(solved)} of {len(gaps)} solved"
+        )
+
+
+if __name__ == "__main__":
+    main()
