@@ -186,18 +186,17 @@ def _judge(
     """
     made: list[tuple[float, Plan]] = []
     for arrangement in solution.others[:_JUDGED]:
-        if made and time.perf_counter() > deadline:
-            break
-        plan = plan_of(request, problem, arrangement)
-        if plan is None:
-            continue
-        made.append((engine_seconds(request, [plan])[0], plan))
-        if time.perf_counter() > deadline:
-            break
-        again = engine_shares(request, problem, arrangement, plan)
-        other = None if again is None else plan_of(request, problem, again)
-        if other is not None:
-            made.append((engine_seconds(request, [other])[0], other))
+        for near in (False, True):
+            if made and time.perf_counter() > deadline:
+                return made
+            plan = plan_of(request, problem, arrangement, replicas_near=near)
+            if plan is None:
+                continue
+            made.append((engine_seconds(request, [plan])[0], plan))
+            again = engine_shares(request, problem, arrangement, plan)
+            other = None if again is None else plan_of(request, problem, again, replicas_near=near)
+            if other is not None:
+                made.append((engine_seconds(request, [other])[0], other))
     return made
 
 

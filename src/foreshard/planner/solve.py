@@ -33,6 +33,8 @@ _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.
 _KEPT = 96
 _ALIKE = 3
 _UNMIXED = 4
+_ALSO = 0.015
+_OTHERS = 4
 _CLOSE = 1e-3
 _FEW_DEVICES = 10
 _FEW_LAYERS = 10
@@ -455,15 +457,22 @@ def _priced(search: _Search, pipelines: tuple[int, int], low: float) -> tuple[fl
 
 
 def _whole(search: _Search, pipelines: tuple[int, int], bound: float) -> None:
-    """Offer whole numbers of the columns, for times from the bound on until one gets through the batch."""
+    """Offer whole numbers of the columns, for times from the bound on until some get through the batch.
+
+    A few more than the first are offered: what the problem takes at its best may tell them apart wrongly.
+    """
     problem = search.problem
     templates = [one for one in search.columns if np.all(takes_of(problem, one) <= np.array(problem.counts))]
     if not templates:
         return
-    takes = columns_of(problem, templates)
+    takes, got_through = columns_of(problem, templates), 0
     for stretch in _STRETCH:
         seconds = bound * (1.0 + stretch)
-        if seconds * _factor(search) >= search.best_s:
+        if (
+            seconds * _factor(search) >= search.best_s * (1.0 + _ALSO)
+            or got_through >= _OTHERS
+            or search.late
+        ):
             return
         samples = samples_of(problem, templates, pipelines[0], seconds)
         keep = samples > 0
@@ -474,5 +483,4 @@ def _whole(search: _Search, pipelines: tuple[int, int], bound: float) -> None:
             continue
         some = [one for one, kept in zip(templates, keep, strict=True) if kept]
         search.offer([one for one, n in zip(some, chosen, strict=True) for _ in range(n)])
-        if float(samples[keep] @ chosen) >= problem.global_batch:
-            return
+        got_through += float(samples[keep] @ chosen) >= problem.global_batch
