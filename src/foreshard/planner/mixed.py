@@ -31,6 +31,7 @@ SPACE = (
     "stage's tp leaves room for"
 )
 _JUDGED = 24
+_LEAST_S = 0.5
 _GAP = 0.02
 """Gap above which plans are looked for again at less hopeful prices."""
 _MANY_GROUPS = 6
@@ -68,6 +69,9 @@ def search_mixed(request: Request) -> PlanResult:
     for use in sets:
         _search_set(request, use, found, deadline, every=price)
     predictions = _predictions(request, found, deadline)
+    if found.judged and not predictions:
+        _search_roomier(request, sets[0], found)
+        predictions = _predictions(request, found, deadline)
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
     if not plans:
         return PlanResult(
@@ -160,6 +164,21 @@ def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadlin
     solution = solve(problem, budget_s=deadline - time.perf_counter(), target_gap=0.008)
     found.evaluated += solution.evaluated
     found.judged.extend(_judge(request, problem, solution, deadline))
+
+
+def _search_roomier(request: Request, use: tuple[int, ...], found: _Found) -> None:
+    """Look again, at once, with as much memory left free as the best plan so far is short of.
+
+    The problem knows the buffers of no more than two stages and two pipelines; a real plan may need more.
+    """
+    _, plan = min(found.judged, key=lambda one: one[0])
+    memory = predicted(request, plan).memory
+    short = memory.peak_bytes - memory.capacity_bytes
+    problem = capped(price_stages(request, use, reserve_bytes=1.5 * short), request.max_devices)
+    left = max(_LEAST_S, 0.1 * request.budget_s)
+    solution = solve(problem, budget_s=left, target_gap=0.05)
+    found.evaluated += solution.evaluated
+    found.judged[:] = _judge(request, problem, solution, time.perf_counter() + left)
 
 
 def capped(problem: Problem, max_devices: int | None) -> Problem:

@@ -190,7 +190,7 @@ def solve(
         columns=tuple(search.columns),
         evaluated=search.evaluated,
         excluded=0,
-        interrupted=search.interrupted or search.late,
+        interrupted=search.interrupted or (search.late and search.best is not None),
     )
 
 
@@ -415,7 +415,11 @@ def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> 
         bound = max(bound, proven)
         fresh = [one for one in _varied(problem, better) if one not in search.columns]
         search.columns.update(dict.fromkeys(fresh))
-        if search.near(bound) or search.late or bound >= reached * (1.0 - 2.0 * _CLOSE):
+        if (
+            search.near(bound)
+            or (search.late and search.best is not None)
+            or bound >= reached * (1.0 - 2.0 * _CLOSE)
+        ):
             break
         before, mix = mix, _priced(search, pipelines, bound) if fresh or mix is None else mix
         if (not fresh and before is not None) or (mix is None and round_ >= _UNMIXED):
@@ -471,7 +475,7 @@ def _whole(search: _Search, pipelines: tuple[int, int], bound: float) -> None:
         if (
             seconds * _factor(search) >= search.best_s * (1.0 + _ALSO)
             or got_through >= _OTHERS
-            or search.late
+            or (search.late and search.best is not None)
         ):
             return
         samples = samples_of(problem, templates, pipelines[0], seconds)
