@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from foreshard.planner.problem import Part, Problem, Template, rounds_of
 
 _ENOUGH = 48
+_WIDE = 1.001
 _RATIO = 1.3
 """Widest box of slowest stages at the start; narrower ones follow where they matter."""
 
@@ -93,7 +94,13 @@ class Pricing:
                 self._add(int(size), (lower, upper), (float(tails.min()), float(tails.max())))
 
     def earliest(
-        self, goal: float, *, known_s: float, aim_s: float, tolerance: float, deadline: float = np.inf
+        self,
+        goal: float,
+        *,
+        known_s: float,
+        aim_s: float,
+        tolerance: float,
+        deadline: float = np.inf,
     ) -> tuple[float, list[Template]]:
         """Return a time before which no pipeline gets `goal` samples beyond its price, and pipelines found.
 
@@ -153,12 +160,16 @@ class Pricing:
         by_tail = own_tail - least
         parts = []
         if by_bottleneck >= by_tail:
-            parts.append(self._add(box.micro_batch, (min(max(own, lower), upper), upper), box.tail_s))
-            if own > lower * (1 + 1e-9):
-                parts.append(self._add(box.micro_batch, (lower, own * (1 - 1e-9)), box.tail_s))
+            cut = min(max(own, lower), upper)
+            if upper > lower * _WIDE and cut > lower * (1 + 1e-9):
+                cut = min(cut, (lower * upper) ** 0.5)
+            parts.append(self._add(box.micro_batch, (cut, upper), box.tail_s))
+            if cut > lower * (1 + 1e-9):
+                parts.append(self._add(box.micro_batch, (lower, cut * (1 - 1e-9)), box.tail_s))
         else:
-            parts.append(self._add(box.micro_batch, box.bottleneck_s, (own_tail, most)))
-            parts.append(self._add(box.micro_batch, box.bottleneck_s, (least, own_tail * (1 - 1e-9))))
+            cut = min(own_tail, 0.5 * (least + most))
+            parts.append(self._add(box.micro_batch, box.bottleneck_s, (cut, most)))
+            parts.append(self._add(box.micro_batch, box.bottleneck_s, (least, cut * (1 - 1e-9))))
         return [part for part in parts if part is not None]
 
     def _times(self, template: Template) -> np.ndarray:

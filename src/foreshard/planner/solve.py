@@ -35,7 +35,7 @@ _ALIKE = 3
 _UNMIXED = 4
 _ALSO = 0.015
 _OTHERS = 4
-_CLOSE = 1e-3
+_TOLERANCES = (5e-3, 1e-3)
 _FEW_DEVICES = 10
 _FEW_LAYERS = 10
 
@@ -170,9 +170,13 @@ def solve(
         if start is None and not columns:
             _first_columns(search, ladder["compute"])
         order = {one: _estimate(search, one, bounds[one]) for one in ranges}
-        for one in sorted(ranges, key=order.__getitem__):
-            if not search.near(bounds[one]):
-                bounds[one] = max(bounds[one], _search_range(search, one, bounds[one]))
+        for tolerance in _TOLERANCES:
+            for one in sorted(ranges, key=order.__getitem__):
+                if not search.near(bounds[one]):
+                    found = _search_range(search, one, bounds[one], tolerance)
+                    bounds[one] = max(bounds[one], found)
+            # Then the ranges that hold the bound down, finer.
+            order = dict(bounds)
     except KeyboardInterrupt:
         search.interrupted = True
     lower = min(bounds.values(), default=np.inf) * _factor(search)
@@ -391,7 +395,7 @@ def _estimate(search: _Search, pipelines: tuple[int, int], bound: float) -> floa
     return np.inf if mix is None else mix[0]
 
 
-def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> float:
+def _search_range(search: _Search, pipelines: tuple[int, int], floor: float, tolerance: float) -> float:
     """Return a bound on steps with a number of pipelines in a range, and offer the best of them on the way.
 
     Prices come from the time in which the columns so far get through the batch, which falls as columns come; the
@@ -409,7 +413,7 @@ def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> 
             return np.inf
         proven, better = pricing.earliest(
             _goal(problem, prices, pipelines),
-            known_s=reached * (1.0 - 1e-4), aim_s=search.aim_s, tolerance=_CLOSE, deadline=search.deadline,
+            known_s=reached * (1.0 - 1e-4), aim_s=search.aim_s, tolerance=tolerance, deadline=search.deadline,
         )  # fmt: skip
         search.evaluated += pricing.solved
         bound = max(bound, proven)
@@ -418,7 +422,7 @@ def _search_range(search: _Search, pipelines: tuple[int, int], floor: float) -> 
         if (
             search.near(bound)
             or (search.late and search.best is not None)
-            or bound >= reached * (1.0 - 2.0 * _CLOSE)
+            or bound >= reached * (1.0 - 2.0 * tolerance)
         ):
             break
         before, mix = mix, _priced(search, pipelines, bound) if fresh or mix is None else mix
