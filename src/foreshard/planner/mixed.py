@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -13,7 +13,7 @@ from foreshard.planner.judge import engine_seconds, engine_shares, predicted
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_infeasible import nothing_fits
 from foreshard.planner.nearby import work_bound
-from foreshard.planner.problem import Problem
+from foreshard.planner.problem import Part, Problem, Template
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
@@ -32,10 +32,16 @@ SPACE = (
 )
 _JUDGED = 24
 _LEAST_S = 0.5
+_FIRST = 0.6
+_JUDGING = 0.1
 _GAP = 0.02
 """Gap above which plans are looked for again at less hopeful prices."""
 _MANY_GROUPS = 6
 """Node groups above which not every set of them is a problem of its own."""
+
+
+NamedTemplate = tuple[tuple[Hashable, int, int], ...]
+"""A pipeline by the names of its options: (name, start, stop) of each stage."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +54,7 @@ class _Found:
     evaluated: int = 0
     pruned: int = 0
     interrupted: bool = False
+    columns: dict[NamedTemplate, None] = field(default_factory=dict)
 
     @property
     def best_s(self) -> float:
@@ -66,8 +73,11 @@ def search_mixed(request: Request) -> PlanResult:
     found, notes = _Found(), _notes(request)
     sets = _sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
-    for use in sets:
-        _search_set(request, use, found, deadline, every=price)
+    for i, use in enumerate(sets):
+        share = _FIRST if i == 0 and len(sets) > 1 else 1.0
+        _search_set(request, use, found, started + share * (deadline - started), every=price)
+    if found.judged and (price or found.best_s > min(found.bounds) * (1.0 + _GAP)):
+        _search_apart(request, sets[0], found, deadline)
     predictions = _predictions(request, found, deadline)
     if found.judged and not predictions:
         _search_roomier(request, sets[0], found)
@@ -143,7 +153,10 @@ def _search_set(
         found.pruned += simple >= best
         found.interrupted |= simple < best
         return
-    solution = solve(problem, budget_s=max(left, 0.05), target_gap=0.008, beat_s=best)
+    solution = solve(
+        problem, budget_s=max(left, 0.05), target_gap=0.008, beat_s=best, columns=_known(problem, found)
+    )
+    found.columns.update(_named(problem, solution))
     found.evaluated += solution.evaluated
     found.pruned += solution.excluded
     found.interrupted |= solution.interrupted
@@ -152,14 +165,31 @@ def _search_set(
     bound = simple if fewer else solution.lower_bound_s
     found.bounds.append(bound)
     found.ladder = found.ladder or dict(solution.ladder)
-    found.judged.extend(_judge(request, problem, solution, deadline))
-    left = deadline - time.perf_counter()
-    if left > 0.0 and (every or min(found.best_s, best) > bound * (1.0 + _GAP)):
-        _search_apart(request, use, found, deadline)
+    found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
+
+
+def _named(problem: Problem, solution: Solution) -> dict[NamedTemplate, None]:
+    """Return a solution's pipelines by what their stages are, which holds in other problems too."""
+    return {
+        tuple((problem.names[part.option], part.start, part.stop) for part in template): None
+        for template in solution.columns
+    }
+
+
+def _known(problem: Problem, found: _Found) -> list[Template]:
+    """Return the pipelines found in other sets of node groups that this problem has all options of."""
+    index = {name: i for i, name in enumerate(problem.names)}
+    return [
+        tuple(Part(option=index[name], start=start, stop=stop) for name, start, stop in named)
+        for named in found.columns
+        if all(name in index for name, _, _ in named)
+    ]
 
 
 def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadline: float) -> None:
     """Look for plans again with gradient collectives not at their best, which draws the search elsewhere."""
+    if time.perf_counter() >= deadline:
+        return
     problem = capped(price_stages(request, use, apart=True), request.max_devices)
     solution = solve(problem, budget_s=deadline - time.perf_counter(), target_gap=0.008)
     found.evaluated += solution.evaluated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
@@ -25,7 +25,7 @@ class Request:
     global_batch: int
     seq_len: int
     objectives: tuple[str, ...] = ("time",)
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     tokens: float | None = None
     max_devices: int | None = None
     framework: Framework

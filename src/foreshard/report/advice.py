@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from foreshard.report.change import Effect, effect, rank
 from foreshard.catalog.offers import Offers, offers_of
+from foreshard.report.change import Effect, effect, rank
 from foreshard.report.request import Request, stated_degrees
 from foreshard.report.shares import better_shares
 from foreshard.spec.plan import Plan

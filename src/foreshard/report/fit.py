@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from foreshard.catalog.offers import Offers
 from foreshard.report import quantity
 from foreshard.report.advice import expert_changes, offered, partial_blocks, splits
 from foreshard.report.change import Effect, effect, rank
-from foreshard.catalog.offers import Offers
 from foreshard.report.request import Request, stated_degrees
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Memory, Prediction

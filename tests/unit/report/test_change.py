@@ -2,12 +2,12 @@ import pytest
 
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
 from foreshard.report import advice, fit
 from foreshard.report.advice import improvements
 from foreshard.report.change import apply, effect
 from foreshard.report.fit import nearest_fit, verdict
-from foreshard.catalog.offers import offers_of
 from foreshard.spec.plan import COMM_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("stand_in")
