@@ -9,11 +9,15 @@ from itertools import combinations
 
 import numpy as np
 
+from foreshard.errors import InfeasibleError
+from foreshard.planner.baselines.grid import Best
+from foreshard.planner.baselines.ordered import amp, hetpipe
+from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.judge import engine_seconds, engine_shares, predicted
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_infeasible import nothing_fits
 from foreshard.planner.nearby import work_bound
-from foreshard.planner.problem import Part, Problem, Template
+from foreshard.planner.problem import Part, Problem, Template, faults
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
@@ -33,6 +37,8 @@ SPACE = (
 _JUDGED = 24
 _LEAST_S = 0.5
 _FIRST = 0.6
+_LATER = 0.15
+_NEAR = 1.3
 _JUDGING = 0.1
 _GAP = 0.02
 """Gap above which plans are looked for again at less hopeful prices."""
@@ -74,9 +80,10 @@ def search_mixed(request: Request) -> PlanResult:
     sets = _sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
     for i, use in enumerate(sets):
-        share = _FIRST if i == 0 and len(sets) > 1 else 1.0
-        _search_set(request, use, found, started + share * (deadline - started), every=price)
-    if found.judged and (price or found.best_s > min(found.bounds) * (1.0 + _GAP)):
+        share = 1.0 - _LATER * _rivals(request, sets) if i == 0 else 1.0
+        _search_set(request, use, found, started + max(share, _FIRST) * (deadline - started), every=price)
+    if not found.judged or price or found.best_s > min(found.bounds) * (1.0 + _GAP):
+        _offer_published(request, sets[0], found, deadline)
         _search_apart(request, sets[0], found, deadline)
     predictions = _predictions(request, found, deadline)
     if found.judged and not predictions:
@@ -87,7 +94,7 @@ def search_mixed(request: Request) -> PlanResult:
         return PlanResult(
             plans=(), lower_bound_step_time_s=0.0, gap=0.0, binding="memory", evaluated=found.evaluated,
             pruned=found.pruned, wall_s=time.perf_counter() - started, space=SPACE,
-            interrupted=found.interrupted, infeasible=nothing_fits(request, sets), notes=tuple(notes),
+            interrupted=found.interrupted, infeasible=_none(request, found, sets), notes=tuple(notes),
         )  # fmt: skip
     bound = _bound(request, found, sets, notes)
     best_s = plans[0].prediction.step_time_s
@@ -106,6 +113,17 @@ def search_mixed(request: Request) -> PlanResult:
         notes=tuple(notes),
         front=front_of(predictions, request.limits),
     )
+
+
+def _none(request: Request, found: _Found, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
+    """Return why there is no plan: nothing fits, or nothing was found though something may fit."""
+    if not np.isfinite(min(found.bounds, default=np.inf)):
+        return nothing_fits(request, sets)
+    return InfeasibleError(
+        "no plan was found; one may exist, or lie outside the space that is searched",
+        key="--budget-s", value=request.budget_s, rule=f"Searched were {SPACE}",
+        fix="Allow more seconds, or try degrees of your own with foreshard predict",
+    )  # fmt: skip
 
 
 def _notes(request: Request) -> list[str]:
@@ -135,6 +153,19 @@ def _sets(request: Request) -> list[tuple[int, ...]]:
         for size in most if len(own) <= _MANY_GROUPS else (len(own), len(own) - 1, 1):
             found.update(dict.fromkeys(combinations(own, size)))
     return sorted(found, key=lambda use: -sum(nodes[g].num_devices for g in use))
+
+
+def _rivals(request: Request, sets: Sequence[tuple[int, ...]]) -> int:
+    """Return how many other sets of node groups come near the first by work alone, and will need a search."""
+    if len(sets) < 2:
+        return 0
+    problem = price_stages(request, sets[0])
+    whole = work_bound(problem)
+    near = 0
+    for use in sets[1:]:
+        counts = tuple(n if g in use else 0 for g, n in enumerate(problem.counts))
+        near += work_bound(replace(problem, counts=counts)) < _NEAR * whole
+    return near
 
 
 def _search_set(
@@ -184,6 +215,23 @@ def _known(problem: Problem, found: _Found) -> list[Template]:
         for named in found.columns
         if all(name in index for name, _, _ in named)
     ]
+
+
+def _offer_published(request: Request, use: tuple[int, ...], found: _Found, deadline: float) -> None:
+    """Judge what planners with fixed orders of devices find: columns may miss the few pipelines that fit.
+
+    As long as there is no plan at all, they are asked whatever the time.
+    """
+    problem = capped(price_stages(request, use), request.max_devices)
+    for planner in (hetpipe, amp, pipedream):
+        if found.judged and time.perf_counter() >= deadline:
+            return
+        best = Best(problem=problem, slack=0.25)
+        planner(problem, best=best)
+        for _, arrangement in best.by_number.values():
+            plan = plan_of(request, problem, arrangement)
+            if plan is not None and not faults(problem, arrangement):
+                found.judged.append((engine_seconds(request, [plan])[0], plan))
 
 
 def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadline: float) -> None:
