@@ -1,0 +1,95 @@
+"""What the controller is told and what it orders: facts in, commands out, nothing else between them.
+
+The same records pass between the controller and the simulator and between the controller and the runtime,
+one JSON object a line in the event log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from foreshard.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasured:
+    """A step ended.
+
+    Attributes
+    ----------
+    step : int
+    time_s : float
+        Of the step, as the slowest rank saw it.
+    stage_s : mapping of rank to seconds per sample
+        Compute of a rank's own layers, forward and backward, per sample; ranks that did nothing are absent.
+    link_s : mapping of (source, target) to (bytes, seconds)
+        Transfers seen between two ranks in the step, summed.
+    costs : mapping of budget name to cost
+        What the step cost of every budget, measured: dollars, joules, bytes.
+    """
+
+    step: int
+    time_s: float
+    stage_s: Mapping[int, float] = field(default_factory=dict)
+    link_s: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSeen:
+    """A rank is there, for the first time or again; its relative speed if something is known of it."""
+
+    step: int
+    rank: int
+    relative_speed: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLost:
+    """A rank died or was taken away."""
+
+    step: int
+    rank: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceChanged:
+    """A rank costs another price from this step on."""
+
+    step: int
+    rank: int
+    usd_per_h: float
+
+
+Event = StepMeasured | DeviceSeen | RankLost | PriceChanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to do at the next step boundary.
+
+    Attributes
+    ----------
+    kind : {'keep', 're-share', 're-cut', 'regroup', 'idle', 'activate'}
+        The largest change that the plan makes: shares only, layers, groups or order, ranks left out, ranks
+        taken in.
+    plan : Plan or None
+        The plan of the next step; None for 'keep'.
+    reason : str
+        One line for the operator's log.
+    """
+
+    kind: str
+    plan: Plan | None = None
+    reason: str = ""
+
+
+class Policy(Protocol):
+    """Whatever decides on plans: a controller or a rule to compare it with."""
+
+    def on(self, event: Event) -> Sequence[Command]:
+        """Take a fact in; return what to do about it, oldest first."""
+        ...
