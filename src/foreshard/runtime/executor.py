@@ -1,0 +1,315 @@
+"""One step of one rank: the actions of its schedule, in order, on its own layers.
+
+An action is a forward or a backward of one chunk for one micro-batch. Before it the rank receives what the action
+needs, after it sends what it made; all waiting happens there. Gradients of all samples are summed, so that nothing
+depends on how samples were cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
+
+from foreshard.graph.schedules import Op, stage_order
+from foreshard.runtime.clock import Clock
+from foreshard.runtime.data import Feed
+from foreshard.runtime.exchange import Exchange, Peer, Span
+from foreshard.runtime.job import Job
+from foreshard.runtime.layout import Layout, micro_batches, samples_of
+from foreshard.runtime.randomness import sample_randomness
+
+Hook = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What a rank adds to a step: sums over its samples of the loss and of what it is divided by, and its work."""
+
+    loss: float = 0.0
+    count: float = 0.0
+    work_s: float = 0.0
+    samples: int = 0
+
+
+@dataclass(slots=True)
+class _Passing:
+    """A micro-batch between its forward and its backward on a chunk."""
+
+    received: list[Tensor]
+    made: list[Tensor]
+    loss: Tensor | None = None
+    delayed: Any = None
+    grads: list[Tensor | None] = field(default_factory=list)
+
+
+class Executor:
+    """Runs a rank's part of a step.
+
+    Parameters
+    ----------
+    job : Job
+    feed : Feed
+    layout : Layout
+    rank : int
+    modules : mapping of layer to module
+    exchange : Exchange
+    clock : Clock
+    device : torch.device
+    seed : int
+        Of dropout.
+    on_action : callable of (name, chunk, micro_batch, start_s, end_s), optional
+    on_gradients : callable of frozenset of layers, optional
+        Called when layers have passed their last backward of the step.
+    gathered : callable of layer, optional
+        A context in which the parameters of a sharded layer are whole.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        feed: Feed,
+        layout: Layout,
+        rank: int,
+        modules: Mapping[int, nn.Module],
+        exchange: Exchange,
+        clock: Clock,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        on_action: Callable[..., None] | None = None,
+        on_gradients: Callable[[frozenset[int]], None] | None = None,
+        phase: Hook = lambda name: None,
+    ):
+        self.job, self.feed, self.layout, self.rank = job, feed, layout, rank
+        self.modules, self.exchange, self.clock = modules, exchange, clock
+        self.device, self.seed = device, seed
+        self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
+        self.group, self.stage = layout.group_of(rank), layout.stage_of(rank)
+        self.seat = layout.seats[rank]
+        self.batches = micro_batches(self.group)
+        self.order = stage_order(
+            self.group.schedule, num_stages=len(self.group.stages), num_micro_batches=len(self.batches),
+            num_chunks=self.group.num_chunks,
+        )[self.seat.stage].tolist()  # fmt: skip
+        self._last_of = self._last_backward()
+        self._passing: dict[tuple[int, int], _Passing] = {}
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual stages of the pipeline."""
+        return len(self.group.stages) * self.group.num_chunks
+
+    def spans(self) -> list[range]:
+        """Return the positions within a step of the samples this rank reads, if it reads any."""
+        base = self.layout.first_position(self.seat.group)
+        if self.seat.stage not in (0, len(self.group.stages) - 1):
+            return []
+        own = [self._span(self.stage, batch, self.seat.inner) for batch in range(len(self.batches))]
+        return [
+            range(base + lo + a, base + lo + b)
+            for (lo, _), (a, b) in zip(self.batches, own, strict=True) if a < b
+        ]
+
+    def run(self, step: int) -> StepSums:
+        """Run all actions of a step and return the sums.
+
+        Raises
+        ------
+        RuntimeError
+            From torch.distributed, when a peer is gone.
+        """
+        sums = StepSums()
+        self._passing.clear()
+        first = step * self.layout.plan.global_batch + self.layout.first_position(self.seat.group)
+        for number, (op, chunk, batch) in enumerate(self.order):
+            self.phase("forward" if op == Op.FORWARD else "backward")
+            span = self._span(self.stage, batch, self.seat.inner)
+            if span[0] < span[1]:
+                positions = range(first + self.batches[batch][0] + span[0], first + self.batches[batch][0] + span[1])
+                if op == Op.FORWARD:
+                    self._forward(step, chunk, batch, span, positions, sums)
+                elif op == Op.BACKWARD_WEIGHT:
+                    self._backward_weight(chunk, batch, sums)
+                else:
+                    self._backward(chunk, batch, span, sums, inputs_only=op == Op.BACKWARD_INPUT)
+            if self.on_gradients is not None and self._last_of.get(chunk) == number:
+                start, stop = self.stage.layers[chunk]
+                self.on_gradients(frozenset(range(start, stop)))
+        self.exchange.settle()
+        return sums
+
+    def _forward(
+        self, step: int, chunk: int, batch: int, span: Span, positions: range, sums: StepSums
+    ) -> None:
+        virtual = self._virtual(chunk)
+        data = self.feed.batch(positions) if virtual in (0, self.num_virtual - 1) else None
+        if virtual == 0:
+            received = [_moved(t, self.device) for t in _tuple(self.job.inputs(data))]
+        else:
+            received = self.exchange.receive(
+                span, self._peers(virtual - 1, batch), route=virtual * 2, tag=self._tag(virtual, batch, 0),
+                device=self.device,
+            )  # fmt: skip
+            received = [t.requires_grad_() if t.is_floating_point() else t for t in received]
+        with self._work("forward", chunk, batch, span, sums):
+            made = self._through(step, chunk, received, positions)
+            passing = _Passing(received, made)
+            if virtual == self.num_virtual - 1:
+                passing.loss = self._loss(made, data, sums)
+        if passing.loss is None:
+            self.exchange.send(
+                made, span, self._peers(virtual + 1, batch), route=(virtual + 1) * 2,
+                tag=self._tag(virtual + 1, batch, 0),
+            )  # fmt: skip
+        self._passing[chunk, batch] = passing
+
+    def _loss(self, made: list[Tensor], data: Any, sums: StepSums) -> Tensor:
+        output = made[0] if len(made) == 1 else tuple(made)
+        with self._precision():
+            total, count = self.job.loss(output, _moved(data, self.device))
+        sums.loss += float(total.detach())
+        sums.count += float(count)
+        return total
+
+    def _backward(self, chunk: int, batch: int, span: Span, sums: StepSums, *, inputs_only: bool) -> None:
+        virtual, passing = self._virtual(chunk), self._passing[chunk, batch]
+        grads: list[Tensor] | None = None
+        if passing.loss is None:
+            grads = self.exchange.receive(
+                span, self._peers(virtual + 1, batch), route=virtual * 2 + 1,
+                tag=self._tag(virtual, batch, 1), device=self.device,
+            )  # fmt: skip
+        outputs = [passing.loss] if passing.loss is not None else [t for t in passing.made if t.is_floating_point()]
+        inputs = [t for t in passing.received if t.is_floating_point() and t.requires_grad]
+        delayed = inputs_only and bool(inputs)
+        with self._work("backward_input" if delayed else "backward", chunk, batch, span, sums):
+            if delayed:
+                weights = iter(self._weights(chunk))
+                _, passing.delayed = stage_backward_input(outputs, grads, inputs, weights)
+            elif inputs_only:
+                passing.delayed = (outputs, grads)
+            else:
+                _run_backward(outputs, grads)
+        if virtual > 0:
+            back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
+            self.exchange.send(
+                back, span, self._peers(virtual - 1, batch), route=(virtual - 1) * 2 + 1,
+                tag=self._tag(virtual - 1, batch, 1),
+            )  # fmt: skip
+        if not inputs_only:
+            del self._passing[chunk, batch]
+
+    def _backward_weight(self, chunk: int, batch: int, sums: StepSums) -> None:
+        passing = self._passing.pop((chunk, batch))
+        span = self._span(self.stage, batch, self.seat.inner)
+        with self._work("backward_weight", chunk, batch, span, sums):
+            if isinstance(passing.delayed, tuple):
+                _run_backward(*passing.delayed)
+            else:
+                stage_backward_weight(iter(self._weights(chunk)), passing.delayed)
+
+    def _through(self, step: int, chunk: int, received: list[Tensor], positions: range) -> list[Tensor]:
+        start, stop = self.stage.layers[chunk]
+        values: Any = tuple(received)
+        for lo, hi, again in _recomputed(self.stage.recompute, start, stop):
+            def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
+                for layer in range(lo, hi):
+                    with sample_randomness(seed=self.seed, step=step, layer=layer, positions=positions):
+                        given = _tuple(self.modules[layer](*given))
+                return given
+
+            with self._precision():
+                values = (
+                    checkpoint(block, *values, use_reentrant=False, preserve_rng_state=False)
+                    if again else block(*values)
+                )  # fmt: skip
+        return list(values)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.layout.plan.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _weights(self, chunk: int) -> list[nn.Parameter]:
+        start, stop = self.stage.layers[chunk]
+        return [p for layer in range(start, stop) for p in self.modules[layer].parameters() if p.requires_grad]
+
+    @contextmanager
+    def _work(self, name: str, chunk: int, batch: int, span: Span, sums: StepSums) -> Iterator[None]:
+        start, stop = self.stage.layers[chunk]
+        began_s = self.clock.now()
+        self.clock.begin()
+        yield
+        self.clock.end(name, span[1] - span[0], stop - start)
+        ended_s = self.clock.now()
+        sums.work_s += ended_s - began_s
+        if name == "forward" and chunk == 0:
+            sums.samples += span[1] - span[0]
+        if self.on_action is not None:
+            self.on_action(name, chunk, batch, began_s, ended_s)
+
+    def _virtual(self, chunk: int) -> int:
+        return chunk * len(self.group.stages) + self.seat.stage
+
+    def _span(self, stage: Any, batch: int, inner: int) -> Span:
+        lo, hi = self.batches[batch]
+        return samples_of(stage, hi - lo)[inner]
+
+    def _peers(self, virtual: int, batch: int) -> list[Peer]:
+        stage = self.group.stages[virtual % len(self.group.stages)]
+        lo, hi = self.batches[batch]
+        return [
+            Peer(rank=rank, span=span)
+            for rank, span in zip(stage.ranks, samples_of(stage, hi - lo), strict=True)
+        ]
+
+    def _tag(self, virtual: int, batch: int, direction: int) -> int:
+        return (virtual * len(self.batches) + batch) * 2 + direction
+
+    def _last_backward(self) -> dict[int, int]:
+        """Return the last action of each chunk; after it the chunk's gradients are complete."""
+        return {chunk: number for number, (op, chunk, _) in enumerate(self.order) if op != Op.FORWARD}
+
+
+def _run_backward(outputs: list[Tensor], grads: list[Tensor] | None) -> None:
+    pairs = [(t, None if grads is None else grads[i]) for i, t in enumerate(outputs) if t.requires_grad]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], None if grads is None else [g for _, g in pairs])
+
+
+def _recomputed(rule: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Return the layers as runs (first, past the last, whether they run again in the backward)."""
+    head, _, rest = rule.partition(":")
+    if head == "none":
+        return [(start, stop, False)]
+    if head.startswith("every-"):
+        every = int(head[6:])
+        return [(layer, layer + 1, (layer - start) % every == every - 1) for layer in range(start, stop)]
+    kind, _, count = rest.partition(":")
+    if kind == "block":
+        cut = min(start + int(count), stop)
+        return [(layer, layer + 1, True) for layer in range(start, cut)] + [(cut, stop, False)] * (cut < stop)
+    unit = int(count or 1)
+    return [(lo, min(lo + unit, stop), True) for lo in range(start, stop, unit)]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a batch on a device, whatever it is made of."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(item, device) for item in value)
+    return value

@@ -1,0 +1,77 @@
+"""A membership that never changes: ranks that were started together and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from foreshard.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Who trains, under which plan.
+
+    Attributes
+    ----------
+    number : int
+        Rises with every change of membership.
+    plan : Plan
+    ranks : tuple of int
+        All that are there, also those the plan leaves idle.
+    resume : bool
+        Whether to go on from the latest checkpoint.
+    """
+
+    number: int
+    plan: Plan
+    ranks: tuple[int, ...]
+    resume: bool = False
+
+
+class FixedMembership:
+    """Process groups over a store, for ranks that nobody watches.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store or None
+        None for a rank alone.
+    rank : int
+    plan : Plan
+    ranks : sequence of int
+    timeout_s : float
+        After which a peer that does not answer is an error.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, rank: int, plan: Plan, ranks: Sequence[int], *, timeout_s: float = 60.0
+    ):
+        self.store, self.rank = store, rank
+        self.generation = Generation(number=0, plan=plan, ranks=tuple(ranks))
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Any:
+        """Return the process group of some ranks; made by all of them when first asked for."""
+        key = (tuple(ranks), name)
+        if key not in self._groups:
+            where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
+            self._groups[key] = dist.ProcessGroupGloo(
+                dist.PrefixStore(where, self.store), list(ranks).index(self.rank), len(ranks), self._timeout
+            )
+        return self._groups[key]
+
+    def next_generation(self, reason: str) -> Generation:
+        """Raise: there is none."""
+        raise RuntimeError(f"the ranks of this run do not change: {reason}")
+
+    def wanted(self) -> bool:
+        """Return whether a change of membership waits: never."""
+        return False
+
+    def report(self, kind: str, **facts: Any) -> None:
+        """Tell nobody."""

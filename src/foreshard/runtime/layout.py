@@ -1,0 +1,202 @@
+"""Who holds what under a plan: ranks, virtual stages, layers, samples, and the ranks that share a parameter.
+
+Pure data from a Plan; nothing here talks to another process or imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from foreshard.errors import SpecError
+from foreshard.spec.plan import Group, Plan, Stage
+
+RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+RUN_PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A rank's place in a plan.
+
+    Attributes
+    ----------
+    rank : int
+    group, stage, inner : int
+        Which pipeline, which of its stages, which data-parallel rank of the stage.
+    """
+
+    rank: int
+    group: int
+    stage: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A plan read from the point of view of those who run it."""
+
+    plan: Plan
+    seats: Mapping[int, Seat]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return max(stop for stage in self.plan.groups[0].stages for _, stop in stage.layers)
+
+    def group_of(self, rank: int) -> Group:
+        """Return the pipeline a rank works in."""
+        return self.plan.groups[self.seats[rank].group]
+
+    def stage_of(self, rank: int) -> Stage:
+        """Return the stage a rank works in."""
+        seat = self.seats[rank]
+        return self.plan.groups[seat.group].stages[seat.stage]
+
+    def layers_of(self, rank: int) -> tuple[int, ...]:
+        """Return the layers a rank holds, in the order of its chunks; none if the plan leaves it idle."""
+        if rank not in self.seats:
+            return ()
+        return tuple(layer for start, stop in self.stage_of(rank).layers for layer in range(start, stop))
+
+    def owners_of(self, layer: int) -> tuple[int, ...]:
+        """Return the ranks that hold a layer, rising."""
+        return tuple(sorted(
+            rank
+            for group in self.plan.groups for stage in group.stages
+            if any(start <= layer < stop for start, stop in stage.layers)
+            for rank in stage.ranks
+        ))  # fmt: skip
+
+    def first_position(self, group: int) -> int:
+        """Return where in a step's samples a group's share begins."""
+        return sum(g.share for g in self.plan.groups[:group])
+
+    def neighbours(self, rank: int, virtual: int) -> Stage:
+        """Return the stage that runs a virtual stage of this rank's pipeline."""
+        stages = self.group_of(rank).stages
+        return stages[virtual % len(stages)]
+
+
+def layout_of(plan: Plan) -> Layout:
+    """Return the layout of a plan that the runtime can run.
+
+    Raises
+    ------
+    SpecError
+        Naming what the runtime does not run.
+    """
+    _refuse(plan)
+    seats = {
+        rank: Seat(rank=rank, group=g, stage=s, inner=i)
+        for g, group in enumerate(plan.groups)
+        for s, stage in enumerate(group.stages)
+        for i, rank in enumerate(stage.ranks)
+    }
+    return Layout(plan=plan, seats=seats)
+
+
+def intervals(total: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Cut 0..total at the running sums of the weights, rounded down: a short batch keeps the proportions.
+
+    Examples
+    --------
+    >>> intervals(8, [1, 1, 2])
+    ((0, 2), (2, 4), (4, 8))
+    >>> intervals(3, [1, 1, 2])
+    ((0, 0), (0, 1), (1, 3))
+    """
+    whole, seen, bounds = sum(weights), 0, [0]
+    for weight in weights:
+        seen += weight
+        bounds.append(total * seen // whole)
+    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def samples_of(stage: Stage, count: int) -> tuple[tuple[int, int], ...]:
+    """Return the part of a micro-batch of `count` samples that each rank of a stage takes."""
+    return intervals(count, stage.rank_shares or (1,) * stage.inner_dp)
+
+
+def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
+    """Return each micro-batch of a step as positions within the group's share; the last may be short."""
+    size = group.micro_batch
+    return tuple((lo, min(lo + size, group.share)) for lo in range(0, group.share, size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Parameters that the same ranks hold: one bucket of the gradient synchronisation.
+
+    Attributes
+    ----------
+    owners : tuple of int
+        Rising ranks.
+    names : tuple of (layer, parameter name)
+        In layer order; of tied parameters the first.
+    """
+
+    owners: tuple[int, ...]
+    names: tuple[tuple[int, str], ...]
+
+
+def segments_of(
+    layout: Layout, names: Mapping[int, Iterable[str]], tied: Iterable[Iterable[tuple[int, str]]] = ()
+) -> tuple[Segment, ...]:
+    """Return the segments that trainable parameters fall into.
+
+    Parameters
+    ----------
+    layout : Layout
+    names : mapping of layer to parameter names
+        Trainable parameters of the layers that the caller holds; all holders of a segment name it alike.
+    tied : groups of (layer, name)
+        Parameters that are one; all ranks that hold any of them share the gradient.
+    """
+    first = {name: min(group) for group in map(tuple, tied) for name in group}
+    shared: dict[tuple[int, str], set[int]] = {}
+    for group in map(tuple, tied):
+        shared[min(group)] = {rank for layer, _ in group for rank in layout.owners_of(layer)}
+    owners = {layer: layout.owners_of(layer) for layer in names}
+    found: dict[tuple[int, ...], list[tuple[int, str]]] = {}
+    for layer in sorted(names):
+        for name in names[layer]:
+            key = first.get((layer, name), (layer, name))
+            ranks = tuple(sorted(shared.get(key, owners[layer])))
+            bucket = found.setdefault(ranks, [])
+            if key not in bucket:
+                bucket.append(key)
+    return tuple(Segment(owners=ranks, names=tuple(sorted(bucket))) for ranks, bucket in sorted(found.items()))
+
+
+def _refuse(plan: Plan) -> None:
+    """Raise for what the runtime does not run; nothing is approximated in silence."""
+    if plan.precision not in RUN_PRECISIONS:
+        raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
+    for g, group in enumerate(plan.groups):
+        where = f"groups[{g}]"
+        if group.schedule not in RUN_SCHEDULES:
+            raise _unsupported(f"{where}.schedule", group.schedule,
+                               f"the runtime runs {', '.join(RUN_SCHEDULES)}")  # fmt: skip
+        for s, stage in enumerate(group.stages):
+            _refuse_stage(stage, f"{where}.stages[{s}]")
+
+
+def _refuse_stage(stage: Stage, where: str) -> None:
+    for name in ("tp", "cp", "ep", "etp"):
+        if getattr(stage, name) != 1:
+            raise _unsupported(f"{where}.{name}", getattr(stage, name),
+                               "the runtime runs stages of data-parallel ranks: degree 1")  # fmt: skip
+    if stage.offload != "none":
+        raise _unsupported(f"{where}.offload", stage.offload, "the runtime keeps everything on the device")
+    if stage.recompute.startswith("selective"):
+        raise _unsupported(f"{where}.recompute", stage.recompute,
+                           "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N")  # fmt: skip
+    if stage.shard_size not in (None, stage.inner_dp):
+        raise _unsupported(f"{where}.shard_size", stage.shard_size,
+                           "the runtime shards over all data-parallel ranks of a stage")  # fmt: skip
+
+
+def _unsupported(key: str, value: object, rule: str) -> SpecError:
+    return SpecError(f"{value!r} is not run", key=key, value=value, rule=rule,
+                     fix="Change the plan, or export it to a framework (foreshard export)")  # fmt: skip

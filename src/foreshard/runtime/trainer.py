@@ -1,0 +1,501 @@
+"""A rank's training: steps that commit together, changes between them, recovery when a peer is gone.
+
+A step is: actions of the schedule, gradients summed, a vote, the update. What a rank has done is only worth
+something once the vote has passed; a rank cut off behind it finishes the step when it meets the others again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreshard.errors import SpecError
+from foreshard.runtime.clock import Clock, WallClock
+from foreshard.runtime.data import Feed
+from foreshard.runtime.exchange import Exchange
+from foreshard.runtime.executor import Executor, StepSums
+from foreshard.runtime.fixed import FixedMembership, Generation
+from foreshard.runtime.holding import Holding
+from foreshard.runtime.job import Job
+from foreshard.runtime.layout import Layout, layout_of
+from foreshard.runtime.migrate import Held, Moved, migrate, moves_of
+from foreshard.runtime.sync import gradient_sync, latest
+from foreshard.runtime.vote import Vote, cast
+from foreshard.runtime.zero import Key, Spread, parameters_of, updated_keys, updater_of
+from foreshard.spec.online import Command, Event, Policy, StepMeasured
+from foreshard.spec.plan import Plan, parse_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A committed step.
+
+    Attributes
+    ----------
+    step : int
+    loss : float
+        Mean over what the job counts (tokens), of the whole step.
+    count : float
+    gradient_norm : float or None
+        Of the mean gradient, where it was asked for.
+    time_s : float
+        On the run's clock, of the slowest rank where time is virtual.
+    vote : Vote
+    """
+
+    step: int
+    loss: float
+    count: float
+    gradient_norm: float | None
+    time_s: float
+    vote: Vote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a run is done, apart from the plan.
+
+    Attributes
+    ----------
+    seed : int
+        Of initial values, order of samples and dropout.
+    clip_norm : float or None
+        Largest norm of the mean gradient.
+    sync : str
+        Name of the gradient synchronisation.
+    checkpoint_every : int
+        Steps between checkpoints; 0 for none but the first values, which need no file.
+    track_norm : bool
+        Whether to report the gradient's norm without clipping.
+    """
+
+    seed: int = 0
+    clip_norm: float | None = None
+    sync: str = "all-reduce"
+    checkpoint_every: int = 0
+    track_norm: bool = False
+
+
+class Trainer:
+    """Trains a job under a plan, as one rank of it.
+
+    Parameters
+    ----------
+    job : Job
+    plan : Plan, optional
+        Needed without a membership: this process then is the plan's only rank.
+    membership : FixedMembership or Membership, optional
+        Who else is there.
+    options : Options, optional
+    clock : Clock, optional
+        The wall's if not given.
+    device : torch.device, optional
+        The CPU if not given.
+    checkpoints : Path, optional
+        Folder that all ranks reach.
+    policy : Policy, optional
+        Asked by the least rank after every step for the next plan.
+    phase : callable of name, optional
+        Told the phase the rank is in.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan | None = None,
+        *,
+        membership: Any = None,
+        options: Options | None = None,
+        clock: Clock | None = None,
+        device: torch.device | None = None,
+        checkpoints: Path | None = None,
+        policy: Policy | None = None,
+        phase: Callable[[str], None] = lambda name: None,
+        on_action: Callable[..., None] | None = None,
+        on_event: Callable[..., None] = lambda kind, text, **facts: None,
+        ledger: Any = None,
+        before_step: Callable[[int], None] = lambda step: None,
+    ):
+        if membership is None:
+            membership = _alone(plan)
+        self.job, self.membership = job, membership
+        self.options, self.clock = options or Options(), clock or WallClock()
+        self.device = device or torch.device("cpu")
+        self.checkpoints, self.policy, self.phase = checkpoints, policy, phase
+        self.on_action, self.on_event, self.ledger = on_action, on_event, ledger
+        self.before_step = before_step
+        self.rank: int = membership.rank
+        self.step = 0
+        self.holding = Holding(job, self.rank, self.device)
+        self.parameters = parameters_of(job)
+        self.feed: Feed | None = None
+        self.last_moved: Moved | None = None
+        self._held = Held()
+        self._generation: Generation | None = None
+        self._vote: Vote | None = None
+        self._reduced = False
+        self._plan_number = 0
+        self._next_plans: dict[int, Plan] = {}
+        self._base_lr: list[float] = []
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def train_step(self) -> StepDone:
+        """Train one step and return what it was.
+
+        Raises
+        ------
+        RuntimeError
+            From torch.distributed, when a peer is gone; `adopt` the next generation then.
+        """
+        if self._generation is None:
+            self.adopt(self.membership.generation)
+        self.before_step(self.step)
+        began_s = self.clock.now()
+        self._reduced = False
+        sums = self._compute()
+        self.phase("vote")
+        self._reduced = True
+        vote = self._cast(sums)
+        done = self._commit(vote, began_s)
+        self._between(done)
+        return done
+
+    def _compute(self) -> StepSums:
+        self.holding.zero_gradients()
+        self._sync.begin()
+        sums = self._executor.run(self.step) if self._executor is not None else StepSums()
+        self.phase("all-reduce")
+        self._sync.finish()
+        return sums
+
+    def _cast(self, sums: StepSums) -> Vote:
+        wanted = self.membership.wanted()
+        number = max(self._next_plans, default=0) if self._conducts else 0
+        return cast(
+            self._world, self._ranks, self.rank, loss=sums.loss, count=sums.count, square_norm=self._square_norm(),
+            boundary=wanted, plan_number=number, work_s=sums.work_s, samples=float(sums.samples),
+        )  # fmt: skip
+
+    def _square_norm(self) -> float:
+        """Return the squares of the gradients that this rank answers for: each parameter is counted once."""
+        if self.options.clip_norm is None and not self.options.track_norm:
+            return 0.0
+        mine = [b.flat for b in self.holding.buckets if b.segment.owners[0] == self.rank]
+        return float(sum(flat.double().square().sum() for flat in mine))
+
+    def _commit(self, vote: Vote, began_s: float) -> StepDone:
+        self.phase("update")
+        norm = self._update(vote)
+        step = self.step
+        self._advance_together()
+        self.step, self._vote, self._reduced = step + 1, vote, False
+        if self.ledger is not None:
+            self.ledger.commit(step)
+        return StepDone(
+            step=step, loss=vote.loss / max(vote.count, 1e-300), count=vote.count, gradient_norm=norm,
+            time_s=self.clock.now() - began_s, vote=vote,
+        )  # fmt: skip
+
+    def _update(self, vote: Vote) -> float | None:
+        """Divide the summed gradients once, clip, and let the optimizer step."""
+        scale, norm = 1.0 / vote.count if vote.count else 0.0, None
+        if self.options.clip_norm is not None or self.options.track_norm:
+            norm = vote.square_norm**0.5 * scale
+        if norm is not None and self.options.clip_norm is not None and norm > self.options.clip_norm:
+            scale *= self.options.clip_norm / (norm + 1e-6)
+        layers = len(self.holding.modules)
+        self.clock.begin()
+        for bucket in self.holding.buckets:
+            bucket.flat.mul_(scale)
+        if self.holding.optimizer is not None:
+            self._set_lr()
+            self.holding.optimizer.step()
+        self.clock.end("optimizer", 0, layers)
+        if self._spread is not None:
+            self._spread.run(self.rank)
+        return norm
+
+    def _set_lr(self) -> None:
+        if self.job.lr is not None and self.holding.optimizer is not None:
+            factor = float(self.job.lr(self.step))
+            for group, base in zip(self.holding.optimizer.param_groups, self._base_lr, strict=True):
+                group["lr"] = base * factor
+
+    def _advance_together(self) -> None:
+        """Bring virtual clocks to the latest: nobody begins a step before the vote of all."""
+        if self.clock.virtual and self._world is not None:
+            now = torch.tensor([self.clock.now()], dtype=torch.float64)
+            latest(self._world, now)
+            self.clock.received(float(now[0]) + self.clock.reduced_s(0, self._ranks))
+
+    # -- between steps --------------------------------------------------------------------------------------
+
+    def _between(self, done: StepDone) -> None:
+        if done.vote.plan_number > self._plan_number:
+            self._adopt_plan(done.vote.plan_number)
+        elif self.policy is not None and self._conducts:
+            self._ask(done)
+        if done.vote.boundary:
+            self.adopt(self.membership.next_generation("boundary"))
+        every = self.options.checkpoint_every
+        if every and self.checkpoints is not None and self.step % every == 0:
+            self.save()
+
+    def _ask(self, done: StepDone) -> None:
+        """Ask the policy; its plan is announced with the next vote and adopted after it."""
+        stage_s = {
+            rank: done.vote.work_s[rank] / samples for rank, samples in done.vote.samples.items() if samples > 0
+        }
+        event: Event = StepMeasured(step=done.step, time_s=done.time_s, stage_s=stage_s)
+        for command in self.policy.on(event):  # type: ignore[union-attr]
+            self.propose(command)
+
+    def propose(self, command: Command) -> None:
+        """Announce a plan, to be adopted by all ranks after the next step; only the conducting rank may."""
+        if command.plan is None:
+            return
+        layout_of(command.plan)
+        number = max([self._plan_number, *self._next_plans]) + 1
+        self._next_plans[number] = command.plan
+        if self.membership.store is not None:
+            where = f"g{self._generation.number}/plan/{number}"  # type: ignore[union-attr]
+            self.membership.store.set(where, json.dumps(command.plan.to_dict()))
+        self.on_event("plan", f"{command.kind}: {command.reason}", step=self.step, number=number)
+
+    def _adopt_plan(self, number: int) -> None:
+        plan = self._next_plans.pop(number, None)
+        if plan is None:
+            text = self.membership.store.get(f"g{self._generation.number}/plan/{number}")  # type: ignore[union-attr]
+            plan = parse_plan(json.loads(bytes(text)))
+        self._plan_number = number
+        began_s = time.perf_counter()
+        held = {rank: self._wanted(self._layout, rank) for rank in self._ranks}
+        self._settle(plan, held)
+        self.on_event("adopted", f"plan {number}", step=self.step, wall_s=time.perf_counter() - began_s,
+                      bytes_in=self.last_moved.bytes_in if self.last_moved else 0)  # fmt: skip
+
+    # -- membership -----------------------------------------------------------------------------------------
+
+    def adopt(self, generation: Generation) -> None:
+        """Take a place in a generation: agree on the step, fetch what is missing, go on.
+
+        Raises
+        ------
+        RuntimeError
+            When a rank of the generation is gone again.
+        """
+        self.phase("rebuild")
+        first = self._generation is None
+        self._generation, self._ranks = generation, tuple(sorted(generation.ranks))
+        self._conducts = self.rank == self._ranks[0]
+        self._world = self.membership.group(self._ranks, "world") if len(self._ranks) > 1 else None
+        self._plan_number, self._next_plans = 0, {}
+        self._check(generation.plan)
+        told = self._tell_all(self._status())
+        resume = generation.resume and first and all(not s["held"]["layers"] for s in told.values())
+        target = max(status["step"] for status in told.values())
+        held = self._roll_forward(told, target)
+        wanted = {rank: self._wanted(layout_of(generation.plan), rank) for rank in self._ranks}
+        _, missing = moves_of(held, wanted)
+        if missing or resume:
+            self._roll_back(generation.plan, missing, resume=resume)
+            held = {rank: self._wanted(layout_of(generation.plan), rank) for rank in self._ranks}
+        else:
+            self.step = target
+        self._settle(generation.plan, held)
+        if not first:
+            self.on_event("rebuilt", f"generation {generation.number}: ranks {list(self._ranks)}", step=self.step)
+
+    def _check(self, plan: Plan) -> None:
+        count = layout_of(plan).num_layers
+        if count != self.job.num_layers:
+            raise SpecError(
+                f"the plan splits {count} layers, the job has {self.job.num_layers}", key="groups.stages.layers",
+                value=count, rule="a plan holds every layer of the model once per group",
+                fix=f"Cut 0..{self.job.num_layers} in every group",
+            )  # fmt: skip
+
+    def _status(self) -> dict[str, Any]:
+        vote = self._vote
+        return {
+            "step": self.step if self._held.layers or self.step else 0,
+            "reduced": self._reduced,
+            "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
+            "held": self._held.to_json(),
+        }
+
+    def _tell_all(self, status: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return the status of every rank of the generation."""
+        if self._world is None:
+            return {self.rank: dict(status)}
+        store, number = self.membership.store, self._generation.number  # type: ignore[union-attr]
+        store.set(f"g{number}/status/{self.rank}", json.dumps(status))
+        return {rank: json.loads(bytes(store.get(f"g{number}/status/{rank}"))) for rank in self._ranks}
+
+    def _roll_forward(self, told: Mapping[int, Mapping[str, Any]], target: int) -> dict[int, Held]:
+        """Finish a step that others have committed, and return what every rank holds at the target."""
+        held: dict[int, Held] = {}
+        for rank, status in told.items():
+            behind = target - status["step"]
+            if behind == 0 or (behind == 1 and status["reduced"]):
+                held[rank] = Held.of_json(status["held"])
+        if told[self.rank]["step"] == target - 1 and told[self.rank]["reduced"]:
+            votes = (s["vote"] for s in told.values() if s["step"] == target and s["vote"] is not None)
+            loss, count, square = next(votes)
+            self._finish_cut_off(Vote(loss=loss, count=count, square_norm=square))
+        elif self.rank not in held:
+            self._forget()
+        return held
+
+    def _finish_cut_off(self, vote: Vote) -> None:
+        self._spread = None  # the other ranks of the stage are in the old generation; values follow by migration
+        self._update(vote)
+        if self.ledger is not None:
+            self.ledger.commit(self.step)
+        self.step, self._vote, self._reduced = self.step + 1, vote, False
+
+    def _forget(self) -> None:
+        """Drop everything held: it is of another step than the run goes on from."""
+        self.holding, self._held = Holding(self.job, self.rank, self.device), Held()
+
+    def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
+        """Begin again from the latest checkpoint, or from the first values where there is none."""
+        step = self._latest_checkpoint()
+        self._forget()
+        layout = layout_of(plan)
+        self.holding.build(layout.layers_of(self.rank))
+        self.step = 0 if step is None else step
+        if step is not None:
+            self._load(step, self._wanted(layout, self.rank))
+        if self.ledger is not None:
+            self.ledger.rollback(self.step)
+        if step is not None or missing - frozenset(range(self.job.num_layers)) or not resume:
+            text = "first values" if step is None else f"checkpoint of step {step}"
+            self.on_event("restored", f"from the {text}", step=self.step, missing_layers=sorted(missing))
+
+    def _settle(self, plan: Plan, held: Mapping[int, Held]) -> None:
+        """Move what has to move and take the place that the plan gives."""
+        self.phase("migration")
+        layout = layout_of(plan)
+        wanted = {rank: self._wanted(layout, rank) for rank in self._ranks}
+        moves, _ = moves_of(held, wanted, self._bytes_of)
+        self.holding.build(layout.layers_of(self.rank))
+        if self._world is not None:
+            self.last_moved = migrate(self.holding, moves, self._world, self._ranks, self.clock)
+            barrier = torch.zeros(1, dtype=torch.float64)
+            self._world.allreduce([barrier]).wait()
+        self._take_place(layout, wanted[self.rank])
+
+    def _take_place(self, layout: Layout, wanted: Held) -> None:
+        self._layout, self._held = layout, wanted
+        self.holding.arrange(layout, lambda key: key in wanted.states)
+        self._base_lr = [g["lr"] for g in self.holding.optimizer.param_groups] if self.holding.optimizer else []
+        self._sync = gradient_sync(
+            self.options.sync, self.holding.buckets, self.membership.group, self.clock
+        )  # fmt: skip
+        self._spread = self._make_spread(layout)
+        self.feed = self._make_feed(layout.plan)
+        self._executor = self._make_executor(layout) if self.rank in layout.seats else None
+
+    def _make_feed(self, plan: Plan) -> Feed:
+        if self.feed is not None and self.feed.global_batch == plan.global_batch:
+            return self.feed
+        return Feed(self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=self.options.seed)
+
+    def _make_executor(self, layout: Layout) -> Executor:
+        exchange = Exchange(
+            self._world, self._ranks, self.rank, self.clock, fixed_shapes=getattr(self.job, "fixed_shapes", True)
+        )
+        return Executor(
+            self.job, self.feed, layout, self.rank, self.holding.modules, exchange, self.clock,  # type: ignore[arg-type]
+            device=self.device, seed=self.options.seed, on_action=self.on_action,
+            on_gradients=self._sync.passed, phase=self.phase,
+        )  # fmt: skip
+
+    def _make_spread(self, layout: Layout) -> Spread | None:
+        if self.rank not in layout.seats:
+            return None
+        stage = layout.stage_of(self.rank)
+        if stage.zero == 0 or stage.inner_dp == 1:
+            return None
+        sizes = self.parameters.of(layout.layers_of(self.rank))
+        parameters = {key: self.holding.parameter(*key) for key in sizes}
+        group = self.membership.group(stage.ranks, "stage")
+        return Spread(group, stage.ranks, updater_of(stage.ranks, sizes), parameters)
+
+    def _wanted(self, layout: Layout, rank: int) -> Held:
+        return Held(layers=frozenset(layout.layers_of(rank)), states=updated_keys(layout, rank, self.parameters))
+
+    def _bytes_of(self, layer: int) -> float:
+        return float(sum(self.parameters.of((layer,)).values()) + 1)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint; every item by the least rank that holds it."""
+        from foreshard.runtime import checkpoint
+
+        self.phase("checkpoint")
+        tensors = {}
+        for (kind, layer, name), tensor in self.holding.items().items():
+            owners = self._layout.owners_of(layer)
+            if kind != "state" and owners[0] != self.rank:
+                continue
+            if kind == "state" and self._first_updater((layer, name.rpartition("/")[0])) != self.rank:
+                continue
+            tensors[_checkpoint_key(kind, layer, name)] = tensor
+        meta = {"step": self.step, "plan": self._layout.plan.to_dict()}
+        checkpoint.save(self.checkpoints, step=self.step, tensors=tensors, meta=meta, group=self._world)
+
+    def _first_updater(self, key: Key) -> int:
+        return min(r for r in self._layout.seats if key in self._wanted(self._layout, r).states)
+
+    def _latest_checkpoint(self) -> int | None:
+        if self.checkpoints is None:
+            return None
+        from foreshard.runtime import checkpoint
+
+        return checkpoint.latest(self.checkpoints)
+
+    def _load(self, step: int, wanted: Held) -> None:
+        from foreshard.runtime import checkpoint
+
+        found = checkpoint.load(self.checkpoints, step, lambda key: _is_wanted(key, wanted))
+        for key, tensor in found.items():
+            self.holding.put(_item(key), tensor)
+
+
+def _checkpoint_key(kind: str, layer: int, name: str) -> str:
+    if kind == "state":
+        owner, _, key = name.rpartition("/")
+        return f"optimizer.{layer}.{owner}.{key}"
+    return f"layers.{layer}.{name}" if kind == "value" else f"buffers.{layer}.{name}"
+
+
+def _item(key: str) -> tuple[str, int, str]:
+    kind, layer, name = key.split(".", 2)
+    if kind == "optimizer":
+        owner, _, state = name.rpartition(".")
+        return "state", int(layer), f"{owner}/{state}"
+    return ("value" if kind == "layers" else "buffer"), int(layer), name
+
+
+def _is_wanted(key: str, wanted: Held) -> bool:
+    kind, layer, name = _item(key)
+    if kind == "state":
+        return (layer, name.rpartition("/")[0]) in wanted.states
+    return layer in wanted.layers
+
+
+def _alone(plan: Plan | None) -> FixedMembership:
+    if plan is None or len(plan.ranks) != 1:
+        raise SpecError("no membership", key="membership", rule="a plan of several ranks needs one",
+                        fix="Use foreshard run, or runtime.fixed.FixedMembership under torchrun")  # fmt: skip
+    return FixedMembership(None, plan.ranks[0], plan, plan.ranks)

@@ -1,0 +1,106 @@
+"""Ranks as threads of one process: the real runtime over gloo, without the cost of starting processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foreshard.runtime.fixed import FixedMembership
+from foreshard.runtime.job import Job
+from foreshard.runtime.trainer import Options, Trainer
+from foreshard.spec.online import Command
+from foreshard.spec.plan import Plan, parse_plan
+
+
+def plan_of(
+    groups: Sequence[Mapping[str, Any]], *, global_batch: int, precision: str = "fp32", **defaults: Any
+) -> Plan:
+    """A plan from short notation: groups of {share, micro_batch, stages: [(ranks, [[lo, hi], ...]), ...]}."""
+    told = []
+    for group in groups:
+        stages = []
+        for ranks, layers, *more in group["stages"]:
+            stages.append({"ranks": list(ranks), "layers": layers, **(more[0] if more else {})})
+        told.append({**group, "stages": stages})
+    return parse_plan({
+        "global_batch": global_batch, "seq_len": 8, "precision": precision, "defaults": defaults, "groups": told,
+    })  # fmt: skip
+
+
+def rehearse(
+    job: Job,
+    plan: Plan,
+    *,
+    steps: int,
+    changes: Mapping[int, Plan] | None = None,
+    ranks: Sequence[int] | None = None,
+    after: Callable[[Trainer], Any] = lambda trainer: None,
+    **more: Any,
+) -> dict[int, Any]:
+    """Train `steps` steps on threads; `changes` are plans proposed before the given steps.
+
+    Returns, by rank, (losses, what `after` returned).
+    """
+    ranks = sorted(ranks or plan.ranks)
+    store = dist.HashStore()
+    found: dict[int, Any] = {}
+    failed: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            membership = FixedMembership(store, rank, plan, ranks, timeout_s=30)
+            trainer = Trainer(job, membership=membership, **{k: v() if callable(v) else v for k, v in more.items()})
+            losses = []
+            for step in range(steps):
+                if changes and step in changes and rank == ranks[0]:
+                    trainer.propose(Command(kind="re-cut", plan=changes[step], reason="asked"))
+                losses.append(trainer.train_step().loss)
+            found[rank] = (losses, after(trainer))
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    torch.set_num_threads(before)
+    if failed:
+        raise failed[0]
+    return found
+
+
+def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
+    """Every parameter that a rank holds."""
+    return {
+        (layer, name): p.detach().clone()
+        for layer, module in trainer.holding.modules.items() for name, p in module.named_parameters()
+    }
+
+
+def gradients(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
+    """Every gradient that a rank holds, of the mean loss."""
+    return {
+        key: parameter.grad.detach().clone()
+        for bucket in trainer.holding.buckets for key, parameter in zip(bucket.segment.names, bucket.parameters, strict=True)
+    }
+
+
+def worst_error(found: Mapping[int, Any], reference: Mapping[Any, torch.Tensor]) -> float:
+    """The largest difference between any rank's tensors and the reference, relative to the largest entry."""
+    worst = 0.0
+    for _, tensors in found.values():
+        for key, tensor in tensors.items():
+            scale = max(float(reference[key].abs().max()), 1e-30)
+            worst = max(worst, float((tensor - reference[key]).abs().max()) / scale)
+    return worst
+
+
+__all__ = ["Options", "gradients", "plan_of", "rehearse", "values", "worst_error"]
