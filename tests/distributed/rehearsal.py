@@ -94,13 +94,11 @@ def gradients(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def worst_error(found: Mapping[int, Any], reference: Mapping[Any, torch.Tensor]) -> float:
-    """The largest difference between any rank's tensors and the reference, relative to the largest entry."""
-    worst = 0.0
-    for _, tensors in found.values():
-        for key, tensor in tensors.items():
-            scale = max(float(reference[key].abs().max()), 1e-30)
-            worst = max(worst, float((tensor - reference[key]).abs().max()) / scale)
-    return worst
+    """The largest difference between any rank's tensor and the reference, in norms of the reference's tensor."""
+    return max(
+        float((tensor - reference[key]).norm() / reference[key].norm().clamp_min(1e-30))
+        for _, tensors in found.values() for key, tensor in tensors.items()
+    )
 
 
 __all__ = ["Options", "gradients", "plan_of", "rehearse", "values", "worst_error"]

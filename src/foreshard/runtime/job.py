@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,6 +25,8 @@ REQUIRED = ("model", "dataset", "loss", "optimizer")
 OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes")
 _INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
 _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
+_SEEDING = threading.Lock()
+"""Torch draws first values from one generator for all threads."""
 Key = tuple[int, str]
 
 
@@ -167,7 +170,7 @@ def _copier(layer: nn.Module) -> Callable[[], nn.Module]:
 
 def _seeded(build: Callable[[], nn.Module], seed: int, index: int) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
+        with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1_000_003 + index)
             return build()
 

@@ -1,0 +1,118 @@
+"""Small jobs for the tests: a language model with tied embeddings and dropout, a CNN, a model with frozen layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreshard.runtime.job import Job
+
+WORDS, WIDTH = 32, 16
+
+
+class Text:
+    """Random words, the same for the same index."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, WORDS, (9,), generator=torch.Generator().manual_seed(index))
+
+
+class Images:
+    """Random images with a class."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        made = torch.Generator().manual_seed(index)
+        return torch.randn(3, 8, 8, generator=made, dtype=torch.float64).to(self.dtype), index % 5
+
+
+class Embedding(nn.Module):
+    """Words to vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.drop = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.drop(self.words(ids))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out(seen))
+        return x + self.drop(self.down(functional.gelu(self.up(x))))
+
+
+class Head(nn.Module):
+    """Vectors to scores of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(x)
+
+
+def text_loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    target = batch[:, 1:]
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+
+def image_loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def gpt(dtype: torch.dtype = torch.float32, *, tied: bool = True, frozen: bool = False) -> Job:
+    """Eight layers: embedding, six blocks, head."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Embedding(), *[Block() for _ in range(6)], Head()]
+    if tied:
+        layers[-1].scores.weight = layers[0].words.weight  # type: ignore[union-attr]
+    for layer in layers:
+        layer.to(dtype)
+    if frozen:
+        for layer in layers[1:4]:
+            layer.requires_grad_(False)
+    return Job.of(
+        layers, Text(), text_loss, lambda params: torch.optim.AdamW(params, lr=1e-2),
+        inputs=lambda batch: batch[:, :-1], lr=lambda step: 1.0 / (1 + 0.1 * step),
+    )  # fmt: skip
+
+
+def cnn(dtype: torch.dtype = torch.float32, **_: Any) -> Job:
+    """Eight layers of a CNN, built one by one."""
+
+    def conv(inputs: int, outputs: int, stride: int = 1) -> Any:
+        return lambda: nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(1, outputs), nn.SiLU()
+        ).to(dtype)  # fmt: skip
+
+    layers = [
+        conv(3, 8), conv(8, 8), conv(8, 16, 2), conv(16, 16), conv(16, 16), conv(16, 32, 2),
+        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), lambda: nn.Linear(32, 5).to(dtype),
+    ]  # fmt: skip
+    return Job.of(layers, Images(dtype), image_loss, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+
+
+JOBS = {"gpt": gpt, "cnn": cnn}
