@@ -106,16 +106,23 @@ class Executor:
         """Virtual stages of the pipeline."""
         return len(self.group.stages) * self.group.num_chunks
 
-    def spans(self) -> list[range]:
-        """Return the positions within a step of the samples this rank reads, if it reads any."""
-        base = self.layout.first_position(self.seat.group)
+    def reads(self, step: int) -> list[range]:
+        """Return the positions of the batches that this rank reads in a step, in the order of its forwards."""
         if self.seat.stage not in (0, len(self.group.stages) - 1):
             return []
-        own = [self._span(self.stage, batch, self.seat.inner) for batch in range(len(self.batches))]
-        return [
-            range(base + lo + a, base + lo + b)
-            for (lo, _), (a, b) in zip(self.batches, own, strict=True) if a < b
-        ]
+        found = [self._positions(step, batch) for op, _, batch in self.order if op == Op.FORWARD]
+        return [positions for positions in dict.fromkeys(found) if len(positions)]
+
+    def trained_in(self, step: int) -> list[range]:
+        """Return the positions whose loss this rank computes in a step."""
+        if self.seat.stage != len(self.group.stages) - 1:
+            return []
+        return [self._positions(step, batch) for batch in range(len(self.batches))]
+
+    def _positions(self, step: int, batch: int) -> range:
+        base = step * self.layout.plan.global_batch + self.layout.first_position(self.seat.group)
+        lo, hi = self._span(self.stage, batch, self.seat.inner)
+        return range(base + self.batches[batch][0] + lo, base + self.batches[batch][0] + hi)
 
     def run(self, step: int) -> StepSums:
         """Run all actions of a step and return the sums.
@@ -127,12 +134,12 @@ class Executor:
         """
         sums = StepSums()
         self._passing.clear()
-        first = step * self.layout.plan.global_batch + self.layout.first_position(self.seat.group)
+        self.feed.prefetch(self.reads(step))
         for number, (op, chunk, batch) in enumerate(self.order):
             self.phase("forward" if op == Op.FORWARD else "backward")
             span = self._span(self.stage, batch, self.seat.inner)
             if span[0] < span[1]:
-                positions = range(first + self.batches[batch][0] + span[0], first + self.batches[batch][0] + span[1])
+                positions = self._positions(step, batch)
                 if op == Op.FORWARD:
                     self._forward(step, chunk, batch, span, positions, sums)
                 elif op == Op.BACKWARD_WEIGHT:

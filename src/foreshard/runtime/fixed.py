@@ -73,5 +73,8 @@ class FixedMembership:
         """Return whether a change of membership waits: never."""
         return False
 
+    def plan_adopted(self, plan: dict[str, Any]) -> None:
+        """Tell nobody."""
+
     def report(self, kind: str, **facts: Any) -> None:
         """Tell nobody."""

@@ -140,6 +140,7 @@ class Trainer:
         self._generation: Generation | None = None
         self._vote: Vote | None = None
         self._reduced = False
+        self._trained_in = 0
         self._plan_number = 0
         self._next_plans: dict[int, Plan] = {}
         self._base_lr: list[float] = []
@@ -160,8 +161,10 @@ class Trainer:
         began_s = self.clock.now()
         self._reduced = False
         sums = self._compute()
+        if self.ledger is not None and self._executor is not None:
+            self.ledger.trained(self.step, self._generation.number, self._executor.trained_in(self.step))
         self.phase("vote")
-        self._reduced = True
+        self._reduced, self._trained_in = True, self._generation.number  # type: ignore[union-attr]
         vote = self._cast(sums)
         done = self._commit(vote, began_s)
         self._between(done)
@@ -197,7 +200,7 @@ class Trainer:
         self._advance_together()
         self.step, self._vote, self._reduced = step + 1, vote, False
         if self.ledger is not None:
-            self.ledger.commit(step)
+            self.ledger.commit(step, self._generation.number)  # type: ignore[union-attr]
         return StepDone(
             step=step, loss=vote.loss / max(vote.count, 1e-300), count=vote.count, gradient_norm=norm,
             time_s=self.clock.now() - began_s, vote=vote,
@@ -278,6 +281,8 @@ class Trainer:
         began_s = time.perf_counter()
         held = {rank: self._wanted(self._layout, rank) for rank in self._ranks}
         self._settle(plan, held)
+        if self._conducts:
+            self.membership.plan_adopted(plan.to_dict())
         self.on_event("adopted", f"plan {number}", step=self.step, wall_s=time.perf_counter() - began_s,
                       bytes_in=self.last_moved.bytes_in if self.last_moved else 0)  # fmt: skip
 
@@ -358,7 +363,7 @@ class Trainer:
         self._spread = None  # the other ranks of the stage are in the old generation; values follow by migration
         self._update(vote)
         if self.ledger is not None:
-            self.ledger.commit(self.step)
+            self.ledger.commit(self.step, self._trained_in)
         self.step, self._vote, self._reduced = self.step + 1, vote, False
 
     def _forget(self) -> None:
@@ -375,7 +380,7 @@ class Trainer:
         if step is not None:
             self._load(step, self._wanted(layout, self.rank))
         if self.ledger is not None:
-            self.ledger.rollback(self.step)
+            self.ledger.rollback(self.step, self._generation.number)  # type: ignore[union-attr]
         if step is not None or missing - frozenset(range(self.job.num_layers)) or not resume:
             text = "first values" if step is None else f"checkpoint of step {step}"
             self.on_event("restored", f"from the {text}", step=self.step, missing_layers=sorted(missing))
@@ -451,8 +456,18 @@ class Trainer:
             if kind == "state" and self._first_updater((layer, name.rpartition("/")[0])) != self.rank:
                 continue
             tensors[_checkpoint_key(kind, layer, name)] = tensor
-        meta = {"step": self.step, "plan": self._layout.plan.to_dict()}
-        checkpoint.save(self.checkpoints, step=self.step, tensors=tensors, meta=meta, group=self._world)
+        meta = {"plan": self._layout.plan.to_dict(), "seed": self.options.seed}
+        try:
+            checkpoint.save(
+                self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank, group=self._world,  # type: ignore[arg-type]
+                lead=self._conducts,
+            )  # fmt: skip
+        except checkpoint.CheckpointFault as fault:
+            self.on_event("checkpoint failed", str(fault), step=self.step)
+            return
+        if self._conducts:
+            checkpoint.prune(self.checkpoints)  # type: ignore[arg-type]
+            self.on_event("checkpoint", f"after step {self.step - 1}", step=self.step)
 
     def _first_updater(self, key: Key) -> int:
         return min(r for r in self._layout.seats if key in self._wanted(self._layout, r).states)

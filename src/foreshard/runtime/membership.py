@@ -1,0 +1,132 @@
+"""A rank's side of the rendezvous: its generation, process groups, heartbeat."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from foreshard.runtime.fixed import Generation
+from foreshard.runtime.store import Client, RankStore
+from foreshard.spec.plan import parse_plan
+
+
+class Membership:
+    """A rank among others under a supervisor.
+
+    Parameters
+    ----------
+    address : (host, port)
+        Of the rendezvous.
+    rank : int
+    secret : bytes
+    timeout_s : float
+        After which a peer that says nothing is an error; the detection bound of a stalled peer.
+    interface : str, optional
+        Address of this host that peers connect to.
+    backend : {'gloo', 'nccl'}
+    resume : bool
+        Go on from the latest checkpoint in the first generation.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], rank: int, secret: bytes, *, timeout_s: float = 30.0,
+        interface: str | None = None, backend: str = "gloo", resume: bool = False, beat_s: float = 0.5,
+    ):  # fmt: skip
+        self.rank, self._client = rank, Client(address, secret)
+        self.store: dist.Store = RankStore(self._client, timeout_s=timeout_s)
+        self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
+        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
+        self._me = {"rank": rank, "pid": os.getpid(), "host": os.uname().nodename}
+        self._wanted = threading.Event()
+        self._done = threading.Event()
+        self.generation = self._next(-1, resume=resume)
+        threading.Thread(target=self._beat, args=(beat_s,), daemon=True, name="heartbeat").start()
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Any:
+        """Return the process group of some ranks in this generation.
+
+        All of them must ask, and in one order if they ask for several.
+
+        Raises
+        ------
+        RuntimeError
+            When one of them does not come in time.
+        """
+        key = (tuple(ranks), name)
+        if key not in self._groups:
+            where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
+            self._groups[key] = self._made(dist.PrefixStore(where, self.store), list(ranks))
+        return self._groups[key]
+
+    def _made(self, store: dist.Store, ranks: list[int]) -> Any:
+        place, timeout = ranks.index(self.rank), timedelta(seconds=self._timeout_s)
+        if self._backend == "nccl":
+            return dist.ProcessGroupNCCL(store, place, len(ranks), timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=self._interface)
+            if self._interface else dist.ProcessGroupGloo.create_default_device()
+        ]  # fmt: skip
+        return dist.ProcessGroupGloo(store, place, len(ranks), options)
+
+    def next_generation(self, reason: str) -> Generation:
+        """Leave all groups, wait for the next generation with this rank in it, and return it."""
+        self.report("left generation", rank=self.rank, number=self.generation.number, reason=reason[:300])
+        self._drop_groups()
+        self._wanted.clear()
+        self.generation = self._next(self.generation.number)
+        return self.generation
+
+    def _next(self, after: int, *, resume: bool = False) -> Generation:
+        while True:
+            told = self._client.ask({"ask": "join", "after": after, "timeout_s": 5.0, **self._me})["generation"]
+            if told is not None:
+                return Generation(
+                    number=told["number"], plan=parse_plan(told["plan"]), ranks=tuple(told["ranks"]), resume=resume
+                )  # fmt: skip
+
+    def _drop_groups(self) -> None:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            try:
+                group.abort()
+            except RuntimeError:
+                pass  # the peers are gone already
+
+    def wanted(self) -> bool:
+        """Return whether somebody waits at the door."""
+        return self._wanted.is_set()
+
+    def report(self, kind: str, **facts: Any) -> None:
+        """Tell the supervisor's log; a supervisor that is away misses it."""
+        try:
+            self._client.ask({"ask": "report", "kind": kind, "facts": facts}, patience_s=0.0)
+        except RuntimeError:
+            pass
+
+    def plan_adopted(self, plan: dict[str, Any]) -> None:
+        """Tell the supervisor what later generations are made from."""
+        self._client.ask({"ask": "plan", "plan": plan})
+
+    def finish(self) -> None:
+        """Say goodbye."""
+        self._done.set()
+        self._client.ask({"ask": "finished", "rank": self.rank})
+        self._drop_groups()
+
+    def _beat(self, every_s: float) -> None:
+        while not self._done.wait(every_s):
+            try:
+                told = self._client.ask({"ask": "beat", **self._me}, patience_s=0.0)
+            except RuntimeError:
+                continue  # the supervisor comes back
+            if told.get("wanted"):
+                self._wanted.set()
+            if told.get("out"):
+                time.sleep(every_s)

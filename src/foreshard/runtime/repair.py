@@ -1,0 +1,107 @@
+"""The plan for those who are left: what the running plan becomes when ranks are gone, and nothing cleverer.
+
+Layers of a stage that is gone go to its neighbours, in proportion to what those hold; a pipeline without ranks is
+dropped; samples follow the ranks that remain. A planner or the controller may find better later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from foreshard.errors import InfeasibleError
+from foreshard.spec.plan import Group, Plan, Stage
+
+
+def repaired(plan: Plan, alive: Collection[int]) -> Plan:
+    """Return the plan on the ranks of it that are alive; the plan itself if all are.
+
+    Parameters
+    ----------
+    plan : Plan
+    alive : collection of int
+
+    Raises
+    ------
+    InfeasibleError
+        When no rank of the plan is left.
+    """
+    there = frozenset(alive)
+    if there.issuperset(plan.ranks):
+        return plan
+    groups, weights = [], []
+    for group in plan.groups:
+        left = _group_left(group, there)
+        if left is not None:
+            groups.append(left)
+            before = sum(len(stage.ranks) for stage in group.stages)
+            weights.append(group.share * sum(len(stage.ranks) for stage in left.stages) / before)
+    if not groups:
+        raise InfeasibleError("no rank of the plan is left", key="ranks", rule="training needs at least one rank",
+                              fix="Start ranks again; training goes on from the latest checkpoint")  # fmt: skip
+    shares = _shares(plan.global_batch, weights)
+    kept = [replace(group, share=share) for group, share in zip(groups, shares, strict=True) if share]
+    return replace(plan, groups=tuple(kept))
+
+
+def _group_left(group: Group, alive: frozenset[int]) -> Group | None:
+    stages = [_stage_left(stage, alive) for stage in group.stages]
+    there = [i for i, stage in enumerate(stages) if stage is not None]
+    if not there:
+        return None
+    if len(there) < len(stages) and group.num_chunks > 1:
+        # interleaved chunks of a lost stage have no neighbours in one piece
+        group = replace(group, schedule="1f1b")
+        pieces = _cut_evenly(group, there)
+    else:
+        pieces = _pieces(group.stages, there)
+    left = [replace(stages[i], layers=pieces[n]) for n, i in enumerate(there)]  # type: ignore[type-var]
+    size = group.micro_batch
+    if any(stage.rank_shares is not None for stage in left):
+        left = [_rescaled(stage, size) for stage in left]
+    return replace(group, stages=tuple(left))
+
+
+def _stage_left(stage: Stage, alive: frozenset[int]) -> Stage | None:
+    kept = [place for place, rank in enumerate(stage.ranks) if rank in alive]
+    if not kept:
+        return None
+    shares = None if stage.rank_shares is None else tuple(stage.rank_shares[place] for place in kept)
+    return replace(stage, ranks=tuple(stage.ranks[place] for place in kept), rank_shares=shares)
+
+
+def _rescaled(stage: Stage, micro_batch: int) -> Stage:
+    if stage.rank_shares is None or sum(stage.rank_shares) == micro_batch:
+        return stage
+    weights = stage.rank_shares if any(stage.rank_shares) else (1,) * len(stage.ranks)
+    return replace(stage, rank_shares=tuple(_shares(micro_batch, weights)))
+
+
+def _pieces(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    """Return the layers of the stages that are left: a gap is split between its neighbours by what they hold."""
+    if len(there) == len(stages):
+        return [stage.layers for stage in stages]
+    first, last = stages[0].layers[0][0], stages[-1].layers[-1][1]
+    bounds = [first]
+    for a, b in zip(there[:-1], there[1:], strict=True):
+        low, high = stages[a].layers[-1][1], stages[b].layers[0][0]
+        mine, theirs = stages[a].num_layers, stages[b].num_layers
+        bounds.append(low + round((high - low) * mine / (mine + theirs)))
+    bounds.append(last)
+    return [((lo, hi),) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _cut_evenly(group: Group, there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    total = max(stop for stage in group.stages for _, stop in stage.layers)
+    bounds = [total * n // len(there) for n in range(len(there) + 1)]
+    return [((lo, hi),) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Return whole numbers in proportion to weights that sum to the total (largest remainders)."""
+    scale = total / sum(weights)
+    shares = [int(weight * scale) for weight in weights]
+    order = sorted(range(len(weights)), key=lambda i: (shares[i] - weights[i] * scale, i))
+    for i in order[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
