@@ -26,6 +26,7 @@ VERBS = {
     "whatif": "Rank the predicted effects of changes.",
     "plan": "Find the best plans, with a bound on all others.",
     "export": "Write a plan for another tool.",
+    "run": "Train a job under a plan, and survive what happens.",
     "validate": "Predict measured runs and score the predictions.",
     "devices": "List the devices that are known.",
     "models": "List the models that are known.",

@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from foreshard.runtime.fixed import Generation
-from foreshard.runtime.store import Client, RankStore
+from foreshard.runtime.rank_store import RankStore
+from foreshard.runtime.store import Client
 from foreshard.spec.plan import parse_plan
 
 
@@ -114,11 +115,16 @@ class Membership:
         """Tell the supervisor what later generations are made from."""
         self._client.ask({"ask": "plan", "plan": plan})
 
-    def finish(self) -> None:
-        """Say goodbye."""
-        self._done.set()
-        self._client.ask({"ask": "finished", "rank": self.rank})
-        self._drop_groups()
+    def finish(self) -> bool:
+        """Return True when all are done; False when a peer needs this rank once more: adopt the next generation."""
+        while True:
+            told = self._client.ask({"ask": "finished", "rank": self.rank})
+            if told["end"]:
+                self._done.set()
+                self._drop_groups()
+                return True
+            if told["back"]:
+                return False
 
     def _beat(self, every_s: float) -> None:
         while not self._done.wait(every_s):

@@ -33,6 +33,7 @@ class Known:
     host: str = ""
     waits: bool = False
     beats: bool = False
+    done: bool = False
 
 
 @dataclass(slots=True)
@@ -132,14 +133,31 @@ class Supervisor:
             if self._known.pop(rank, None) is not None:
                 self.log("rank lost", rank=rank, reason=reason)
                 self._decide()
+                self._changed.notify_all()
         return {}
 
     def _finished(self, rank: int) -> dict[str, Any]:
+        """Let a rank go when all are done; send it back while another has to finish its last step with it."""
         with self._changed:
-            self._known.pop(rank, None)
-            self.decided.finished = sorted({*self.decided.finished, rank})
-            self._remember()
-        return {}
+            if rank in self._known:
+                self._known[rank].done = True
+            self._changed.notify_all()
+            self._changed.wait_for(self._over, 5.0)
+            if self._all_done():
+                self.decided.finished = sorted({*self.decided.finished, rank})
+                self._remember()
+                return {"end": True}
+            back = any(k.waits for r, k in self._known.items() if r in self.decided.ranks)
+            if back and rank in self._known:
+                self._known[rank].done = False
+            return {"end": False, "back": back}
+
+    def _over(self) -> bool:
+        return self._all_done() or any(k.waits for r, k in self._known.items() if r in self.decided.ranks)
+
+    def _all_done(self) -> bool:
+        """Return whether every rank of the generation that is alive has done its steps."""
+        return all(k.done for r, k in self._known.items() if r in self.decided.ranks)
 
     def _planned(self, plan: dict[str, Any]) -> dict[str, Any]:
         with self._changed:

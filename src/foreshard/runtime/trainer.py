@@ -145,6 +145,11 @@ class Trainer:
         self._next_plans: dict[int, Plan] = {}
         self._base_lr: list[float] = []
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that is run."""
+        return self._layout.plan
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def train_step(self) -> StepDone:

@@ -1,0 +1,89 @@
+"""`foreshard run --plan FILE JOB.py`: train for real, here or as one rank of torchrun."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard.cli.answer import answering, give, say, wants_json
+from foreshard.cli.settings import configurable
+from foreshard.errors import ExtraMissingError, SpecError
+
+if TYPE_CHECKING:
+    from foreshard.runtime.outcome import Outcome
+
+
+@answering
+@configurable
+@click.command("run")
+@click.argument("job", metavar="JOB.py")
+@click.option("--plan", "plan_file", metavar="FILE", required=True, help="The plan to run.")
+@click.option("--local", type=int, metavar="N", help="Start N ranks on this machine; else be a rank of torchrun.")
+@click.option("--steps", type=int, default=100, show_default=True, help="Steps to train.")
+@click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of first values, order of samples, dropout.")
+@click.option("--clip-norm", type=float, help="Largest norm of the gradient.")
+@click.option("--checkpoint-every", type=int, default=0, show_default=True, help="Steps between checkpoints.")
+@click.option("--resume", is_flag=True, help="Go on from the latest checkpoint in DIR.")
+@click.option("--lab", metavar="LAB.toml", help="Test bed: speeds, links and clock of the ranks.")
+@click.option("--detect-s", type=float, default=30.0, show_default=True, help="Silence after which a rank is lost.")
+@click.option("--interface", metavar="ADDRESS", help="Address of this host that ranks meet on.")
+@click.option("--port", type=int, default=0, show_default=True, help="Of the rendezvous; 0 for any free one.")
+@click.option("--secret-file", metavar="FILE", help="Secret that all hosts share; made in DIR if not given.")
+@click.option("--max-starts", type=int, default=4, show_default=True, help="Times a rank that dies is started.")
+@click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
+def command(job: str, plan_file: str, **options: Any) -> None:
+    """Train JOB.py under a plan, and survive what happens to the ranks.
+
+    JOB.py defines model(), dataset(), loss(output, batch) and optimizer(params). DIR gets metrics.jsonl,
+    events.jsonl, samples.jsonl and ckpt/.
+
+    \b
+    foreshard run --plan plan.json --local 4 examples/jobs/gpt_job.py
+    torchrun --nproc-per-node 8 --no-python foreshard run --plan plan.json job.py
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise ExtraMissingError("torch is not installed", key="run", rule="Training needs the extra 'run'",
+                                fix="pip install 'foreshard[run]'") from None  # fmt: skip
+    from foreshard.runtime.launch import launch
+
+    _check(options)
+    outcome = launch(job, plan_file, progress=None if wants_json() else _progress(options["steps"]), **options)
+    if outcome is None:
+        return  # a rank of torchrun that does not lead; the first one answers
+    give(outcome.to_dict(), lambda: _screen(outcome))
+    say(f"written to {options['out']}/")
+
+
+def _check(options: dict[str, Any]) -> None:
+    for name in ("steps", "max_starts", "threads"):
+        if options[name] < 1:
+            raise SpecError(f"{options[name]} is not valid", key=f"--{name.replace('_', '-')}", value=options[name],
+                            rule="must be a whole number of at least 1")  # fmt: skip
+    if not 0.2 <= options["detect_s"] <= 86400:
+        raise SpecError(f"{options['detect_s']} is not valid", key="--detect-s", value=options["detect_s"],
+                        rule="must be from 0.2 to 86400 seconds")  # fmt: skip
+    if options["checkpoint_every"] < 0:
+        raise SpecError(f"{options['checkpoint_every']} is not valid", key="--checkpoint-every",
+                        value=options["checkpoint_every"], rule="must be 0 or more steps")  # fmt: skip
+    if options["local"] is None and "RANK" not in os.environ:
+        raise SpecError("neither --local nor torchrun", key="--local", rule="ranks are started here or by torchrun",
+                        fix="Add --local N, or start with torchrun --no-python foreshard run ...")  # fmt: skip
+
+
+def _progress(steps: int) -> Any:
+    from foreshard.report.run_progress import progress
+
+    return progress(steps)
+
+
+def _screen(outcome: Outcome) -> Any:
+    from foreshard.report.run_screen import run_screen
+
+    return run_screen(outcome)
+

@@ -1,0 +1,30 @@
+"""What came of a run, as a screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from foreshard.report.screen import Box, Screen
+from foreshard.units import format_seconds
+
+if TYPE_CHECKING:
+    from foreshard.runtime.outcome import Outcome
+
+
+def run_screen(outcome: Outcome) -> Screen:
+    """Return the screen of a run that has ended."""
+    step = "-" if outcome.median_step_s is None else format_seconds(outcome.median_step_s)
+    loss = "-" if outcome.last_loss is None else f"{outcome.last_loss:.6g}"
+    began = "" if outcome.first_loss is None else f"from {outcome.first_loss:.6g}"
+    wrong = outcome.lost + outcome.repeated
+    ledger = "every one once" if not wrong else f"{outcome.lost} lost, {outcome.repeated} repeated"
+    return Screen(
+        header=(f"{outcome.steps} steps, {outcome.clock} clock",),
+        boxes=(
+            Box(title="step, median", value=step),
+            Box(title="loss", value=loss, note=began),
+            Box(title="samples", value=f"{outcome.samples}", note=ledger, alarm=wrong > 0),
+            Box(title="ranks started again", value=str(outcome.restarts), note=f"{outcome.generations} generations"),
+        ),
+        notes=(f"Numbers by step in {outcome.out}/metrics.jsonl, what happened in {outcome.out}/events.jsonl.",),
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""A mixed cluster on one machine: how slow each rank is, how fast the links are, and what changes when.
+
+Time is the wall's, or virtual: of measured processor time ('cpu') or of a table ('table'), times what each rank is
+slowed by, with messages at the rates of the links.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.runtime.clock import Clock, VirtualClock, WallClock
+from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.device import Device
+from foreshard.units import parse
+
+CLOCKS = ("wall", "cpu", "table")
+_KEYS = ("name", "clock", "ranks", "network", "change", "table")
+_RANK_KEYS = ("count", "device", "slow", "memory", "usd_per_h")
+_CHANGE_KEYS = ("at_step", "rank", "slow", "bandwidth", "latency")
+_TABLE_KEYS = ("forward", "backward", "optimizer")
+_MEMORY_BYTES = 8.0 * 2**30
+"""Of a rank that states none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """From a step on, a rank is slower or faster, or the links are (of one rank, or of all)."""
+
+    at_step: int
+    rank: int | None = None
+    slow: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lab:
+    """A test bed.
+
+    Attributes
+    ----------
+    clock : {'wall', 'cpu', 'table'}
+    slow : tuple of float
+        By rank: how many times as long its work takes as here.
+    devices : tuple of str
+        By rank: what its device is called.
+    bandwidth_bytes_per_s, latency_s : float
+        Of every link.
+    changes : tuple of Change
+        By step.
+    table_s : dict
+        Clock 'table': seconds per sample and layer of a forward and a backward, per layer of the optimizer.
+    memory_bytes, usd_per_h : tuple
+        By rank; None where not stated.
+    """
+
+    clock: str
+    slow: tuple[float, ...]
+    devices: tuple[str, ...]
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    changes: tuple[Change, ...] = ()
+    table_s: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: tuple[float | None, ...] = ()
+    usd_per_h: tuple[float | None, ...] = ()
+    name: str = "lab"
+
+    def slow_at(self, step: int, rank: int) -> float:
+        """Return how slow a rank is in a step."""
+        now = self.slow[rank]
+        for change in self.changes:
+            if change.at_step <= step and change.rank == rank and change.slow is not None:
+                now = change.slow
+        return now
+
+    def link_at(self, step: int, source: int, target: int) -> tuple[float, float]:
+        """Return (bytes/s, latency in seconds) of a link in a step."""
+        rate, latency = {source: self.bandwidth_bytes_per_s, target: self.bandwidth_bytes_per_s}, self.latency_s
+        for change in self.changes:
+            if change.at_step > step:
+                continue
+            for end in (source, target):
+                if change.bandwidth_bytes_per_s is not None and change.rank in (None, end):
+                    rate[end] = change.bandwidth_bytes_per_s
+            if change.latency_s is not None and change.rank in (None, source, target):
+                latency = change.latency_s
+        return min(rate.values()), latency
+
+    def make_clock(self, step: list[int]) -> Clock:
+        """Return a rank's clock; `step` holds the current step."""
+        if self.clock == "wall":
+            return WallClock()
+
+        def link(source: int, target: int) -> tuple[float, float]:
+            return self.link_at(step[0], source, target)
+
+        return VirtualClock(link, self._tabled if self.clock == "table" else None)
+
+    def _tabled(self, action: str, samples: int, layers: int) -> float:
+        table = self.table_s
+        if action == "forward":
+            return table["forward"] * samples * layers
+        if action == "optimizer":
+            return table["optimizer"] * layers
+        halves = 1.0 if action == "backward" else 0.5
+        return table["backward"] * samples * layers * halves
+
+    def cluster(self) -> Cluster:
+        """Return the lab as a cluster of devices of its own, one a node; only measured costs can price them."""
+        memory = self.memory_bytes or (None,) * len(self.slow)
+        price = self.usd_per_h or (None,) * len(self.slow)
+        nodes = tuple(
+            NodeGroup(
+                count=1, per_node=1, device=_device(name, memory[rank]), nic_bytes_per_s=self.bandwidth_bytes_per_s,
+                nic_latency_s=self.latency_s, usd_per_h=price[rank], nvlink_domain=1,
+            )
+            for rank, name in enumerate(self.devices)
+        )  # fmt: skip
+        return Cluster(name=self.name, nodes=nodes)
+
+
+def _device(name: str, memory_bytes: float | None) -> Device:
+    """Return a device that is known by name and memory only: it stands for a slice of this machine."""
+    memory = memory_bytes or _MEMORY_BYTES
+    return Device(
+        name=name, vendor="host", arch="host", form="virtual", year=0, peak_flops_per_s={}, memory_bytes=memory,
+        capacity_bytes=memory, memory_bytes_per_s=0.0, num_sms=0, clock_hz=0.0, l2_bytes=0.0, link="",
+        link_bytes_per_s=0.0, pcie_bytes_per_s=0.0, tdp_w=0.0, source="lab", verified=True,
+    )  # fmt: skip
+
+
+def load_lab(path: str) -> Lab:
+    """Return the lab of a TOML file.
+
+    Raises
+    ------
+    SpecError
+        Naming file, key, value and rule.
+    """
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise SpecError(f"cannot read: {error.strerror}", file=path, key="lab") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"not TOML: {error}", file=path, key="lab") from None
+    return _Reader(path).lab(data)
+
+
+class _Reader:
+    def __init__(self, file: str):
+        self.file = file
+
+    def fail(self, what: str, key: str, value: Any, rule: str) -> SpecError:
+        return SpecError(what, file=self.file, key=key, value=value, rule=rule)
+
+    def known(self, data: Any, key: str, names: tuple[str, ...]) -> dict[str, Any]:
+        if not isinstance(data, dict):
+            raise self.fail("not a table", key, data, f"{key or 'a lab'} is a TOML table")
+        for name in data:
+            if name not in names:
+                raise self.fail(f"unknown key {name!r}", f"{key}.{name}" if key else name, name,
+                                f"Known keys: {', '.join(names)}")  # fmt: skip
+        return data
+
+    def number(self, value: Any, key: str, low: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1e9:
+            raise self.fail(f"{value!r} is not valid", key, value, f"must be a number of at least {low:g}")
+        return float(value)
+
+    def lab(self, data: dict[str, Any]) -> Lab:
+        self.known(data, "", _KEYS)
+        clock = data.get("clock", "cpu")
+        if clock not in CLOCKS:
+            raise self.fail(f"unknown clock {clock!r}", "clock", clock, f"Clocks are {', '.join(CLOCKS)}")
+        ranks = data.get("ranks")
+        if not isinstance(ranks, list) or not ranks:
+            raise self.fail("no ranks", "ranks", ranks, "a lab has [[ranks]] with count, device and slow")
+        rows = [row for i, rank in enumerate(ranks) for row in self.rank(rank, f"ranks[{i}]")]
+        network = self.known(data.get("network", {}), "network", ("bandwidth", "latency"))
+        changes = [self.change(c, f"change[{i}]", len(rows)) for i, c in enumerate(data.get("change", []))]
+        table = self.known(data.get("table", {}), "table", _TABLE_KEYS)
+        if clock == "table" and set(table) != set(_TABLE_KEYS):
+            raise self.fail("the table is not complete", "table", sorted(table), f"clock 'table' needs {', '.join(_TABLE_KEYS)}")
+        return Lab(
+            name=str(data.get("name", Path(self.file).stem)), clock=clock,
+            devices=tuple(row[0] for row in rows), slow=tuple(row[1] for row in rows),
+            memory_bytes=tuple(row[2] for row in rows), usd_per_h=tuple(row[3] for row in rows),
+            bandwidth_bytes_per_s=self.quantity(network.get("bandwidth", "10 Gb/s"), "network.bandwidth", "bytes_per_s"),
+            latency_s=self.quantity(network.get("latency", "50 us"), "network.latency", "s"),
+            changes=tuple(sorted(changes, key=lambda c: c.at_step)),
+            table_s={name: self.quantity(value, f"table.{name}", "s") for name, value in table.items()},
+        )  # fmt: skip
+
+    def rank(self, data: Any, key: str) -> list[tuple[str, float, float | None, float | None]]:
+        self.known(data, key, _RANK_KEYS)
+        slow = self.number(data.get("slow", 1.0), f"{key}.slow", 1e-3)
+        count = int(self.number(data.get("count", 1), f"{key}.count", 1))
+        device = str(data.get("device", f"cpu-{slow:g}x"))
+        memory = self.quantity(data["memory"], f"{key}.memory", "bytes") if "memory" in data else None
+        price = self.number(data["usd_per_h"], f"{key}.usd_per_h", 0.0) if "usd_per_h" in data else None
+        return [(device, slow, memory, price)] * count
+
+    def change(self, data: Any, key: str, num_ranks: int) -> Change:
+        self.known(data, key, _CHANGE_KEYS)
+        rank = data.get("rank")
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks):
+            raise self.fail(f"no rank {rank!r}", f"{key}.rank", rank, f"ranks are 0 to {num_ranks - 1}")
+        if "slow" in data and rank is None:
+            raise self.fail("no rank", f"{key}.rank", None, "a change of slow names its rank")
+        return Change(
+            at_step=int(self.number(data.get("at_step"), f"{key}.at_step", 0)), rank=rank,
+            slow=self.number(data["slow"], f"{key}.slow", 1e-3) if "slow" in data else None,
+            bandwidth_bytes_per_s=(
+                self.quantity(data["bandwidth"], f"{key}.bandwidth", "bytes_per_s") if "bandwidth" in data else None
+            ),
+            latency_s=self.quantity(data["latency"], f"{key}.latency", "s") if "latency" in data else None,
+        )  # fmt: skip
+
+    def quantity(self, value: Any, key: str, kind: str) -> float:
+        try:
+            return parse(value, kind)
+        except SpecError as error:
+            raise SpecError(error.what, file=self.file, key=key, value=error.value, rule=error.rule, fix=error.fix) from None

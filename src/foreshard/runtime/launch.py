@@ -1,0 +1,108 @@
+"""From the options of `foreshard run` to ranks at work: all on this machine, or one under torchrun."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.layout import layout_of
+from foreshard.runtime.outcome import Outcome, outcome_of
+from foreshard.runtime.work import Work
+from foreshard.spec.plan import Plan, load_plan
+
+Watch = Callable[[Path], None]
+
+
+def launch(
+    job: str, plan_file: str, *, local: int | None, steps: int, out: str, seed: int = 0, clip_norm: float | None = None,
+    checkpoint_every: int = 0, resume: bool = False, lab: str | None = None, detect_s: float = 30.0,
+    interface: str | None = None, port: int = 0, secret_file: str | None = None, max_starts: int = 4, threads: int = 1,
+    tensorboard: bool = False, progress: Any = None,
+) -> Outcome | None:
+    """Train and return what came of it; None for ranks of torchrun but the first.
+
+    Raises
+    ------
+    SpecError
+        For a plan that does not fit the ranks, or a job at fault.
+    """  # fmt: skip
+    if not Path(job).is_file():
+        raise SpecError("no such file", file=job, key="JOB.py", rule="The job is a Python file",
+                        fix="See examples/jobs/gpt_job.py")  # fmt: skip
+    plan = load_plan(plan_file)
+    layout_of(plan)
+    folder = Path(out).resolve()
+    _fresh(folder, resume)
+    work = Work(
+        job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
+        checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
+        detect_s=detect_s, interface=interface, threads=threads, tensorboard=tensorboard,
+    )  # fmt: skip
+    agent = _local(plan, work, local, interface, port, max_starts) if local is not None else _under_torchrun(
+        plan, work, interface, port, secret_file, max_starts
+    )  # fmt: skip
+    restarts = agent.run(_watching(progress, folder))
+    if not agent.supervises:
+        return None
+    return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
+
+
+def _local(plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int) -> Agent:
+    _fits(plan, local, "--local")
+    secret = make_secret(Path(work.out) / "secret")
+    return Agent(
+        out=Path(work.out), plan=plan, work=work, ranks=range(local), expected=range(local), secret_file=secret,
+        address=interface or "127.0.0.1", port=port, max_starts=max_starts,
+    )  # fmt: skip
+
+
+def _under_torchrun(
+    plan: Plan, work: Work, interface: str | None, port: int, secret_file: str | None, max_starts: int
+) -> Agent:
+    """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _fits(plan, size, "WORLD_SIZE")
+    own = Path(work.out) / "secret"
+    if secret_file is None and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        raise SpecError("no shared secret", key="--secret-file", rule="ranks of several hosts share a secret file",
+                        fix="Copy one file to every host and name it with --secret-file")  # fmt: skip
+    secret = Path(secret_file) if secret_file else make_secret(own) if rank == 0 else _awaited(own)
+    return Agent(
+        out=Path(work.out), plan=plan, work=work, ranks=[rank], expected=range(size), secret_file=secret,
+        address=os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface,
+        port=port or int(os.environ.get("MASTER_PORT", "29500")) + 1, supervises=rank == 0, max_starts=max_starts,
+    )  # fmt: skip
+
+
+def _fits(plan: Plan, ranks: int, key: str) -> None:
+    most = max(plan.ranks)
+    if most >= ranks:
+        raise SpecError(f"the plan uses rank {most}, there are {ranks} ranks", key=key, value=ranks,
+                        rule="ranks are 0 to N - 1", fix=f"Start {most + 1} ranks")  # fmt: skip
+
+
+def _fresh(folder: Path, resume: bool) -> None:
+    if (folder / "supervisor.json").exists() and int(os.environ.get("RANK", "0")) == 0:
+        if not resume:
+            raise SpecError("holds a run already", file=str(folder), key="--out", rule="a run has a folder of its own",
+                            fix="Add --resume to go on from its latest checkpoint, or name another folder")  # fmt: skip
+        (folder / "supervisor.json").unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _awaited(path: Path, patience_s: float = 60.0) -> Path:
+    until = time.monotonic() + patience_s
+    while not path.exists() or len(path.read_bytes()) < 64:
+        if time.monotonic() > until:
+            raise SpecError("no secret yet", file=str(path), rule="rank 0 writes the secret of the run")
+        time.sleep(0.05)
+    return path
+
+
+def _watching(progress: Any, folder: Path) -> Callable[[], None]:
+    return (lambda: None) if progress is None else (lambda: progress(folder / "metrics.jsonl"))

@@ -1,0 +1,90 @@
+"""What came of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from foreshard.runtime.ledger import Audit, audit, merge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A run that has ended.
+
+    Attributes
+    ----------
+    out : str
+    steps : int
+    first_loss, last_loss : float or None
+    median_step_s, mean_step_s : float or None
+        On the clock, the first step of the run and of each generation left out (they warm up) where more are there.
+    clock : str
+    restarts : int
+        Ranks started again.
+    generations : int
+        Times the ranks came together anew.
+    samples, lost, repeated : int
+        By the ledgers.
+    """
+
+    out: str
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    median_step_s: float | None
+    mean_step_s: float | None
+    clock: str
+    restarts: int
+    generations: int
+    samples: int
+    lost: int
+    repeated: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as `run --json` prints it."""
+        return {"schema_version": 1, **asdict(self)}
+
+
+def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Outcome:
+    """Read a run's files, join its ledgers into samples.jsonl, and check them."""
+    ledgers = sorted((out / "ledger").glob("rank-*.jsonl"))
+    merge(ledgers, out / "samples.jsonl")
+    checked = audit(ledgers, global_batch=global_batch, steps=steps)
+    lines = kept_steps(out / "metrics.jsonl")
+    return _outcome(out, lines, checked, restarts)
+
+
+def kept_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the steps that count: of a step trained twice the last."""
+    found: dict[int, dict[str, Any]] = {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        line = json.loads(text)
+        found[line["step"]] = line
+    return [found[step] for step in sorted(found)]
+
+
+def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: int) -> Outcome:
+    times = settled_times(lines)
+    return Outcome(
+        out=str(out), steps=checked.steps, first_loss=lines[0]["loss_metrics/global_avg_loss"] if lines else None,
+        last_loss=lines[-1]["loss_metrics/global_avg_loss"] if lines else None,
+        median_step_s=median(times) if times else None, mean_step_s=sum(times) / len(times) if times else None,
+        clock=lines[-1]["clock"] if lines else "", restarts=restarts,
+        generations=len({line["generation"] for line in lines}), samples=checked.samples, lost=len(checked.lost),
+        repeated=len(checked.repeated),
+    )  # fmt: skip
+
+
+def settled_times(lines: list[dict[str, Any]]) -> list[float]:
+    """Return step times without the first step of each generation, unless nothing else is there."""
+    seen: set[int] = set()
+    settled = []
+    for line in lines:
+        if line["generation"] in seen:
+            settled.append(line["time_metrics/end_to_end(s)"])
+        seen.add(line["generation"])
+    return settled or [line["time_metrics/end_to_end(s)"] for line in lines]

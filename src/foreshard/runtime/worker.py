@@ -1,0 +1,155 @@
+"""One rank of `foreshard run`: a process that trains until the steps are done, whatever happens to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreshard.errors import ForeshardError
+from foreshard.runtime.clock import Clock, WallClock
+from foreshard.runtime.data import Feed
+from foreshard.runtime.job import load_job
+from foreshard.runtime.lab import Lab, load_lab
+from foreshard.runtime.ledger import Ledger
+from foreshard.runtime.membership import Membership
+from foreshard.runtime.metrics import Metrics
+from foreshard.runtime.trainer import Options, StepDone, Trainer
+from foreshard.runtime.work import JOB_FAULT, Work
+
+class Worker:
+    """A rank at work.
+
+    Parameters
+    ----------
+    work : Work
+    rank : int
+    store : (host, port)
+    secret : bytes
+    """
+
+    def __init__(self, work: Work, rank: int, store: tuple[str, int], secret: bytes):
+        self.work, self.rank, self.out = work, rank, Path(work.out)
+        torch.set_num_threads(work.threads)
+        self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
+        self.lab: Lab | None = load_lab(work.lab) if work.lab else None
+        self.job = load_job(work.job, seed=work.seed)
+        self._at = [0]
+        self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        self.membership = Membership(
+            store, rank, secret, timeout_s=work.detect_s, interface=work.interface,
+            backend="nccl" if cuda else "gloo", resume=work.resume,
+        )  # fmt: skip
+        self.trainer = self._make_trainer()
+
+    def _make_trainer(self) -> Trainer:
+        work, plan = self.work, self.membership.generation.plan
+        index = Feed(self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=work.seed, prefetch=0)
+        return Trainer(
+            self.job, membership=self.membership, clock=self.clock, device=self.device,
+            options=Options(seed=work.seed, clip_norm=work.clip_norm, checkpoint_every=work.checkpoint_every,
+                            track_norm=True),
+            checkpoints=self.out / "ckpt", phase=phase_hook(self.rank), on_event=self._event,
+            ledger=Ledger(self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index),
+            before_step=self._before,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Train until the steps are done."""
+        while True:
+            self._train()
+            if self.membership.finish():
+                return
+            self._rebuild("a peer has to finish its step")
+
+    def _train(self) -> None:
+        while self.trainer.step < self.work.steps:
+            try:
+                done = self.trainer.train_step()
+            except ForeshardError:
+                raise
+            except RuntimeError as error:
+                self._rebuild(f"{type(error).__name__}: {error}")
+                continue
+            if self.rank == min(self.membership.generation.ranks):
+                self._tell(done)
+
+    def _rebuild(self, reason: str) -> None:
+        """Leave the generation and take a place in the next; again while peers go on dying."""
+        while True:
+            self._event("peer gone", reason.splitlines()[0][:200], step=self.trainer.step)
+            try:
+                self.trainer.adopt(self.membership.next_generation(reason))
+                return
+            except ForeshardError:
+                raise
+            except RuntimeError as error:
+                reason = f"{type(error).__name__}: {error}"
+
+    def _before(self, step: int) -> None:
+        self._at[0] = step
+        if self.lab is not None and hasattr(self.clock, "slow"):
+            self.clock.slow = self.lab.slow_at(step, self.rank)
+
+    def _tell(self, done: StepDone) -> None:
+        plan = self.trainer.plan
+        self.metrics.step(
+            step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm, time_s=done.time_s,
+            clock=self.clock.name, devices=len(plan.ranks), samples=plan.global_batch,
+            generation=self.membership.generation.number,
+        )  # fmt: skip
+
+    def _event(self, kind: str, text: str, **facts: Any) -> None:
+        self.metrics.event(kind, text, **facts)
+
+
+def phase_hook(rank: int) -> Any:
+    """Return what the trainer tells its phase to: nothing, unless a fault is asked for (FORESHARD_FAULT).
+
+    FORESHARD_FAULT is ``FILE``: a JSON object {rank: {phase, nth}}; the rank kills itself when it comes to the
+    phase for the nth time. Chaos tests use it to hit a phase for sure.
+    """
+    path = os.environ.get("FORESHARD_FAULT")
+    if not path:
+        return lambda name: None
+    wanted = json.loads(Path(path).read_text()).get(str(rank))
+    seen = {"count": 0}
+
+    def hook(name: str) -> None:
+        if wanted is not None and name == wanted["phase"]:
+            seen["count"] += 1
+            if seen["count"] == wanted["nth"]:
+                os.kill(os.getpid(), 9)
+
+    return hook
+
+
+def main() -> int:
+    """Run a rank as the environment says."""
+    rank = int(os.environ["FORESHARD_RANK"])
+    host, _, port = os.environ["FORESHARD_STORE"].rpartition(":")
+    secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
+    work = Work(**json.loads(os.environ["FORESHARD_JOB"]))
+    try:
+        Worker(work, rank, (host, int(port)), secret).run()
+    except ForeshardError as error:
+        told = Path(work.out) / "errors"
+        told.mkdir(parents=True, exist_ok=True)
+        (told / f"rank-{rank}.json").write_text(json.dumps(error.to_dict()))
+        traceback.print_exc()
+        return JOB_FAULT
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch may still wait for peers that are gone
