@@ -27,7 +27,7 @@ class Metrics:
         self._rank, self._board = rank, _board(out) if tensorboard else None
 
     def step(
-        self, *, step: int, loss: float, count: float, gradient_norm: float | None, time_s: float, clock: str,
+        self, *, step: int, loss: float, count: float, gradient_norm: float | None, time_s: float | None, clock: str,
         devices: int, samples: int, **more: Any,
     ) -> None:
         """Write a step's line.
@@ -40,8 +40,8 @@ class Metrics:
         count : float
             What is counted, tokens mostly.
         gradient_norm : float or None
-        time_s : float
-            On the run's clock.
+        time_s : float or None
+            On the run's clock; None for a step that a change of ranks cut in two.
         clock : str
         devices : int
             That the plan uses.
@@ -51,7 +51,7 @@ class Metrics:
             "step": step,
             "loss_metrics/global_avg_loss": loss,
             "grad_norm": gradient_norm,
-            "throughput(tps)": count / time_s / devices if time_s > 0 else None,
+            "throughput(tps)": count / time_s / devices if time_s and time_s > 0 else None,
             "time_metrics/end_to_end(s)": time_s,
             "memory/max_reserved(GiB)": _peak_bytes() / GIB,
             "n_tokens": count,

@@ -81,10 +81,11 @@ def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: i
 
 def settled_times(lines: list[dict[str, Any]]) -> list[float]:
     """Return step times without the first step of each generation, unless nothing else is there."""
+    timed = [line for line in lines if line["time_metrics/end_to_end(s)"] is not None]
     seen: set[int] = set()
     settled = []
-    for line in lines:
+    for line in timed:
         if line["generation"] in seen:
             settled.append(line["time_metrics/end_to_end(s)"])
         seen.add(line["generation"])
-    return settled or [line["time_metrics/end_to_end(s)"] for line in lines]
+    return settled or [line["time_metrics/end_to_end(s)"] for line in timed]

@@ -44,8 +44,8 @@ class StepDone:
     count : float
     gradient_norm : float or None
         Of the mean gradient, where it was asked for.
-    time_s : float
-        On the run's clock, of the slowest rank where time is virtual.
+    time_s : float or None
+        On the run's clock, of the slowest rank where time is virtual; None for a step that was cut in two.
     vote : Vote
     """
 
@@ -53,7 +53,7 @@ class StepDone:
     loss: float
     count: float
     gradient_norm: float | None
-    time_s: float
+    time_s: float | None
     vote: Vote
 
 
@@ -121,6 +121,7 @@ class Trainer:
         on_event: Callable[..., None] = lambda kind, text, **facts: None,
         ledger: Any = None,
         before_step: Callable[[int], None] = lambda step: None,
+        on_step: Callable[[StepDone], None] = lambda done: None,
     ):
         if membership is None:
             membership = _alone(plan)
@@ -129,7 +130,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.checkpoints, self.policy, self.phase = checkpoints, policy, phase
         self.on_action, self.on_event, self.ledger = on_action, on_event, ledger
-        self.before_step = before_step
+        self.before_step, self.on_step = before_step, on_step
         self.rank: int = membership.rank
         self.step = 0
         self.holding = Holding(job, self.rank, self.device)
@@ -172,6 +173,8 @@ class Trainer:
         self._reduced, self._trained_in = True, self._generation.number  # type: ignore[union-attr]
         vote = self._cast(sums)
         done = self._commit(vote, began_s)
+        if self._conducts:
+            self.on_step(done)
         self._between(done)
         return done
 
@@ -201,14 +204,17 @@ class Trainer:
     def _commit(self, vote: Vote, began_s: float) -> StepDone:
         self.phase("update")
         norm = self._update(vote)
-        step = self.step
-        self._advance_together()
-        self.step, self._vote, self._reduced = step + 1, vote, False
+        self.step, self._vote, self._reduced = self.step + 1, vote, False
         if self.ledger is not None:
-            self.ledger.commit(step, self._generation.number)  # type: ignore[union-attr]
+            self.ledger.commit(self.step - 1, self._trained_in)
+        self._spread_values()
+        self._advance_together()
+        return self._done(vote, norm, self.clock.now() - began_s)
+
+    def _done(self, vote: Vote, norm: float | None, time_s: float | None) -> StepDone:
         return StepDone(
-            step=step, loss=vote.loss / max(vote.count, 1e-300), count=vote.count, gradient_norm=norm,
-            time_s=self.clock.now() - began_s, vote=vote,
+            step=self.step - 1, loss=vote.loss / max(vote.count, 1e-300), count=vote.count, gradient_norm=norm,
+            time_s=time_s, vote=vote,
         )  # fmt: skip
 
     def _update(self, vote: Vote) -> float | None:
@@ -226,9 +232,15 @@ class Trainer:
             self._set_lr()
             self.holding.optimizer.step()
         self.clock.end("optimizer", 0, layers)
-        if self._spread is not None:
-            self._spread.run(self.rank)
         return norm
+
+    def _spread_values(self) -> None:
+        """Get the parameters that other ranks of the stage have updated; until then this rank does not have them."""
+        if self._spread is None:
+            return
+        whole, self._held = self._held, Held(states=self._held.states)
+        self._spread.run(self.rank)
+        self._held = whole
 
     def _set_lr(self) -> None:
         if self.job.lr is not None and self.holding.optimizer is not None:
@@ -251,6 +263,7 @@ class Trainer:
         elif self.policy is not None and self._conducts:
             self._ask(done)
         if done.vote.boundary:
+            self.release()
             self.adopt(self.membership.next_generation("boundary"))
         every = self.options.checkpoint_every
         if every and self.checkpoints is not None and self.step % every == 0:
@@ -290,6 +303,10 @@ class Trainer:
             self.membership.plan_adopted(plan.to_dict())
         self.on_event("adopted", f"plan {number}", step=self.step, wall_s=time.perf_counter() - began_s,
                       bytes_in=self.last_moved.bytes_in if self.last_moved else 0)  # fmt: skip
+
+    def release(self) -> None:
+        """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
+        self._world = self._executor = self._sync = self._spread = None
 
     # -- membership -----------------------------------------------------------------------------------------
 
@@ -365,11 +382,12 @@ class Trainer:
         return held
 
     def _finish_cut_off(self, vote: Vote) -> None:
-        self._spread = None  # the other ranks of the stage are in the old generation; values follow by migration
-        self._update(vote)
-        if self.ledger is not None:
-            self.ledger.commit(self.step, self._trained_in)
+        norm = self._update(vote)
         self.step, self._vote, self._reduced = self.step + 1, vote, False
+        if self.ledger is not None:
+            self.ledger.commit(self.step - 1, self._trained_in)
+        if self._conducts:
+            self.on_step(self._done(vote, norm, None))
 
     def _forget(self) -> None:
         """Drop everything held: it is of another step than the run goes on from."""

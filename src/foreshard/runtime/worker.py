@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Worker:
                             track_norm=True),
             checkpoints=self.out / "ckpt", phase=phase_hook(self.rank), on_event=self._event,
             ledger=Ledger(self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index),
-            before_step=self._before,
+            before_step=self._before, on_step=self._tell,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -71,27 +72,18 @@ class Worker:
 
     def _train(self) -> None:
         while self.trainer.step < self.work.steps:
-            try:
-                done = self.trainer.train_step()
-            except ForeshardError:
-                raise
-            except RuntimeError as error:
-                self._rebuild(f"{type(error).__name__}: {error}")
-                continue
-            if self.rank == min(self.membership.generation.ranks):
-                self._tell(done)
+            reason = _trouble(self.trainer.train_step)
+            if reason is not None:
+                self._event("peer gone", reason, step=self.trainer.step)
+                self._rebuild(reason)
 
     def _rebuild(self, reason: str) -> None:
         """Leave the generation and take a place in the next; again while peers go on dying."""
-        while True:
-            self._event("peer gone", reason.splitlines()[0][:200], step=self.trainer.step)
-            try:
-                self.trainer.adopt(self.membership.next_generation(reason))
-                return
-            except ForeshardError:
-                raise
-            except RuntimeError as error:
-                reason = f"{type(error).__name__}: {error}"
+        trouble: str | None = reason
+        while trouble is not None:
+            self.trainer.release()
+            generation = self.membership.next_generation(trouble)
+            trouble = _trouble(lambda: self.trainer.adopt(generation))  # noqa: B023 - called at once
 
     def _before(self, step: int) -> None:
         self._at[0] = step
@@ -108,6 +100,21 @@ class Worker:
 
     def _event(self, kind: str, text: str, **facts: Any) -> None:
         self.metrics.event(kind, text, **facts)
+
+
+def _trouble(body: Callable[[], Any]) -> str | None:
+    """Run the body; return what torch.distributed says when a peer is gone.
+
+    The exception ends here: its frames hold process groups, and peers only learn of a rank that has left when its
+    groups are gone.
+    """
+    try:
+        body()
+    except ForeshardError:
+        raise
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return None
 
 
 def phase_hook(rank: int) -> Any:
