@@ -26,6 +26,8 @@ VERBS = {
     "whatif": "Rank the predicted effects of changes.",
     "plan": "Find the best plans, with a bound on all others.",
     "export": "Write a plan for another tool.",
+    "profile": "Time a job's layers on this machine.",
+    "calibrate": "Make costs of a profile.",
     "run": "Train a job under a plan, and survive what happens.",
     "validate": "Predict measured runs and score the predictions.",
     "devices": "List the devices that are known.",

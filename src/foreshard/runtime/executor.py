@@ -228,8 +228,7 @@ class Executor:
         for lo, hi, again in _recomputed(self.stage.recompute, start, stop):
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
-                    with sample_randomness(seed=self.seed, step=step, layer=layer, positions=positions):
-                        given = _tuple(self.modules[layer](*given))
+                    given = through(self.modules[layer], layer, given, positions, seed=self.seed, step=step)
                 return given
 
             with self._precision():
@@ -283,6 +282,14 @@ class Executor:
     def _last_backward(self) -> dict[int, int]:
         """Return the last action of each chunk; after it the chunk's gradients are complete."""
         return {chunk: number for number, (op, chunk, _) in enumerate(self.order) if op != Op.FORWARD}
+
+
+def through(
+    module: nn.Module, layer: int, values: tuple[Any, ...], positions: range, *, seed: int = 0, step: int = 0
+) -> tuple[Any, ...]:
+    """Return what a layer makes of the values for the samples at the positions."""
+    with sample_randomness(seed=seed, step=step, layer=layer, positions=positions):
+        return _tuple(module(*values))
 
 
 def _run_backward(outputs: list[Tensor], grads: list[Tensor] | None) -> None:

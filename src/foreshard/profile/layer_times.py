@@ -1,0 +1,300 @@
+"""Layers timed here: forward, backward, optimizer, bytes, at several numbers of samples.
+
+A pass runs the whole chain as training does, forwards and then backwards, so that caches are as cold as they will
+be. Processor time of the thread is kept beside wall time: it is the steadier of the two on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from foreshard.errors import SpecError
+
+KIND = "profile"
+_WARM_UP = 2
+
+
+class Trainable(Protocol):
+    """What is profiled: a chain of layers with samples, a loss and an optimizer."""
+
+    num_layers: int
+    dataset: Any
+    path: str | None
+
+    def layer(self, index: int) -> nn.Module:
+        """Return a fresh module of a layer."""
+        ...
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return samples as a batch."""
+        ...
+
+    def inputs(self, batch: Any) -> Any:
+        """Return what the first layer takes of a batch."""
+        ...
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, Any]:
+        """Return the sum of the loss and what it is divided by."""
+        ...
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return an optimizer."""
+        ...
+
+
+Through = Callable[[nn.Module, int, tuple[Any, ...], range], tuple[Any, ...]]
+"""(module, layer, values, positions) -> values: how the runtime runs a layer."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Seconds of one pass, by layer: columns are processor time and wall time."""
+
+    forward: list[tuple[float, float]]
+    backward: list[tuple[float, float]]
+    backward_input: list[tuple[float, float]]
+
+
+def profile_layers(
+    job: Trainable, *, samples: Sequence[int], repeats: int, out: Path, device: torch.device, through: Through,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Time a job's layers and return the profile; it is written after every size, and an unfinished one continued.
+
+    Parameters
+    ----------
+    job : Trainable
+    samples : sequence of int
+        Numbers of samples of a micro-batch to time.
+    repeats : int
+        Passes of each number, after two to warm up.
+    out : Path
+    device : torch.device
+    through : callable
+    tell : callable
+        Progress.
+    """  # fmt: skip
+    began = _begun(out, fingerprint(job, device))
+    modules = [job.layer(i).to(device) for i in range(job.num_layers)]
+    if "bytes" not in began:
+        began["bytes"] = [_layer_bytes(module) for module in modules]
+        began["optimizer"] = _optimizer_times(job, modules, repeats)
+    for number in samples:
+        if str(number) in began["passes"]:
+            continue
+        tell(f"{number} samples")
+        began["passes"][str(number)] = _timed(job, modules, number, repeats, device, through, began)
+        _write(out, began)
+    began["complete"] = True
+    _write(out, began)
+    return began
+
+
+def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
+    """Return what the seconds depend on besides the layers."""
+    return {
+        "job": Path(job.path).name if job.path else "", "layers": job.num_layers, "device": str(device),
+        "processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "python": platform.python_version(), "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("GPT_", "OMP_", "MKL_"))},
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _begun(out: Path, told: dict[str, Any]) -> dict[str, Any]:
+    if out.exists():
+        try:
+            old = json.loads(out.read_text())
+        except ValueError as error:
+            raise SpecError(f"not JSON: {error}", file=str(out), key="-o", fix="Remove it") from None
+        if old.get("kind") != KIND:
+            raise SpecError("is not a profile", file=str(out), key="-o", rule="profile writes its own file",
+                            fix="Name another file")  # fmt: skip
+        if not old.get("complete") and old["fingerprint"] == told:
+            return dict(old)
+    return {"schema_version": 1, "kind": KIND, "date": date.today().isoformat(), "fingerprint": told, "passes": {}}
+
+
+def _write(out: Path, profile: dict[str, Any]) -> None:
+    new = out.with_suffix(out.suffix + ".new")
+    new.write_text(json.dumps(profile))
+    new.replace(out)
+
+
+def _timed(
+    job: Trainable, modules: list[nn.Module], number: int, repeats: int, device: torch.device, through: Through,
+    profile: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    size = len(job.dataset) if hasattr(job.dataset, "__len__") else None
+    items = [job.dataset[i % size] for i in range(number)] if size else _first(job.dataset, number)
+    batch = _on(job.collate(items), device)
+    kept = _saved_bytes(job, modules, batch, number, through)
+    _, count = job.loss(kept.pop("output"), batch)
+    profile["tokens_per_sample"] = float(count) / number
+    passes = [_one_pass(job, modules, batch, number, through) for _ in range(repeats + _WARM_UP)][_WARM_UP:]
+    return {**kept, **{name: [getattr(p, name) for p in passes] for name in ("forward", "backward", "backward_input")}}
+
+
+def _one_pass(job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through) -> _Pass:
+    """Run all forwards, then all backwards; the part of a backward that the layer before needs is timed once more."""
+    told, positions = _Pass([], [], []), range(number)
+    values, kept = _tuple(job.inputs(batch)), []
+    for layer, module in enumerate(modules):
+        given = tuple(_leaf(v) for v in values) if layer else values
+        clock = _Stopwatch()
+        made = through(module, layer, given, positions)
+        if layer == len(modules) - 1:
+            made = (job.loss(made[0] if len(made) == 1 else made, batch)[0],)
+        told.forward.append(clock.read())
+        kept.append((given, made))
+        values = tuple(v.detach() if isinstance(v, Tensor) else v for v in made)
+    grads: list[Tensor] | None = None
+    for layer in reversed(range(len(modules))):
+        given, made = kept[layer]
+        grads = _backward(modules[layer], given, made, grads, told)
+        kept[layer] = ((), ())
+    for column in (told.backward, told.backward_input):
+        column.reverse()
+    return told
+
+
+def _backward(
+    module: nn.Module, given: tuple[Any, ...], made: tuple[Any, ...], grads: list[Tensor] | None, told: _Pass
+) -> list[Tensor]:
+    outputs = [t for t in made if isinstance(t, Tensor) and t.is_floating_point()]
+    inputs = [t for t in given if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+    pairs = [(t, None if grads is None else grads[i]) for i, t in enumerate(outputs) if t.requires_grad]
+    clock = _Stopwatch()
+    if pairs and inputs:
+        torch.autograd.grad([t for t, _ in pairs], inputs, _given(pairs), retain_graph=True, allow_unused=True)
+    told.backward_input.append(clock.read() if inputs else (0.0, 0.0))
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    clock = _Stopwatch()
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], _given(pairs))
+    told.backward.append(clock.read())
+    return [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
+
+
+def _given(pairs: list[tuple[Tensor, Tensor | None]]) -> list[Tensor] | None:
+    return None if pairs[0][1] is None else [g for _, g in pairs if g is not None]
+
+
+def _saved_bytes(job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through) -> dict[str, Any]:
+    """Return, by layer, the bytes kept for the backward and the bytes handed on, and the output."""
+    values, saved, boundary = _tuple(job.inputs(batch)), [], []
+    for layer, module in enumerate(modules):
+        own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        seen: dict[int, int] = {}
+
+        def keep(t: Tensor, own: set[int] = own, seen: dict[int, int] = seen) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            given = tuple(_leaf(v) for v in values) if layer else values
+            values = through(module, layer, given, range(number))
+        saved.append(float(sum(seen.values())))
+        boundary.append(float(sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))))
+    output = values[0] if len(values) == 1 else values
+    return {"saved_bytes": saved, "boundary_bytes": boundary, "output": output}
+
+
+def _layer_bytes(module: nn.Module) -> dict[str, float]:
+    def total(trained: bool) -> float:
+        return float(sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad == trained))
+
+    return {"parameter_bytes": total(True), "frozen_bytes": total(False)}
+
+
+def _optimizer_times(job: Trainable, modules: list[nn.Module], repeats: int) -> list[dict[str, Any]]:
+    """Return, by layer, the seconds of an optimizer step on all parameters dealt out by their bytes, and state bytes."""
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    if not parameters:
+        return [{"seconds": [[0.0, 0.0]], "state_bytes": 0.0} for _ in modules]
+    optimizer = job.optimizer(parameters)
+    times = []
+    for _ in range(repeats + _WARM_UP):
+        clock = _Stopwatch()
+        optimizer.step()
+        times.append(clock.read())
+    whole = float(sum(p.numel() for p in parameters))
+    found = []
+    for module in modules:
+        own = [p for p in module.parameters() if p.requires_grad]
+        part = sum(p.numel() for p in own) / whole
+        state = sum(
+            t.numel() * t.element_size() for p in own for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)
+        )
+        found.append({"seconds": [[c * part, w * part] for c, w in times[_WARM_UP:]], "state_bytes": float(state)})
+    return found
+
+
+class _Stopwatch:
+    """Processor and wall time since it was made."""
+
+    def __init__(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._cpu_s, self._wall_s = time.thread_time(), time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        """Return seconds of both."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.thread_time() - self._cpu_s, time.perf_counter() - self._wall_s
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return value.requires_grad_() if value.is_floating_point() else value
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _first(dataset: Any, number: int) -> list[Any]:
+    found = []
+    for item in dataset:
+        found.append(item)
+        if len(found) == number:
+            break
+    return found
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_on(item, device) for item in value)
+    return value
