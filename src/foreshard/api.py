@@ -241,6 +241,49 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     return plan(model, cluster, **asked)
 
 
+def _lab_or_cluster(text: str) -> Cluster:
+    """Return the cluster of a file or name; a lab's TOML is one too."""
+    if text.endswith(".toml"):
+        import tomllib
+        from pathlib import Path
+
+        try:
+            is_lab = "ranks" in tomllib.loads(Path(text).read_text())
+        except (OSError, tomllib.TOMLDecodeError):
+            is_lab = False
+        if is_lab:
+            from foreshard.runtime.lab import load_lab
+
+            return load_lab(text).cluster()
+    return load_cluster(text)
+
+
+def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | None = None) -> Prediction:
+    """Return the prediction of a step by measured costs.
+
+    Parameters
+    ----------
+    costs : str
+        File that ``foreshard calibrate`` writes.
+    cluster : str
+        As for :func:`load_cluster`, or the TOML file of a lab.
+    plan : Plan
+    tokens : float, optional
+    """
+    from foreshard.predict import measured
+
+    return measured.predict_measured(measured.load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens)
+
+
+def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, Cluster]:
+    """Return the best plans by measured costs, and the cluster; see `planner.measured_plans.plan_measured`."""
+    from foreshard.planner.measured_plans import plan_measured as planned
+    from foreshard.predict.measured import load_costs
+
+    target = _lab_or_cluster(cluster)
+    return planned(load_costs(costs), target, **asked), target
+
+
 def validate(
     files: Iterable[str],
     *,

@@ -86,6 +86,7 @@ class Names(click.ParamType):  # type: ignore[type-arg]
 @click.option("--budget-s", type=Amount(), help="seconds to search (default 60)")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="where to search (default local)")
 @click.option("--usd-per-device-hour", type=Amount(), help="price instead of the catalog's")
+@click.option("--costs", metavar="FILE", help="measured costs (foreshard calibrate) instead of formulas")
 @click.option("--against", type=Names(), help="Compare with other planners: all, or names.")
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
 @click.option("--explain", is_flag=True, help="Search again on changed hardware: what each would gain.")
@@ -115,6 +116,9 @@ def command(
 
     _limits_need_tokens(values)
     asked = {name: value for name, value in values.items() if value is not None}
+    if "costs" in asked:
+        _measured(ctx, model, cluster, asked, {"report": report, "explain": explain, "against": against})
+        return
     source = api.load_model(model)
     if cluster == RENT:
         _rent(ctx, source, asked, {"--report": report, "--explain": explain, "--against": against})
@@ -132,6 +136,19 @@ def command(
     if against:
         more["against"] = [one.to_dict() for one in rivals]
     give(result.to_dict() | more, screen)
+    _leave(ctx, result.plans, result.infeasible, bool(pressed))
+
+
+def _measured(
+    ctx: click.Context, model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """Answer from measured costs; they are of one model, so that MODEL only names it."""
+    from foreshard.cli import measured
+
+    with watched(asked.get("budget_s")) as pressed:
+        result, target = measured.plan(cluster, asked, others)
+    _write_plan(ctx, [one.plan for one in result.plans[:1]])
+    give(result.to_dict(), _screen(result, model, target, (), (), bool(pressed)))
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
 

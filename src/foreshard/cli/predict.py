@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from foreshard.cli import measured
 from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.options import describing_a_run, to_request
 from foreshard.cli.settings import configurable
@@ -36,7 +37,11 @@ def command(
     \b
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --pp 2 --global-batch 512
     foreshard predict config.json cluster.toml --plan plan.json --report report.html
+    foreshard predict job.py lab.toml --costs costs.json --plan plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    if measured.is_file(values.get("costs")):
+        measured.predict(ctx, values, {"trace": trace, "report": report, "explain": explain})
+        return
     request = to_request(values)
     timeline = None
     if trace or report:

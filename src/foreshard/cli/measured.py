@@ -1,0 +1,59 @@
+"""`--costs FILE`: predict and plan a model by what was measured of it, without a catalog entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from foreshard.cli.answer import give
+from foreshard.errors import SpecError
+
+_PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
+_PLANS = {"global_batch", "seq_len", "precision", "optimizer", "top", "budget_s", "tokens", "costs", "engine", "objective"}
+_RULE = "Measured costs price the plan as the runtime runs it"
+NOTHING_FITS = 3
+
+
+def is_file(costs: str | None) -> bool:
+    """Return whether a cost source is a file of measured costs rather than a name."""
+    return costs is not None and ("/" in costs or costs.endswith(".json"))
+
+
+def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) -> None:
+    """Answer `predict` from measured costs."""
+    from foreshard import api
+    from foreshard.report.summary import prediction_screen
+
+    _refuse({**values, **others}, _PREDICTS)
+    if not values.get("plan"):
+        raise SpecError("no plan", key="--plan", rule=_RULE, fix="Give --plan FILE, or find one with foreshard plan")
+    prediction = api.predict_measured(
+        values["costs"], values["cluster"], api.load_plan(values["plan"]), tokens=values.get("tokens")
+    )
+    give({"schema_version": 1} | prediction.to_dict(), lambda: prediction_screen(prediction, None, None, ()))
+    if not prediction.memory.fits:
+        ctx.exit(NOTHING_FITS)
+
+
+def plan(cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Any:
+    """Return the result of `plan` from measured costs, and the cluster."""
+    from foreshard import api
+
+    _refuse({**asked, **others}, _PLANS)
+    if asked.get("objective", ("time",)) != ("time",):
+        raise SpecError("another objective than time", key="--objective", value=",".join(asked["objective"]), rule=_RULE,
+                        fix="Leave --objective out")  # fmt: skip
+    chosen = {name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked}
+    return api.plan_measured(
+        asked["costs"], cluster, global_batch=asked["global_batch"], seq_len=asked.get("seq_len", 1), **chosen
+    )
+
+
+def _refuse(values: dict[str, Any], known: set[str]) -> None:
+    for name, value in values.items():
+        if name not in known and value not in (None, False, (), "none"):
+            raise SpecError(
+                f"--{name.replace('_', '-')} with measured costs", key=f"--{name.replace('_', '-')}", value=str(value),
+                rule=_RULE, fix="Leave it out",
+            )  # fmt: skip
