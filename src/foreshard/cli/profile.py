@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,16 @@ class Sizes(click.ParamType):  # type: ignore[type-arg]
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
 @click.option("--samples", type=Sizes(), default="1,2,4,8", show_default=True, help="Micro-batches to time.")
 @click.option("--repeats", type=int, default=15, show_default=True, help="Passes of each.")
+@click.option("--local", type=int, default=1, show_default=True, help="Ranks that will share this machine.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch, as the run will have.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of first values.")
 def command(
-    job: str, output: str, device: str, samples: tuple[int, ...], repeats: int, threads: int, seed: int
+    job: str, output: str, device: str, samples: tuple[int, ...], repeats: int, local: int, threads: int, seed: int
 ) -> None:
     """Time the layers of JOB.py here; `foreshard calibrate` makes costs of it.
 
-    An interrupted profile goes on where it stopped.
+    An interrupted profile goes on where it stopped. With --local N the machine is kept as busy as N ranks will
+    keep it.
 
     \b
     foreshard profile examples/jobs/gpt_job.py -o profile.json
@@ -55,6 +58,7 @@ def command(
     except ImportError:
         raise ExtraMissingError("torch is not installed", key="profile", rule="Profiling needs the extra 'run'",
                                 fix="pip install 'foreshard[run]'") from None  # fmt: skip
+    from foreshard.profile.companion import companions
     from foreshard.profile.layer_times import profile_layers
     from foreshard.runtime.executor import through
     from foreshard.runtime.job import load_job
@@ -64,8 +68,13 @@ def command(
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("no CUDA device here", key="--device", value=device, rule="the device is on this machine")
     torch.set_num_threads(threads)
-    made = profile_layers(
-        load_job(job, seed=seed), samples=samples, repeats=repeats, out=Path(output), device=torch.device(device),
-        through=through, tell=lambda text: say(f"timing {text}"),
-    )  # fmt: skip
+    if not 1 <= local <= 1024:
+        raise SpecError(f"{local} is not valid", key="--local", value=local, rule="must be from 1 to 1024 ranks")
+    loaded = load_job(job, seed=seed)
+    busy = min(local, os.cpu_count() or 1)
+    with companions(job, busy - 1, samples=",".join(map(str, samples)), threads=threads):
+        made = profile_layers(
+            loaded, samples=samples, repeats=repeats, out=Path(output), device=torch.device(device), through=through,
+            tell=lambda text: say(f"timing {text}"),
+        )  # fmt: skip
     say(f"{len(made['bytes'])} layers, {len(made['passes'])} sizes written to {output}")

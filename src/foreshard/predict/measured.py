@@ -225,10 +225,15 @@ def rank_times(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> list[RankT
         optimizer_s = slow[rank] * sum(costs.layers[layer].optimizer_s for layer in told["layers"])
         found.append(RankTimes(
             rank=rank, compute_s=told["work_s"], recompute_s=told["again_s"],
-            waiting_s=told["end_s"] - told["work_s"] - told["again_s"], sync_s=synced[rank] - told["end_s"],
+            waiting_s=_gap(told["end_s"], told["work_s"] + told["again_s"]), sync_s=synced[rank] - told["end_s"],
             optimizer_s=optimizer_s, end_s=synced[rank] + optimizer_s,
         ))  # fmt: skip
     return found
+
+
+def _gap(end_s: float, busy_s: float) -> float:
+    """Return the time not busy; rounding of sums is not time."""
+    return 0.0 if abs(end_s - busy_s) < 1e-12 * end_s else end_s - busy_s
 
 
 def _group_done(

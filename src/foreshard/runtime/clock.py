@@ -8,9 +8,12 @@ tell the step time of a cluster that is not there.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import Protocol
 
+_WINDOW = 9
 LinkRate = Callable[[int, int], tuple[float, float]]
 """(source, target) -> (bytes/s, latency in seconds)."""
 
@@ -82,7 +85,8 @@ class VirtualClock:
     link : callable of (source, target)
         Bytes/s and latency.
     work_s : callable of (action, samples, layers), optional
-        Seconds of an action from a table; without one, the processor time that this thread has used.
+        Seconds of an action from a table; without one, the processor time that this thread used for the action, the
+        median of the last few of its kind: what other processes do to the caches is not the device's.
 
     Source
     ------
@@ -98,6 +102,7 @@ class VirtualClock:
         self.link, self._work_s = link, work_s
         self._time_s = 0.0
         self._began_s = 0.0
+        self._seen: dict[tuple[str, int, int], deque[float]] = {}
         self._free_s: dict[tuple[int, int], float] = {}
 
     def now(self) -> float:
@@ -110,10 +115,12 @@ class VirtualClock:
 
     def end(self, action: str, samples: int, layers: int) -> None:
         """Add what the work costs on the device this rank stands for."""
-        spent_s = (
-            time.thread_time() - self._began_s if self._work_s is None else self._work_s(action, samples, layers)
-        )
-        self._time_s += self.slow * spent_s
+        if self._work_s is not None:
+            self._time_s += self.slow * self._work_s(action, samples, layers)
+            return
+        seen = self._seen.setdefault((action, samples, layers), deque(maxlen=_WINDOW))
+        seen.append(time.thread_time() - self._began_s)
+        self._time_s += self.slow * median(seen)
 
     def sent(self, num_bytes: int, source: int, target: int) -> float:
         """Return the arrival; messages of one link follow each other."""

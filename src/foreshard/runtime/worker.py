@@ -95,7 +95,7 @@ class Worker:
         self.metrics.step(
             step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm, time_s=done.time_s,
             clock=self.clock.name, devices=len(plan.ranks), samples=plan.global_batch,
-            generation=self.membership.generation.number,
+            generation=self.membership.generation.number, work_s_by_rank={str(r): w for r, w in done.vote.work_s.items()},
         )  # fmt: skip
 
     def _event(self, kind: str, text: str, **facts: Any) -> None:

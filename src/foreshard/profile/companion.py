@@ -1,0 +1,43 @@
+"""A process that trains the same layers over and over, so that a profile is of a machine as busy as the run's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_ENDLESS = 1_000_000
+
+
+@contextmanager
+def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[None]:
+    """Keep so many other ranks busy in the body.
+
+    Parameters
+    ----------
+    job : str
+    count : int
+    samples : str
+        As ``foreshard profile --samples`` takes them.
+    threads : int
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "foreshard", "profile", job, "-o", str(Path(folder) / f"{n}.json"), "--samples",
+                 samples, "--threads", str(threads), "--repeats", str(_ENDLESS)],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ},
+            )
+            for n in range(count)
+        ]  # fmt: skip
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()

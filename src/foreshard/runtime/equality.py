@@ -1,0 +1,67 @@
+"""Whether a plan trains what one process trains: gradients of a step, compared.
+
+The ranks are threads of this process; the runtime, the collectives and the messages are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from foreshard.runtime.fixed import FixedMembership
+from foreshard.runtime.job import Job
+from foreshard.runtime.trainer import Trainer
+from foreshard.spec.plan import Group, Plan, Stage
+
+Gradients = dict[tuple[int, str], torch.Tensor]
+
+
+def alone(plan: Plan, num_layers: int) -> Plan:
+    """Return the same training on one rank, all samples of a step together."""
+    stage = Stage(ranks=(0,), layers=((0, num_layers),), zero=0)
+    whole = Group(share=plan.global_batch, stages=(stage,), micro_batch=plan.global_batch, schedule="1f1b")
+    return replace(plan, groups=(whole,))
+
+
+def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
+    """Return the gradients of the first step under a plan, by layer and name.
+
+    Raises
+    ------
+    RuntimeError
+        When a rank fails or does not end.
+    """
+    store, found, failed = dist.HashStore(), Gradients(), []
+
+    def body(rank: int) -> None:
+        try:
+            trainer = Trainer(job, membership=FixedMembership(store, rank, plan, plan.ranks, timeout_s=timeout_s))
+            trainer.train_step()
+            for bucket in trainer.holding.buckets:
+                for key, parameter in zip(bucket.segment.names, bucket.parameters, strict=True):
+                    assert parameter.grad is not None
+                    found[key] = parameter.grad.detach().clone()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in plan.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if failed or any(thread.is_alive() for thread in threads):
+        raise RuntimeError(f"a rank failed: {failed[0] if failed else 'it did not end'}")
+    return found
+
+
+def gradient_error(job: Job, plan: Plan) -> float:
+    """Return the largest norm of a gradient's difference over the norm of the one that a single process has."""
+    wanted, found = gradients(job, alone(plan, job.num_layers)), gradients(job, plan)
+    if set(wanted) != set(found):
+        raise RuntimeError("the plan trains other parameters than one process")
+    return max(
+        float((found[key] - wanted[key]).norm() / wanted[key].norm().clamp_min(1e-30)) for key in wanted
+    )
