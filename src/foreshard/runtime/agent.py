@@ -6,16 +6,19 @@ supervisor dies nobody does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.store import Client
@@ -23,6 +26,10 @@ from foreshard.runtime.work import JOB_FAULT, Work
 from foreshard.spec.plan import Plan
 
 _GRACE_S = 5.0
+_TEND_S = 0.2
+_STALLED_S = 10.0
+_LOST_S = 300.0
+_SUPERVISOR_STARTS = 5
 
 
 @dataclass(slots=True)
@@ -33,6 +40,7 @@ class Started:
     starts: int = 1
     due_s: float | None = None
     done: bool = False
+    lost: bool = False
 
 
 @dataclass(slots=True)
@@ -78,6 +86,10 @@ class Agent:
     _ranks: dict[int, Started] = field(default_factory=dict)
     _supervisor: subprocess.Popen[bytes] | None = None
     _client: Client | None = None
+    _died: list[tuple[int, int, str]] = field(default_factory=list)
+    _heard_s: float = 0.0
+    _tended_s: float = 0.0
+    _finished: frozenset[int] = frozenset()
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Run until every rank is done; return how often a rank was started again.
@@ -88,17 +100,22 @@ class Agent:
             With what a rank says is wrong with the job.
         """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        try:
-            self._start_supervisor()
-            for rank in self.ranks:
-                self._ranks[rank] = Started(self._spawn(rank))
-            while not all(started.done for started in self._ranks.values()):
-                self._look()
-                watch()
-                time.sleep(0.05)
-            return sum(started.starts - 1 for started in self._ranks.values())
-        finally:
-            self.stop()
+        with _ending_on_sigterm():
+            try:
+                if self.supervises:
+                    _bindable(self.address, self.port)
+                    self._start_supervisor()
+                self._heard_s = time.monotonic()
+                for rank in self.ranks:
+                    self._ranks[rank] = Started(self._spawn(rank))
+                while not all(started.done for started in self._ranks.values()):
+                    self._look()
+                    watch()
+                    time.sleep(0.05)
+                self._see_off()
+                return sum(started.starts - 1 for started in self._ranks.values())
+            finally:
+                self.stop()
 
     def stop(self) -> None:
         """End everything this agent started."""
@@ -122,7 +139,7 @@ class Agent:
 
     def _look(self) -> None:
         """See who has ended, and start again who should go on."""
-        if self.supervises and self._supervisor is not None and self._supervisor.poll() is not None:
+        if self._supervisor is not None and self._supervisor.poll() is not None:
             self._start_supervisor()
         for rank, started in self._ranks.items():
             if started.done:
@@ -133,6 +150,8 @@ class Agent:
             if started.due_s is not None and time.monotonic() >= started.due_s:
                 started.process, started.due_s = self._spawn(rank), None
                 started.starts += 1
+        if time.monotonic() - self._tended_s > _TEND_S or self._died:
+            self._tend()
 
     def _ended(self, rank: int, started: Started, code: int) -> None:
         if code == 0:
@@ -140,16 +159,54 @@ class Agent:
             return
         if code == JOB_FAULT:
             raise self._told_fault(rank)
-        self._ask({"ask": "died", "rank": rank, "reason": f"exit code {code}"})
+        self._died.append((rank, started.process.pid, f"exit code {code}"))
         if self.restart_s < 0 or started.starts >= self.max_starts:
-            started.done = True
-            if all(s.done for s in self._ranks.values()):
+            started.done = started.lost = True
+            if all(s.lost for s in self._ranks.values()):
                 raise ForeshardError(
                     f"rank {rank} ended with exit code {code}", file=str(self._log(rank)),
                     rule="a rank is started again a few times", fix="The end of the file says why",
                 )  # fmt: skip
             return
         started.due_s = time.monotonic() + self.restart_s
+
+    def _tend(self) -> None:
+        """Tell the supervisor who died, and do what it asks; see that it lives."""
+        self._tended_s = time.monotonic()
+        gone = [rank for rank, started in self._ranks.items() if started.lost]
+        if self._client is None:
+            self._client = Client((self.address, self.port), self.secret_file.read_bytes().strip())
+        try:
+            told = self._client.ask(
+                {"ask": "agent", "ranks": list(self._ranks), "died": self._died, "gone": gone}, patience_s=0.0
+            )
+        except RuntimeError:
+            self._unheard()
+            return
+        self._heard_s, self._died, self._finished = time.monotonic(), [], frozenset(told["finished"])
+        for rank, pid in told["doomed"].items():
+            process = self._ranks[int(rank)].process
+            if process.poll() is None and (process.pid == pid or self.command(int(rank))):
+                process.kill()
+
+    def _unheard(self) -> None:
+        silent_s = time.monotonic() - self._heard_s
+        if self._supervisor is not None and silent_s > max(self.work.detect_s, _STALLED_S):
+            self._supervisor.kill()  # alive, but it does not answer
+            self._heard_s = time.monotonic()
+        elif self._supervisor is None and silent_s > _LOST_S:
+            raise ForeshardError(
+                f"the supervisor has not answered for {silent_s:.0f} s", value=f"{self.address}:{self.port}",
+                rule="the host of rank 0 has to live", fix="Start the run again with --resume",
+            )  # fmt: skip
+
+    def _see_off(self) -> None:
+        """Stay until ranks of other hosts have heard that the run is over."""
+        others = set(self.expected) - set(self.ranks)
+        until = time.monotonic() + _GRACE_S
+        while self.supervises and not others <= self._finished and time.monotonic() < until:
+            self._look()
+            time.sleep(0.05)
 
     def _told_fault(self, rank: int) -> ForeshardError:
         told = json.loads((self.out / "errors" / f"rank-{rank}.json").read_text())
@@ -163,42 +220,69 @@ class Agent:
         env = {
             **os.environ, "FORESHARD_RANK": str(rank), "FORESHARD_STORE": f"{self.address}:{self.port}",
             "FORESHARD_SECRET_FILE": str(self.secret_file), "FORESHARD_JOB": self.work.to_json(),
-            "OMP_NUM_THREADS": str(self.work.threads),
+            "OMP_NUM_THREADS": str(self.work.threads), "FORESHARD_AGENT": str(os.getpid()),
         }  # fmt: skip
         words = [*self.command(rank), sys.executable, "-m", "foreshard.runtime.worker"]
         with self._log(rank).open("ab") as log:
             return subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
     def _start_supervisor(self) -> None:
-        if not self.supervises:
-            return
+        """Start the supervisor, at the port it had; it finds what it decided in the run's folder."""
         (self.out / "plan.json").write_text(json.dumps(self.plan.to_dict()))
         (self.out / "ranks.json").write_text(json.dumps(list(self.expected)))
-        told = self.out / "supervisor.port"
-        told.unlink(missing_ok=True)
         words = [sys.executable, "-m", "foreshard.runtime.supervisor", str(self.out), self.address, str(self.port),
                  str(self.secret_file), str(self.work.detect_s)]  # fmt: skip
-        with (self.out / "logs" / "supervisor.log").open("ab") as log:
-            self._supervisor = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-            )
-        until = time.monotonic() + 60
-        while not told.exists() or not told.read_text():
-            if self._supervisor.poll() is not None or time.monotonic() > until:
-                raise ForeshardError("the supervisor did not start", file=str(self.out / "logs" / "supervisor.log"))
-            time.sleep(0.02)
-        self.port = int(told.read_text())
-
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self._client is None:
-            self._client = Client((self.address, self.port), self.secret_file.read_bytes().strip())
-        return self._client.ask(message)
+        told = self.out / "supervisor.port"
+        for _ in range(_SUPERVISOR_STARTS):
+            told.unlink(missing_ok=True)
+            with (self.out / "logs" / "supervisor.log").open("ab") as log:
+                self._supervisor = subprocess.Popen(
+                    words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                )
+            until = time.monotonic() + 60
+            while self._supervisor.poll() is None and time.monotonic() < until:
+                if told.exists():
+                    self.port, self._heard_s = int(told.read_text()), time.monotonic()
+                    return
+                time.sleep(0.02)
+            self._supervisor.kill()
+            self._supervisor.wait(_GRACE_S)
+        raise ForeshardError("the supervisor did not start", file=str(self.out / "logs" / "supervisor.log"),
+                             fix="The end of the file says why")  # fmt: skip
 
 
 def make_secret(path: Path) -> Path:
-    """Write a fresh secret that only this user can read, and return its path."""
+    """Return the path of a secret that only this user can read; it is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_hex(32))
+    given = os.environ.get("FORESHARD_SECRET")
+    if given is None and path.exists():
+        return path  # ranks of a run that goes on may have read it already
+    new = path.with_name(f"{path.name}.new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(given or secrets.token_hex(32))
+    new.replace(path)
     return path
+
+
+def _bindable(address: str, port: int) -> None:
+    """Raise if the supervisor could not listen there."""
+    try:
+        socket.create_server((address, port)).close()
+    except OSError as error:
+        raise SpecError(
+            f"cannot listen on {address}:{port}: {error.strerror or error}", key="--interface", value=address,
+            rule="ranks meet on an address of this host, at a free port", fix="Change --interface or --port",
+        ) from None  # fmt: skip
+
+
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the run as an interrupt does, so that no rank is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.layout import layout_of
 from foreshard.runtime.outcome import Outcome, outcome_of
 from foreshard.runtime.work import Work
@@ -37,7 +39,9 @@ def launch(
     plan = load_plan(plan_file)
     layout_of(plan)
     folder = Path(out).resolve()
-    _fresh(folder, resume)
+    # torchrun that starts all agents again means the run to go on
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    _open(folder, resume, plan, local if local is not None else int(os.environ["WORLD_SIZE"]))
     work = Work(
         job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
         checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
@@ -55,9 +59,10 @@ def launch(
 def _local(plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int) -> Agent:
     _fits(plan, local, "--local")
     secret = make_secret(Path(work.out) / "secret")
+    address = interface or "127.0.0.1"
     return Agent(
-        out=Path(work.out), plan=plan, work=work, ranks=range(local), expected=range(local), secret_file=secret,
-        address=interface or "127.0.0.1", port=port, max_starts=max_starts,
+        out=Path(work.out), plan=plan, work=replace(work, interface=address), ranks=range(local),
+        expected=range(local), secret_file=secret, address=address, port=port, max_starts=max_starts,
     )  # fmt: skip
 
 
@@ -68,10 +73,12 @@ def _under_torchrun(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _fits(plan, size, "WORLD_SIZE")
     own = Path(work.out) / "secret"
-    if secret_file is None and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-        raise SpecError("no shared secret", key="--secret-file", rule="ranks of several hosts share a secret file",
-                        fix="Copy one file to every host and name it with --secret-file")  # fmt: skip
-    secret = Path(secret_file) if secret_file else make_secret(own) if rank == 0 else _awaited(own)
+    told = "FORESHARD_SECRET" in os.environ
+    if secret_file is None and not told and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        raise SpecError("no shared secret", key="--secret-file", rule="ranks of several hosts share a secret",
+                        fix="Copy one file to every host and name it with --secret-file, "
+                            "or set FORESHARD_SECRET")  # fmt: skip
+    secret = _given_secret(secret_file) if secret_file else make_secret(own) if rank == 0 or told else _awaited(own)
     return Agent(
         out=Path(work.out), plan=plan, work=work, ranks=[rank], expected=range(size), secret_file=secret,
         address=os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface,
@@ -86,18 +93,35 @@ def _fits(plan: Plan, ranks: int, key: str) -> None:
                         rule="ranks are 0 to N - 1", fix=f"Start {most + 1} ranks")  # fmt: skip
 
 
-def _fresh(folder: Path, resume: bool) -> None:
-    if (folder / "supervisor.json").exists() and int(os.environ.get("RANK", "0")) == 0:
-        if not resume:
-            raise SpecError("holds a run already", file=str(folder), key="--out", rule="a run has a folder of its own",
-                            fix="Add --resume to go on from its latest checkpoint, or name another folder")  # fmt: skip
-        (folder / "supervisor.json").unlink()
+def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
+    """Make the run's folder, or prepare it for a run that goes on."""
     folder.mkdir(parents=True, exist_ok=True)
+    if int(os.environ.get("RANK", "0")) or not holds_run(folder):
+        return
+    if not resume:
+        raise SpecError("holds a run already", file=str(folder), key="--out", rule="a run has a folder of its own",
+                        fix="Add --resume to go on from its latest checkpoint, or name another folder")  # fmt: skip
+    reopen(folder, plan, list(range(ranks)))
+
+
+def _given_secret(file: str) -> Path:
+    path = Path(file).resolve()
+    try:
+        mode, size = path.stat().st_mode, len(path.read_bytes().strip())
+    except OSError as error:
+        raise SpecError(f"cannot read the secret: {error.strerror}", file=file, key="--secret-file") from None
+    if mode & 0o077:
+        raise SpecError("others may read the secret", file=file, key="--secret-file",
+                        rule="only its owner reads a secret", fix=f"chmod 600 {file}")  # fmt: skip
+    if size < 16:
+        raise SpecError("the secret is short", file=file, key="--secret-file", rule="a secret has 16 bytes or more",
+                        fix=f"head -c 32 /dev/urandom | base64 > {file}")  # fmt: skip
+    return path
 
 
 def _awaited(path: Path, patience_s: float = 60.0) -> Path:
     until = time.monotonic() + patience_s
-    while not path.exists() or len(path.read_bytes()) < 64:
+    while not path.exists():
         if time.monotonic() > until:
             raise SpecError("no secret yet", file=str(path), rule="rank 0 writes the secret of the run")
         time.sleep(0.05)

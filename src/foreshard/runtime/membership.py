@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,9 @@ from foreshard.runtime.fixed import Generation
 from foreshard.runtime.rank_store import RankStore
 from foreshard.runtime.store import Client
 from foreshard.spec.plan import parse_plan
+
+_PATIENCE_S = 120.0
+_LAST_PATIENCE_S = 30.0
 
 
 class Membership:
@@ -38,15 +41,16 @@ class Membership:
         self, address: tuple[str, int], rank: int, secret: bytes, *, timeout_s: float = 30.0,
         interface: str | None = None, backend: str = "gloo", resume: bool = False, beat_s: float = 0.5,
     ):  # fmt: skip
-        self.rank, self._client = rank, Client(address, secret)
+        self.rank, self._client = rank, Client(address, secret, patience_s=_PATIENCE_S)
         self.store: dist.Store = RankStore(self._client, timeout_s=timeout_s)
         self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
-        self._me = {"rank": rank, "pid": os.getpid(), "host": os.uname().nodename}
+        self._me = {"rank": rank, "pid": os.getpid()}
+        self._number = -1
         self._wanted = threading.Event()
         self._done = threading.Event()
-        self.generation = self._next(-1, resume=resume)
         threading.Thread(target=self._beat, args=(beat_s,), daemon=True, name="heartbeat").start()
+        self.generation = self._next(-1, "", resume=resume)
 
     def group(self, ranks: tuple[int, ...], name: str) -> Any:
         """Return the process group of some ranks in this generation.
@@ -77,28 +81,40 @@ class Membership:
         return dist.ProcessGroupGloo(store, place, len(ranks), options)
 
     def next_generation(self, reason: str) -> Generation:
-        """Leave all groups, wait for the next generation with this rank in it, and return it."""
-        self.report("left generation", rank=self.rank, number=self.generation.number, reason=reason[:300])
+        """Leave all groups, wait for the next generation with this rank in it, and return it.
+
+        Raises
+        ------
+        RuntimeError
+            When the supervisor does not come back.
+        SystemExit
+            When the others have done all steps without this rank.
+        """
         self._drop_groups()
-        self._wanted.clear()
-        self.generation = self._next(self.generation.number)
+        self.generation = self._next(self.generation.number, reason)
         return self.generation
 
-    def _next(self, after: int, *, resume: bool = False) -> Generation:
+    def _next(self, after: int, reason: str, *, resume: bool = False) -> Generation:
+        question = {"ask": "join", "after": after, "reason": reason[:300], "timeout_s": 5.0, **self._me}
         while True:
-            told = self._client.ask({"ask": "join", "after": after, "timeout_s": 5.0, **self._me})["generation"]
-            if told is not None:
+            told = self._client.ask(question)
+            if told["over"]:
+                self._done.set()
+                raise SystemExit(0)
+            found = told["generation"]
+            if found is not None:
+                self._number = found["number"]
+                self._wanted.clear()
                 return Generation(
-                    number=told["number"], plan=parse_plan(told["plan"]), ranks=tuple(told["ranks"]), resume=resume
+                    number=found["number"], plan=parse_plan(found["plan"]), ranks=tuple(found["ranks"]),
+                    resume=resume,
                 )  # fmt: skip
 
     def _drop_groups(self) -> None:
         groups, self._groups = self._groups, {}
         for group in groups.values():
-            try:
+            with contextlib.suppress(RuntimeError):  # the peers are gone already
                 group.abort()
-            except RuntimeError:
-                pass  # the peers are gone already
 
     def wanted(self) -> bool:
         """Return whether somebody waits at the door."""
@@ -106,10 +122,8 @@ class Membership:
 
     def report(self, kind: str, **facts: Any) -> None:
         """Tell the supervisor's log; a supervisor that is away misses it."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self._client.ask({"ask": "report", "kind": kind, "facts": facts}, patience_s=0.0)
-        except RuntimeError:
-            pass
 
     def plan_adopted(self, plan: dict[str, Any]) -> None:
         """Tell the supervisor what later generations are made from."""
@@ -118,7 +132,10 @@ class Membership:
     def finish(self) -> bool:
         """Return True when all are done; False when a peer needs this rank once more: adopt the next generation."""
         while True:
-            told = self._client.ask({"ask": "finished", "rank": self.rank})
+            try:
+                told = self._client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
+            except RuntimeError:
+                told = {"end": True}  # no supervisor comes back: the others were done, or their host is lost
             if told["end"]:
                 self._done.set()
                 self._drop_groups()
@@ -127,12 +144,15 @@ class Membership:
                 return False
 
     def _beat(self, every_s: float) -> None:
+        agent = int(os.environ.get("FORESHARD_AGENT", "0"))
+        child = agent == os.getppid()
         while not self._done.wait(every_s):
+            if child and os.getppid() != agent:
+                os._exit(1)  # nobody looks after this rank any more
+            number = self._number
             try:
-                told = self._client.ask({"ask": "beat", **self._me}, patience_s=0.0)
+                told = self._client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
             except RuntimeError:
                 continue  # the supervisor comes back
-            if told.get("wanted"):
+            if told["wanted"] and told["number"] == number == self._number:
                 self._wanted.set()
-            if told.get("out"):
-                time.sleep(every_s)

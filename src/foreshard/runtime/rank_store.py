@@ -45,13 +45,17 @@ class RankStore(dist.Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number and return it."""
-        return int(self._client.ask({"ask": "add", "key": key, "value": amount})["value"])
+        told = {"ask": "add", "key": key, "value": amount, "once": self._client.once()}
+        return int(self._client.ask(told)["value"])
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set a key if it has a value; return what it has now."""
         old = expected.encode() if isinstance(expected, str) else bytes(expected)
         new = desired.encode() if isinstance(desired, str) else bytes(desired)
-        told = {"ask": "swap", "key": key, "old": base64.b64encode(old).decode(), "value": base64.b64encode(new).decode()}
+        told = {
+            "ask": "swap", "key": key, "old": base64.b64encode(old).decode(),
+            "value": base64.b64encode(new).decode(), "once": self._client.once(),
+        }  # fmt: skip
         return base64.b64decode(self._client.ask(told)["value"])
 
     def check(self, keys: list[str]) -> bool:
@@ -64,15 +68,18 @@ class RankStore(dist.Store):
         Raises
         ------
         RuntimeError
-            When they do not come in time.
+            When they do not come in time, or the rendezvous was started again meanwhile: keys are gone then.
         """
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        until = time.monotonic() + seconds
+        until, boot = time.monotonic() + seconds, None
         while True:
-            left = min(until - time.monotonic(), 5.0)
-            told = {"ask": "wait", "keys": list(keys), "timeout_s": max(left, 0.0)}
-            if self._client.ask(told)["value"]:
+            left = min(until - time.monotonic(), 1.0)
+            told = self._client.ask({"ask": "wait", "keys": list(keys), "timeout_s": max(left, 0.0)})
+            if told["value"]:
                 return
+            if boot not in (None, told["boot"]):
+                raise RuntimeError(f"the rendezvous was started again while waiting for {', '.join(keys)}")
+            boot = told["boot"]
             if time.monotonic() >= until:
                 raise RuntimeError(f"waited {seconds:.0f} s for {', '.join(keys)}")
 

@@ -67,7 +67,9 @@ def _stage_left(stage: Stage, alive: frozenset[int]) -> Stage | None:
     if not kept:
         return None
     shares = None if stage.rank_shares is None else tuple(stage.rank_shares[place] for place in kept)
-    return replace(stage, ranks=tuple(stage.ranks[place] for place in kept), rank_shares=shares)
+    ranks = tuple(stage.ranks[place] for place in kept)
+    size = None if stage.shard_size is None else min(stage.shard_size, len(ranks))
+    return replace(stage, ranks=ranks, rank_shares=shares, shard_size=size)
 
 
 def _rescaled(stage: Stage, micro_batch: int) -> Stage:

@@ -7,31 +7,42 @@ and JSON; nothing is ever unpickled. The server listens on the address it is giv
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import socket
 import struct
 import threading
 import time
+import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from foreshard.errors import SpecError
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_STRANGERS = 64
 HANDSHAKE_S = 5.0
+ANSWER_S = 20.0
 _NONCE_BYTES = 32
+_BIND_S = 10.0
+_ONCE_KEPT = 4096
 
 
 class Refused(SpecError):
     """The other side does not know the secret, or does not speak the protocol."""
 
 
-def _exactly(link: socket.socket, count: int) -> bytes:
+def _exactly(link: socket.socket, count: int, until_s: float | None = None) -> bytes:
+    """Return so many bytes; `until_s` bounds all of them together, however slowly they drip."""
     parts = bytearray()
     while len(parts) < count:
+        if until_s is not None:
+            link.settimeout(max(until_s - time.monotonic(), 1e-3))
         part = link.recv(min(count - len(parts), 65536))
         if not part:
             raise ConnectionError("closed by the other side")
@@ -64,7 +75,7 @@ def _admit(link: socket.socket, secret: bytes) -> None:
     """Server's side of the handshake: nothing is told to who does not prove the secret."""
     nonce = os.urandom(_NONCE_BYTES)
     link.sendall(nonce)
-    answer = _exactly(link, _NONCE_BYTES + 32)
+    answer = _exactly(link, _NONCE_BYTES + 32, time.monotonic() + HANDSHAKE_S)
     theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", nonce, theirs)):
         raise ConnectionError("wrong secret")
@@ -107,15 +118,24 @@ class StoreServer:
             raise SpecError("the secret is empty", key="secret", rule="a run has a shared secret")
         self._secret, self._answer = secret, answer
         self._values: dict[str, bytes] = {}
+        self._once: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._changed = threading.Condition()
-        self._socket = socket.create_server((address, port), backlog=256)
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._links: set[socket.socket] = set()
+        self._boot = uuid.uuid4().hex
+        self._socket = _listening(address, port)
         self.address, self.port = self._socket.getsockname()[:2]
         self._open = True
         threading.Thread(target=self._accept, daemon=True, name="store").start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and hang up on everybody."""
         self._open = False
+        with self._changed:
+            open_sockets = [self._socket, *self._links]
+        for each in open_sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
         self._socket.close()
 
     def forget(self, prefix: str) -> None:
@@ -129,20 +149,53 @@ class StoreServer:
             try:
                 link, _ = self._socket.accept()
             except OSError:
-                return
+                time.sleep(0.05)  # out of files, or a caller that hung up: others still want to come in
+                continue
+            if not self._strangers.acquire(blocking=False):
+                link.close()  # so many callers that have not proved anything; a rank tries again
+                continue
             threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
         with link:
             try:
-                link.settimeout(HANDSHAKE_S)
-                _admit(link, self._secret)
-                link.settimeout(None)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._greet(link)
+                with self._changed:
+                    self._links.add(link)
                 while True:
-                    _say(link, self._reply(_hear(link)))
-            except (OSError, ValueError, struct.error):
+                    _say(link, self._answered(_hear(link)))
+            except (OSError, ValueError, struct.error, RecursionError):
                 return  # a stranger, or a rank that is gone; the supervisor notices the latter
+            finally:
+                with self._changed:
+                    self._links.discard(link)
+
+    def _greet(self, link: socket.socket) -> None:
+        try:
+            link.settimeout(HANDSHAKE_S)
+            _admit(link, self._secret)
+        finally:
+            self._strangers.release()
+        link.settimeout(None)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def _answered(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer once: a question that is asked again because its answer was lost gets the same answer."""
+        once = message.get("once")
+        with self._changed:
+            if once in self._once:
+                return self._once[once]
+        try:
+            reply = self._reply(message)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return {"error": f"a question that makes no sense: {type(error).__name__}: {error}"}
+        if once is not None:
+            with self._changed:
+                self._once[str(once)] = reply
+                if len(self._once) > _ONCE_KEPT:
+                    self._once.popitem(last=False)
+        return reply
 
     def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         ask, key = message.get("ask"), message.get("key", "")
@@ -189,7 +242,20 @@ class StoreServer:
 
     def _wait(self, keys: list[str], timeout_s: float) -> dict[str, Any]:
         with self._changed:
-            return {"value": self._changed.wait_for(lambda: all(k in self._values for k in keys), timeout_s)}
+            there = self._changed.wait_for(lambda: all(k in self._values for k in keys), timeout_s)
+            return {"value": there, "boot": self._boot}
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """Listen; for a while again and again if the port is taken, as by a connection of the server before."""
+    until = time.monotonic() + _BIND_S
+    while True:
+        try:
+            return socket.create_server((address, port), backlog=256)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 class Client:
@@ -206,6 +272,12 @@ class Client:
     def __init__(self, address: tuple[str, int], secret: bytes, *, patience_s: float = 20.0):
         self.address, self._secret, self._patience_s = address, secret, patience_s
         self._local = threading.local()
+        self._name = uuid.uuid4().hex
+        self._asked = itertools.count()
+
+    def once(self) -> str:
+        """Return a name for a question that must be answered once, however often it is sent."""
+        return f"{self._name}/{next(self._asked)}"
 
     def ask(self, message: Mapping[str, Any], *, patience_s: float | None = None) -> dict[str, Any]:
         """Return the answer.
@@ -239,9 +311,15 @@ class Client:
         link = getattr(self._local, "link", None)
         if link is None:
             link = socket.create_connection(self.address, timeout=HANDSHAKE_S)
-            _introduce(link, self._secret)
-            link.settimeout(None)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                if link.getsockname() == link.getpeername():  # nobody listens: the kernel connected us to ourselves
+                    raise ConnectionRefusedError("nobody listens")
+                _introduce(link, self._secret)
+                link.settimeout(ANSWER_S)
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except BaseException:
+                link.close()
+                raise
             self._local.link = link
         return link
 

@@ -8,43 +8,36 @@ that is killed goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foreshard.errors import InfeasibleError
+from foreshard.runtime.decided import Decided, recalled, remember
 from foreshard.runtime.repair import repaired
 from foreshard.runtime.store import StoreServer
+from foreshard.runtime.suspicion import Suspicion
 from foreshard.spec.plan import Plan, parse_plan
+
+START_S = 600.0
+"""How long the first generation waits for ranks that have not come."""
+_ASK_S = 5.0
 
 
 @dataclass(slots=True)
 class Known:
-    """What the supervisor knows of a rank."""
+    """What the supervisor knows of a rank that is alive."""
 
+    pid: int
     beat_s: float
-    pid: int = 0
-    host: str = ""
     waits: bool = False
-    beats: bool = False
     done: bool = False
-
-
-@dataclass(slots=True)
-class Decided:
-    """What survives the supervisor."""
-
-    plan: dict[str, Any]
-    expected: list[int]
-    number: int = -1
-    ranks: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
 
 
 class Supervisor:
@@ -61,22 +54,22 @@ class Supervisor:
         Silence after which a rank is taken for dead.
     now : callable
         Seconds; another clock in tests.
-    kill : callable of (rank, pid, host)
-        Makes sure that a rank taken for dead is.
     """
 
     def __init__(
-        self, folder: Path, plan: Plan, expected: list[int], *, detect_s: float = 10.0,
-        now: Callable[[], float] = time.monotonic, kill: Callable[[int, int, str], None] | None = None,
+        self, folder: Path, plan: Plan, expected: Sequence[int], *, detect_s: float = 10.0,
+        now: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self._folder, self._detect_s, self._now = folder, detect_s, now
-        self._kill = kill or _kill_here
         self._known: dict[int, Known] = {}
+        self._doomed: dict[int, int] = {}
         self._changed = threading.Condition()
+        self._began_s = now()
+        self._suspicion = Suspicion(detect_s)
         self.server: StoreServer | None = None
-        self.decided = self._recalled() or Decided(plan=plan.to_dict(), expected=sorted(expected))
+        self.decided = recalled(folder) or Decided(plan=plan.to_dict(), expected=sorted(expected))
         for rank in self.decided.ranks:
-            self._known[rank] = Known(beat_s=self._now())
+            self._known[rank] = Known(pid=self.decided.pids.get(rank, 0), beat_s=now())
 
     # -- questions ------------------------------------------------------------------------------------------
 
@@ -84,80 +77,133 @@ class Supervisor:
         """Answer a rank or an agent."""
         ask = message.get("ask")
         if ask == "beat":
-            return self._beat(int(message["rank"]), int(message["pid"]), str(message["host"]))
+            return self._beat(int(message["rank"]), int(message["pid"]), int(message.get("number", -1)))
         if ask == "join":
-            return self._join(int(message["rank"]), int(message["after"]), float(message["timeout_s"]), message)
-        if ask == "died":
-            return self._died(int(message["rank"]), str(message.get("reason", "")))
+            return self._join(
+                int(message["rank"]), int(message["pid"]), int(message["after"]),
+                reason=str(message.get("reason", ""))[:300], timeout_s=min(float(message["timeout_s"]), _ASK_S),
+            )  # fmt: skip
         if ask == "finished":
-            return self._finished(int(message["rank"]))
+            return self._finished(int(message["rank"]), int(message["pid"]))
+        if ask == "agent":
+            return self._agent(message)
         if ask == "plan":
             return self._planned(message["plan"])
         if ask == "report":
             self.log(str(message["kind"]), **message.get("facts", {}))
             return {}
         if ask == "state":
-            d = self.decided
-            return {"number": d.number, "ranks": d.ranks, "alive": sorted(self._known), "finished": d.finished}
+            with self._changed:
+                return {**self.decided.to_dict(), "alive": sorted(self._known)}
         return {"error": f"unknown question {ask!r}"}
 
-    def _beat(self, rank: int, pid: int, host: str) -> dict[str, Any]:
+    def _beat(self, rank: int, pid: int, number: int) -> dict[str, Any]:
         with self._changed:
+            if rank not in self._known:
+                self._take_back(rank, pid, number)
             known = self._known.get(rank)
-            if known is None:
-                return {"wanted": False, "number": self.decided.number, "out": True}
-            known.beat_s, known.pid, known.host, known.beats = self._now(), pid, host, True
-            door = any(k.waits for r, k in self._known.items() if r not in self.decided.ranks)
-            return {"wanted": door, "number": self.decided.number, "out": False}
+            if known is None or known.pid not in (0, pid):
+                return {"wanted": False, "number": self.decided.number}
+            known.beat_s, known.pid = self._now(), pid
+            door = any(
+                k.waits and r not in self.decided.ranks and not self._held_out(r) for r, k in self._known.items()
+            )
+            return {"wanted": door, "number": self.decided.number}
 
-    def _join(self, rank: int, after: int, timeout_s: float, message: dict[str, Any]) -> dict[str, Any]:
+    def _take_back(self, rank: int, pid: int, number: int) -> None:
+        """Know a rank again that is still in the generation: its link was silent, or memory was lost."""
+        if number > self.decided.number:
+            self.decided.number, self.decided.ranks, self.decided.pids = number, [], {}
+            self.log("memory lost", number=number)
+        if number < 0 or number != self.decided.number or self.decided.pids.get(rank, pid) != pid:
+            return
+        self._known[rank] = Known(pid=pid, beat_s=self._now())
+        self.decided.ranks = sorted({*self.decided.ranks, rank})
+        self.decided.pids[rank] = pid
+        self.log("rank heard again", rank=rank)
+
+    def _join(self, rank: int, pid: int, after: int, *, reason: str, timeout_s: float) -> dict[str, Any]:
         """Note that a rank asks for the next generation; answer when there is one with it, or nothing in time."""
         with self._changed:
-            known = self._known.setdefault(rank, Known(beat_s=self._now()))
-            known.beat_s, known.pid, known.host = self._now(), int(message["pid"]), str(message["host"])
-            known.waits = not self._covers(rank, after)
-            if known.waits:
+            if self.decided.over:
+                return {"generation": None, "over": True}
+            self.decided.number = max(self.decided.number, after)
+            if not self._covers(rank, pid, after):
+                self._wait_in_line(rank, pid, after, reason)
                 self._decide()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._covers(rank, after), timeout_s)
-            if not self._covers(rank, after):
-                return {"generation": None}
+                self._changed.wait_for(lambda: self._covers(rank, pid, after) or self.decided.over, timeout_s)
+            if not self._covers(rank, pid, after):
+                return {"generation": None, "over": self.decided.over}
             d = self.decided
-            return {"generation": {"number": d.number, "ranks": d.ranks, "plan": self._plan_now().to_dict()}}
+            return {"generation": {"number": d.number, "ranks": d.ranks, "plan": d.running}, "over": False}
 
-    def _covers(self, rank: int, after: int) -> bool:
-        return self.decided.number > after and rank in self.decided.ranks
+    def _wait_in_line(self, rank: int, pid: int, after: int, reason: str) -> None:
+        known = self._known.get(rank)
+        if known is None or known.pid != pid:  # a new process of a rank takes the place of the one before
+            known = self._known[rank] = Known(pid=pid, beat_s=self._now())
+        known.beat_s, known.done = self._now(), False
+        if not known.waits:
+            known.waits = True
+            if after >= 0:
+                self.log("left generation", rank=rank, number=after, reason=reason)
+                self._suspicion.left(rank, after, reason)
+            else:
+                self.log("at the door", rank=rank)
 
-    def _died(self, rank: int, reason: str) -> dict[str, Any]:
+    def _covers(self, rank: int, pid: int, after: int) -> bool:
+        d = self.decided
+        return d.number > after and rank in d.ranks and d.pids.get(rank) == pid and rank in self._known
+
+    def _agent(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Hear an agent about its ranks that died or will not be started again; tell it which to kill."""
         with self._changed:
-            if self._known.pop(rank, None) is not None:
-                self.log("rank lost", rank=rank, reason=reason)
-                self._decide()
-                self._changed.notify_all()
-        return {}
+            for rank, pid, reason in message.get("died", []):
+                known = self._known.get(int(rank))
+                if known is not None and known.pid in (0, int(pid)):
+                    del self._known[int(rank)]
+                    self.log("rank lost", rank=rank, pid=pid, reason=reason)
+            self._absent(int(rank) for rank in message.get("gone", []))
+            self._decide()
+            mine = {int(rank) for rank in message.get("ranks", [])}
+            doomed = {rank: pid for rank, pid in self._doomed.items() if rank in mine}
+            for rank in doomed:
+                del self._doomed[rank]
+            return {"doomed": doomed, "finished": self.decided.finished, "over": self.decided.over}
 
-    def _finished(self, rank: int) -> dict[str, Any]:
+    def _absent(self, ranks: Any) -> None:
+        gone = set(ranks) & set(self.decided.expected)
+        if gone:
+            self.decided.expected = sorted(set(self.decided.expected) - gone)
+            self._remember()
+            self.log("not expected any more", ranks=sorted(gone))
+
+    def _finished(self, rank: int, pid: int) -> dict[str, Any]:
         """Let a rank go when all are done; send it back while another has to finish its last step with it."""
         with self._changed:
+            self._beat(rank, pid, self.decided.number)
             if rank in self._known:
                 self._known[rank].done = True
             self._changed.notify_all()
-            self._changed.wait_for(self._over, 5.0)
+            self._changed.wait_for(lambda: self._all_done() or self._missed(), _ASK_S)
             if self._all_done():
                 self.decided.finished = sorted({*self.decided.finished, rank})
+                self.decided.over = True
                 self._remember()
-                return {"end": True}
-            back = any(k.waits for r, k in self._known.items() if r in self.decided.ranks)
+                self._changed.notify_all()
+                return {"end": True, "back": False}
+            back = self._missed()
             if back and rank in self._known:
                 self._known[rank].done = False
             return {"end": False, "back": back}
 
-    def _over(self) -> bool:
-        return self._all_done() or any(k.waits for r, k in self._known.items() if r in self.decided.ranks)
+    def _missed(self) -> bool:
+        """Return whether a rank of the generation asks for the next: it has steps to do."""
+        return any(known.waits for rank, known in self._known.items() if rank in self.decided.ranks)
 
     def _all_done(self) -> bool:
         """Return whether every rank of the generation that is alive has done its steps."""
-        return all(k.done for r, k in self._known.items() if r in self.decided.ranks)
+        members = [known for rank, known in self._known.items() if rank in self.decided.ranks]
+        return self.decided.over or (bool(members) and all(known.done for known in members))
 
     def _planned(self, plan: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
@@ -170,94 +216,96 @@ class Supervisor:
     def watch(self) -> None:
         """Take out ranks that have been silent for too long; call it every fraction of the bound."""
         with self._changed:
-            late = [
-                rank for rank, known in self._known.items()
-                if known.beats and not known.waits and self._now() - known.beat_s > self._detect_s
-            ]
-            for rank in late:
-                known = self._known.pop(rank)
-                self._kill(rank, known.pid, known.host)
-                self.log("rank silent", rank=rank, for_s=round(self._now() - known.beat_s, 3))
-            if late:
-                self._decide()
+            if self.decided.over:
+                return
+            for rank, known in list(self._known.items()):
+                if self._now() - known.beat_s > self._detect_s:
+                    del self._known[rank]
+                    self._doomed[rank] = known.pid
+                    self.log("rank silent", rank=rank, pid=known.pid, for_s=round(self._now() - known.beat_s, 3))
+            self._decide()
+
+    def _held_out(self, rank: int) -> bool:
+        return self._suspicion.holds_out(rank, self._now())
 
     def _decide(self) -> None:
         """Make the next generation if everybody who is alive has asked for it."""
-        waiting = {rank for rank, known in self._known.items() if known.waits}
-        first = self.decided.number < 0
-        if not waiting or waiting != set(self._known) or (first and not waiting.issuperset(self.decided.expected)):
+        waiting = {rank for rank, known in self._known.items() if known.waits and not self._held_out(rank)}
+        alive = {rank for rank in self._known if not self._held_out(rank)}
+        if self.decided.over or not waiting or waiting != alive or not self._may_begin(waiting):
             return
+        out = self._suspicion.judged(self.decided.number, waiting, self._now())
+        if out is not None:
+            self.log("link suspected", rank=out, text="ranks cannot reach it; it stays out for a while")
+            waiting.discard(out)
         try:
-            self._plan_for(waiting)
+            plan = repaired(parse_plan(self.decided.plan), waiting)
         except InfeasibleError as error:
-            self.log("waiting", text=str(error), ranks=sorted(waiting))
+            self._say_once("waiting", text=str(error), ranks=sorted(waiting))
             return
-        self.decided.number += 1
-        self.decided.ranks = sorted(waiting)
+        self._begin(waiting, plan)
+
+    def _may_begin(self, waiting: set[int]) -> bool:
+        """Return whether the first generation has waited for all who should come; later ones wait for nobody."""
+        began = bool(self.decided.ranks) or self._now() - self._began_s > START_S
+        return began or waiting.issuperset(self.decided.expected)
+
+    def _begin(self, ranks: set[int], plan: Plan) -> None:
+        d = self.decided
+        d.number, d.ranks, d.running = d.number + 1, sorted(ranks), plan.to_dict()
+        d.pids = {rank: self._known[rank].pid for rank in d.ranks}
         self._remember()
         if self.server is not None:
-            self.server.forget(f"g{self.decided.number - 2}/")
-        for rank in waiting:
+            self.server.forget(f"g{d.number - 2}/")
+        for rank in ranks:
             self._known[rank].waits = False
             self._known[rank].beat_s = self._now()
-        self.log("generation", number=self.decided.number, ranks=self.decided.ranks)
+        self._suspicion.began(d.number, d.ranks, self._now())
+        self.log("generation", number=d.number, ranks=d.ranks)
         self._changed.notify_all()
-
-    def _plan_for(self, ranks: set[int]) -> Plan:
-        return repaired(parse_plan(self.decided.plan), ranks)
-
-    def _plan_now(self) -> Plan:
-        return self._plan_for(set(self.decided.ranks))
 
     # -- memory ---------------------------------------------------------------------------------------------
 
     def log(self, kind: str, **facts: Any) -> None:
-        """Write a line of the operator's log."""
+        """Write a line of the operator's log; a full disk loses the line, not the run."""
         line = json.dumps({"time": time.time(), "who": "supervisor", "kind": kind, **facts})
-        with (self._folder / "supervisor.jsonl").open("a") as file:
+        with contextlib.suppress(OSError), (self._folder / "supervisor.jsonl").open("a") as file:
             file.write(line + "\n")
+        self._said = (kind, facts)
+
+    _said: tuple[str, dict[str, Any]] = ("", {})
+
+    def _say_once(self, kind: str, **facts: Any) -> None:
+        if self._said != (kind, facts):
+            self.log(kind, **facts)
 
     def _remember(self) -> None:
-        d = self.decided
-        told = {"plan": d.plan, "expected": d.expected, "number": d.number, "ranks": d.ranks, "finished": d.finished}
-        new = self._folder / "supervisor.json.new"
-        with new.open("w") as file:
-            json.dump(told, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._folder / "supervisor.json")
-
-    def _recalled(self) -> Decided | None:
-        path = self._folder / "supervisor.json"
-        return Decided(**json.loads(path.read_text())) if path.exists() else None
-
-
-def _kill_here(rank: int, pid: int, host: str) -> None:
-    """Kill a silent rank of this host, so that it cannot wake up into a run that went on without it."""
-    if pid and host == os.uname().nodename:
         try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+            remember(self._folder, self.decided)
+        except OSError as error:  # ranks know the number too, so that it never falls
+            self._say_once("memory not written", text=str(error))
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run a supervisor: FOLDER ADDRESS PORT SECRET_FILE DETECT_S; the plan is FOLDER/plan.json."""
     folder, address, port, secret_file, detect_s = argv
-    path = Path(folder)
+    path, parent = Path(folder), os.getppid()
     plan = parse_plan(json.loads((path / "plan.json").read_text()))
     expected = json.loads((path / "ranks.json").read_text())
     supervisor = Supervisor(path, plan, expected, detect_s=float(detect_s))
     secret = Path(secret_file).read_bytes().strip()
     supervisor.server = StoreServer(address, int(port), secret, supervisor.answer)
-    (path / "supervisor.port").write_text(str(supervisor.server.port))
+    told = path / "supervisor.port.new"
+    told.write_text(str(supervisor.server.port))
+    told.replace(path / "supervisor.port")
     supervisor.log("supervisor", address=address, port=supervisor.server.port, pid=os.getpid())
-    while True:
+    while os.getppid() == parent:  # its agent is gone: so is the run on this host
         time.sleep(min(0.2, float(detect_s) / 5))
         supervisor.watch()
+    return 0
 
 
 if __name__ == "__main__":
     import sys
 
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
