@@ -1,0 +1,1 @@
+"""The online controller: the best plan now, the budget in the long run, while everything changes."""
