@@ -211,5 +211,5 @@ def answered(fake, stand_in):
     return asked, prediction, fake.timeline(plan, prediction.step_time_s)
 
 # The same examples on every machine and in every run.
-settings.register_profile("fixed", derandomize=True)
+settings.register_profile("fixed", derandomize=True, deadline=None)  # the machine may be busy
 settings.load_profile("fixed")

@@ -93,10 +93,9 @@ def test_a_mask_never_adds_time(model, s, heads, window):
 
 @given(kernels, st.integers(1, 8_192), st.integers(1, 64), st.integers(0, 4_000))
 def test_unfused_attention_grows_with_the_sequence(model, s, heads, more):
-    for backward in (False, True):
-        short = unfused_attention_s(1, heads, s, s, 64, model, dropout=True, backward=backward)
-        long = unfused_attention_s(1, heads, s + more, s + more, 64, model, dropout=True, backward=backward)
-        assert long * ROUNDING >= short
+    short = unfused_attention_s(1, heads, s, s, 64, model, dropout=True)
+    long = unfused_attention_s(1, heads, s + more, s + more, 64, model, dropout=True)
+    assert long[0] * ROUNDING >= short[0] and long[1] * ROUNDING >= short[1]
 
 
 @given(kernels, st.integers(1, 200_000), st.integers(1, 128), growth)

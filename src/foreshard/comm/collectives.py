@@ -8,6 +8,7 @@ Derivation, constants and their data: ``docs/derivations/collectives.md``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,53 +49,118 @@ def _ramp_s(fill_s: Any, transfer_s: Any, ramp: Any) -> Any:
 
 def _finish(time_s: Any, num_bytes: Any, ranks: Any) -> Times:
     """Zero the time where nothing moves."""
-    return np.where((num_bytes > 0.0) & (ranks > 1.0), time_s, 0.0)
+    return np.where(num_bytes * (ranks - 1.0) > 0.0, time_s, 0.0)
 
 
-def _ring_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric, *, passes: float, eff: Any) -> Any:
-    """Return the time of ``passes`` trips of the ring: 2 for all-reduce, 1 for gather, scatter."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A collective that passes chunks on while more arrive: its seconds as a function of its bytes.
+
+    Attributes
+    ----------
+    start_s
+        Before the first byte; infinite where the collective cannot run this way.
+    fill_s
+        Latency that filling the pipeline costs again.
+    per_byte_s
+    ramp
+        See :func:`_ramp_s`.
+    moves
+        Whether there is more than one rank.
+    """
+
+    start_s: Any
+    fill_s: Any
+    per_byte_s: Any
+    ramp: Any
+    moves: Any
+
+    def time_s(self, num_bytes: Any) -> Times:
+        """Return the time for ``num_bytes``, 0 where nothing moves."""
+        return np.where(self.moves & (num_bytes > 0.0), self.busy_s(num_bytes), 0.0)
+
+    def busy_s(self, num_bytes: Any) -> Any:
+        """Return the time where something moves."""
+        transfer = num_bytes * self.per_byte_s
+        return self.start_s + transfer + _ramp_s(self.fill_s, transfer, self.ramp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce:
+    """An all-reduce as a function of its bytes: the faster of ring and tree."""
+
+    ring: Pipelined
+    tree: Pipelined | None  # where nothing crosses domains and no switch reduces, none can win
+
+    def time_s(self, num_bytes: Any) -> Times:
+        """Return the time for ``num_bytes``, 0 where nothing moves."""
+        time_s = self.ring.busy_s(num_bytes)
+        if self.tree is not None:
+            time_s = np.minimum(time_s, self.tree.busy_s(num_bytes))
+        return np.where(self.ring.moves & (num_bytes > 0.0), time_s, 0.0)
+
+
+def _ring(spread: tuple[Any, Any, Any], fabric: Fabric, *, passes: float, eff: Any) -> Pipelined:
+    """Return ``passes`` trips of the ring: 2 for all-reduce, 1 for gather, scatter."""
     ranks, inside, domains = spread
-    crosses = domains > 1.0
     link = fabric.intra_bytes_per_s * eff * _scale(inside, fabric.scaling, fabric)
-    bus = _edge(link, inside, crosses, fabric)
+    hop_s = passes * fabric.intra_latency_s
+    fill = fabric.launch_s + (inside - 1.0) * hop_s
+    crosses = domains > 1.0
+    bus, start = link, fill
+    if np.count_nonzero(crosses):
+        bus = _edge(link, inside, crosses, fabric)
+        # Of ranks - 1 hops, domains - 1 lead over the network.
+        over_s = (domains - 1.0) * (passes * fabric.nic_latency_s) + crosses * fabric.nic_launch_s
+        start = fabric.launch_s + (ranks - domains) * hop_s + over_s
     # The wire carries every rank's share but one; a rank's own block is copied at link speed.
-    transfer = num_bytes / ranks * (passes * (ranks - 1.0) / bus + fabric.copy / link)
-    fill = fabric.launch_s + (inside - 1.0) * (passes * fabric.intra_latency_s)
-    # Of ranks - 1 hops, domains - 1 lead over the network.
-    hops = (ranks - domains) * (passes * fabric.intra_latency_s) + (domains - 1.0) * (
-        passes * fabric.nic_latency_s
-    )
-    start = fabric.launch_s + hops + crosses * fabric.nic_launch_s
-    return start + transfer + _ramp_s(fill, transfer, fabric.ramp)
+    per_byte = (passes * (ranks - 1.0) / bus + fabric.copy / link) / ranks
+    return Pipelined(start_s=start, fill_s=fill, per_byte_s=per_byte, ramp=fabric.ramp, moves=ranks > 1.0)
 
 
 def _edge(link: Any, inside: Any, crosses: Any, fabric: Fabric) -> Any:
     """Return bytes/s of a ring's slowest edge: every byte passes every edge, NVLink and NIC alike."""
     nic = inside * (_nic_share(1.0, fabric) * fabric.nic_ring_eff)
-    return np.where(crosses, np.where(inside > 1.0, np.minimum(link, nic), nic), link)
+    between = np.where(inside > 1.0, np.minimum(link, nic), nic)
+    return np.where(crosses, between, link)
 
 
-def _tree_s(num_bytes: Any, spread: tuple[Any, Any, Any], fabric: Fabric) -> Any:
+def _tree(spread: tuple[Any, Any, Any], fabric: Fabric) -> Pipelined:
     """Return an all-reduce by tree over domains, reduced in the switch or along a chain inside each."""
-    _, inside, domains = spread
+    ranks, inside, domains = spread
     switched = (fabric.in_network > 0.0) & (inside > 2.0)
     # In the switch: own buffer out once, own share of the sum once. Along a chain: up, then down.
     link = fabric.intra_bytes_per_s * _scale(inside, fabric.scaling, fabric)
     per_byte: Any = 2.0 / fabric.ring_eff
-    start = fabric.launch_s + (inside - 1.0) * (2.0 * fabric.intra_latency_s)
+    fill = fabric.launch_s + (inside - 1.0) * (2.0 * fabric.intra_latency_s)
     ramp = fabric.ramp
     if np.count_nonzero(switched):
         per_byte = np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, per_byte)
-        start = np.where(switched, fabric.switch_launch_s, start)
+        fill = np.where(switched, fabric.switch_launch_s, fill)
         ramp = np.where(switched, fabric.switch_ramp, ramp)
-    local = num_bytes * (inside > 1.0) * (per_byte / link)
+    local = (inside > 1.0) * (per_byte / link)
     # A double binary tree sends each byte of the domain out twice, less the root's edge.
     nic = inside * (_nic_share(0.5, fabric) * fabric.nic_tree_eff)
-    across = (1.0 - 1.0 / domains) * num_bytes / nic
+    across = (1.0 - 1.0 / domains) / nic
     crosses = domains > 1.0
     hops = np.ceil(np.log2(domains)) * (2.0 * fabric.nic_latency_s) + crosses * fabric.nic_launch_s
-    transfer = np.maximum(local, across)
-    return np.where(switched | crosses, start + hops + transfer + _ramp_s(start, transfer, ramp), np.inf)
+    return Pipelined(
+        start_s=np.where(switched | crosses, fill + hops, np.inf),
+        fill_s=fill,
+        per_byte_s=np.maximum(local, across),
+        ramp=ramp,
+        moves=ranks > 1.0,
+    )
+
+
+def all_reduce(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> AllReduce:
+    """Return an all-reduce over a group, to be asked for the time of any size."""
+    spread = _spread(num_ranks, stride, fabric)
+    may_tree = np.count_nonzero(fabric.in_network) or np.count_nonzero(spread[2] > 1.0)
+    return AllReduce(
+        ring=_ring(spread, fabric, passes=2.0, eff=fabric.ring_eff),
+        tree=_tree(spread, fabric) if may_tree else None,
+    )
 
 
 def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
@@ -109,21 +175,17 @@ def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, 
     fabric
         What the group runs on; fields may be arrays of the same rows.
     """
-    num_bytes = np.asarray(num_bytes, dtype=float)
-    spread = _spread(num_ranks, stride, fabric)
-    ring = _ring_s(num_bytes, spread, fabric, passes=2.0, eff=fabric.ring_eff)
-    if np.count_nonzero(fabric.in_network) or np.count_nonzero(spread[2] > 1.0):
-        ring = np.minimum(ring, _tree_s(num_bytes, spread, fabric))
-    return _finish(ring, num_bytes, spread[0])
+    return all_reduce(num_ranks, stride, fabric).time_s(np.asarray(num_bytes, dtype=float))
+
+
+def all_gather(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Pipelined:
+    """Return an all-gather by ring over a group, to be asked for the time of any size."""
+    return _ring(_spread(num_ranks, stride, fabric), fabric, passes=1.0, eff=fabric.gather_eff)
 
 
 def all_gather_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
     """Return the time of an all-gather of ``num_bytes`` gathered output, by ring."""
-    num_bytes = np.asarray(num_bytes, dtype=float)
-    spread = _spread(num_ranks, stride, fabric)
-    return _finish(
-        _ring_s(num_bytes, spread, fabric, passes=1.0, eff=fabric.gather_eff), num_bytes, spread[0]
-    )
+    return all_gather(num_ranks, stride, fabric).time_s(np.asarray(num_bytes, dtype=float))
 
 
 def reduce_scatter_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:

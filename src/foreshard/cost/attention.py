@@ -148,10 +148,9 @@ def unfused_attention_s(
     kernels: KernelModel,
     *,
     dropout: Any,
-    backward: bool,
     bytes_per_element: Any = 2.0,
-) -> np.ndarray:
-    """Seconds of attention as separate kernels: batched products, one softmax kernel, dropout.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of attention as separate kernels, forward and backward: products, one softmax kernel, dropout.
 
     The scores are computed in full, mask or not. Backward does four products, forward two.
 
@@ -162,13 +161,12 @@ def unfused_attention_s(
     kernels : KernelModel
     dropout : array_like of bool
         Whether the probabilities pass a dropout kernel.
-    backward : bool
     bytes_per_element : array_like, bytes
         Of a score.
 
     Returns
     -------
-    ndarray of float64, seconds
+    tuple of ndarray of float64, seconds
 
     Source
     ------
@@ -176,12 +174,21 @@ def unfused_attention_s(
     """
     q_len, kv_len = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
     count = np.asarray(batch, dtype=np.float64) * num_heads
-    scores_s = gemm_s(q_len, kv_len, head_dim, kernels, sixteen_bit=True, batch=count)
-    values_s = gemm_s(q_len, head_dim, kv_len, kernels, sixteen_bit=True, batch=count)
+    products_s = _score_products_s(q_len, kv_len, head_dim, kernels, count)
     scores = count * q_len * kv_len * (np.asarray(bytes_per_element) / 2.0)
-    softmax_bytes = _SOFTMAX_BACKWARD_BYTES if backward else _SOFTMAX_FORWARD_BYTES
-    dropped = np.asarray(dropout, dtype=bool)
-    traffic_s = stream_s(scores * softmax_bytes, kernels)
-    traffic_s = traffic_s + np.where(dropped, stream_s(scores * _DROPOUT_BYTES, kernels), 0.0)
-    products_s = (scores_s + values_s) * (2.0 if backward else 1.0)
-    return np.where(scores * np.asarray(head_dim) > 0, products_s + traffic_s, 0.0)
+    dropped_s = 0.0
+    if np.count_nonzero(dropout):
+        dropped_s = np.where(dropout, stream_s(scores * _DROPOUT_BYTES, kernels), 0.0)
+    forward_s = products_s + (stream_s(scores * _SOFTMAX_FORWARD_BYTES, kernels) + dropped_s)
+    backward_s = 2.0 * products_s + (stream_s(scores * _SOFTMAX_BACKWARD_BYTES, kernels) + dropped_s)
+    runs = scores * np.asarray(head_dim) > 0
+    return np.where(runs, forward_s, 0.0), np.where(runs, backward_s, 0.0)
+
+
+def _score_products_s(q_len: Any, kv_len: Any, head_dim: Any, kernels: KernelModel, count: Any) -> np.ndarray:
+    """Return seconds of the products with the keys and with the values, priced in one call."""
+    shape = np.broadcast_shapes(*{np.shape(size) for size in (q_len, kv_len, head_dim, count)})
+    n, k = np.empty((2, *shape)), np.empty((2, *shape))
+    n[0] = k[1] = kv_len
+    n[1] = k[0] = head_dim
+    return np.asarray(gemm_s(q_len, n, k, kernels, sixteen_bit=True, batch=count).sum(0))

@@ -6,6 +6,7 @@ The terms are derived in docs/derivations/memory.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -224,10 +225,20 @@ def communicator_bytes(num_ranks: Any, channels: Any = CHANNELS) -> Any:
     >>> [float(communicator_bytes(ranks)) / 2**20 for ranks in (1, 2, 4)]
     [0.0, 544.0, 688.0]
     """
-    ranks = np.asarray(num_ranks)
-    neighbours = np.where(ranks > 2, 1.5, 1.0)
+    return _communicators(((1.0, num_ranks),), channels)
+
+
+def _communicators(sizes: Iterable[tuple[float, Any]], channels: Any) -> Any:
+    """Return the bytes of `count` communicators of each size; from three ranks on, half a neighbour more."""
+    some: Any = 0.0
+    wide: Any = 0.0
+    for count, size in sizes:
+        ranks = np.asarray(size)
+        some = some + count * (ranks > 1)
+        wide = wide + count * (ranks > 2)
     pool = 2.0 ** np.ceil(np.log2(channels)) * SHARED_POOL_BYTES
-    return (ranks > 1) * (neighbours * channels * PAIR_FIFO_BYTES + pool)
+    fifos = channels * PAIR_FIFO_BYTES
+    return some * (fifos + pool) + wide * (0.5 * fifos)
 
 
 def _communicators_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
@@ -235,13 +246,12 @@ def _communicators_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
     split = 1 - np.asarray(load.has_embedding) * load.has_head
     stages = np.maximum(load.num_stages, 1 + split)
     replica = load.tp * stages
-    sizes: list[Any] = [load.tp, load.dp, load.cp, stages]
+    sizes: list[tuple[float, Any]] = [(1.0, load.tp), (1.0, load.dp), (1.0, load.cp), (1.0, stages)]
     if profile.world_communicator:
-        sizes.append(replica * load.dp)
+        sizes.append((1.0, replica * load.dp))
     if profile.pair_communicators:
-        pair = 1 + (stages > 1)
-        sizes += [pair, pair, replica]
-    return sum(communicator_bytes(size, load.channels) for size in sizes)
+        sizes += [(2.0, np.minimum(stages, 2.0)), (1.0, replica)]
+    return _communicators(sizes, load.channels)
 
 
 def _userbuffer_bytes(load: StageLoad) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from foreshard.predict.batch import Batch
 from foreshard.predict.collective_tasks import (
+    Sharing,
     across_groups_s,
     every_reduce_s,
     expert_replicas,
@@ -21,6 +22,7 @@ from foreshard.predict.collective_tasks import (
     region_s,
     sharded_layer_s,
     sharded_table_s,
+    sharing_of,
     sync_times,
     tied_sync_s,
 )
@@ -62,13 +64,16 @@ def stage_times(batch: Batch) -> StageTimes:
     ends = end_times(
         p.hidden, p.vocab, p.head_rows, machine, frozen=p.head_frozen, heads=p.heads, region=region
     )
+    dense = sharing_of(machine)
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
     forward, backward, later, host, host_later = (np.zeros(shape) for _ in range(5))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
         as_wide = not np.count_nonzero(kind.hidden - p.hidden)
-        times = layer_times(kind, machine, batch.recompute, region=region if as_wide else None)
+        times = layer_times(
+            kind, machine, batch.recompute, region=region if as_wide else None, dense_sharing=dense
+        )
         _add_layers(parts, times, count)
         forward += count * times.forward_s
         backward += count * times.backward_s
@@ -79,7 +84,7 @@ def stage_times(batch: Batch) -> StageTimes:
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
         every += count * (times.dense_params + times.expert_params)
-        later += _add_fsdp(parts, batch, times, count)
+        later += _add_fsdp(parts, batch, times, count, dense)
     _add_ends(parts, batch, ends)
     forward += batch.has_embedding * ends.embedding_forward + batch.has_head * (
         ends.head_forward + ends.head_tensor / 2
@@ -92,7 +97,7 @@ def stage_times(batch: Batch) -> StageTimes:
     params = params + matrices * table * (1.0 - p.head_frozen)
     every = every + matrices * table
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
-    later += _add_tables(parts, batch, table, ends)
+    later += _add_tables(parts, batch, table, ends, dense)
     device = sum(parts.values())
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     total = _join(device, host, machine.constants.host_sharpness)
@@ -139,20 +144,25 @@ def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> Non
     parts["tensor_comm"] += first * ends.embedding_tensor + last * ends.head_tensor
 
 
-def _add_fsdp(parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray) -> Any:
+def _add_fsdp(
+    parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray, dense: Sharing
+) -> Any:
     """Add what gathering weights and scattering gradients of each layer leaves exposed.
 
     Returns how much of it goes with the weight gradients.
     """
     given = times.backward_s - times.backward_weight
     forward, first, both = sharded_layer_s(
-        times.dense_params, times.expert_params, times.forward_s, given, times.backward_weight, batch.machine
-    )
+        times.dense_params, times.expert_params, times.forward_s, given, times.backward_weight, batch.machine,
+        dense=dense,
+    )  # fmt: skip
     parts["data_comm"] += count * (forward + both)
     return count * (both - first)
 
 
-def _add_tables(parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: EndTimes) -> Any:
+def _add_tables(
+    parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: EndTimes, dense: Sharing
+) -> Any:
     """Add the collectives of the tables of both ends in every micro-batch (ZeRO 2 and 3).
 
     Returns how much of it goes with the weight gradients.
@@ -160,12 +170,12 @@ def _add_tables(parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: En
     p, machine = batch.pipeline, batch.machine
     first = batch.has_embedding * table
     last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
-    gather, scatter = sharded_table_s(first + last, machine)
+    gather, scatter = sharded_table_s(first + last, machine, dense=dense)
     reduce: Any = 0.0
     if np.count_nonzero(machine.rank.zero == 2):
         tables = np.array((first, last)) * (1.0 - p.head_frozen)
         busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
-        reduce = every_reduce_s(tables, 0.0, machine, busy).sum(0)
+        reduce = every_reduce_s(tables, 0.0, machine, busy, dense=dense).sum(0)
     parts["data_comm"] += gather + scatter + reduce
     return scatter + reduce
 

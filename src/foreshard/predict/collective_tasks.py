@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
-from foreshard.comm.fabric import Fabric
+from foreshard.comm.collectives import (
+    AllReduce,
+    Pipelined,
+    all_gather,
+    all_gather_s,
+    all_reduce,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+    send_s,
+)
 from foreshard.cost.elementwise import stream_s
 from foreshard.graph.shapes import LayerShape, RankShape
 from foreshard.predict.machine import Machine, kv_share, own_tokens, tokens_of
@@ -120,51 +129,75 @@ class ShardTimes:
     copy_gradients: Any
 
 
-def shard_times(params: Any, experts: Any, machine: Machine) -> ShardTimes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """The collectives over the ranks that share one kind of weights, dense or experts.
+
+    Attributes
+    ----------
+    shard
+        Ranks over which the weights are cut.
+    cut
+        Gathers weights, or scatters gradients, over them.
+    replicas
+        Reduces a shard over its copies inside the group of the plan, None where there are none.
+    """
+
+    shard: Any
+    cut: Pipelined
+    replicas: AllReduce | None
+
+    def gather_s(self, params: Any, machine: Machine) -> Any:
+        """Return seconds of gathering weights."""
+        return self.cut.time_s(machine.traits.param_bytes * params) * machine.constants.data_comm
+
+    def scatter_s(self, params: Any, machine: Machine) -> Any:
+        """Return seconds of scattering gradients, and of reducing the shards over their copies."""
+        grads = machine.traits.grad_reduce_bytes * params
+        moved = self.cut.time_s(grads)
+        if self.replicas is not None:
+            moved = moved + self.replicas.time_s(grads / self.shard)
+        return moved * machine.constants.data_comm
+
+
+def sharing_of(machine: Machine, *, experts: bool = False) -> Sharing:
+    """Return how the dense weights, or the experts, of a rank are shared."""
+    rank = machine.rank
+    alike = expert_replicas(rank) if experts else rank.dp * rank.cp
+    shard = shards_of(alike, rank) if experts else rank.shard
+    stride = rank.own_expert_stride if experts else rank.own_stride
+    copies = np.maximum(1.0, alike / rank.copies / shard)
+    replicas = None
+    if np.count_nonzero(copies > 1.0):
+        replicas = all_reduce(copies, stride * shard, machine.fabric)
+    return Sharing(shard=shard, cut=all_gather(shard, stride, machine.fabric), replicas=replicas)
+
+
+def shard_times(params: Any, experts: Any, machine: Machine, *, dense: Sharing | None = None) -> ShardTimes:
     """Return the tasks of keeping the weights of this rank sharded (ZeRO 3, FSDP).
 
     Experts are cut over the ranks that hold the same ones. Replicas of a shard inside the group of the plan
-    are reduced with it; other groups once a step (:func:`across_groups_s`).
+    are reduced with it; other groups once a step (:func:`across_groups_s`). `dense` is :func:`sharing_of`
+    where the caller has it.
     """
-    rank = machine.rank
-    dense = _shard_times(params, rank.dp * rank.cp, rank.shard, rank.own_stride, machine)
+    times = _shard_times(params, dense or sharing_of(machine), machine)
     if not np.count_nonzero(experts):
-        return dense
-    alike = expert_replicas(rank)
-    more = _shard_times(experts, alike, shards_of(alike, rank), rank.own_expert_stride, machine)
+        return times
+    more = _shard_times(experts, sharing_of(machine, experts=True), machine)
     names = ShardTimes.__slots__
-    return ShardTimes(**{name: getattr(dense, name) + getattr(more, name) for name in names})
+    return ShardTimes(**{name: getattr(times, name) + getattr(more, name) for name in names})
 
 
-def _shard_times(params: Any, alike: Any, shard: Any, stride: Any, machine: Machine) -> ShardTimes:
-    """Return the sharded tasks of weights that `alike` ranks of all groups hold."""
-    traits, fabric = machine.traits, machine.fabric
-    factor = machine.constants.data_comm
-    weights, grads = traits.param_bytes * params, traits.grad_reduce_bytes * params
-    across = _replicas_s(grads, alike, shard, stride, machine)
-    gather, scatter = _gather_scatter_s(weights, grads, shard, stride, fabric)
-    cut = np.asarray(shard) > 1  # one rank holds its weights whole and in place
+def _shard_times(params: Any, sharing: Sharing, machine: Machine) -> ShardTimes:
+    """Return the sharded tasks of one kind of weights."""
+    traits = machine.traits
+    cut = np.asarray(sharing.shard) > 1  # one rank holds its weights whole and in place
     return ShardTimes(
-        gather=gather * factor,
-        scatter=(scatter + across) * factor,
-        copy_weights=stream_s(2.0 * weights, machine.kernels) * cut,
+        gather=sharing.gather_s(params, machine),
+        scatter=sharing.scatter_s(params, machine),
+        copy_weights=stream_s(2.0 * traits.param_bytes * params, machine.kernels) * cut,
         copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels) * cut,
     )
-
-
-def _replicas_s(grads: Any, alike: Any, shard: Any, stride: Any, machine: Machine) -> Any:
-    """Return seconds of reducing scattered gradients over the replicas of a shard inside the group."""
-    replicas = np.maximum(1.0, alike / machine.rank.copies / shard)
-    if not np.count_nonzero(replicas > 1.0):
-        return 0.0
-    return all_reduce_s(grads / shard, replicas, stride * shard, machine.fabric)
-
-
-def _scatter_s(params: Any, alike: Any, shard: Any, stride: Any, machine: Machine) -> Any:
-    """Return seconds of scattering the gradients of weights that `alike` ranks of all groups hold."""
-    grads = machine.traits.grad_reduce_bytes * params
-    inside = all_gather_s(grads, shard, stride, machine.fabric)
-    return (inside + _replicas_s(grads, alike, shard, stride, machine)) * machine.constants.data_comm
 
 
 def beside_s(moved: Any, busy: Any, machine: Machine) -> Any:
@@ -174,7 +207,14 @@ def beside_s(moved: Any, busy: Any, machine: Machine) -> Any:
 
 
 def sharded_layer_s(
-    params: Any, experts: Any, forward: Any, backward_input: Any, backward_weight: Any, machine: Machine
+    params: Any,
+    experts: Any,
+    forward: Any,
+    backward_input: Any,
+    backward_weight: Any,
+    machine: Machine,
+    *,
+    dense: Sharing | None = None,
 ) -> tuple[Any, Any, Any]:
     """Return what keeping a layer's weights sharded adds to its busy seconds (ZeRO 3), 0 elsewhere.
 
@@ -186,7 +226,7 @@ def sharded_layer_s(
     sharded = machine.rank.zero >= 3
     if not np.count_nonzero(sharded):
         return 0.0, 0.0, 0.0
-    shard = shard_times(params, experts, machine)
+    shard = shard_times(params, experts, machine, dense=dense)
     whole = backward_input + backward_weight
     return (
         sharded * (shard.copy_weights + beside_s(shard.gather, forward, machine)),
@@ -198,7 +238,7 @@ def sharded_layer_s(
     )
 
 
-def sharded_table_s(params: Any, machine: Machine) -> tuple[Any, Any]:
+def sharded_table_s(params: Any, machine: Machine, *, dense: Sharing | None = None) -> tuple[Any, Any]:
     """Return seconds of gathering the sharded tables of the ends first and of scattering them last (ZeRO 3).
 
     Nothing hides them.
@@ -206,7 +246,7 @@ def sharded_table_s(params: Any, machine: Machine) -> tuple[Any, Any]:
     sharded = machine.rank.zero >= 3
     if not np.count_nonzero(sharded):
         return 0.0, 0.0
-    root = shard_times(params, 0.0, machine)
+    root = shard_times(params, 0.0, machine, dense=dense)
     return sharded * (root.gather + root.copy_weights), sharded * (root.scatter + root.copy_gradients)
 
 
@@ -255,14 +295,9 @@ def sync_times(
     shard = np.where(rank.zero >= 1, shards_of(ranks, rank), 1.0)
     across = all_reduce_s(grads / shard, ranks / shard, stride * shard, machine.sync)
     near = stride if own_stride is None else own_stride
-    gather, scatter = _gather_scatter_s(traits.param_bytes * params, grads, shard, near, machine.fabric)
-    return np.where(rank.zero == 2, 0.0, (scatter + across) * factor), gather * factor
-
-
-def _gather_scatter_s(weights: Any, grads: Any, ranks: Any, stride: Any, fabric: Fabric) -> tuple[Any, Any]:
-    """Return seconds of gathering weights and of scattering gradients: one ring, two sizes."""
-    both = all_gather_s(np.array((weights, grads)), ranks, stride, fabric)
-    return both[0], both[1]
+    cut = all_gather(shard, near, machine.fabric)
+    reduce = (cut.time_s(grads) + across) * factor
+    return np.where(rank.zero == 2, 0.0, reduce), cut.time_s(traits.param_bytes * params) * factor
 
 
 def expert_replicas(rank: RankShape) -> Any:
@@ -282,7 +317,9 @@ def tied_sync_s(hidden: Any, vocab: Any, crosses_node: Any, machine: Machine) ->
     return all_reduce_s(table, 2.0, stride, machine.link)
 
 
-def every_reduce_s(params: Any, experts: Any, machine: Machine, busy: Any) -> Any:
+def every_reduce_s(
+    params: Any, experts: Any, machine: Machine, busy: Any, *, dense: Sharing | None = None
+) -> Any:
     """Return what backward does not hide of reducing gradients after every micro-batch (ZeRO 2).
 
     `busy` seconds of backward run beside the reduction of a layer, or of a table.
@@ -291,8 +328,7 @@ def every_reduce_s(params: Any, experts: Any, machine: Machine, busy: Any) -> An
     each = rank.zero == 2
     if not np.count_nonzero(each):
         return 0.0
-    moved = _scatter_s(params, rank.dp * rank.cp, rank.shard, rank.own_stride, machine)
+    moved = (dense or sharing_of(machine)).scatter_s(params, machine)
     if np.count_nonzero(experts):
-        alike = expert_replicas(rank)
-        moved = moved + _scatter_s(experts, alike, shards_of(alike, rank), rank.own_expert_stride, machine)
+        moved = moved + sharing_of(machine, experts=True).scatter_s(experts, machine)
     return np.where(each, beside_s(moved, busy, machine), 0.0)

@@ -16,6 +16,7 @@ from foreshard.cost.gemm import gemm_s
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.collective_tasks import (
+    Sharing,
     context_times,
     every_reduce_s,
     expert_exchange_s,
@@ -78,7 +79,12 @@ class LayerTimes:
 
 
 def layer_times(
-    layer: LayerShape, machine: Machine, recompute: Recompute, *, region: tuple[Any, Any] | None = None
+    layer: LayerShape,
+    machine: Machine,
+    recompute: Recompute,
+    *,
+    region: tuple[Any, Any] | None = None,
+    dense_sharing: Sharing | None = None,
 ) -> LayerTimes:
     """Return the seconds of every task of one layer.
 
@@ -89,6 +95,8 @@ def layer_times(
     recompute : Recompute
     region : tuple, optional
         :func:`region_s` of the layer's width, where the caller has it.
+    dense_sharing : Sharing, optional
+        :func:`sharing_of` dense weights, where the caller has it.
 
     Returns
     -------
@@ -154,7 +162,9 @@ def layer_times(
         host_backward=host_backward,
         offload_forward=offload_s(layer, machine, forward),
         offload_backward=offload_s(layer, machine, backward_input),
-        reduce_backward=every_reduce_s(dense * layer.trainable, experts, machine, backward_input),
+        reduce_backward=every_reduce_s(
+            dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing
+        ),
         dense_params=dense,
         expert_params=experts,
     )

@@ -189,7 +189,8 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
     """Return forward and backward seconds of attention over one sequence of `length` tokens."""
     rank, traits, c = machine.rank, machine.traits, machine.constants
     heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
-    forward = backward = 0.0
+    forward: Any = 0.0
+    backward: Any = 0.0
     if np.count_nonzero(traits.flash):
         sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
         mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
@@ -198,13 +199,12 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
         forward = alone * (c.flash_forward * new)
         backward = backward_of_forward_s(alone, machine.kernels) * (c.flash_backward * new)
     if not np.all(traits.flash):
-        sizes = (rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels)
-        drop = np.asarray(layer.dropout) > 0
-        options = {"dropout": drop, "bytes_per_element": rank.element_bytes}
-        plain = unfused_attention_s(*sizes, backward=False, **options) * c.unfused
-        plain_back = unfused_attention_s(*sizes, backward=True, **options) * c.unfused
-        forward = np.where(traits.flash > 0, forward, plain)
-        backward = np.where(traits.flash > 0, backward, plain_back)
+        plain, plain_back = unfused_attention_s(
+            rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels,
+            dropout=np.asarray(layer.dropout) > 0, bytes_per_element=rank.element_bytes,
+        )  # fmt: skip
+        forward = np.where(traits.flash > 0, forward, plain * c.unfused)
+        backward = np.where(traits.flash > 0, backward, plain_back * c.unfused)
     return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)
 
 

@@ -90,7 +90,7 @@ def test_unfused_forward_is_two_products_and_the_scores():
     b, h, s, d = 2, 16, 2048, 128
     products = 2 * gemm_s(s, s, d, IDEAL, batch=b * h)
     scores = b * h * s * s
-    time_s = unfused_attention_s(b, h, s, s, d, IDEAL, dropout=False, backward=False)
+    time_s, _ = unfused_attention_s(b, h, s, s, d, IDEAL, dropout=False)
     values = gemm_s(s, d, s, IDEAL, batch=b * h)
     assert time_s == pytest.approx(products / 2 + values + 4 * scores / H100.memory_bytes_per_s, rel=1e-12)
 
@@ -98,16 +98,15 @@ def test_unfused_forward_is_two_products_and_the_scores():
 def test_unfused_dropout_and_backward_add_their_traffic():
     sizes = (2, 16, 2048, 2048, 128, IDEAL)
     scores = 2 * 16 * 2048**2
-    plain = unfused_attention_s(*sizes, dropout=False, backward=True)
-    dropped = unfused_attention_s(*sizes, dropout=True, backward=True)
+    forward, plain = unfused_attention_s(*sizes, dropout=False)
+    _, dropped = unfused_attention_s(*sizes, dropout=True)
     assert dropped - plain == pytest.approx(5 * scores / H100.memory_bytes_per_s)
-    forward = unfused_attention_s(*sizes, dropout=False, backward=False)
     assert plain > 1.5 * forward
 
 
 def test_unfused_is_slower_than_flash_on_long_sequences():
     flash = flash_attention_forward_s(1, 16, 16, 8192, 8192, 128, 128, FITTED, causal=True, window=0)
-    assert unfused_attention_s(1, 16, 8192, 8192, 128, FITTED, dropout=False, backward=False) > 2 * flash
+    assert unfused_attention_s(1, 16, 8192, 8192, 128, FITTED, dropout=False)[0] > 2 * flash
 
 
 def test_rows_broadcast():
