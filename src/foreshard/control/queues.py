@@ -1,0 +1,203 @@
+"""Virtual queues: what was spent above the budgets so far, and how much that makes cost weigh in the next slot.
+
+Queues grow by measured cost, never by predicted cost: a budget is kept whatever the forecasts were worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.control.slots import SECONDS, Budget
+from foreshard.errors import SpecError
+
+
+def drift(
+    backlog: float | np.ndarray, excess: float | np.ndarray
+) -> tuple[float | np.ndarray, float | np.ndarray]:
+    """Return the backlog after a slot, and what was cut off because a queue is never negative.
+
+    Parameters
+    ----------
+    backlog, excess : float or ndarray
+        Cost less budget, in units of the budget.
+
+    Examples
+    --------
+    >>> drift(1.0, 0.5), drift(1.0, -3.0)
+    ((1.5, 0.0), (0.0, 2.0))
+    """
+    level = backlog + excess
+    if isinstance(level, np.ndarray):
+        return np.maximum(level, 0.0), np.maximum(-level, 0.0)
+    return (level, 0.0) if level > 0.0 else (0.0, -level)
+
+
+@dataclass(slots=True, kw_only=True)
+class Queue:
+    """The backlog of one budget.
+
+    Attributes
+    ----------
+    budget : Budget
+    backlog, first_backlog : float
+        In units of the budget of one (reference) step; the first is a place-holder that need not be zero.
+    reflected : float
+        All that was cut off at zero.
+    spent : float
+        Cost of all steps.
+    allowed : float
+        What they were allowed to cost.
+    unit : float
+        Cost that counts as one.
+    """
+
+    budget: Budget
+    backlog: float
+    first_backlog: float
+    unit: float
+    reflected: float = 0.0
+    spent: float = 0.0
+    allowed: float = 0.0
+
+    def record(self, time_s: float, cost: float) -> None:
+        """Take in what a step took and cost."""
+        allowance = self.budget.allowance(time_s)
+        level, cut = drift(self.backlog, (cost - allowance) / self.unit)
+        self.backlog, self.reflected = float(level), self.reflected + float(cut)
+        self.spent += cost
+        self.allowed += allowance
+
+    @property
+    def violation(self) -> float:
+        """Return by how much of the budget the mean cost is above it (below: negative)."""
+        return self.spent / self.allowed - 1.0 if self.allowed else 0.0
+
+    def identity_error(self) -> float:
+        """Return how far the books are from closing: 0 whatever the policy was.
+
+        All excess ever is the growth of the backlog less what was cut off: (spent - allowed) / unit =
+        backlog - first_backlog - reflected.
+        """
+        excess = (self.spent - self.allowed) / self.unit
+        growth = self.backlog - self.first_backlog - self.reflected
+        scale = 1.0 + self.reflected + (self.spent + self.allowed) / self.unit
+        return abs(excess - growth) / scale
+
+
+class Queues:
+    """Drift plus penalty: weights of time and cost from any number of budgets.
+
+    Parameters
+    ----------
+    budgets : sequence of Budget
+    weight : float
+        V, without dimension: how many budgets of a step one reference step is worth when queues are near one.
+        Time is within O(1/V) of the best, backlogs and the excess over a finite run grow as V.
+    step_s : float
+        Reference step: the fastest plan's at the start.
+    backlog : mapping of budget name to float, optional
+        Place-holder backlogs: queues that start where they will settle spend no time to get there.
+
+    Notes
+    -----
+    With a budget per second or hour slots are of unequal length, and the ratio of cost to time counts: the
+    weight of time becomes V over the mean step so far, less what the budgets allow per second.
+    """
+
+    def __init__(
+        self,
+        budgets: Sequence[Budget],
+        *,
+        weight: float,
+        step_s: float,
+        backlog: Mapping[str, float] | None = None,
+    ):
+        _check(budgets, weight, step_s)
+        start = dict(backlog or {})
+        self.weight, self.step_s = float(weight), float(step_s)
+        self.steps, self.total_s = 0, 0.0
+        self._queues = {
+            budget.name: Queue(
+                budget=budget,
+                backlog=start.get(budget.name, 0.0),
+                first_backlog=start.get(budget.name, 0.0),
+                unit=budget.allowance(step_s),
+            )
+            for budget in budgets
+        }
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Return all budgets."""
+        return tuple(queue.budget for queue in self._queues.values())
+
+    @property
+    def backlog(self) -> dict[str, float]:
+        """Return the backlogs by budget name."""
+        return {name: queue.backlog for name, queue in self._queues.items()}
+
+    def __getitem__(self, name: str) -> Queue:
+        return self._queues[name]
+
+    @property
+    def renewal(self) -> bool:
+        """Return whether some budget counts per time."""
+        return any(queue.budget.per != "step" for queue in self._queues.values())
+
+    def weights(self) -> tuple[float, dict[str, float]]:
+        """Return the weight of a second and, by budget name, the weights of cost: what a slot minimises.
+
+        The weight of a second can be negative where budgets per time are far exceeded: then slow is good, as
+        long as it is cheap.
+        """
+        mean_s = self.total_s / self.steps if self.renewal and self.steps else self.step_s
+        time_weight = self.weight / mean_s
+        costs = {}
+        for name, queue in self._queues.items():
+            costs[name] = queue.backlog / queue.unit
+            if queue.budget.per != "step":
+                time_weight -= costs[name] * queue.budget.limit / SECONDS[queue.budget.per]
+        return time_weight, costs
+
+    def record(self, time_s: float, costs: Mapping[str, float]) -> None:
+        """Take in the measured seconds and costs (by budget name) of a step.
+
+        Raises
+        ------
+        SpecError
+            For a cost that is no number or negative, or is missing.
+        """
+        for name in self._queues:
+            cost = costs.get(name, math.nan)
+            if not 0.0 <= cost < math.inf:
+                raise SpecError(
+                    f"a cost of {cost}", key=name, value=cost, rule="A cost is measured, finite, >= 0"
+                )
+        if not 0.0 <= time_s < math.inf:
+            raise SpecError(f"a step of {time_s} s", key="time_s", value=time_s, rule="A step takes time")
+        self.steps += 1
+        self.total_s += time_s
+        for name, queue in self._queues.items():
+            queue.record(time_s, costs[name])
+
+    @property
+    def violation(self) -> float:
+        """Return the largest excess of a mean cost over its budget, at least 0."""
+        return max([0.0, *(queue.violation for queue in self._queues.values())])
+
+    def identity_error(self) -> float:
+        """Return the largest error of the books over all budgets (G1)."""
+        return max([0.0, *(queue.identity_error() for queue in self._queues.values())])
+
+
+def _check(budgets: Sequence[Budget], weight: float, step_s: float) -> None:
+    if len({budget.name for budget in budgets}) < len(budgets):
+        raise SpecError("two budgets of one name", key="budgets", rule="Names of budgets differ")
+    if not 0.0 <= weight < math.inf:
+        raise SpecError(f"a weight of {weight}", key="weight", value=weight, rule="V is finite, not negative")
+    if not 0.0 < step_s < math.inf:
+        raise SpecError(f"a reference step of {step_s} s", key="step_s", value=step_s, rule="It takes time")
