@@ -17,7 +17,7 @@ from foreshard.errors import InfeasibleError
 from foreshard.planner.problem import Arrangement, Problem
 from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.solve import solve
-from foreshard.predict.measured import MeasuredCosts, predict_measured, ring_s, step_seconds
+from foreshard.predict.measured import MeasuredCosts, predict_measured, step_seconds
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -123,7 +123,7 @@ def priced(
                 two = [kinds[k][0], next((r for r in range(cluster.num_devices) if r != kinds[k][0]), kinds[k][0])]
                 size = sum(layer.parameter_bytes for layer in part)
                 tail_s[0, o, t] = update
-                tail_s[1, o, t] = update + (ring_s(costs, cluster, two, size) if two[0] != two[1] else 0.0)
+                tail_s[1, o, t] = update + (costs.ring_s(cluster, two, size) if two[0] != two[1] else 0.0)
     most = min(count, cluster.num_devices)
     micro_batch = np.array([m for _, m in options])
     takes = np.zeros((len(options), len(kinds)), dtype=int)

@@ -1,6 +1,6 @@
 """The cost source `measured`: layers timed on the user's own machine, and a step predicted from them.
 
-A layer's forward and backward take `fixed + per_sample * samples` seconds on the device that was measured, and
+A layer's forward and backward take `fixed + per_sample * samples` seconds on a device that was measured, and
 `slow` times that on one that is stated to be slower. The pipeline is played exactly as scheduled; messages travel
 beside the work; gradients of parameters that the same ranks hold are summed in one ring, one after another.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import numpy as np
 from foreshard.errors import SpecError
 from foreshard.graph.pipeline import pipeline_program
 from foreshard.graph.program import Kind
+from foreshard.graph.schedules import Op, stage_order
+from foreshard.predict.measured_links import MeasuredLinks
 from foreshard.sim import critical_path
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
@@ -60,21 +62,26 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
-    """Calibrated costs of one model on one kind of machine.
+    """Calibrated costs of one model on the devices it was timed on.
 
     Attributes
     ----------
     layers : tuple of LayerCost
+        On the device that was measured first.
     slow : mapping of device name to factor
-        How many times as long the work takes there; 1 for the measured device.
+        How many times as long the work takes there; 1 for a measured device.
+    tables : mapping of device name to tuple of LayerCost
+        Devices that were measured themselves; `slow` refers to `layers` for all others.
     spread : (float, float)
         5th and 95th percentile of whole passes over their median: the noise of the machine.
     clock : {'cpu', 'wall'}
         What the seconds are of.
     tokens_per_sample : float
     path : str
-    links : mapping or None
-        Measured ``bytes_per_s`` and ``latency_s``; None takes the cluster's.
+    links : MeasuredLinks
+        What is not in them the cluster says.
+    largest : int
+        Samples of the largest micro-batch that was timed.
     """
 
     layers: tuple[LayerCost, ...]
@@ -83,9 +90,11 @@ class MeasuredCosts:
     clock: str
     tokens_per_sample: float
     path: str
-    links: Mapping[str, float] | None = None
+    links: MeasuredLinks = MeasuredLinks()
+    tables: Mapping[str, tuple[LayerCost, ...]] = field(default_factory=dict)
     model: str = ""
     machine: str = ""
+    largest: int = 8
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is.
@@ -102,12 +111,49 @@ class MeasuredCosts:
             )  # fmt: skip
         return self.slow[device]
 
-    def link(self, cluster: Cluster, source: int, target: int) -> Line:
-        """Return (bytes/s, latency in seconds) between two ranks."""
-        if self.links is not None:
-            return self.links["bytes_per_s"], self.links["latency_s"]
-        a, b = cluster.node_group_of(source), cluster.node_group_of(target)
-        return min(a.nic_bytes_per_s, b.nic_bytes_per_s), max(a.nic_latency_s, b.nic_latency_s)
+    def layers_on(self, device: str) -> tuple[LayerCost, ...]:
+        """Return the layers as measured on a device, or on the one that `slow_of` it refers to."""
+        return self.tables.get(device, self.layers)
+
+    def work_s(self, device: str, span: tuple[int, int], name: str, samples: int) -> float:
+        """Return the seconds that a device needs for samples on layers [start, stop)."""
+        lines = [getattr(layer, name) for layer in self.layers_on(device)[slice(*span)]]
+        return self.slow_of(device) * float(sum(fixed + each * samples for fixed, each in lines))
+
+    def optimizer_s(self, device: str, layers: Iterable[int]) -> float:
+        """Return the seconds that a device needs to update layers."""
+        table = self.layers_on(device)
+        return self.slow_of(device) * float(sum(table[layer].optimizer_s for layer in layers))
+
+    def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+        """Return the seconds of a message between two ranks."""
+        measured = self.links.between(apart=_apart(cluster, (source, target)))
+        if measured is not None:
+            return measured.message_s(num_bytes)
+        rate, latency_s = _stated(cluster, source, target)
+        return latency_s + num_bytes / rate
+
+    def ring_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: float) -> float:
+        """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005)."""
+        m = len(owners)
+        if m < 2:
+            return 0.0
+        measured = self.links.between(apart=_apart(cluster, owners))
+        if measured is not None:
+            return measured.ring_s(m, num_bytes)
+        links = [_stated(cluster, a, b) for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)]
+        rate, latency_s = min(r for r, _ in links), max(wait for _, wait in links)
+        return 2 * (m - 1) * latency_s + 2 * (m - 1) / m * num_bytes / rate
+
+
+def _apart(cluster: Cluster, ranks: Sequence[int]) -> bool:
+    return len({cluster.node_of(rank) for rank in ranks}) > 1
+
+
+def _stated(cluster: Cluster, source: int, target: int) -> Line:
+    """Return the cluster's own (bytes/s, latency in seconds) between two ranks."""
+    a, b = cluster.node_group_of(source), cluster.node_group_of(target)
+    return min(a.nic_bytes_per_s, b.nic_bytes_per_s), max(a.nic_latency_s, b.nic_latency_s)
 
 
 def load_costs(path: str) -> MeasuredCosts:
@@ -135,21 +181,32 @@ def load_costs(path: str) -> MeasuredCosts:
 def _parsed(data: Any, path: str) -> MeasuredCosts:
     if data["kind"] != "measured costs" or data["schema_version"] != 1:
         raise ValueError("kind and schema_version")
-    layers = []
-    for told in data["layers"]:
-        lines = {name: (float(told[name][0]), float(told[name][1])) for name in _LINES}
-        numbers = {name: float(told[name]) for name in _NUMBERS}
-        layers.append(LayerCost(**lines, **numbers, frozen_bytes=float(told.get("frozen_bytes", 0.0))))
-    if not layers or any(not np.isfinite(v) or v < 0 for layer in layers for v in layer.forward_s + layer.backward_s):
-        raise ValueError("layers with finite seconds")
-    links = data.get("links")
+    tables = {str(name): _layers(rows) for name, rows in data.get("tables", {}).items()}
+    layers = _layers(data["layers"])
+    if any(len(table) != len(layers) for table in tables.values()):
+        raise ValueError("tables of as many layers")
+    slow = {str(name): float(factor) for name, factor in data["devices"].items()}
+    if not all(np.isfinite(factor) and factor > 0 for factor in slow.values()):
+        raise ValueError("devices with positive factors")
     return MeasuredCosts(
-        layers=tuple(layers), slow={str(k): float(v) for k, v in data["devices"].items()},
-        spread=(float(data["spread"][0]), float(data["spread"][1])), clock=str(data["clock"]),
-        tokens_per_sample=float(data["tokens_per_sample"]), path=path,
-        links=None if links is None else {k: float(links[k]) for k in ("bytes_per_s", "latency_s")},
-        model=str(data.get("model", "")), machine=str(data.get("machine", "")),
+        layers=layers, tables=tables, slow=slow, spread=(float(data["spread"][0]), float(data["spread"][1])),
+        clock=str(data["clock"]), tokens_per_sample=float(data["tokens_per_sample"]), path=path,
+        links=MeasuredLinks.parsed(data.get("links")), model=str(data.get("model", "")),
+        machine=str(data.get("machine", "")), largest=int(max(data["samples"])),
     )  # fmt: skip
+
+
+def _layers(rows: Any) -> tuple[LayerCost, ...]:
+    layers = []
+    for told in rows:
+        lines = {name: (float(told[name][0]), float(told[name][1])) for name in _LINES}
+        numbers = {name: float(told[name]) for name in (*_NUMBERS, "frozen_bytes")}
+        if not all(np.isfinite(v) and v >= 0 for v in (*numbers.values(), *(v for line in lines.values() for v in line))):
+            raise ValueError("layers with finite seconds and bytes")
+        layers.append(LayerCost(**lines, **numbers))
+    if not layers:
+        raise ValueError("layers")
+    return tuple(layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,12 +274,12 @@ def step_seconds(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> float:
 
 def rank_times(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> list[RankTimes]:
     """Return where the step goes on every rank of the plan."""
-    slow = {rank: costs.slow_of(cluster.device_of(rank).name) for rank in plan.ranks}
-    done = {rank: told for group in plan.groups for rank, told in _group_done(costs, cluster, plan, group, slow).items()}
+    device = {rank: cluster.device_of(rank).name for rank in plan.ranks}
+    done = {rank: told for group in plan.groups for rank, told in _group_done(costs, cluster, group, device).items()}
     synced = _synced(costs, cluster, plan, done)
     found = []
     for rank, told in sorted(done.items()):
-        optimizer_s = slow[rank] * sum(costs.layers[layer].optimizer_s for layer in told["layers"])
+        optimizer_s = costs.optimizer_s(device[rank], told["layers"]) / told["shards"]
         found.append(RankTimes(
             rank=rank, compute_s=told["work_s"], recompute_s=told["again_s"],
             waiting_s=_gap(told["end_s"], told["work_s"] + told["again_s"]), sync_s=synced[rank] - told["end_s"],
@@ -237,7 +294,7 @@ def _gap(end_s: float, busy_s: float) -> float:
 
 
 def _group_done(
-    costs: MeasuredCosts, cluster: Cluster, plan: Plan, group: Group, slow: Mapping[int, float]
+    costs: MeasuredCosts, cluster: Cluster, group: Group, device: Mapping[int, str]
 ) -> dict[int, dict[str, Any]]:
     """Play the pipeline; return per rank its work and when each of its chunks has its gradients."""
     sizes = [min(group.micro_batch, group.share - lo) for lo in range(0, group.share, group.micro_batch)]
@@ -251,9 +308,9 @@ def _group_done(
                 for rank, count in zip(stage.ranks, _counts(stage, size), strict=True):
                     if count == 0:
                         continue
-                    f = slow[rank] * _sum(costs, lo, hi, "forward_s", count)
-                    b = slow[rank] * _sum(costs, lo, hi, "backward_s", count)
-                    i = slow[rank] * _sum(costs, lo, hi, "backward_input_s", count)
+                    f = costs.work_s(device[rank], (lo, hi), "forward_s", count)
+                    b = costs.work_s(device[rank], (lo, hi), "backward_s", count)
+                    i = costs.work_s(device[rank], (lo, hi), "backward_input_s", count)
                     r = f * again
                     forward[s, c, m] = max(forward[s, c, m], f)
                     backward[s, c, m] = max(backward[s, c, m], b + r)
@@ -276,6 +333,7 @@ def _group_done(
             found[rank] = {
                 "end_s": max(ends), "work_s": float(work[rank][0]), "again_s": float(work[rank][1]),
                 "layers": [layer for lo, hi in stage.layers for layer in range(lo, hi)],
+                "shards": stage.inner_dp if stage.zero >= 1 else 1,
                 "ready_s": {layer: ends[c] for c, (lo, hi) in enumerate(stage.layers) for layer in range(lo, hi)},
             }  # fmt: skip
     return found
@@ -285,11 +343,6 @@ def _counts(stage: Stage, size: int) -> list[int]:
     weights = stage.rank_shares or (1,) * stage.inner_dp
     bounds = [size * int(seen) // sum(weights) for seen in np.cumsum((0, *weights))]
     return [hi - lo for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-def _sum(costs: MeasuredCosts, lo: int, hi: int, name: str, count: int) -> float:
-    lines = [getattr(layer, name) for layer in costs.layers[lo:hi]]
-    return float(sum(fixed + per_sample * count for fixed, per_sample in lines))
 
 
 def _again(stage: Stage) -> float:
@@ -317,10 +370,8 @@ def _sends(
         size_bytes = costs.layers[stage.layers[0][1] - 1].boundary_bytes_per_sample * size / min(
             stage.inner_dp, after.inner_dp
         )
-        links = [
-            costs.link(cluster, *((a, b) if forward else (b, a))) for a in stage.ranks for b in after.ranks if a != b
-        ]
-        found.append(max((latency + size_bytes / rate for rate, latency in links), default=0.0))
+        pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
+        found.append(max((costs.message_s(cluster, a, b, size_bytes) for a, b in pairs), default=0.0))
     return found
 
 
@@ -340,26 +391,16 @@ def _synced(
             continue
         size = sum(costs.layers[layer].parameter_bytes for layer in layers)
         ready = max(max(free[rank], *(done[rank]["ready_s"][layer] for layer in layers)) for rank in owners)
-        end = ready + ring_s(costs, cluster, owners, size)
+        end = ready + costs.ring_s(cluster, owners, size)
         for rank in owners:
             free[rank] = end
             clock[rank] = max(clock[rank], end)
     return clock
 
 
-def ring_s(costs: MeasuredCosts, cluster: Cluster, owners: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005)."""
-    m = len(owners)
-    if m < 2:
-        return 0.0
-    links = [costs.link(cluster, a, b) for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)]
-    rate, latency = min(r for r, _ in links), max(wait for _, wait in links)
-    return 2 * (m - 1) * latency + 2 * (m - 1) / m * num_bytes / rate
-
-
 def _vote_s(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> float:
     """Return the seconds of the small all-reduce that ends a step."""
-    return ring_s(costs, cluster, sorted(plan.ranks), 0.0)
+    return costs.ring_s(cluster, sorted(plan.ranks), 0.0)
 
 
 def _memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memory:
@@ -384,21 +425,40 @@ def _memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memory:
 
 def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -> dict[str, float]:
     layers = [costs.layers[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
-    in_flight = group.num_micro_batches if group.schedule == "gpipe" else min(
-        len(group.stages) * group.num_chunks - place, group.num_micro_batches * group.num_chunks
-    )
     samples = max(_counts(stage, group.micro_batch))
-    kept = sum(layer.saved_bytes_per_sample for layer in layers)
-    if stage.recompute != "none":
-        kept *= 1 - _again(stage)
-        kept += sum(layer.boundary_bytes_per_sample for layer in layers)
+    kept, temporary = zip(*(_saved_bytes(costs, stage, span) for span in stage.layers), strict=True)
     shards = stage.inner_dp if stage.zero >= 1 else 1
     own = sum(layer.parameter_bytes for layer in layers)
     return {
         "parameters": own + sum(layer.frozen_bytes for layer in layers), "gradients": own,
         "optimizer": sum(layer.state_bytes for layer in layers) / shards,
-        "activations": kept / group.num_chunks * samples * in_flight,
+        "activations": samples * _most_kept(group, place, kept), "temporary": samples * max(temporary),
     }  # fmt: skip
+
+
+def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> tuple[float, float]:
+    """Return the bytes of a sample kept from forward to backward, and those made again while one is under way."""
+    layers = costs.layers[slice(*span)]
+    saved = sum(layer.saved_bytes_per_sample for layer in layers)
+    again = _again(stage)
+    if not again:
+        return saved, 0.0
+    _, _, rest = stage.recompute.partition(":")
+    kind, _, count = rest.partition(":")
+    unit = int(count) if kind == "uniform" else 1
+    most = max(sum(one.saved_bytes_per_sample for one in layers[i : i + unit]) for i in range(0, len(layers), unit))
+    return saved * (1 - again) + again * sum(layer.boundary_bytes_per_sample for layer in layers) / unit, most
+
+
+def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:
+    """Return the largest sum of what a stage keeps of a sample of each micro-batch under way."""
+    order = stage_order(
+        group.schedule, num_stages=len(group.stages), num_micro_batches=group.num_micro_batches,
+        num_chunks=group.num_chunks,
+    )[place]  # fmt: skip
+    op, chunk = order[:, 0], order[:, 1]
+    change = np.where(op == Op.FORWARD, 1.0, np.where(op == Op.BACKWARD_INPUT, 0.0, -1.0))
+    return float(np.cumsum(change * np.array(bytes_of_chunk)[chunk]).max())
 
 
 def _money(cluster: Cluster, step_s: float, tokens_a_step: float, total_s: float | None) -> Money:

@@ -1,0 +1,62 @@
+"""From timed messages and sums to links: a floor and a rate, fitted in relative error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from foreshard.predict.measured_links import LinkCost
+
+
+def fitted_links(links: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the links of a profile as a costs file holds them, None where none were timed."""
+    if not links:
+        return None
+    return {name: _fitted(links, apart) for name, apart in (("within", False), ("across", True))}
+
+
+def _fitted(links: Mapping[str, Any], apart: bool) -> dict[str, float] | None:
+    messages = [(1.0, one["bytes"], one["seconds"]) for one in links["messages"] if one["apart"] == apart]
+    sums = []
+    for one in links["sums"]:
+        if one["apart"] == apart:
+            hops = 2 * (len(one["ranks"]) - 1)
+            sums.append((float(hops), hops / len(one["ranks"]) * one["bytes"], one["seconds"]))
+    if not messages:
+        return None
+    floor_s, rate, error = floor_and_rate(messages)
+    hop_s, ring_rate, ring_error = floor_and_rate(sums or messages)
+    return LinkCost(
+        floor_s=floor_s, bytes_per_s=rate, hop_s=hop_s, ring_bytes_per_s=ring_rate,
+        relative_error=max(error, ring_error),
+    ).to_dict()  # fmt: skip
+
+
+def floor_and_rate(timed: Sequence[tuple[float, float, Sequence[float]]]) -> tuple[float, float, float]:
+    """Return (floor, bytes/s, median relative error) of max(hops * floor, bytes / rate).
+
+    Every split of the points into those at the floor and those at the rate is tried; each side's line goes through
+    the median of its ratios, and the split with the least mean of |log(formula / measured)| is kept: half and twice
+    as long are equally wrong.
+
+    Parameters
+    ----------
+    timed : sequence of (hops, bytes, seconds of repeats)
+    """
+    points = sorted(timed, key=lambda one: one[1] / one[0])
+    hops, size, seconds = (
+        np.array([one[0] for one in points]), np.array([one[1] for one in points], dtype=float),
+        np.maximum([float(np.median(one[2])) for one in points], 1e-9),
+    )  # fmt: skip
+    best, least = (0.0, np.inf), np.inf
+    for split in range(len(points)):
+        floor_s = float(np.median(seconds[:split] / hops[:split])) if split else 0.0
+        per_byte_s = float(np.median(seconds[split:] / size[split:]))
+        error = float(np.abs(np.log(np.maximum(hops * floor_s, size * per_byte_s) / seconds)).mean())
+        if error < least:
+            best, least = (floor_s, 1.0 / per_byte_s), error
+    floor_s, rate = best
+    errors = np.abs(np.maximum(hops * floor_s, size / rate) / seconds - 1)
+    return floor_s, rate, float(np.median(errors))

@@ -1,0 +1,238 @@
+"""Links timed between the ranks at hand: messages there and back, sums over ranks, what a launch takes.
+
+A message's time is half of there and back; a sum has ended when its slowest rank has. Pairs are timed one after
+another while the others wait. The same code runs over gloo on processors and over NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foreshard.errors import SpecError
+
+SIZES = (8, 2**10, 2**14, 2**17, 2**20, 2**23)
+"""Bytes."""
+_MOST_BYTES = 2**25
+"""Per size and direction: large messages repeat less often."""
+_WARM_UP = 3
+_LAUNCHES = 2000
+_ALL_PAIRS = 4
+"""Ranks up to which every pair is timed; more are timed around a ring."""
+_TIMEOUT = timedelta(seconds=60)
+
+
+class Ranks:
+    """The ranks at hand, as one of them sees them.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        Where they meet.
+    rank, size : int
+    device : torch.device
+        Tensors are there; NCCL joins GPUs, gloo the rest.
+    local : bool
+        All are on this host: nothing listens outside of it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, local: bool):
+        self.rank, self.size, self.device = rank, size, device
+        self._store, self._local = store, local
+        store.set(f"host/{rank}", os.uname().nodename)
+        self.hosts = [store.get(f"host/{r}").decode() for r in range(size)]
+
+    def group(self, ranks: Sequence[int], name: str) -> Any:
+        """Return the process group of some ranks; all of them ask for it."""
+        store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
+        place = list(ranks).index(self.rank)
+        if self.device.type == "cuda":
+            return dist.ProcessGroupNCCL(store, place, len(ranks), _TIMEOUT)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _TIMEOUT
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            if self._local else dist.ProcessGroupGloo.create_default_device()
+        ]  # fmt: skip
+        return dist.ProcessGroupGloo(store, place, len(ranks), options)
+
+    def apart(self, ranks: Sequence[int]) -> bool:
+        """Return whether some of the ranks are on different hosts."""
+        return len({self.hosts[r] for r in ranks}) > 1
+
+
+def time_links(
+    ranks: Ranks, *, repeats: int, sizes: Sequence[int] = SIZES, tell: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Return the seconds of messages and sums between the ranks; all of them call it, each gets what it has seen.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    repeats : int
+        Of each small message.
+    sizes : sequence of int, bytes
+    tell : callable
+        Progress.
+    """
+    world = ranks.group(range(ranks.size), "world")
+    found: dict[str, Any] = {
+        "ranks": ranks.size, "hosts": len(set(ranks.hosts)), "launch_s": launch_s(ranks.device),
+        "backend": "nccl" if ranks.device.type == "cuda" else "gloo", "messages": [], "sums": [],
+    }  # fmt: skip
+    for pair in pairs_of(ranks.size):
+        tell(f"messages between ranks {pair[0]} and {pair[1]}")
+        for size in sizes:
+            seconds = _there_and_back(ranks, world, pair, size, _times(size, repeats))
+            found["messages"].append({"ranks": pair, "apart": ranks.apart(pair), "bytes": size, "seconds": seconds})
+    for count in counts_of(ranks.size):
+        tell(f"sums over {count} ranks")
+        members = list(range(count))
+        group = ranks.group(members, "sums") if ranks.rank < count else None
+        for size in sizes:
+            seconds = _sums(ranks, world, group, size, _times(size, repeats))
+            found["sums"].append({"ranks": members, "apart": ranks.apart(members), "bytes": size, "seconds": seconds})
+    _together(ranks, world)
+    return found
+
+
+def pairs_of(size: int) -> list[list[int]]:
+    """Return the pairs to time: all of few ranks, neighbours of many."""
+    if size <= _ALL_PAIRS:
+        return [[a, b] for a in range(size) for b in range(a + 1, size)]
+    return [[a, (a + 1) % size] for a in range(size)]
+
+
+def counts_of(size: int) -> list[int]:
+    """Return over how many ranks to sum: powers of two, and all."""
+    return sorted({2**k for k in range(1, size.bit_length()) if 2**k <= size} | ({size} if size > 1 else set()))
+
+
+def launch_s(device: torch.device) -> float:
+    """Return the seconds that starting an operation on one number keeps the host busy, the median of many."""
+    one, spans = torch.zeros(1, device=device), []
+    for _ in range(_LAUNCHES):
+        began = time.perf_counter()
+        one.add_(1)
+        spans.append(time.perf_counter() - began)
+    _wait(device)
+    return sorted(spans)[len(spans) // 2]
+
+
+def _times(size: int, repeats: int) -> int:
+    return max(5, min(repeats, _MOST_BYTES // max(size, 1)))
+
+
+def _there_and_back(ranks: Ranks, world: Any, pair: Sequence[int], size: int, repeats: int) -> list[float]:
+    """Return the seconds of one way, half of there and back as the first of the pair sees it."""
+    data = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
+    spans = torch.zeros(repeats, dtype=torch.float64, device=ranks.device)
+    _together(ranks, world)
+    if ranks.rank in pair:
+        first = ranks.rank == pair[0]
+        peer = pair[1] if first else pair[0]
+        for turn in range(-_WARM_UP, repeats):
+            began = time.perf_counter()
+            for sends in (first, not first):
+                (world.send if sends else world.recv)([data], peer, 1).wait()
+            _wait(ranks.device)
+            if first and turn >= 0:
+                spans[turn] = (time.perf_counter() - began) / 2
+    return _largest(world, spans)
+
+
+def _sums(ranks: Ranks, world: Any, group: Any, size: int, repeats: int) -> list[float]:
+    """Return the seconds of an all-reduce of so many bytes, of the slowest member each time."""
+    data = torch.zeros(max(size // 4, 1), dtype=torch.float32, device=ranks.device)
+    spans = torch.zeros(repeats, dtype=torch.float64, device=ranks.device)
+    _together(ranks, world)
+    if group is not None:
+        for turn in range(-_WARM_UP, repeats):
+            _together(ranks, group)
+            began = time.perf_counter()
+            group.allreduce([data]).wait()
+            _wait(ranks.device)
+            if turn >= 0:
+                spans[turn] = time.perf_counter() - began
+    return _largest(world, spans)
+
+
+def _largest(world: Any, spans: torch.Tensor) -> list[float]:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    world.allreduce([spans], options).wait()
+    return [float(span) for span in spans.tolist()]
+
+
+def _together(ranks: Ranks, group: Any) -> None:
+    group.allreduce([torch.zeros(1, device=ranks.device)]).wait()
+    _wait(ranks.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def local_links(
+    count: int, device: str, *, repeats: int, tell: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Return what `time_links` finds between so many ranks of this machine, started for it and ended after it.
+
+    Raises
+    ------
+    SpecError
+        For more ranks than GPUs.
+    """
+    if device == "cuda" and count > torch.cuda.device_count():
+        raise SpecError(f"{count} ranks on {torch.cuda.device_count()} GPUs", key="--local", value=count,
+                        rule="NCCL takes one rank a GPU", fix="Give --local the number of GPUs")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        others = [
+            subprocess.Popen(
+                [sys.executable, "-m", "foreshard.profile.link_times", folder, str(rank), str(count), device, str(repeats)]
+            )
+            for rank in range(1, count)
+        ]  # fmt: skip
+        try:
+            return _met_in(folder, 0, count, device, repeats, tell)
+        finally:
+            for process in others:
+                process.kill()
+            for process in others:
+                process.wait()
+
+
+def _met_in(
+    folder: str, rank: int, count: int, device: str, repeats: int, tell: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    store = dist.FileStore(str(Path(folder) / "meet"), count)
+    store.set_timeout(_TIMEOUT)
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    return time_links(Ranks(store, rank, count, here, local=True), repeats=repeats, tell=tell)
+
+
+def torchrun_ranks(device: str) -> Ranks | None:
+    """Return the ranks that torchrun started, None if it did not start several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+    store = dist.PrefixStore(f"profile/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    here = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+    same_host = size <= int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return Ranks(store, rank, size, here, local=same_host)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _met_in(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
