@@ -6,13 +6,14 @@ modelled here: seconds are the analytical engine's, bytes the memory model's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from foreshard.catalog.clusters import load_cluster
+from foreshard.control.slots import Chain, State
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
 from foreshard.errors import SpecError
@@ -25,46 +26,44 @@ from foreshard.spec.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a batch costs at stated speeds, prices and rates.
+    """A job on devices at stated speeds, prices and rates.
 
     Attributes
     ----------
-    batch, micro_batch : int
-        Samples.
-    layer_s : ndarray, shape (devices, layers)
-        Forward and backward seconds per sample, by micro-batches.
-    boundary_bytes : ndarray, shape (layers - 1,)
-        Per sample, one direction.
-    sync_bytes, state_bytes, moved_bytes, saved_bytes : ndarray, shape (layers,)
-        Gradients that are summed; all that a device keeps of a layer; what of it a new owner must be sent
-        (weights and optimizer states); activations per micro-batch in flight.
-    memory_bytes, usd_per_h, busy_w, idle_w : ndarray, shape (devices,)
-    bandwidth_bytes_per_s, latency_s, usd_per_byte : ndarray, shape (devices, devices)
+    chain : Chain
+    state : State
+        As stated, all devices there.
     link_of : ndarray of int, shape (devices, devices)
         Link between racks that a pair of devices uses, -1 for none.
+    batch, micro_batch : int
+        Samples.
+    moved_bytes : float
+        Weights and optimizer states of all layers: what a device is sent that joins.
     """
 
+    chain: Chain
+    state: State
+    link_of: np.ndarray
     batch: int
     micro_batch: int
-    layer_s: np.ndarray
-    boundary_bytes: np.ndarray
-    sync_bytes: np.ndarray
-    state_bytes: np.ndarray
-    moved_bytes: np.ndarray
-    saved_bytes: np.ndarray
-    memory_bytes: np.ndarray
-    usd_per_h: np.ndarray
-    busy_w: np.ndarray
-    idle_w: np.ndarray
-    bandwidth_bytes_per_s: np.ndarray
-    latency_s: np.ndarray
-    usd_per_byte: np.ndarray
-    link_of: np.ndarray
+    moved_bytes: float
 
     @property
     def num_devices(self) -> int:
         """Return the number of devices."""
-        return len(self.layer_s)
+        return self.chain.num_workers
+
+    def at(
+        self, *, speed: np.ndarray, price: np.ndarray, link: np.ndarray, available: np.ndarray
+    ) -> State:
+        """Return the state at factors of the stated speeds, prices and rates between racks."""
+        rate = self.state.bandwidth_bytes_per_s
+        if len(link):
+            rate = rate * np.append(link, 1.0)[self.link_of]
+        return replace(
+            self.state, speed=speed, usd_per_h=self.state.usd_per_h * price, available=available,
+            bandwidth_bytes_per_s=rate,
+        )  # fmt: skip
 
 
 def cluster_of(scenario: Scenario, load: Any = load_cluster) -> Cluster:
@@ -115,29 +114,40 @@ def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
         framework=scenario.framework, precision=scenario.precision, optimizer=scenario.optimizer,
     )  # fmt: skip
     groups = [group for group in cluster.nodes for _ in range(group.num_devices)]
-    seconds = {g: _layer_s(request, g, scenario.micro_batch) for g in range(len(cluster.nodes))}
-    index = [g for g, group in enumerate(cluster.nodes) for _ in range(group.num_devices)]
-    rate, delay, link_of = _links(cluster)
-    sizes = _sizes(request, scenario.micro_batch)
+    seconds = [_layer_s(request, g, scenario.micro_batch) for g in range(len(cluster.nodes))]
+    layer_s = [seconds[g] for g, group in enumerate(cluster.nodes) for _ in range(group.num_devices)]
     wide = 4.0 if scenario.precision in ("fp32", "tf32") else 2.0
-    layers = model.num_layers + 2
-    boundary = np.full(layers - 1, model.hidden * request.seq_len * wide)
-    watts = np.array([group.device.tdp_w for group in groups])
-    return Workload(
-        batch=scenario.global_batch,
-        micro_batch=scenario.micro_batch,
-        layer_s=np.array([seconds[g] for g in index]),
-        boundary_bytes=boundary,
+    sizes, moved_bytes = _sizes(request, scenario.micro_batch)
+    chain = Chain(
+        layer_s=np.array(layer_s),
+        boundary_bytes=np.full(model.num_layers + 1, 2.0 * model.hidden * request.seq_len * wide),
         memory_bytes=np.array([group.device.capacity_bytes for group in groups]),
+        **sizes,
+    )
+    state, link_of = _stated(scenario, cluster, groups)
+    return Workload(
+        chain=chain, state=state, link_of=link_of, batch=scenario.global_batch,
+        micro_batch=scenario.micro_batch, moved_bytes=moved_bytes,
+    )  # fmt: skip
+
+
+def _stated(
+    scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]
+) -> tuple[State, np.ndarray]:
+    rate, delay, link_of = _links(cluster)
+    watts = np.array([group.device.tdp_w for group in groups])
+    state = State(
+        speed=np.ones(len(groups)),
+        available=np.ones(len(groups), dtype=bool),
+        bandwidth_bytes_per_s=rate,
+        latency_s=delay,
         usd_per_h=np.array([_usd_per_h(group, scenario) for group in groups]),
         busy_w=watts,
         idle_w=WAITING_POWER * watts,
-        bandwidth_bytes_per_s=rate,
-        latency_s=delay,
         usd_per_byte=np.where(link_of >= 0, scenario.egress_usd_per_gb / 1e9, 0.0),
-        link_of=link_of,
-        **sizes,
+        kg_per_j=np.zeros(len(groups)),
     )
+    return state, link_of
 
 
 def _usd_per_h(group: NodeGroup, scenario: Scenario) -> float:
@@ -164,8 +174,8 @@ def _layer_s(request: Request, group: int, micro_batch: int) -> np.ndarray:
     return np.array([row[problem.types[i, i + 1]] for i in range(places)]) / micro_batch
 
 
-def _sizes(request: Request, micro_batch: int) -> Mapping[str, np.ndarray]:
-    """Return the bytes of every layer."""
+def _sizes(request: Request, micro_batch: int) -> tuple[Mapping[str, np.ndarray], float]:
+    """Return the bytes of every layer, and what a device is sent that takes all of them."""
     model, framework = request.model, request.framework
     layers = model.num_layers + 2
     kinds = model.block_kinds()
@@ -189,13 +199,13 @@ def _sizes(request: Request, micro_batch: int) -> Mapping[str, np.ndarray]:
 
     one, two = stage_memory(load(1.0), framework), stage_memory(load(2.0), framework)
     wide = np.ones(layers)
-    kept = (one.parameters + one.gradients + one.optimizer) * wide
-    return {
+    saved = np.maximum(two.activations - one.activations, 0.0) * wide
+    sizes = {
         "sync_bytes": one.gradients * wide,
-        "state_bytes": kept,
-        "moved_bytes": (one.parameters + one.optimizer) * wide,
-        "saved_bytes": np.maximum(two.activations - one.activations, 0.0) * wide,
+        "state_bytes": (one.parameters + one.gradients + one.optimizer) * wide,
+        "saved_bytes": saved / micro_batch,
     }
+    return sizes, float(((one.parameters + one.optimizer) * wide).sum())
 
 
 def _links(cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

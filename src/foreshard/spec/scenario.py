@@ -1,0 +1,246 @@
+"""Scenario: a job, the devices it may use, what changes while it runs, and the budgets it must keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from foreshard.errors import SpecError
+from foreshard.spec import codec
+from foreshard.spec.codec import Range, Size, Unit
+
+What = Literal["speed", "bandwidth", "price", "availability"]
+How = Literal["fixed", "one-at-a-time", "markov", "diurnal", "co-located", "failures", "trace"]
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "speed": ("fixed", "one-at-a-time", "markov", "diurnal", "co-located", "trace"),
+    "bandwidth": ("fixed", "markov", "diurnal", "trace"),
+    "price": ("fixed", "markov", "diurnal", "trace"),
+    "availability": ("failures", "trace"),
+}
+"""Which processes can drive which quantity."""
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "fixed": ("factor",),
+    "one-at-a-time": ("factor", "stay"),
+    "markov": ("factors", "stay"),
+    "diurnal": ("swing", "period"),
+    "co-located": ("stay",),
+    "failures": ("mean_up", "mean_down"),
+    "trace": ("file",),
+}
+_OF_LINKS = ("bandwidth",)
+_RANKS = re.compile(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*")
+Factor = Annotated[float, Range(1e-6, 1e6)]
+Share = Annotated[float, Range(0.0, 1.0)]
+Seconds = Annotated[float, Unit("s"), Range(0.0, 1e9)]
+Length = Annotated[float, Unit("s"), Range(1e-6, 1e9)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One ``[[process]]`` table: what changes, and how.
+
+    Attributes
+    ----------
+    what : {'speed', 'bandwidth', 'price', 'availability'}
+    how : str
+        A named process or 'trace'; `FORMS` says which go together.
+    ranks : str
+        Devices that it drives ("0-7, 12"); all when empty.
+    between : pair of str or None
+        Racks whose link it drives; every link between racks when None.
+    factor : float or None
+        'fixed': multiplies the value. 'one-at-a-time': how many times slower the one straggler is.
+    factors : tuple of float
+        'markov': the levels, each multiplies the value.
+    stay : float or None
+        Chance to keep the level for another slot; otherwise every other level is as likely.
+    together : bool
+        One chain for all ranks instead of one for each.
+    swing : float or None
+        'diurnal': highest over lowest value; the stated value is the highest.
+    period : float or None, seconds
+    phase : float
+        Part of the period by which the lowest value is late.
+    levels : int
+        Values that a 'diurnal' process takes: it moves in steps of equal ratio.
+    mean_up, mean_down : float or None, seconds
+        'failures': mean time to failure and to return of each device.
+    file : str or None
+        'trace': CSV with columns time_s and value (or count, of devices available), beside the scenario.
+    """
+
+    what: What
+    how: How
+    ranks: str = ""
+    between: tuple[str, str] | None = None
+    factor: Factor | None = None
+    factors: tuple[Factor, ...] = ()
+    stay: Share | None = None
+    together: bool = False
+    swing: Annotated[float, Range(1.0, 1e6)] | None = None
+    period: Length | None = None
+    phase: Share = 0.0
+    levels: Annotated[int, Range(2, 1000)] = 12
+    mean_up: Length | None = None
+    mean_down: Length | None = None
+    file: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetTable:
+    """One ``[[budget]]`` table: a long-term mean that must be kept.
+
+    Attributes
+    ----------
+    name : str
+    kind : {'usd', 'rent_usd', 'egress_usd', 'joule'}
+        What is counted: dollars of rent and egress together, of either, or joules.
+    limit : float or None
+        Mean per step, second or hour.
+    per : {'step', 'second', 'hour'}
+    of : str or None
+        A policy; the budget is then `share` of what this policy spends on the same path.
+    share : float or None
+    """
+
+    name: Annotated[str, Size(1, 100)]
+    kind: Literal["usd", "rent_usd", "egress_usd", "joule"] = "usd"
+    limit: Annotated[float, Range(1e-12, 1e15)] | None = None
+    per: Literal["step", "second", "hour"] = "step"
+    of: str | None = None
+    share: Annotated[float, Range(1e-6, 1e3)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A changing cluster and a job on it.
+
+    Attributes
+    ----------
+    name, doc : str
+    model : str
+    cluster : str or mapping
+        Path, catalog name or shorthand, or the tables of a cluster file.
+    global_batch, seq_len, micro_batch : int
+    precision, framework, optimizer : str
+    process : tuple of Process
+    budget : tuple of BudgetTable
+    seed, slots : int
+        Of the first path; slots of one batch each.
+    slot : float, seconds
+        How far the clock of daily processes and traces moves in a slot.
+    sees_now : bool
+        Decisions know this slot's speeds, link rates and prices; else only those of the slot before.
+        Which devices are available is always known.
+    pause : float, seconds
+        Every change of groups or layers costs this, besides the bytes that move.
+    egress_usd_per_gb : float
+        Price of a decimal gigabyte between racks.
+    max_stages : int
+        Longest pipeline that plans may use.
+    file : str or None
+    """
+
+    name: str = ""
+    doc: str = ""
+    model: str
+    cluster: str | Mapping[str, Any]
+    global_batch: Annotated[int, Range(1, 10**9)]
+    seq_len: Annotated[int, Range(1, 10**8)] | None = None
+    micro_batch: Annotated[int, Range(1, 10**6)] = 1
+    precision: str = "bf16"
+    framework: str = "megatron-core"
+    optimizer: str = "adamw"
+    process: tuple[Process, ...] = ()
+    budget: tuple[BudgetTable, ...] = ()
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    slots: Annotated[int, Range(1, 10**7)] = 10_000
+    slot: Length = 60.0
+    sees_now: bool = False
+    pause: Seconds = 0.0
+    egress_usd_per_gb: Annotated[float, Range(0.0, 1e6)] = 0.0
+    max_stages: Annotated[int, Range(1, 1000)] = 4
+    file: str | None = None
+
+    def path_of(self, name: str) -> Path:
+        """Return where a file that the scenario names lies: relative names are beside the scenario."""
+        return Path(name) if self.file is None else Path(self.file).parent / name
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """Return the scenario of a TOML file.
+
+    Raises
+    ------
+    SpecError
+        With file, key, value, rule and fix.
+    """
+    file = str(path)
+    data = codec.parse_toml(codec.read_text(path), file=file)
+    if "file" in data:
+        raise SpecError("unknown key 'file'", file=file, key="file", rule="Unknown keys are errors")
+    found = codec.decode(Scenario, data | {"file": file}, file=file)
+    for index, process in enumerate(found.process):
+        _check_process(process, file, f"process[{index}]")
+    for index, budget in enumerate(found.budget):
+        _check_budget(budget, file, f"budget[{index}]")
+    if len({one.name for one in found.budget}) < len(found.budget):
+        raise SpecError("two budgets of one name", file=file, key="budget", rule="Names of budgets differ")
+    return found
+
+
+def _check_process(process: Process, file: str, key: str) -> None:
+    def refuse(name: str, what: str, rule: str, value: Any = None, fix: str | None = None) -> SpecError:
+        return SpecError(what, file=file, key=f"{key}.{name}", value=value, rule=rule, fix=fix)
+
+    forms = FORMS[process.what]
+    if process.how not in forms:
+        raise refuse(
+            "how", f"{process.how!r} does not drive {process.what}",
+            f"{process.what} is driven by {', '.join(forms)}", process.how,
+        )  # fmt: skip
+    for name in _NEEDS[process.how]:
+        if getattr(process, name) in (None, ()):
+            raise refuse(name, f"'{name}' is missing", f"how = {process.how!r} needs it", fix="Add it")
+    if process.ranks and not _RANKS.fullmatch(process.ranks):
+        raise refuse("ranks", f"cannot read {process.ranks!r}", "Ranks are written '0-3, 8'", process.ranks)
+    if process.ranks and process.what in _OF_LINKS:
+        raise refuse("ranks", "a link is not of ranks", "Links are named by racks", fix="Use 'between'")
+    if process.between and process.what not in _OF_LINKS:
+        raise refuse("between", "only links lie between racks", "between goes with what = 'bandwidth'")
+
+
+def _check_budget(budget: BudgetTable, file: str, key: str) -> None:
+    stated = budget.limit is not None
+    related = budget.of is not None and budget.share is not None
+    if stated == related:
+        raise SpecError(
+            "a budget needs a limit", file=file, key=f"{key}.limit", value=budget.limit,
+            rule="Either limit, or of (a policy) and share", fix="Give one of them",
+        )  # fmt: skip
+
+
+def ranks_of(text: str, num_devices: int) -> tuple[int, ...]:
+    """Return the ranks that "0-3, 8" names; all for an empty text.
+
+    Examples
+    --------
+    >>> ranks_of("0-2, 5", 8)
+    (0, 1, 2, 5)
+    """
+    if not text:
+        return tuple(range(num_devices))
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if max(found, default=0) >= num_devices or len(set(found)) < len(found) or not found:
+        raise SpecError(
+            f"ranks {text!r} are not on the cluster", key="ranks", value=text,
+            rule=f"Ranks are 0 to {num_devices - 1}, each once",
+        )  # fmt: skip
+    return tuple(found)
