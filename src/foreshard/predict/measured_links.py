@@ -64,7 +64,7 @@ class MeasuredLinks:
             told = (data or {}).get(name)
             if told is not None:
                 cost = LinkCost(**{key: float(value) for key, value in told.items()})
-                if not (cost.bytes_per_s > 0 and cost.ring_bytes_per_s > 0 and cost.floor_s >= 0 and cost.hop_s >= 0):
+                if min(cost.bytes_per_s, cost.ring_bytes_per_s) <= 0 or min(cost.floor_s, cost.hop_s) < 0:
                     raise ValueError("links with positive rates")
                 made[name] = cost
         return cls(**made)

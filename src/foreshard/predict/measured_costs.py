@@ -1,0 +1,205 @@
+"""The cost source `measured`: what layers and links cost on the user's own machines, from a costs file.
+
+A layer's forward and backward take `fixed + per_sample * samples` seconds on a device that was measured, and
+`slow` times that on one that is stated to be slower.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreshard.errors import SpecError
+from foreshard.predict.measured_links import MeasuredLinks
+from foreshard.spec.cluster import Cluster
+
+Line = tuple[float, float]
+"""(fixed seconds, seconds per sample)."""
+_LINES = ("forward_s", "backward_s", "backward_input_s")
+_NUMBERS = (
+    "optimizer_s", "parameter_bytes", "frozen_bytes", "state_bytes", "saved_bytes_per_sample",
+    "boundary_bytes_per_sample",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What a layer costs on the measured device.
+
+    Attributes
+    ----------
+    forward_s, backward_s, backward_input_s : (fixed, per sample)
+        `backward_input_s` is the part of the backward that the layer before waits for.
+    optimizer_s : float
+    parameter_bytes, state_bytes : float
+        Trainable parameters (their gradients take as much), optimizer's states.
+    saved_bytes_per_sample, boundary_bytes_per_sample : float
+        Kept from forward to backward; handed to the next layer.
+    frozen_bytes : float
+    """
+
+    forward_s: Line
+    backward_s: Line
+    backward_input_s: Line
+    optimizer_s: float
+    parameter_bytes: float
+    state_bytes: float
+    saved_bytes_per_sample: float
+    boundary_bytes_per_sample: float
+    frozen_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCosts:
+    """Calibrated costs of one model on the devices it was timed on.
+
+    Attributes
+    ----------
+    layers : tuple of LayerCost
+        On the device that was measured first.
+    slow : mapping of device name to factor
+        How many times as long the work takes there; 1 for a measured device.
+    tables : mapping of device name to tuple of LayerCost
+        Devices that were measured themselves; `slow` refers to `layers` for all others.
+    spread : (float, float)
+        5th and 95th percentile of whole passes over their median: the noise of the machine.
+    clock : {'cpu', 'wall'}
+        What the seconds are of.
+    tokens_per_sample : float
+    path : str
+    links : MeasuredLinks
+        What is not in them the cluster says.
+    largest : int
+        Samples of the largest micro-batch that was timed.
+    """
+
+    layers: tuple[LayerCost, ...]
+    slow: Mapping[str, float]
+    spread: tuple[float, float]
+    clock: str
+    tokens_per_sample: float
+    path: str
+    links: MeasuredLinks = field(default_factory=MeasuredLinks)
+    tables: Mapping[str, tuple[LayerCost, ...]] = field(default_factory=dict)
+    model: str = ""
+    machine: str = ""
+    largest: int = 8
+
+    def slow_of(self, device: str) -> float:
+        """Return how slow a device is.
+
+        Raises
+        ------
+        SpecError
+            When it was not measured.
+        """
+        if device not in self.slow:
+            raise SpecError(
+                f"no measured costs of {device!r}", file=self.path, key="devices", value=device,
+                rule=f"measured are {', '.join(sorted(self.slow))}",
+                fix="Profile that device, or give the lab to calibrate",
+            )  # fmt: skip
+        return self.slow[device]
+
+    def layers_on(self, device: str) -> tuple[LayerCost, ...]:
+        """Return the layers as measured on a device, or on the one that `slow_of` it refers to."""
+        return self.tables.get(device, self.layers)
+
+    def work_s(self, device: str, span: tuple[int, int], name: str, samples: int) -> float:
+        """Return the seconds that a device needs for samples on layers [start, stop)."""
+        lines = [getattr(layer, name) for layer in self.layers_on(device)[slice(*span)]]
+        return self.slow_of(device) * float(sum(fixed + each * samples for fixed, each in lines))
+
+    def optimizer_s(self, device: str, layers: Iterable[int]) -> float:
+        """Return the seconds that a device needs to update layers."""
+        table = self.layers_on(device)
+        return self.slow_of(device) * float(sum(table[layer].optimizer_s for layer in layers))
+
+    def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+        """Return the seconds of a message between two ranks."""
+        measured = self.links.between(apart=_apart(cluster, (source, target)))
+        if measured is not None:
+            return measured.message_s(num_bytes)
+        rate, latency_s = _stated(cluster, source, target)
+        return latency_s + num_bytes / rate
+
+    def ring_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: float) -> float:
+        """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005)."""
+        m = len(owners)
+        if m < 2:
+            return 0.0
+        measured = self.links.between(apart=_apart(cluster, owners))
+        if measured is not None:
+            return measured.ring_s(m, num_bytes)
+        links = [_stated(cluster, a, b) for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)]
+        rate, latency_s = min(r for r, _ in links), max(wait for _, wait in links)
+        return 2 * (m - 1) * latency_s + 2 * (m - 1) / m * num_bytes / rate
+
+
+def _apart(cluster: Cluster, ranks: Sequence[int]) -> bool:
+    return len({cluster.node_of(rank) for rank in ranks}) > 1
+
+
+def _stated(cluster: Cluster, source: int, target: int) -> Line:
+    """Return the cluster's own (bytes/s, latency in seconds) between two ranks."""
+    a, b = cluster.node_group_of(source), cluster.node_group_of(target)
+    return min(a.nic_bytes_per_s, b.nic_bytes_per_s), max(a.nic_latency_s, b.nic_latency_s)
+
+
+def load_costs(path: str) -> MeasuredCosts:
+    """Return measured costs from the file that `foreshard calibrate` writes.
+
+    Raises
+    ------
+    SpecError
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise SpecError(f"cannot read: {error.strerror}", file=path, key="--costs",
+                        fix="Make it with foreshard profile and foreshard calibrate") from None  # fmt: skip
+    except ValueError as error:
+        raise SpecError(f"not JSON: {error}", file=path, key="--costs") from None
+    try:
+        return _parsed(data, path)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SpecError(f"not measured costs: {type(error).__name__} {error}", file=path, key="--costs",
+                        rule="the file is what foreshard calibrate writes",
+                        fix="Run foreshard calibrate again") from None  # fmt: skip
+
+
+def _parsed(data: Any, path: str) -> MeasuredCosts:
+    if data["kind"] != "measured costs" or data["schema_version"] != 1:
+        raise ValueError("kind and schema_version")
+    tables = {str(name): _layers(rows) for name, rows in data.get("tables", {}).items()}
+    layers = _layers(data["layers"])
+    if any(len(table) != len(layers) for table in tables.values()):
+        raise ValueError("tables of as many layers")
+    slow = {str(name): float(factor) for name, factor in data["devices"].items()}
+    if not all(np.isfinite(factor) and factor > 0 for factor in slow.values()):
+        raise ValueError("devices with positive factors")
+    return MeasuredCosts(
+        layers=layers, tables=tables, slow=slow, spread=(float(data["spread"][0]), float(data["spread"][1])),
+        clock=str(data["clock"]), tokens_per_sample=float(data["tokens_per_sample"]), path=path,
+        links=MeasuredLinks.parsed(data.get("links")), model=str(data.get("model", "")),
+        machine=str(data.get("machine", "")), largest=int(max(data["samples"])),
+    )  # fmt: skip
+
+
+def _layers(rows: Any) -> tuple[LayerCost, ...]:
+    layers = []
+    for told in rows:
+        numbers: dict[str, Any] = {name: float(told[name]) for name in _NUMBERS}
+        lines: dict[str, Any] = {name: (float(told[name][0]), float(told[name][1])) for name in _LINES}
+        seen = np.array([*numbers.values(), *(v for line in lines.values() for v in line)])
+        if not (np.isfinite(seen) & (seen >= 0)).all():
+            raise ValueError("layers with finite seconds and bytes")
+        layers.append(LayerCost(**lines, **numbers))
+    if not layers:
+        raise ValueError("layers")
+    return tuple(layers)
