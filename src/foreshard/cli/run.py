@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--max-starts", type=int, default=4, show_default=True, help="Times a rank that dies is started.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
+@click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
     """Train JOB.py under a plan, and survive what happens to the ranks.
 

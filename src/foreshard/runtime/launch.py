@@ -14,6 +14,7 @@ from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.layout import layout_of
 from foreshard.runtime.outcome import Outcome, outcome_of
+from foreshard.runtime.timeline import merge
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import Plan, load_plan
 
@@ -24,7 +25,7 @@ def launch(
     job: str, plan_file: str, *, local: int | None, steps: int, out: str, seed: int = 0, clip_norm: float | None = None,
     checkpoint_every: int = 0, resume: bool = False, lab: str | None = None, detect_s: float = 30.0,
     interface: str | None = None, port: int = 0, secret_file: str | None = None, max_starts: int = 4, threads: int = 1,
-    tensorboard: bool = False, progress: Any = None,
+    tensorboard: bool = False, trace: str | None = None, progress: Any = None,
 ) -> Outcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
 
@@ -46,6 +47,7 @@ def launch(
         job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
         checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
         detect_s=detect_s, interface=interface, threads=threads, tensorboard=tensorboard,
+        trace=trace is not None,
     )  # fmt: skip
     agent = _local(plan, work, local, interface, port, max_starts) if local is not None else _under_torchrun(
         plan, work, interface, port, secret_file, max_starts
@@ -53,6 +55,8 @@ def launch(
     restarts = agent.run(_watching(progress, folder))
     if not agent.supervises:
         return None
+    if trace is not None:
+        merge(sorted((folder / "trace").glob("rank-*.json.gz")), trace)
     return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
 
 

@@ -20,6 +20,7 @@ from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.ledger import Ledger
 from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
+from foreshard.runtime.timeline import Timeline, wall_epoch_s
 from foreshard.runtime.trainer import Options, StepDone, Trainer
 from foreshard.runtime.work import JOB_FAULT, Work
 
@@ -42,10 +43,14 @@ class Worker:
         self.job = load_job(work.job, seed=work.seed)
         self._at = [0]
         self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
+        self.timeline = Timeline(
+            rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s()
+        ) if work.trace else None  # fmt: skip
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         self.membership = Membership(
-            store, rank, secret, timeout_s=work.detect_s, interface=work.interface,
+            store, rank, secret, timeout_s=work.detect_s,
+            interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
             backend="nccl" if cuda else "gloo", resume=work.resume,
         )  # fmt: skip
         self.trainer = self._make_trainer()
@@ -57,7 +62,8 @@ class Worker:
             self.job, membership=self.membership, clock=self.clock, device=self.device,
             options=Options(seed=work.seed, clip_norm=work.clip_norm, checkpoint_every=work.checkpoint_every,
                             track_norm=True),
-            checkpoints=self.out / "ckpt", phase=phase_hook(self.rank), on_event=self._event,
+            checkpoints=self.out / "ckpt", phase=self._phases(), on_event=self._event,
+            on_action=self.timeline.add if self.timeline is not None else None,
             ledger=Ledger(self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index),
             before_step=self._before, on_step=self._tell,
         )  # fmt: skip
@@ -66,6 +72,9 @@ class Worker:
         """Train until the steps are done."""
         while True:
             self._train()
+            if self.timeline is not None:
+                self.timeline.close(self.clock.now())
+                self.timeline.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
             if self.membership.finish():
                 return
             self._rebuild("a peer has to finish its step")
@@ -87,8 +96,22 @@ class Worker:
 
     def _before(self, step: int) -> None:
         self._at[0] = step
+        if self.timeline is not None:
+            self.timeline.begin_step(step, self.trainer.plan, self.clock.now())
         if self.lab is not None and hasattr(self.clock, "slow"):
             self.clock.slow = self.lab.slow_at(step, self.rank)
+
+    def _phases(self) -> Callable[[str], None]:
+        """Return what is told the phase: the fault that a test asked for, and the trace."""
+        hook, timeline, now = phase_hook(self.rank), self.timeline, self.clock.now
+        if timeline is None:
+            return hook
+
+        def told(name: str) -> None:
+            timeline.phase(name, now())
+            hook(name)
+
+        return told
 
     def _tell(self, done: StepDone) -> None:
         plan = self.trainer.plan
@@ -117,7 +140,7 @@ def _trouble(body: Callable[[], Any]) -> str | None:
     return None
 
 
-def phase_hook(rank: int) -> Any:
+def phase_hook(rank: int) -> Callable[[str], None]:
     """Return what the trainer tells its phase to: nothing, unless a fault is asked for (FORESHARD_FAULT).
 
     FORESHARD_FAULT is ``FILE``: a JSON object {rank: {phase, nth}}; the rank kills itself when it comes to the
