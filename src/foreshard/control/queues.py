@@ -1,4 +1,4 @@
-"""Virtual queues: what was spent above the budgets so far, and how much that makes cost weigh in the next slot.
+"""Virtual queues: what was spent above the budgets so far, and how much that makes cost weigh next.
 
 Queues grow by measured cost, never by predicted cost: a budget is kept whatever the forecasts were worth.
 """

@@ -51,8 +51,8 @@ class Tuner:
     def observe(self, backlog: float) -> float:
         """Return the V of the next slot, given the largest backlog.
 
-        V falls at once when the backlog calls for it and rises by at most 1 % a step: a backlog that has to be
-        filled first looks like a budget that does not bind.
+        V falls at once when the backlog calls for it and rises by at most 1 % a step: a backlog that has to
+        be filled first looks like a budget that does not bind.
         """
         self._steps += 1
         seen = backlog / self.weight

@@ -1,0 +1,218 @@
+"""Cuts and order of one pipeline: all good trades between the time to fill it and its slowest stage.
+
+A batch of n micro-batches takes fill + (n - 1) * slowest, so the best cuts for any n are on the front of
+these two. Workers come by kind: those of one kind are alike in everything, so that orders are sequences of kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_MOST_STEPS = 600
+"""Transitions between sets of kinds up to which all orders are searched at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A point of the front.
+
+    Attributes
+    ----------
+    order : tuple of int
+        Kind of the worker of each stage.
+    cuts : tuple of int
+    fill_s, slowest_s : float
+        Sum and maximum of the stage times of a micro-batch.
+    """
+
+    order: tuple[int, ...]
+    cuts: tuple[int, ...]
+    fill_s: float
+    slowest_s: float
+
+    def batch_s(self, num_micro_batches: float) -> float:
+        """Return the seconds of a batch."""
+        return self.fill_s + (num_micro_batches - 1.0) * self.slowest_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kinds:
+    """What stages of each kind take.
+
+    Attributes
+    ----------
+    seconds : ndarray, shape (kinds, L + 1, L + 1), seconds
+        Of a micro-batch through layers [start, stop); inf where stop <= start.
+    hop_s : ndarray, shape (kinds, kinds, L + 1), seconds
+        Message from a stage of the first kind to one of the second that begins at a layer.
+    hop_extra : ndarray or None, same shape, seconds
+        What the message costs otherwise, worth as many seconds; adds to the sum, not to the slowest.
+    room : callable
+        (kind, stages from here to the end) -> ndarray of bool, shape (L + 1, L + 1): does the stage fit.
+    """
+
+    seconds: np.ndarray
+    hop_s: np.ndarray
+    room: Callable[[int, int], np.ndarray]
+    hop_extra: np.ndarray | None = None
+
+
+def front(kinds: Kinds, counts: Sequence[int], *, grain: float = 0.0) -> tuple[Cut, ...]:
+    """Return the front of fill and slowest stage, least fill first; empty where nothing fits.
+
+    Parameters
+    ----------
+    kinds : Kinds
+    counts : sequence of int
+        Workers of each kind; all are used.
+    grain : float
+        Points closer than this part in the slowest stage are left out; 0 finds all.
+
+    Notes
+    -----
+    The least fill is a shortest path over cuts. Forbidding stages as slow as its slowest gives the next
+    point, until no path is left: every point in as many searches as there are points. Orders are searched with the
+    path, over how many of each kind are used; where these are too many, a few orders by speed are tried.
+    """
+    counts = tuple(counts)
+    if _num_steps(counts) <= _MOST_STEPS:
+        return _thinned(_sweep(_Search(kinds, counts, None), grain), kinds)
+    found: list[Cut] = []
+    for order in _likely_orders(kinds, counts):
+        found += _sweep(_Search(kinds, counts, order), grain)
+    return _thinned(found, kinds)
+
+
+def _num_steps(counts: Sequence[int]) -> float:
+    alive = [count for count in counts if count]
+    states = float(np.prod([count + 1.0 for count in alive]))
+    return states * len(alive) ** 2 if len(alive) > 1 else sum(alive)
+
+
+def _likely_orders(kinds: Kinds, counts: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """Return orders worth trying: slow or fast first, with neighbours that hear each other well."""
+    alive = [kind for kind, count in enumerate(counts) if count]
+    speed = {kind: float(kinds.seconds[kind, 0, -1]) for kind in alive}
+    orders = [
+        sorted(alive, key=lambda kind: (speed[kind], kind)),
+        sorted(alive, key=lambda k: (-speed[k], k)),
+    ]
+    near = [alive[0]]
+    while len(near) < len(alive):
+        rest = [kind for kind in alive if kind not in near]
+        near.append(min(rest, key=lambda kind: (float(kinds.hop_s[near[-1], kind].sum()), kind)))
+    orders += [near, near[::-1]]
+    return dict.fromkeys(tuple(kind for kind in order for _ in range(counts[kind])) for order in orders)
+
+
+def _sweep(search: _Search, grain: float) -> list[Cut]:
+    found: list[Cut] = []
+    limit = np.inf
+    while (cut := search.least_fill(limit)) is not None:
+        found.append(cut)
+        limit = cut.slowest_s * (1.0 - max(grain, 1e-12))
+    return found
+
+
+def _thinned(found: Sequence[Cut], kinds: Kinds) -> tuple[Cut, ...]:
+    """Return the points that no other beats in both; all where there is something else to weigh."""
+    if kinds.hop_extra is not None:
+        return tuple(found)
+    kept: list[Cut] = []
+    for cut in sorted(found, key=lambda one: (one.fill_s, one.slowest_s, one.order, one.cuts)):
+        if not kept or cut.slowest_s < kept[-1].slowest_s:
+            kept.append(cut)
+    return tuple(kept)
+
+
+class _Search:
+    """Shortest paths over (workers used by kind, kind of the last, layers done)."""
+
+    def __init__(self, kinds: Kinds, counts: tuple[int, ...], order: tuple[int, ...] | None):
+        self.kinds, self.counts, self.order = kinds, counts, order
+        self.total = sum(counts)
+        self._stage: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def least_fill(self, limit: float) -> Cut | None:
+        """Return the cuts of least sum with all stages within the limit."""
+        zero = (0,) * len(self.counts)
+        start = np.full(self.kinds.seconds.shape[1], np.inf)
+        start[0] = 0.0
+        level = {(zero, -1): start}
+        came: list[dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]]] = []
+        for done in range(self.total):
+            level, back = self._advance(level, done, limit)
+            came.append(back)
+            if not level:
+                return None
+        last = min(level, key=lambda key: (level[key][-1], key))
+        return self._cut(last, came) if np.isfinite(level[last][-1]) else None
+
+    def _advance(
+        self, level: dict[tuple[tuple[int, ...], int], np.ndarray], done: int, limit: float
+    ) -> tuple[
+        dict[tuple[tuple[int, ...], int], np.ndarray],
+        dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]],
+    ]:
+        options: dict[tuple[tuple[int, ...], int], list[tuple[np.ndarray, int]]] = {}
+        for (used, last), reached in level.items():
+            for kind in self._next(used, done):
+                after = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
+                seconds, weighed = self._stage_of(last, kind, self.total - done)
+                cost = np.where(seconds <= limit, weighed, np.inf)
+                options.setdefault((after, kind), []).append((reached[:, None] + cost, last))
+        level, back = {}, {}
+        for key, ways in options.items():
+            starts = np.array([way.argmin(0) for way, _ in ways])
+            values = np.array([way.min(0) for way, _ in ways])
+            which = values.argmin(0)
+            best = values[which, np.arange(len(which))]
+            if np.isfinite(best).any():
+                level[key] = best
+                back[key] = (
+                    starts[which, np.arange(len(which))],
+                    np.array([last for _, last in ways])[which],
+                )
+        return level, back
+
+    def _next(self, used: tuple[int, ...], done: int) -> Iterable[int]:
+        if self.order is not None:
+            return (self.order[done],)
+        return (kind for kind, count in enumerate(self.counts) if used[kind] < count)
+
+    def _stage_of(self, last: int, kind: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds of a stage, and what it adds to the sum, by first layer and end."""
+        key = (last, kind, depth)
+        if key not in self._stage:
+            seconds = np.where(self.kinds.room(kind, depth), self.kinds.seconds[kind], np.inf)
+            weighed = seconds
+            if last >= 0:
+                seconds = seconds + self.kinds.hop_s[last, kind][:, None]
+                weighed = seconds
+                if self.kinds.hop_extra is not None:
+                    weighed = seconds + self.kinds.hop_extra[last, kind][:, None]
+            self._stage[key] = (seconds, weighed)
+        return self._stage[key]
+
+    def _cut(
+        self,
+        last: tuple[tuple[int, ...], int],
+        came: Sequence[dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]]],
+    ) -> Cut:
+        """Walk back along the path."""
+        cuts, order = [self.kinds.seconds.shape[1] - 1], []
+        key, times = last, []
+        for depth, back in enumerate(reversed(came), start=1):
+            used, kind = key
+            starts, lasts = back[key]
+            stop, start, before = cuts[-1], int(starts[cuts[-1]]), int(lasts[cuts[-1]])
+            times.append(float(self._stage_of(before, kind, depth)[0][start, stop]))
+            order.append(kind)
+            cuts.append(start)
+            key = ((*used[:kind], used[kind] - 1, *used[kind + 1 :]), before)
+        return Cut(
+            order=tuple(reversed(order)), cuts=tuple(reversed(cuts)), fill_s=sum(times), slowest_s=max(times)
+        )  # fmt: skip
