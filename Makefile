@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# The build of torch that `run` will install; not needed yet. Another build: make demo TORCH='torch==2.13.0+cpu ...'
+# The build of torch that `run` installs. Another build: make demo TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
 
 DEMO_MODEL ?= examples/llama3-70b.json
@@ -16,6 +16,13 @@ PLAN_MODEL ?= llama3-8b
 PLAN_CLUSTER ?= 1x8xa100-sxm-80gb+2x8xh100-sxm@400Gb/s
 PLAN_FLAGS ?= --global-batch 512 --seq 8192 --tokens 1e12 --budget-s 5
 
+# What the demo trains for real: a small GPT on a mixed lab of four local ranks, speeds 8 : 4 : 2 : 1.
+LAB ?= examples/labs/mixed4.toml
+JOB ?= examples/jobs/gpt_job.py
+JOB_BATCH ?= 128
+JOB_SEQ ?= 64
+RUN_STEPS ?= 16
+
 .PHONY: demo test bench soak check clean
 
 $(VENV)/.made:
@@ -24,10 +31,12 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml
-	$(PIP) install -e '.[plan]'
+	$(PIP) install $(TORCH)
+	$(PIP) install -e '.[plan,run]'
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.made pyproject.toml
+	$(PIP) install $(TORCH)
 	$(PIP) install -e '.[test]'
 	touch $@ $(VENV)/.installed
 
@@ -40,7 +49,18 @@ demo: $(VENV)/.installed
 	    --report demo/plan.html -o demo/plan.json > demo/plan.txt
 	@cat demo/plan.txt
 	$(BIN)/foreshard predict $(PLAN_MODEL) $(PLAN_CLUSTER) --plan demo/plan.json --json > demo/plan_prediction.json
-	@$(BIN)/python scripts/demo_summary.py demo
+	rm -rf demo/run demo/run_even demo/job_profile.json
+	$(BIN)/foreshard profile $(JOB) --local 4 --samples 1,2,4,8,16 -o demo/job_profile.json
+	$(BIN)/foreshard calibrate --profile demo/job_profile.json --lab $(LAB) -o demo/job_costs.json
+	$(BIN)/foreshard plan $(JOB) $(LAB) --costs demo/job_costs.json --global-batch $(JOB_BATCH) --seq $(JOB_SEQ) \
+	    --dtype fp32 --budget-s 10 -o demo/job_plan.json > demo/job_plan.txt
+	@cat demo/job_plan.txt
+	$(BIN)/foreshard predict $(JOB) $(LAB) --costs demo/job_costs.json --plan demo/job_plan.json --json \
+	    > demo/job_prediction.json
+	$(BIN)/foreshard run $(JOB) --plan demo/job_plan.json --local 4 --lab $(LAB) --steps $(RUN_STEPS) --out demo/run
+	$(BIN)/python scripts/even_split.py demo/job_plan.json 4 > demo/even_plan.json
+	$(BIN)/foreshard run $(JOB) --plan demo/even_plan.json --local 4 --lab $(LAB) --steps $(RUN_STEPS) --out demo/run_even
+	@$(BIN)/python scripts/demo_summary.py demo $(JOB)
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest --doctest-modules tests src/foreshard
@@ -48,8 +68,11 @@ test: $(VENV)/.tested
 bench: $(VENV)/.tested
 	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-soak:
-	@echo "make soak: the long chaos run comes with the runtime, which this version does not have" >&2; exit 2
+# Ten minutes of seeded faults on four local ranks: no sample lost or trained twice, parameters as if in peace.
+SOAK_FLAGS ?= --minutes 10 --faults 200 --seed 0
+soak: $(VENV)/.tested
+	rm -rf soak
+	$(BIN)/python scripts/soak.py --out soak $(SOAK_FLAGS)
 
 # Refit every shipped constant from the measured tables (FORESHARD_MEASURED) and fail where one has moved by more
 # than its script says: 1e-6 relative (kernels, collectives), a thousandth of its range (training), 1e-3 (residuals).
