@@ -62,12 +62,15 @@ class Kinds:
         Least seconds of a batch, shares any real numbers.
     costs : ndarray, shape (subsets, 4)
         At these shares, in the order of `COSTS`.
+    floor : ndarray, shape (subsets, 4)
+        No more than at any shares: energy falls further when efficient devices get more samples.
     """
 
     members: tuple[tuple[int, ...], ...]
     counts: np.ndarray
     time_s: np.ndarray
     costs: np.ndarray
+    floor: np.ndarray
 
     @staticmethod
     def of(chain: Chain, state: State, batch: int) -> Kinds:
@@ -82,8 +85,8 @@ class Kinds:
                 fix="Let devices change together, or at fewer levels",
             )  # fmt: skip
         counts = np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
-        time_s, costs = _priced(chain, state, batch, members, counts)
-        return Kinds(members=members, counts=counts, time_s=time_s, costs=costs)
+        time_s, costs, floor = _priced(chain, state, batch, members, counts)
+        return Kinds(members=members, counts=counts, time_s=time_s, costs=costs, floor=floor)
 
     def devices(self, subset: int, prefer: Sequence[int] = ()) -> tuple[int, ...]:
         """Return devices of a subset, those in `prefer` first within their kind."""
@@ -125,10 +128,11 @@ def _place(state: State, rank: int) -> tuple[object, ...]:
 
 def _priced(
     chain: Chain, state: State, batch: int, members: tuple[tuple[int, ...], ...], counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     first = np.array([kind[0] for kind in members])
     total = counts.sum(1)
-    compute_s = batch / (counts @ (1.0 / sample_s(chain, state)[first]))
+    each_s = sample_s(chain, state)[first]
+    compute_s = batch / (counts @ (1.0 / each_s))
     rate, delay = _rings(state, members, counts)
     size = chain.sync_bytes.sum()
     sync_s = 2.0 * (total - 1.0) * (chain.num_layers * delay + size / (total * rate))
@@ -136,7 +140,10 @@ def _priced(
     rent = counts @ (state.usd_per_h[first] / 3600.0) * time_s
     egress = _hop_usd(state, members, counts) * 2.0 * (total - 1.0) / total * size
     busy, idle = counts @ state.busy_w[first], counts @ state.idle_w[first]
-    return time_s, np.stack([rent + egress, rent, egress, busy * compute_s + idle * sync_s], axis=1)
+    more = (state.busy_w - state.idle_w)[first] * each_s
+    least = np.where(counts > 0, more, np.inf).min(1) * batch
+    costs = np.stack([rent + egress, rent, egress, busy * compute_s + idle * sync_s], axis=1)
+    return time_s, costs, np.column_stack([costs[:, :3], idle * time_s + least])
 
 
 def _rings(
