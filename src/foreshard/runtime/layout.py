@@ -192,6 +192,9 @@ def _refuse_stage(stage: Stage, where: str) -> None:
     if stage.recompute.startswith("selective"):
         raise _unsupported(f"{where}.recompute", stage.recompute,
                            "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N")  # fmt: skip
+    if stage.zero > 1 and stage.inner_dp > 1:
+        raise _unsupported(f"{where}.zero", stage.zero,
+                           "the runtime shards the optimizer's states (zero 1), not gradients or parameters")  # fmt: skip
     if stage.shard_size not in (None, stage.inner_dp):
         raise _unsupported(f"{where}.shard_size", stage.shard_size,
                            "the runtime shards over all data-parallel ranks of a stage")  # fmt: skip
