@@ -28,6 +28,7 @@ from foreshard.spec.plan import Plan
 _GRACE_S = 5.0
 _TEND_S = 0.2
 _STALLED_S = 10.0
+_LATE_S = 20.0
 _LOST_S = 300.0
 _SUPERVISOR_STARTS = 5
 
@@ -41,6 +42,7 @@ class Started:
     due_s: float | None = None
     done: bool = False
     lost: bool = False
+    stopped_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class Agent:
     _died: list[tuple[int, int, str]] = field(default_factory=list)
     _heard_s: float = 0.0
     _tended_s: float = 0.0
+    _over_s: float | None = None
     _finished: frozenset[int] = frozenset()
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
@@ -173,6 +176,7 @@ class Agent:
     def _tend(self) -> None:
         """Tell the supervisor who died, and do what it asks; see that it lives."""
         self._tended_s = time.monotonic()
+        self._end_stopped()
         gone = [rank for rank, started in self._ranks.items() if started.lost]
         if self._client is None:
             self._client = Client((self.address, self.port), self.secret_file.read_bytes().strip())
@@ -184,10 +188,26 @@ class Agent:
             self._unheard()
             return
         self._heard_s, self._died, self._finished = time.monotonic(), [], frozenset(told["finished"])
+        if told["over"] and self._over_s is None:
+            self._over_s = time.monotonic()
         for rank, pid in told["doomed"].items():
             process = self._ranks[int(rank)].process
             if process.poll() is None and (process.pid == pid or self.command(int(rank))):
                 process.kill()
+
+    def _end_stopped(self) -> None:
+        """Kill ranks that stand still before the supervisor knows them, and those left when the run is over."""
+        now = time.monotonic()
+        late = self._over_s is not None and now - self._over_s > _LATE_S
+        for started in self._ranks.values():
+            if not _is_stopped(started.process.pid):
+                started.stopped_s = None
+            elif started.stopped_s is None:
+                started.stopped_s = now
+            long = started.stopped_s is not None and now - started.stopped_s > self.work.detect_s
+            if started.process.poll() is None and (long or late):
+                started.process.kill()
+            started.done = started.done or late
 
     def _unheard(self) -> None:
         silent_s = time.monotonic() - self._heard_s
@@ -262,6 +282,14 @@ def make_secret(path: Path) -> Path:
         file.write(given or secrets.token_hex(32))
     new.replace(path)
     return path
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal, where the system tells."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _bindable(address: str, port: int) -> None:

@@ -42,11 +42,11 @@ class Membership:
         interface: str | None = None, backend: str = "gloo", resume: bool = False, beat_s: float = 0.5,
     ):  # fmt: skip
         self.rank, self._client = rank, Client(address, secret, patience_s=_PATIENCE_S)
-        self.store: dist.Store = RankStore(self._client, timeout_s=timeout_s)
+        self.store: dist.Store = RankStore(self._client, timeout_s=timeout_s, abandoned=self._abandoned)
         self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._me = {"rank": rank, "pid": os.getpid()}
-        self._number = -1
+        self._number, self._broken_number = -1, -1
         self._wanted = threading.Event()
         self._done = threading.Event()
         threading.Thread(target=self._beat, args=(beat_s,), daemon=True, name="heartbeat").start()
@@ -103,7 +103,7 @@ class Membership:
                 raise SystemExit(0)
             found = told["generation"]
             if found is not None:
-                self._number = found["number"]
+                self._broken_number, self._number = -1, found["number"]
                 self._wanted.clear()
                 return Generation(
                     number=found["number"], plan=parse_plan(found["plan"]), ranks=tuple(found["ranks"]),
@@ -119,6 +119,10 @@ class Membership:
     def wanted(self) -> bool:
         """Return whether somebody waits at the door."""
         return self._wanted.is_set()
+
+    def _abandoned(self) -> bool:
+        """Return whether a peer has left this generation: keys that it should set do not come."""
+        return self._broken_number == self._number
 
     def report(self, kind: str, **facts: Any) -> None:
         """Tell the supervisor's log; a supervisor that is away misses it."""
@@ -154,5 +158,8 @@ class Membership:
                 told = self._client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
             except RuntimeError:
                 continue  # the supervisor comes back
-            if told["wanted"] and told["number"] == number == self._number:
-                self._wanted.set()
+            if told["number"] == number == self._number:
+                if told["wanted"]:
+                    self._wanted.set()
+                if told["broken"]:
+                    self._broken_number = number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +21,15 @@ class RankStore(dist.Store):
     client : Client
     timeout_s : float
         How long a key is waited for.
+    abandoned : callable, optional
+        Whether to stop waiting: who should set keys is gone.
     """
 
-    def __init__(self, client: Client, *, timeout_s: float = 30.0):
+    def __init__(
+        self, client: Client, *, timeout_s: float = 30.0, abandoned: Callable[[], bool] = lambda: False
+    ):
         super().__init__()
-        self._client, self._timeout_s = client, timeout_s
+        self._client, self._timeout_s, self._abandoned = client, timeout_s, abandoned
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
@@ -68,15 +73,18 @@ class RankStore(dist.Store):
         Raises
         ------
         RuntimeError
-            When they do not come in time, or the rendezvous was started again meanwhile: keys are gone then.
+            When they do not come in time, or do not come any more: a peer has left, or the rendezvous was
+            started again and has lost them.
         """
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         until, boot = time.monotonic() + seconds, None
         while True:
-            left = min(until - time.monotonic(), 1.0)
+            left = min(until - time.monotonic(), 0.25)
             told = self._client.ask({"ask": "wait", "keys": list(keys), "timeout_s": max(left, 0.0)})
             if told["value"]:
                 return
+            if self._abandoned():
+                raise RuntimeError(f"a peer left while waiting for {', '.join(keys)}")
             if boot not in (None, told["boot"]):
                 raise RuntimeError(f"the rendezvous was started again while waiting for {', '.join(keys)}")
             boot = told["boot"]

@@ -68,8 +68,8 @@ class Supervisor:
         self._suspicion = Suspicion(detect_s)
         self.server: StoreServer | None = None
         self.decided = recalled(folder) or Decided(plan=plan.to_dict(), expected=sorted(expected))
-        for rank in self.decided.ranks:
-            self._known[rank] = Known(pid=self.decided.pids.get(rank, 0), beat_s=now())
+        for rank, pid in self.decided.pids.items():
+            self._known[rank] = Known(pid=pid, beat_s=now())
 
     # -- questions ------------------------------------------------------------------------------------------
 
@@ -103,12 +103,16 @@ class Supervisor:
                 self._take_back(rank, pid, number)
             known = self._known.get(rank)
             if known is None or known.pid not in (0, pid):
-                return {"wanted": False, "number": self.decided.number}
+                return {"wanted": False, "broken": False, "number": self.decided.number}
             known.beat_s, known.pid = self._now(), pid
             door = any(
                 k.waits and r not in self.decided.ranks and not self._held_out(r) for r, k in self._known.items()
             )
-            return {"wanted": door, "number": self.decided.number}
+            return {"wanted": door, "broken": self._broken(), "number": self.decided.number}
+
+    def _broken(self) -> bool:
+        """Return whether a rank of the generation has died or left it: nobody has to wait for it."""
+        return any(r not in self._known or self._known[r].waits for r in self.decided.ranks)
 
     def _take_back(self, rank: int, pid: int, number: int) -> None:
         """Know a rank again that is still in the generation: its link was silent, or memory was lost."""
@@ -160,7 +164,7 @@ class Supervisor:
             for rank, pid, reason in message.get("died", []):
                 known = self._known.get(int(rank))
                 if known is not None and known.pid in (0, int(pid)):
-                    del self._known[int(rank)]
+                    self._lose(int(rank))
                     self.log("rank lost", rank=rank, pid=pid, reason=reason)
             self._absent(int(rank) for rank in message.get("gone", []))
             self._decide()
@@ -169,6 +173,11 @@ class Supervisor:
             for rank in doomed:
                 del self._doomed[rank]
             return {"doomed": doomed, "finished": self.decided.finished, "over": self.decided.over}
+
+    def _lose(self, rank: int) -> None:
+        del self._known[rank]
+        if self.decided.pids.pop(rank, None) is not None:
+            self._remember()
 
     def _absent(self, ranks: Any) -> None:
         gone = set(ranks) & set(self.decided.expected)
@@ -220,7 +229,7 @@ class Supervisor:
                 return
             for rank, known in list(self._known.items()):
                 if self._now() - known.beat_s > self._detect_s:
-                    del self._known[rank]
+                    self._lose(rank)
                     self._doomed[rank] = known.pid
                     self.log("rank silent", rank=rank, pid=known.pid, for_s=round(self._now() - known.beat_s, 3))
             self._decide()
