@@ -1,0 +1,300 @@
+"""The long chaos: a run that is killed, stopped, slowed, starved of disk and left without a supervisor, and is right.
+
+    python scripts/soak.py --out soak [--minutes 10] [--faults 200] [--seed 0]
+
+Four ranks train a small GPT in float64 while seeded faults hit them, then every sample must have counted once and
+the final parameters must equal those of the same run left in peace. Exit code 0 if all holds, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foreshard.runtime import checkpoint
+from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.outcome import Outcome, kept_steps, outcome_of
+from foreshard.runtime.work import Work
+from foreshard.spec.plan import Plan, parse_plan
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ("forward", "backward", "all-reduce", "vote", "update", "migration", "checkpoint", "rebuild")
+OFTEN = ("forward", "backward", "all-reduce", "vote", "update")
+KINDS = ("kill", "two kills", "phase", "phase", "phase", "stop", "slow", "supervisor", "disk")
+DETECT_S = 4.0
+SAVE_EVERY = 10
+CALM_STEPS = 40  # at the end, so that the last checkpoint is there to be compared
+FILE_BYTES = 400_000  # under a full disk: more than a ledger of the soak, less than a rank's part of a checkpoint
+LIMIT = 1e-9
+
+JOB = '''
+"""The example's GPT in float64, small, each sample as slow as SOAK_PACE_S says."""
+import os, sys, time
+os.environ["GPT_DTYPE"], os.environ["GPT_WIDTH"] = "float64", "32"
+sys.path.insert(0, {examples!r})
+from gpt_job import *
+import gpt_job
+PACE_S = float(os.environ.get("SOAK_PACE_S", "0"))
+
+class Paced(gpt_job.Text):
+    def __getitem__(self, index):
+        time.sleep(PACE_S)
+        return super().__getitem__(index)
+
+def dataset():
+    return Paced()
+'''
+
+
+def soak_plan() -> Plan:
+    """Return two pipelines of uneven cuts and shares, on four ranks."""
+    def stage(rank: int, lo: int, hi: int) -> dict[str, Any]:
+        return {"ranks": [rank], "layers": [[lo, hi]], "zero": 0}
+
+    return parse_plan({
+        "global_batch": 8, "seq_len": 64, "precision": "fp32", "groups": [
+            {"share": 5, "stages": [stage(0, 0, 3), stage(1, 3, 8)]},
+            {"share": 3, "stages": [stage(2, 0, 6), stage(3, 6, 8)]},
+        ],
+    })  # fmt: skip
+
+
+@dataclass
+class Armed:
+    """A rank that kills itself in its next process (`pid`, once it is there) when it comes to a phase."""
+
+    phase: str
+    nth: int
+    before: int
+    pid: int | None = None
+
+
+@dataclass
+class Chaos:
+    """Hurts a run as a seed says; `watch` is called by the agent all the time.
+
+    Attributes
+    ----------
+    agent : Agent
+    seed : int
+    most : int
+        Faults; afterwards the run is left in peace.
+    gap_s : (float, float)
+        Between faults.
+    last_step : int
+        Peace from there on: a run must be able to end.
+    """
+
+    agent: Agent
+    seed: int
+    most: int
+    gap_s: tuple[float, float]
+    last_step: int
+    counts: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)
+    log: list[tuple[float, str, int]] = field(default_factory=list)
+    _due_s: float = 0.0
+    _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _armed: dict[int, Armed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.began_s = time.monotonic()
+        self.fault_file = self.agent.out / "faults.json"
+        self._write_armed()
+        os.environ["FORESHARD_FAULT"] = str(self.fault_file)
+
+    @property
+    def total(self) -> int:
+        """Faults so far."""
+        return sum(self.counts.values())
+
+    def watch(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        for due_s, what in [each for each in self._later if each[0] <= now]:
+            self._later.remove((due_s, what))
+            what()
+        self._disarm()
+        if not self._due_s:
+            self._due_s = now + 1.0 if self._step() > 0 else 0.0
+        elif now >= self._due_s and self.total < self.most and self._step() < self.last_step:
+            self._hurt(self.random.choice(KINDS))
+            self._due_s = now + self.random.uniform(*self.gap_s)
+
+    def _step(self) -> int:
+        """Return the last step that was told; cheap enough to ask often."""
+        with suppress(OSError, ValueError, IndexError), (self.agent.out / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
+        return 0
+
+    def _hurt(self, kind: str) -> None:
+        rank = self.random.choice(list(self.agent.ranks))
+        if kind == "supervisor":
+            self._signal(self.agent.supervisor_pid(), signal.SIGKILL)
+        elif kind == "phase":
+            if rank in self._armed or len(self._armed) >= len(self.agent.ranks) - 1:
+                return
+            self._arm(rank)
+        elif kind == "two kills":
+            other = self.random.choice([r for r in self.agent.ranks if r != rank])
+            self._kill(rank)
+            self._soon(self.random.uniform(0.0, 0.5), lambda: self._kill(other))
+            self._note("kill while rebuilding", other)
+        elif kind == "kill":
+            self._kill(rank)
+        elif kind == "stop":
+            self._signal(self.agent.pid_of(rank), signal.SIGSTOP)  # for good: the supervisor has to notice
+        elif kind == "slow":
+            self._slow(self.agent.pid_of(rank))
+        elif kind == "disk":
+            self._fill_disk(self.agent.pid_of(rank))
+        self._note(kind, rank)
+
+    def _note(self, kind: str, rank: int) -> None:
+        self.counts[kind] += 1
+        self.log.append((round(time.monotonic() - self.began_s, 2), kind, rank))
+
+    def _soon(self, in_s: float, what: Callable[[], None]) -> None:
+        self._later.append((time.monotonic() + in_s, what))
+
+    def _kill(self, rank: int) -> None:
+        self._signal(self.agent.pid_of(rank), signal.SIGKILL)
+
+    def _signal(self, pid: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def _slow(self, pid: int) -> None:
+        """Let a rank run a fifth of the time for three seconds."""
+        for n in range(12):
+            self._soon(n * 0.25, lambda: self._signal(pid, signal.SIGSTOP))
+            self._soon(n * 0.25 + 0.2, lambda: self._signal(pid, signal.SIGCONT))
+
+    def _fill_disk(self, pid: int) -> None:
+        """Let no file of a rank grow beyond a bound: checkpoints do not fit, as on a full disk."""
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
+
+        def free() -> None:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        self._soon(8.0, free)
+
+    def _arm(self, rank: int) -> None:
+        """Kill a rank, and its next process when it comes to the phase that was hit least."""
+        under_way = Counter(armed.phase for armed in self._armed.values())
+        phase = min(PHASES, key=lambda name: (self.phases[name] + under_way[name], self.random.random()))
+        nth = self.random.randint(1, 8) if phase in OFTEN else 1
+        self._armed[rank] = Armed(phase, nth, self.agent.pid_of(rank))
+        self._write_armed()
+        self._kill(rank)
+
+    def _disarm(self) -> None:
+        """Take back what has struck, before the process after it reads it."""
+        for rank, armed in list(self._armed.items()):
+            now = self.agent.pid_of(rank)
+            if armed.pid is None and now != armed.before:
+                armed.pid = now
+            elif armed.pid is not None and now != armed.pid:
+                del self._armed[rank]
+                self._write_armed()
+                self.phases[armed.phase] += 1
+                self._note(f"in {armed.phase}", rank)
+
+    def _write_armed(self) -> None:
+        told = {str(rank): {"phase": armed.phase, "nth": armed.nth} for rank, armed in self._armed.items()}
+        self.fault_file.write_text(json.dumps(told))
+
+
+def trained(
+    out: Path, *, steps: int, pace_s: float = 0.0, chaos: Callable[[Agent], Chaos] | None = None
+) -> tuple[Outcome, Chaos | None]:
+    """Train to the end, hurt or in peace."""
+    out.mkdir(parents=True)
+    job = out / "job.py"
+    job.write_text(JOB.format(examples=str(ROOT / "examples" / "jobs")))
+    os.environ["SOAK_PACE_S"] = str(pace_s)
+    os.environ.pop("FORESHARD_FAULT", None)
+    plan = soak_plan()
+    work = Work(job=str(job), out=str(out), steps=steps, checkpoint_every=SAVE_EVERY, detect_s=DETECT_S,
+                interface="127.0.0.1")  # fmt: skip
+    ranks = range(max(plan.ranks) + 1)
+    agent = Agent(out=out, plan=plan, work=work, ranks=ranks, expected=ranks, secret_file=make_secret(out / "secret"),
+                  max_starts=10**6, restart_s=0.3)  # fmt: skip
+    hurting = chaos(agent) if chaos is not None else None
+    restarts = agent.run(hurting.watch if hurting is not None else lambda: None)
+    return outcome_of(out, global_batch=plan.global_batch, steps=steps, restarts=restarts), hurting
+
+
+def worst_difference(one: Path, other: Path, step: int) -> float:
+    """Return the largest difference of any tensor of two checkpoints, in norms of the tensor."""
+    mine, theirs = (checkpoint.load(place / "ckpt", step) for place in (one, other))
+    if mine.keys() != theirs.keys():
+        raise SystemExit(f"checkpoints hold different tensors: {sorted(mine.keys() ^ theirs.keys())[:5]}")
+    return max(float((mine[key] - theirs[key]).norm() / theirs[key].norm().clamp_min(1e-30)) for key in mine)
+
+
+def worst_loss(one: Path, other: Path) -> float:
+    """Return the largest relative difference of the loss of any step."""
+    name = "loss_metrics/global_avg_loss"
+    mine, theirs = ({line["step"]: line[name] for line in kept_steps(p / "metrics.jsonl")} for p in (one, other))
+    return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
+
+
+def compared(
+    out: Path, *, steps: int, seed: int, faults: int, gap_s: tuple[float, float], pace_s: float
+) -> dict[str, Any]:
+    """Run in peace and under faults; return what is to be judged."""
+    peace, _ = trained(out / "peace", steps=steps)
+    began_s = time.monotonic()
+    hurt, chaos = trained(out / "chaos", steps=steps, pace_s=pace_s,
+                          chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - CALM_STEPS))  # fmt: skip
+    assert chaos is not None
+    counts = dict(sorted(chaos.counts.items()))
+    return {
+        "seed": seed, "wall_s": time.monotonic() - began_s, "faults": chaos.total, "kinds": counts,
+        "restarts": hurt.restarts, "generations": hurt.generations, "steps": hurt.steps, "samples": hurt.samples,
+        "lost": hurt.lost, "repeated": hurt.repeated, "peace_samples": peace.samples,
+        "parameters_max_rel_difference": worst_difference(out / "chaos", out / "peace", steps),
+        "loss_max_rel_difference": worst_loss(out / "chaos", out / "peace"),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("soak"))
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--pace-s", type=float, default=0.1, help="seconds each sample takes in the hurt run")
+    asked = parser.parse_args()
+    gap_s = asked.minutes * 60 / asked.faults
+    found = compared(asked.out.resolve(), steps=asked.steps, seed=asked.seed, faults=10**6,
+                     gap_s=(0.5 * gap_s, 1.3 * gap_s), pace_s=asked.pace_s)  # fmt: skip
+    wanted = {
+        "faults": found["faults"] >= asked.faults, "minutes": found["wall_s"] >= asked.minutes * 60,
+        "samples": found["lost"] == found["repeated"] == 0 and found["samples"] == found["peace_samples"],
+        "parameters": found["parameters_max_rel_difference"] <= LIMIT, "loss": found["loss_max_rel_difference"] <= LIMIT,
+    }  # fmt: skip
+    print(json.dumps({"schema_version": 1, **found, "holds": wanted}, indent=2))
+    return 0 if all(wanted.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
