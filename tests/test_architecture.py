@@ -36,6 +36,7 @@ SPEC_LIBRARIES = {"numpy"}
 PUBLIC = {
     "__version__",
     "advise",
+    "calibrate",
     "compare",
     "export",
     "load_cluster",
@@ -45,6 +46,7 @@ PUBLIC = {
     "plan",
     "predict",
     "predict_timeline",
+    "profile",
     "report",
     "validate",
     "whatif",

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _API = (
     "advise",
+    "calibrate",
     "compare",
     "export",
     "load_cluster",
@@ -25,6 +26,7 @@ _API = (
     "plan",
     "predict",
     "predict_timeline",
+    "profile",
     "report",
     "validate",
     "whatif",
@@ -38,7 +40,7 @@ def __getattr__(name: str) -> Any:
     if name in _API:
         from importlib import import_module
 
-        if name in ("predict", "report"):
+        if name in ("predict", "profile", "report"):
             return import_module(f"foreshard.{name}")
         return getattr(import_module("foreshard.api"), name)
     raise AttributeError(f"module 'foreshard' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ _ASKED = (
 
 __all__ = [
     "advise",
+    "calibrate",
     "compare",
     "export",
     "load_cluster",
@@ -34,6 +35,7 @@ __all__ = [
     "plan",
     "predict",
     "predict_timeline",
+    "profile",
     "report",
     "validate",
     "whatif",
@@ -256,6 +258,71 @@ def _lab_or_cluster(text: str) -> Cluster:
 
             return load_lab(text).cluster()
     return load_cluster(text)
+
+
+def profile(
+    job: str, out: str, *, seed: int = 0, tell: Callable[[str], None] = lambda text: None, **options: Any
+) -> dict[str, Any] | None:
+    """Time a job's layers here, and the links between ranks; write the profile to `out` and return it.
+
+    Parameters
+    ----------
+    job : str
+        Path of the job's file.
+    out : str
+        An unfinished profile there is continued.
+    seed : int
+    tell : callable of text
+        Progress.
+    **options
+        As of :func:`foreshard.profile.record.record`: device, samples, repeats, local, links, threads.
+
+    Returns
+    -------
+    dict or None
+        None for those ranks of torchrun that wrote nothing.
+    """
+    from pathlib import Path
+
+    from foreshard.profile.record import record
+    from foreshard.runtime.executor import through
+    from foreshard.runtime.job import load_job
+
+    return record(load_job(job, seed=seed), out=Path(out), through=through, tell=tell, **options)
+
+
+def calibrate(
+    profiles: Mapping[str, str], *, lab: str | None = None, devices: Mapping[str, float] | None = None,
+    clock: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return costs fitted to profiles: the object that a costs file holds.
+
+    Parameters
+    ----------
+    profiles : mapping of device name to path
+        The same job on each device; the name may be empty for the first.
+    lab : str, optional
+        Test bed whose devices are the first profile's, slower, on links of its own.
+    devices : mapping of name to factor, optional
+        Further names of the first profile's device, and how many times as slow they are.
+    clock : {'cpu', 'wall'}, optional
+        Whose seconds; the lab's, else the wall's.
+    """
+    from foreshard.profile.calibration import calibrate as fitted
+    from foreshard.profile.calibration import load_profile
+
+    (name, first), *others = profiles.items()
+    slow = dict(devices or {}) | ({name: 1.0} if name else {})
+    if lab is not None:
+        from foreshard.runtime.lab import load_lab
+
+        bed = load_lab(lab)
+        slow |= dict(zip(bed.devices, bed.slow, strict=True))
+        clock = clock or ("wall" if bed.clock == "wall" else "cpu")
+    return fitted(
+        load_profile(first), clock=clock or "wall", slow=slow, links=lab is None,
+        others={other: load_profile(file) for other, file in others},
+    )  # fmt: skip
 
 
 def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | None = None) -> Prediction:

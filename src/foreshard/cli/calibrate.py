@@ -1,47 +1,51 @@
-"""`foreshard calibrate --profile FILE -o costs.json`: costs that predict and plan take, from a profile."""
+"""`foreshard calibrate --profile FILE -o costs.json`: costs that predict and plan take, from profiles."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from foreshard.cli.answer import dump, say, write_text
+from foreshard.cli.answer import answering, give
 from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
 
 
 @configurable
+@answering
 @click.command("calibrate")
-@click.option("--profile", "profile_file", metavar="FILE", required=True, help="What foreshard profile wrote.")
-@click.option("-o", "--output", metavar="FILE", default="costs.json", show_default=True, help="The costs.")
+@click.option("--profile", "profiles", multiple=True, metavar="[DEVICE=]FILE", required=True,
+              help="What foreshard profile wrote; again for every other device.")  # fmt: skip
 @click.option("--lab", metavar="LAB.toml", help="Test bed whose devices are this one, slower; its clock is used.")
 @click.option("--device", "devices", multiple=True, metavar="NAME[=SLOW]", help="A device that was measured here.")
 @click.option("--clock", type=click.Choice(["cpu", "wall"]), help="Whose seconds; the lab's, else wall.")
 def command(
-    profile_file: str, output: str, lab: str | None, devices: tuple[str, ...], clock: str | None
+    profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...], clock: str | None
 ) -> None:
-    """Fit costs to a profile: `foreshard predict` and `plan` take them by --costs.
+    """Fit costs to profiles: `foreshard predict` and `plan` take them by --costs.
 
     \b
     foreshard calibrate --profile profile.json --device rtx-3090 -o costs.json
+    foreshard calibrate --profile rtx-3090=a.json --profile v100-sxm-16gb=b.json -o costs.json
+    foreshard calibrate --profile profile.json --lab examples/labs/mixed4.toml -o costs.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    from foreshard.profile.calibration import calibrate, load_profile
+    from foreshard import api
+    from foreshard.report.measured_screen import costs_screen
 
-    slow = dict(_named(word) for word in devices)
-    if lab is not None:
-        from foreshard.runtime.lab import load_lab
-
-        bed = load_lab(lab)
-        slow |= dict(zip(bed.devices, bed.slow, strict=True))
-        if clock is None:
-            clock = bed.clock if bed.clock != "table" else "cpu"
-    made = calibrate(load_profile(profile_file), clock=clock or "wall", slow=slow)
-    write_text(output, dump(made) + "\n")
-    worst = max(layer["relative_error"] for layer in made["layers"])
-    say(f"{len(made['layers'])} layers; the worst line is {100 * worst:.1f} % off a size it was fitted to")
-    say(f"passes spread from {made['spread'][0]:.3f} to {made['spread'][1]:.3f} of their median; written to {output}")
+    made = api.calibrate(
+        dict(_profile(word) for word in profiles), lab=lab, devices=dict(_device(word) for word in devices),
+        clock=clock,
+    )  # fmt: skip
+    out = click.get_current_context().meta.get("foreshard.output")
+    give(made, lambda: costs_screen(made, out))
 
 
-def _named(word: str) -> tuple[str, float]:
+def _profile(word: str) -> tuple[str, str]:
+    name, equals, file = word.partition("=")
+    return (name, file) if equals and not Path(word).exists() else ("", word)
+
+
+def _device(word: str) -> tuple[str, float]:
     name, _, factor = word.partition("=")
     try:
         slow = float(factor or 1.0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import SpecError
+from foreshard.profile.link_fit import fitted_links
 
 _COLUMN = {"cpu": 0, "wall": 1}
 _PHASES = ("forward", "backward", "backward_input")
@@ -31,14 +32,17 @@ def load_profile(path: str) -> dict[str, Any]:
         raise SpecError(f"not JSON: {error}", file=path, key="--profile") from None
     if not isinstance(data, dict) or data.get("kind") != "profile":
         raise SpecError("is not a profile", file=path, key="--profile", rule="foreshard profile writes profiles")
+    if data.get("schema_version") != 1 or not data.get("fingerprint"):
+        raise SpecError("is not a profile of this version", file=path, key="--profile", value=data.get("schema_version"),
+                        rule="schema_version is 1", fix="Run foreshard profile again")  # fmt: skip
     if not data.get("complete"):
         raise SpecError("is not complete", file=path, key="--profile", fix="Run foreshard profile again: it goes on")
     return data
 
 
 def calibrate(
-    profile: Mapping[str, Any], *, clock: str = "cpu", slow: Mapping[str, float] | None = None,
-    links: Mapping[str, float] | None = None,
+    profile: Mapping[str, Any], *, clock: str = "wall", slow: Mapping[str, float] | None = None,
+    others: Mapping[str, Mapping[str, Any]] | None = None, links: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object of a costs file.
 
@@ -48,15 +52,53 @@ def calibrate(
     clock : {'cpu', 'wall'}
         Whose seconds.
     slow : mapping of device name to factor, optional
-        Devices that are this one, slower; the measured device alone, as 'here', if not given.
-    links : mapping, optional
-        Measured `bytes_per_s` and `latency_s`; the cluster's are used if not given.
+        Devices that are this one, slower; the measured device alone, as 'here', if nothing names one.
+    others : mapping of device name to profile, optional
+        The same job on other devices.
+    links : bool
+        Whether to take links that were timed.
+
+    Raises
+    ------
+    SpecError
+        When profiles are not of one job, or the clock says nothing about the device.
     """
-    column, sizes = _COLUMN[clock], sorted(int(n) for n in profile["passes"])
+    profiles = {"": profile, **(others or {})}
+    for name, one in profiles.items():
+        _check(profile, one, clock, name)
+    layers = {name: _layers(one, _COLUMN[clock]) for name, one in profiles.items()}
+    spreads = [_spread(one, _COLUMN[clock]) for one in profiles.values()]
+    devices = dict(slow or {}) | dict.fromkeys(others or {}, 1.0)
+    timed = next((one["links"] for one in profiles.values() if one.get("links")), None) if links else None
+    print_of = profile["fingerprint"]
+    return {
+        "schema_version": 1, "kind": "measured costs", "date": profile["date"], "clock": clock,
+        "model": print_of["job"], "machine": print_of["accelerator"] or print_of["processor"],
+        "fingerprint": print_of, "tokens_per_sample": profile["tokens_per_sample"], "layers": layers.pop(""),
+        "tables": layers, "devices": devices or {"here": 1.0},
+        "spread": [min(low for low, _ in spreads), max(high for _, high in spreads)],
+        "links": fitted_links(timed), "launch_s": timed["launch_s"] if timed else None,
+        "samples": sorted(int(n) for n in profile["passes"]),
+    }  # fmt: skip
+
+
+def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, name: str) -> None:
+    for key in ("job", "layers"):
+        mine, theirs = profile["fingerprint"][key], other["fingerprint"][key]
+        if mine != theirs:
+            raise SpecError(f"{name}: {theirs} against {mine}", key="--profile", value=theirs,
+                            rule="profiles calibrated together are of one job")  # fmt: skip
+    if clock == "cpu" and other["fingerprint"]["device"] != "cpu":
+        raise SpecError("processor time of a GPU", key="--clock", value=clock,
+                        rule="a GPU's time is the wall's", fix="Use --clock wall")  # fmt: skip
+
+
+def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
+    sizes = sorted(int(n) for n in profile["passes"])
+    largest = profile["passes"][str(sizes[-1])]
     layers = []
     for layer, held in enumerate(profile["bytes"]):
         lines = {f"{phase}_s": _line(profile, phase, layer, sizes, column) for phase in _PHASES}
-        largest = profile["passes"][str(sizes[-1])]
         told = profile["optimizer"][layer]
         layers.append({
             **{name: list(line) for name, line in lines.items()}, **held,
@@ -66,13 +108,7 @@ def calibrate(
             "boundary_bytes_per_sample": largest["boundary_bytes"][layer] / sizes[-1],
             "relative_error": _relative_error(profile, layer, sizes, column, lines),
         })  # fmt: skip
-    return {
-        "schema_version": 1, "kind": "measured costs", "date": profile["date"], "clock": clock,
-        "model": profile["fingerprint"]["job"], "machine": profile["fingerprint"]["processor"],
-        "fingerprint": profile["fingerprint"], "tokens_per_sample": profile["tokens_per_sample"], "layers": layers,
-        "devices": dict(slow or {"here": 1.0}), "spread": list(_spread(profile, sizes, column)), "links": links,
-        "samples": sizes,
-    }  # fmt: skip
+    return layers
 
 
 def _seconds(profile: Mapping[str, Any], phase: str, layer: int, size: int, column: int) -> np.ndarray:
@@ -112,11 +148,10 @@ def _relative_error(
     return worst
 
 
-def _spread(profile: Mapping[str, Any], sizes: Sequence[int], column: int) -> tuple[float, float]:
+def _spread(profile: Mapping[str, Any], column: int) -> tuple[float, float]:
     """Return the 5th and 95th percentile of whole passes over their median, all sizes together."""
     ratios: list[float] = []
-    for size in sizes:
-        told = profile["passes"][str(size)]
+    for told in profile["passes"].values():
         whole = [
             sum(row[column] for phase in ("forward", "backward") for row in told[phase][n])
             for n in range(len(told["forward"]))

@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -23,6 +24,8 @@ from foreshard.errors import SpecError
 
 KIND = "profile"
 _WARM_UP = 2
+_TELLING = ("OMP_", "MKL_", "TORCH_", "CUDA_", "NCCL_")
+"""Environment that changes how fast torch is."""
 
 
 class Trainable(Protocol):
@@ -67,9 +70,9 @@ class _Pass:
 
 
 def profile_layers(
-    job: Trainable, *, samples: Sequence[int], repeats: int, out: Path, device: torch.device, through: Through,
-    tell: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
+    job: Trainable, *, samples: Sequence[int], repeats: int, out: Path | None, device: torch.device, through: Through,
+    beside: int = 1, busy: AbstractContextManager[None] | None = None, tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:  # fmt: skip
     """Time a job's layers and return the profile; it is written after every size, and an unfinished one continued.
 
     Parameters
@@ -79,36 +82,42 @@ def profile_layers(
         Numbers of samples of a micro-batch to time.
     repeats : int
         Passes of each number, after two to warm up.
-    out : Path
+    out : Path or None
+        None writes nothing.
     device : torch.device
     through : callable
+    beside : int
+        Ranks that share the machine; noted.
+    busy : context manager, optional
+        Entered while something is timed.
     tell : callable
         Progress.
-    """  # fmt: skip
-    began = _begun(out, fingerprint(job, device))
-    modules = [job.layer(i).to(device) for i in range(job.num_layers)]
-    if "bytes" not in began:
-        began["bytes"] = [_layer_bytes(module) for module in modules]
-        began["optimizer"] = _optimizer_times(job, modules, repeats)
-    for number in samples:
-        if str(number) in began["passes"]:
-            continue
-        tell(f"{number} samples")
-        began["passes"][str(number)] = _timed(job, modules, number, repeats, device, through, began)
-        _write(out, began)
-    began["complete"] = True
-    _write(out, began)
+    """
+    began = _begun(out, fingerprint(job, device) | {"ranks": beside})
+    missing = [number for number in samples if str(number) not in began["passes"]]
+    if not missing and "bytes" in began:
+        return began
+    with busy or nullcontext():
+        modules = [job.layer(i).to(device) for i in range(job.num_layers)]
+        if "bytes" not in began:
+            began["bytes"] = [_layer_bytes(module) for module in modules]
+            began["optimizer"] = _optimizer_times(job, modules, repeats)
+        for place, number in enumerate(missing):
+            tell(f"timing {number} samples ({place + 1} of {len(missing)} sizes, {repeats} passes)")
+            began["passes"][str(number)] = _timed(job, modules, number, repeats, device, through, began)
+            if out is not None:
+                write_profile(out, began)
     return began
 
 
 def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
     """Return what the seconds depend on besides the layers."""
     return {
-        "job": Path(job.path).name if job.path else "", "layers": job.num_layers, "device": str(device),
+        "job": Path(job.path).name if job.path else "", "layers": job.num_layers, "device": device.type,
         "processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__,
-        "python": platform.python_version(), "threads": torch.get_num_threads(),
+        "python": platform.python_version(), "threads": torch.get_num_threads(), "host": platform.node(),
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("GPT_", "OMP_", "MKL_"))},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_TELLING)},
     }  # fmt: skip
 
 
@@ -120,21 +129,22 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _begun(out: Path, told: dict[str, Any]) -> dict[str, Any]:
-    if out.exists():
+def _begun(out: Path | None, told: dict[str, Any]) -> dict[str, Any]:
+    if out is not None and out.exists():
         try:
             old = json.loads(out.read_text())
         except ValueError as error:
             raise SpecError(f"not JSON: {error}", file=str(out), key="-o", fix="Remove it") from None
-        if old.get("kind") != KIND:
+        if not isinstance(old, dict) or old.get("kind") != KIND:
             raise SpecError("is not a profile", file=str(out), key="-o", rule="profile writes its own file",
                             fix="Name another file")  # fmt: skip
-        if not old.get("complete") and old["fingerprint"] == told:
+        if not old.get("complete") and old.get("fingerprint") == told:
             return dict(old)
     return {"schema_version": 1, "kind": KIND, "date": date.today().isoformat(), "fingerprint": told, "passes": {}}
 
 
-def _write(out: Path, profile: dict[str, Any]) -> None:
+def write_profile(out: Path, profile: dict[str, Any]) -> None:
+    """Write a profile as a whole: who reads it sees the old one or the new one."""
     new = out.with_suffix(out.suffix + ".new")
     new.write_text(json.dumps(profile))
     new.replace(out)

@@ -1,0 +1,87 @@
+"""A profile from beginning to end: layers first, then links; what is there already is not measured again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreshard.errors import SpecError
+from foreshard.profile.companion import companions
+from foreshard.profile.layer_times import Through, Trainable, profile_layers, write_profile
+from foreshard.profile.link_times import Ranks, local_links, time_links, torchrun_ranks
+
+Tell = Callable[[str], None]
+
+
+def record(
+    job: Trainable, *, out: Path, through: Through, device: str = "cpu", samples: Sequence[int] = (1, 2, 4, 8),
+    repeats: int = 15, local: int = 1, links: bool = True, threads: int = 1, tell: Tell = lambda text: None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that wrote nothing.
+
+    Under torchrun all ranks time the layers at once, as they will train; the first of each host writes what it has
+    seen, the first of all to `out` and the others beside it.
+
+    Parameters
+    ----------
+    job : Trainable
+    out : Path
+    through : callable
+        How the runtime runs a layer.
+    device : {'cpu', 'cuda'}
+    samples : sequence of int
+        Micro-batches to time.
+    repeats : int
+    local : int
+        Ranks that will share this machine: it is kept as busy, and links are timed between as many.
+    links : bool
+        Whether to time links where there is more than one rank.
+    threads : int
+        Of torch.
+    tell : callable
+        Progress.
+
+    Raises
+    ------
+    SpecError
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("no CUDA device here", key="--device", value=device, rule="the device is on this machine")
+    torch.set_num_threads(threads)
+    ranks = torchrun_ranks(device)
+    here = ranks.device if ranks is not None else torch.device(device)
+    writes = ranks is None or int(os.environ.get("LOCAL_RANK", "0")) == 0
+    made = profile_layers(
+        job, samples=samples, repeats=repeats, out=_own(out, ranks) if writes else None, device=here, through=through,
+        tell=tell if writes else lambda text: None, beside=ranks.size if ranks else local,
+        busy=_busy(job, device, samples, threads, 0 if ranks else local - 1),
+    )  # fmt: skip
+    if links and "links" not in made and (ranks is not None or local > 1):
+        made["links"] = (
+            time_links(ranks, repeats=repeats, tell=tell if ranks.rank == 0 else lambda text: None)
+            if ranks is not None else local_links(local, device, repeats=repeats, tell=tell)
+        )  # fmt: skip
+    if not writes:
+        return None
+    made["complete"] = True
+    write_profile(_own(out, ranks), made)
+    return made
+
+
+def _busy(
+    job: Trainable, device: str, samples: Sequence[int], threads: int, others: int
+) -> AbstractContextManager[None]:
+    """Return a context in which the processors are as busy as other ranks will keep them."""
+    count = min(others, (os.cpu_count() or 1) - 1)
+    if device != "cpu" or count < 1 or job.path is None:
+        return nullcontext()
+    return companions(job.path, count, samples=",".join(map(str, samples)), threads=threads)
+
+
+def _own(out: Path, ranks: Ranks | None) -> Path:
+    return out if ranks is None or ranks.rank == 0 else out.with_suffix(f".rank{ranks.rank}{out.suffix}")

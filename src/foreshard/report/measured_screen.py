@@ -1,0 +1,70 @@
+"""What was measured of a job's layers and links, and the costs fitted to it, as screens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from foreshard.report.quantity import digits, percent, seconds
+from foreshard.report.screen import Screen, Table, table
+
+_LAYER = (">layer", ">forward", ">backward", ">optimizer", ">parameters", ">kept a sample")
+
+
+def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
+    """Return the screen of a profile: the largest micro-batch, layer by layer."""
+    told, most = profile["fingerprint"], max(profile["passes"], key=int)
+    passes, kept = profile["passes"][most], profile["passes"][most]["saved_bytes"]
+    rows = []
+    for layer, held in enumerate(profile["bytes"]):
+        times = [median(one[layer][1] for one in passes[phase]) for phase in ("forward", "backward")]
+        update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
+        rows.append((layer, *map(seconds, times), seconds(update), _mb(held["parameter_bytes"]),
+                     _mb(kept[layer] / int(most))))  # fmt: skip
+    tables = [table(f"layers, {most} samples, wall time", _LAYER, rows, spare=(">optimizer",))]
+    if profile.get("links"):
+        tables.append(_links_table(profile["links"]))
+    return Screen(
+        header=(f"{told['job']} on {told['accelerator'] or told['processor']}, {told['threads']} threads",),
+        tables=tuple(tables), notes=(f"Written to {path}; foreshard calibrate makes costs of it.",),
+    )  # fmt: skip
+
+
+def _links_table(links: Mapping[str, Any]) -> Table:
+    rows = []
+    for kind in ("messages", "sums"):
+        for one in links[kind]:
+            rows.append((kind[:-1], " ".join(map(str, one["ranks"])), one["bytes"], seconds(median(one["seconds"]))))
+    return table(f"links, {links['backend']}", ("what", "ranks", ">bytes", ">time"), rows)
+
+
+def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
+    """Return the screen of calibrated costs."""
+    rows = []
+    for layer, told in enumerate(costs["layers"]):
+        fixed, each = (told["forward_s"][i] + told["backward_s"][i] for i in (0, 1))
+        rows.append((layer, seconds(fixed), seconds(each), seconds(told["optimizer_s"]), percent(told["relative_error"])))
+    low, high = costs["spread"]
+    devices = ", ".join(f"{name} x{factor:g}" for name, factor in costs["devices"].items())
+    notes = [f"Passes spread from {low:.3f} to {high:.3f} of their median.", f"Written to {path}." if path else "Not written: give -o FILE."]
+    for name, link in (costs["links"] or {}).items():
+        if link is not None:
+            notes.insert(0, (
+                f"Links {name} a host: messages {seconds(link['floor_s'])} or {_rate(link['bytes_per_s'])}, sums "
+                f"{seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
+                f"{percent(link['relative_error'])} off (median)."
+            ))  # fmt: skip
+    return Screen(
+        header=(f"{costs['model']} on {costs['machine']}, {costs['clock']} clock; devices: {devices}",),
+        tables=(table("layers: forward and backward", (">layer", ">fixed", ">a sample", ">optimizer", ">line off"), rows),),
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{digits(num_bytes / 1e6)} MB"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{digits(bytes_per_s / 1e9)} GB/s"
