@@ -99,7 +99,8 @@ def test_imports_go_down(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_heavy_libraries_are_imported_only_inside_functions(path):
     tops = {module.split(".")[0] for module in imports(path, module_level=True)}
-    assert not tops & set(HEAVY)
+    allowed = {"torch"} if layer_of(path) in TORCH_LAYERS and path.name != "__init__.py" else set()
+    assert not tops & set(HEAVY) - allowed
     if layer_of(path) not in TORCH_LAYERS | {"catalog", "cli"}:
         assert "torch" not in {module.split(".")[0] for module in imports(path)}
 

@@ -130,7 +130,7 @@ def cross_fitted(rows: Sequence[LeftOut], *, folds: int = 10, seed: int = 0) -> 
     fold = np.random.default_rng(seed).permutation(len(rows)) % folds
     out: list[bool | None] = [None] * len(rows)
     for number in range(folds):
-        mine = np.flatnonzero(fold == number)
+        mine = np.flatnonzero(fold == number).tolist()
         classes = build_classes(row for row, own in zip(rows, fold, strict=True) if own != number)
         for i, good in zip(mine, inside([rows[i] for i in mine], classes), strict=True):
             out[i] = good

@@ -31,9 +31,13 @@ _TELLING = ("OMP_", "MKL_", "TORCH_", "CUDA_", "NCCL_")
 class Trainable(Protocol):
     """What is profiled: a chain of layers with samples, a loss and an optimizer."""
 
-    num_layers: int
     dataset: Any
     path: str | None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        ...
 
     def layer(self, index: int) -> nn.Module:
         """Return a fresh module of a layer."""

@@ -1,7 +1,7 @@
 """Links timed between the ranks at hand: messages there and back, sums over ranks, what a launch takes.
 
-A message's time is half of there and back; a sum has ended when its slowest rank has. Pairs are timed one after
-another while the others wait. The same code runs over gloo on processors and over NCCL on GPUs.
+A message's time is half of there and back; a sum has ended when its slowest rank has. Pairs are timed one
+after another while the others wait. The same code runs over gloo on processors and over NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _TIMEOUT = timedelta(minutes=10)
 """Ranks of slower devices come late; one that is gone is noticed at once."""
 
 
+Tell = Callable[[str], None]
+
+
 class Ranks:
     """The ranks at hand, as one of them sees them.
 
@@ -50,6 +53,8 @@ class Ranks:
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, local: bool):
         self.rank, self.size, self.device = rank, size, device
         self._store, self._local = store, local
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         store.set(f"host/{rank}", os.uname().nodename)
         self.hosts = [store.get(f"host/{r}").decode() for r in range(size)]
 
@@ -58,8 +63,10 @@ class Ranks:
         store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
         place = list(ranks).index(self.rank)
         if self.device.type == "cuda":
-            return dist.ProcessGroupNCCL(store, place, len(ranks), _TIMEOUT)
-        options = dist.ProcessGroupGloo._Options()
+            chosen = dist.ProcessGroupNCCL.Options()
+            chosen._timeout = _TIMEOUT
+            return dist.ProcessGroupNCCL(store, place, len(ranks), chosen)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -73,9 +80,9 @@ class Ranks:
 
 
 def time_links(
-    ranks: Ranks, *, repeats: int, sizes: Sequence[int] = SIZES, tell: Callable[[str], None] = lambda text: None
+    ranks: Ranks, *, repeats: int, sizes: Sequence[int] = SIZES, tell: Tell = lambda text: None
 ) -> dict[str, Any]:
-    """Return the seconds of messages and sums between the ranks; all of them call it, each gets what it has seen.
+    """Return the seconds of messages and sums between the ranks; all of them call it and get the same.
 
     Parameters
     ----------
@@ -95,16 +102,20 @@ def time_links(
         tell(f"messages between ranks {pair[0]} and {pair[1]}")
         for size in sizes:
             seconds = _there_and_back(ranks, world, pair, size, _times(size, repeats))
-            found["messages"].append({"ranks": pair, "apart": ranks.apart(pair), "bytes": size, "seconds": seconds})
+            found["messages"].append(_row(ranks, pair, size, seconds))
     for count in counts_of(ranks.size):
         tell(f"sums over {count} ranks")
         members = list(range(count))
         group = ranks.group(members, "sums") if ranks.rank < count else None
         for size in sizes:
             seconds = _sums(ranks, world, group, size, _times(size, repeats))
-            found["sums"].append({"ranks": members, "apart": ranks.apart(members), "bytes": size, "seconds": seconds})
+            found["sums"].append(_row(ranks, members, size, seconds))
     _together(ranks, world)
     return found
+
+
+def _row(ranks: Ranks, members: list[int], size: int, seconds: list[float]) -> dict[str, Any]:
+    return {"ranks": members, "apart": ranks.apart(members), "bytes": size, "seconds": seconds}
 
 
 def pairs_of(size: int) -> list[list[int]]:
@@ -116,7 +127,8 @@ def pairs_of(size: int) -> list[list[int]]:
 
 def counts_of(size: int) -> list[int]:
     """Return over how many ranks to sum: powers of two, and all."""
-    return sorted({2**k for k in range(1, size.bit_length()) if 2**k <= size} | ({size} if size > 1 else set()))
+    powers = {2**k for k in range(1, size.bit_length())}
+    return sorted(powers | {size}) if size > 1 else []
 
 
 def launch_s(device: torch.device) -> float:
@@ -169,7 +181,7 @@ def _sums(ranks: Ranks, world: Any, group: Any, size: int, repeats: int) -> list
 
 
 def _largest(world: Any, spans: torch.Tensor) -> list[float]:
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     world.allreduce([spans], options).wait()
     return [float(span) for span in spans.tolist()]
@@ -185,10 +197,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def local_links(
-    count: int, device: str, *, repeats: int, tell: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
-    """Return what `time_links` finds between so many ranks of this machine, started for it and ended after it.
+def local_links(count: int, device: str, *, repeats: int, tell: Tell = lambda text: None) -> dict[str, Any]:
+    """Return what `time_links` finds between so many ranks of this machine, started and ended for it.
 
     Raises
     ------
@@ -199,12 +209,8 @@ def local_links(
         raise SpecError(f"{count} ranks on {torch.cuda.device_count()} GPUs", key="--local", value=count,
                         rule="NCCL takes one rank a GPU", fix="Give --local the number of GPUs")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        others = [
-            subprocess.Popen(
-                [sys.executable, "-m", "foreshard.profile.link_times", folder, str(rank), str(count), device, str(repeats)]
-            )
-            for rank in range(1, count)
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "foreshard.profile.link_times", folder, device, str(repeats), str(count)]
+        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
         try:
             return _met_in(folder, 0, count, device, repeats, tell)
         finally:
@@ -215,7 +221,7 @@ def local_links(
 
 
 def _met_in(
-    folder: str, rank: int, count: int, device: str, repeats: int, tell: Callable[[str], None] = lambda text: None
+    folder: str, rank: int, count: int, device: str, repeats: int, tell: Tell = lambda text: None
 ) -> dict[str, Any]:
     store = dist.FileStore(str(Path(folder) / "meet"), count)
     store.set_timeout(_TIMEOUT)
@@ -229,11 +235,13 @@ def torchrun_ranks(device: str) -> Ranks | None:
         return None
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
     store = dist.PrefixStore(f"profile/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    here = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    here = torch.device(device, place) if device == "cuda" else torch.device(device)
     same_host = size <= int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return Ranks(store, rank, size, here, local=same_host)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _met_in(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    place, kind, times, size, number = sys.argv[1:]
+    _met_in(place, int(number), int(size), kind, int(times))
