@@ -16,6 +16,8 @@ from foreshard.runtime.store import Client
 class RankStore(dist.Store):
     """The store as torch.distributed knows it, for process groups to find each other.
 
+    Keep it as long as a group is being made: torch does not keep a store of Python's alive.
+
     Parameters
     ----------
     client : Client

@@ -31,6 +31,7 @@ ANSWER_S = 20.0
 _NONCE_BYTES = 32
 _BIND_S = 10.0
 _ONCE_KEPT = 4096
+_REFUSAL = b"refused".ljust(32, b"\0")
 
 
 class Refused(SpecError):
@@ -78,6 +79,7 @@ def _admit(link: socket.socket, secret: bytes) -> None:
     answer = _exactly(link, _NONCE_BYTES + 32, time.monotonic() + HANDSHAKE_S)
     theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", nonce, theirs)):
+        link.sendall(_REFUSAL)
         raise ConnectionError("wrong secret")
     link.sendall(_proof(secret, b"server", theirs, nonce))
 
@@ -86,11 +88,10 @@ def _introduce(link: socket.socket, secret: bytes) -> None:
     nonce = _exactly(link, _NONCE_BYTES)
     mine = os.urandom(_NONCE_BYTES)
     link.sendall(mine + _proof(secret, b"rank", nonce, mine))
-    try:
-        answer = _exactly(link, 32)
-    except ConnectionError:
+    answer = _exactly(link, 32)
+    if answer == _REFUSAL:  # said in so many words: a link that breaks may be a server that is coming back
         raise Refused("refused by the rendezvous", key="secret", rule="all ranks of a run share one secret",
-                      fix="Give every host the same secret file") from None  # fmt: skip
+                      fix="Give every host the same secret file")  # fmt: skip
     if not hmac.compare_digest(answer, _proof(secret, b"server", mine, nonce)):
         raise Refused("the rendezvous does not know the secret", key="secret",
                       rule="all ranks of a run share one secret")  # fmt: skip
@@ -184,7 +185,7 @@ class StoreServer:
         """Answer once: a question that is asked again because its answer was lost gets the same answer."""
         once = message.get("once")
         with self._changed:
-            if once in self._once:
+            if isinstance(once, str) and once in self._once:
                 return self._once[once]
         try:
             reply = self._reply(message)
@@ -258,6 +259,16 @@ def _listening(address: str, port: int) -> socket.socket:
             time.sleep(0.1)
 
 
+class _Line:
+    """A connection that is closed with the thread it belongs to."""
+
+    def __init__(self, link: socket.socket):
+        self.link = link
+
+    def __del__(self) -> None:
+        self.link.close()
+
+
 class Client:
     """Asks a StoreServer questions; each thread has a connection of its own, made again when it breaks.
 
@@ -308,23 +319,19 @@ class Client:
             return reply
 
     def _link(self) -> socket.socket:
-        link = getattr(self._local, "link", None)
-        if link is None:
-            link = socket.create_connection(self.address, timeout=HANDSHAKE_S)
-            try:
-                if link.getsockname() == link.getpeername():  # nobody listens: the kernel connected us to ourselves
-                    raise ConnectionRefusedError("nobody listens")
-                _introduce(link, self._secret)
-                link.settimeout(ANSWER_S)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except BaseException:
-                link.close()
-                raise
-            self._local.link = link
-        return link
+        line: _Line | None = getattr(self._local, "line", None)
+        if line is None:
+            line = self._local.line = self._connected()
+        return line.link
+
+    def _connected(self) -> _Line:
+        line = _Line(socket.create_connection(self.address, timeout=HANDSHAKE_S))
+        if line.link.getsockname() == line.link.getpeername():  # nobody listens: the kernel led us to ourselves
+            raise ConnectionRefusedError("nobody listens")
+        _introduce(line.link, self._secret)
+        line.link.settimeout(ANSWER_S)
+        line.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return line
 
     def _drop(self) -> None:
-        link = getattr(self._local, "link", None)
-        if link is not None:
-            link.close()
-            self._local.link = None
+        self._local.line = None
