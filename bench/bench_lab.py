@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from foreshard.predict.measured import MeasuredCosts, load_costs, predict_measured, ring_s
+from foreshard.predict.measured import predict_measured
+from foreshard.predict.measured_costs import MeasuredCosts, load_costs
 from foreshard.runtime.lab import load_lab
 from foreshard.runtime.outcome import kept_steps, settled_times
 from foreshard.spec.plan import Plan, parse_plan
@@ -48,7 +49,7 @@ def plan_of(shares: list[int]) -> Plan:
 def lines(costs: MeasuredCosts, lab) -> list[tuple[float, float]]:
     """Fixed seconds and seconds per sample of each rank with the whole model."""
     cluster = lab.cluster()
-    sync = ring_s(costs, cluster, range(RANKS), sum(layer.parameter_bytes for layer in costs.layers))
+    sync = costs.ring_s(cluster, range(RANKS), sum(layer.parameter_bytes for layer in costs.layers))
     found = []
     for slow in lab.slow:
         update = slow * sum(layer.optimizer_s for layer in costs.layers)

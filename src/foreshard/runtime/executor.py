@@ -23,6 +23,7 @@ from foreshard.runtime.data import Feed
 from foreshard.runtime.exchange import Exchange, Peer, Span
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, micro_batches, samples_of
+from foreshard.runtime.own_code import own_code
 from foreshard.runtime.randomness import sample_randomness
 
 Hook = Callable[[str], None]
@@ -156,9 +157,13 @@ class Executor:
         self, step: int, chunk: int, batch: int, span: Span, positions: range, sums: StepSums
     ) -> None:
         virtual = self._virtual(chunk)
-        data = self.feed.batch(positions) if virtual in (0, self.num_virtual - 1) else None
+        data = received = None
+        if virtual in (0, self.num_virtual - 1):
+            with own_code("dataset", self.job.path):
+                data = self.feed.batch(positions)
         if virtual == 0:
-            received = [_moved(t, self.device) for t in _tuple(self.job.inputs(data))]
+            with own_code("inputs", self.job.path):
+                received = [_moved(t, self.device) for t in _tuple(self.job.inputs(data))]
         else:
             received = self.exchange.receive(
                 span, self._peers(virtual - 1, batch), route=virtual * 2, tag=self._tag(virtual, batch, 0),
@@ -252,7 +257,8 @@ class Executor:
         start, stop = self.stage.layers[chunk]
         began_s = self.clock.now()
         self.clock.begin()
-        yield
+        with own_code(f"{name} of layers {start} to {stop - 1}", self.job.path):
+            yield
         self.clock.end(name, span[1] - span[0], stop - start)
         ended_s = self.clock.now()
         sums.work_s += ended_s - began_s
