@@ -105,13 +105,13 @@ def main() -> None:
         profile = folder / "profile.json"
         words = [sys.executable, "-m", "foreshard"]
         subprocess.run([*words, "profile", JOB, "--local", str(RANKS), "--samples", "1,2,4,8", "-o", str(profile)],
-                       check=True, stderr=subprocess.DEVNULL)  # fmt: skip
+                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         print(f"{'h':>4} {'shares':>18} {'measured':>9} {'predicted':>9} {'LP bound':>9} {'over':>7} {'even':>8} {'ratio':>6}")
         for h in args.heterogeneity:
             lab = lab_of(folder, h)
             file = folder / f"costs-{h:g}.json"
             subprocess.run([*words, "calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)],
-                           check=True, stderr=subprocess.DEVNULL)  # fmt: skip
+                           check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
             costs, bed = load_costs(str(file)), load_lab(str(lab))
             rows = lines(costs, bed)
             shares = whole_shares(rows)
