@@ -45,17 +45,18 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
 
 
 def _group_left(group: Group, alive: frozenset[int]) -> Group | None:
-    stages = [_stage_left(stage, alive) for stage in group.stages]
-    there = [i for i, stage in enumerate(stages) if stage is not None]
+    found = {i: _stage_left(stage, alive) for i, stage in enumerate(group.stages)}
+    stages = {i: stage for i, stage in found.items() if stage is not None}
+    there = sorted(stages)
     if not there:
         return None
-    if len(there) < len(stages) and group.num_chunks > 1:
+    if len(there) < len(group.stages) and group.num_chunks > 1:
         # interleaved chunks of a lost stage have no neighbours in one piece
         group = replace(group, schedule="1f1b")
         pieces = _cut_evenly(group, there)
     else:
         pieces = _pieces(group.stages, there)
-    left = [replace(stages[i], layers=pieces[n]) for n, i in enumerate(there)]  # type: ignore[type-var]
+    left = [replace(stages[i], layers=pieces[n]) for n, i in enumerate(there)]
     size = group.micro_batch
     if any(stage.rank_shares is not None for stage in left):
         left = [_rescaled(stage, size) for stage in left]

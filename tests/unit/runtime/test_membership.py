@@ -1,0 +1,255 @@
+"""What the supervisor decides, told what happens by hand and on a clock of its own."""
+
+import json
+
+import pytest
+
+from foreshard.runtime.decided import recalled, reopen
+from foreshard.runtime.supervisor import START_S, Supervisor
+from foreshard.runtime.suspicion import Suspicion
+from foreshard.spec.plan import parse_plan
+
+PLAN = parse_plan({
+    "global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [
+        {"share": 2, "stages": [{"ranks": [0], "layers": [[0, 4]]}, {"ranks": [1], "layers": [[4, 8]]}]},
+        {"share": 2, "stages": [{"ranks": [2], "layers": [[0, 8]]}]},
+    ],
+})  # fmt: skip
+
+
+class Told:
+    """A supervisor and what it is told; rank r has process 100 + r unless said otherwise."""
+
+    def __init__(self, folder, expected=(0, 1, 2), detect_s=2.0):
+        self.folder, self.expected, self.detect_s, self.now_s = folder, expected, detect_s, 0.0
+        self.restart()
+
+    def restart(self):
+        self.supervisor = Supervisor(
+            self.folder, PLAN, self.expected, detect_s=self.detect_s, now=lambda: self.now_s
+        )
+
+    def join(self, rank, after=-1, pid=None, reason=""):
+        """Ask; the answer is there only if this was the last who had to ask."""
+        message = {"ask": "join", "rank": rank, "pid": pid or 100 + rank, "after": after, "reason": reason}
+        told = self.supervisor.answer({**message, "timeout_s": 0.0})
+        return told["generation"]
+
+    def all_join(self, ranks, after=-1, **more):
+        for rank in ranks:
+            self.join(rank, after, **more)
+        return [self.join(rank, after) for rank in ranks]
+
+    def beat(self, rank, number=0, pid=None):
+        return self.supervisor.answer({"ask": "beat", "rank": rank, "pid": pid or 100 + rank, "number": number})
+
+    def agent(self, died=(), gone=(), ranks=(0, 1, 2)):
+        return self.supervisor.answer({"ask": "agent", "ranks": ranks, "died": list(died), "gone": list(gone)})
+
+    def finished(self, rank, pid=None):
+        return self.supervisor.answer({"ask": "finished", "rank": rank, "pid": pid or 100 + rank})
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    monkeypatch.setattr("foreshard.runtime.supervisor._ASK_S", 0.0)
+    return Told(tmp_path)
+
+
+def test_the_first_generation_waits_for_all_who_should_come(told):
+    assert told.join(0) is None and told.join(1) is None
+    assert told.join(2)["ranks"] == [0, 1, 2]
+    assert told.join(0)["number"] == 0
+
+
+def test_it_waits_no_longer_than_its_bound_and_not_for_those_who_will_not_come(told, tmp_path):
+    told.join(0)
+    told.agent(gone=[2])
+    assert told.join(1)["ranks"] == [0, 1]
+    (tmp_path / "late").mkdir()
+    late = Told(tmp_path / "late")
+    late.join(0)
+    late.now_s = START_S + 1
+    assert late.join(1)["ranks"] == [0, 1]
+
+
+def test_a_dead_rank_is_left_out_when_the_others_have_asked(told):
+    told.all_join([0, 1, 2])
+    told.agent(died=[[1, 101, "exit code -9"]])
+    assert told.beat(0)["broken"]
+    assert told.join(0, 0) is None
+    generation = told.join(2, 0)
+    assert (generation["number"], generation["ranks"]) == (1, [0, 2])
+    assert parse_plan(generation["plan"]).ranks == (0, 2)
+
+
+def test_a_death_told_late_does_not_touch_the_process_after_it(told):
+    told.all_join([0, 1, 2])
+    told.join(1, -1, pid=999)
+    told.agent(died=[[1, 101, "exit code -9"]])
+    assert told.beat(0)["broken"]
+    for rank in (0, 2):
+        told.join(rank, 0)
+    assert told.join(1, -1, pid=999)["ranks"] == [0, 1, 2]
+
+
+def test_a_new_process_is_not_let_into_the_generation_of_the_one_before(told):
+    told.all_join([0, 1, 2])
+    assert told.join(1, -1, pid=999) is None
+
+
+def test_who_comes_back_makes_the_others_wish_for_a_boundary_and_gets_its_layers_back(told):
+    told.all_join([0, 1, 2])
+    told.agent(died=[[1, 101, ""]])
+    told.all_join([0, 2], 0)
+    assert not told.beat(0, 1)["wanted"]
+    told.join(1, -1, pid=201)
+    assert told.beat(0, 1)["wanted"] and told.beat(2, 1)["wanted"]
+    told.join(0, 1, reason="boundary")
+    generation = told.join(2, 1, reason="boundary")
+    assert generation["number"] == 2 and parse_plan(generation["plan"]) == PLAN
+
+
+def test_silence_beyond_the_bound_is_a_loss_and_the_agent_is_told_to_make_sure(told):
+    told.all_join([0, 1, 2])
+    told.now_s = 1.9
+    told.beat(0), told.beat(2)
+    told.supervisor.watch()
+    assert not told.beat(0)["broken"]
+    told.now_s = 2.1
+    told.supervisor.watch()
+    assert told.beat(0)["broken"]
+    assert told.agent()["doomed"] == {1: 101}
+    assert told.agent()["doomed"] == {}
+
+
+def test_a_rank_that_goes_silent_at_the_door_does_not_keep_the_others_waiting(told):
+    told.all_join([0, 1, 2])
+    told.join(5, -1)
+    told.now_s = 2.1
+    for rank in (0, 1, 2):
+        told.beat(rank)
+    told.supervisor.watch()
+    for rank in (0, 1):
+        told.join(rank, 0)
+    assert told.join(2, 0)["ranks"] == [0, 1, 2]
+
+
+def test_a_rank_whose_link_was_silent_is_known_again(told):
+    told.all_join([0, 1, 2])
+    told.now_s = 2.1
+    told.beat(0), told.beat(2)
+    told.supervisor.watch()
+    told.beat(1)
+    assert not told.beat(0)["broken"]
+
+
+def test_a_supervisor_that_is_killed_goes_on_where_it_was(told):
+    told.all_join([0, 1, 2])
+    told.restart()
+    assert told.beat(0) == {"wanted": False, "broken": False, "number": 0}
+    told.agent(died=[[1, 101, ""]])
+    told.restart()
+    assert told.beat(0)["broken"]
+    told.join(0, 0)
+    assert told.join(2, 0)["number"] == 1
+
+
+def test_numbers_never_fall_even_if_memory_is_lost(told, tmp_path):
+    told.all_join([0, 1, 2])
+    told.agent(died=[[1, 101, ""]])
+    told.all_join([0, 2], 0)
+    (tmp_path / "supervisor.json").write_text("{ torn")
+    told.restart()
+    told.beat(0, 1), told.beat(2, 1)
+    assert told.join(0, 1) is None
+    assert told.join(2, 1)["number"] == 2
+
+
+def test_a_full_disk_under_the_supervisor_is_not_the_end(told, monkeypatch):
+    def full(folder, decided):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("foreshard.runtime.supervisor.remember", full)
+    assert all(generation["number"] == 0 for generation in told.all_join([0, 1, 2]))
+
+
+def test_all_ranks_of_a_generation_are_told_one_plan_whatever_is_adopted_meanwhile(told):
+    told.join(0), told.join(1)
+    first = told.join(2)
+    other = {**PLAN.to_dict(), "groups": PLAN.to_dict()["groups"][::-1]}
+    told.supervisor.answer({"ask": "plan", "plan": other})
+    assert told.join(0) == first
+    told.agent(died=[[1, 101, ""]])
+    told.join(0, 0)
+    assert parse_plan(told.join(2, 0)["plan"]).groups[0].stages[0].ranks == (2,)
+
+
+def test_the_run_is_over_when_all_have_done_their_steps_and_nobody_starts_it_again(told):
+    told.all_join([0, 1, 2])
+    assert told.finished(0) == {"end": False, "back": False}
+    told.finished(1)
+    assert told.finished(2)["end"]
+    assert told.finished(0)["end"]
+    answer = told.supervisor.answer(
+        {"ask": "join", "rank": 1, "pid": 777, "after": -1, "reason": "", "timeout_s": 0.0}
+    )
+    assert answer == {"generation": None, "over": True}
+    assert told.agent()["over"]
+
+
+def test_who_is_done_goes_back_for_one_who_was_cut_off(told):
+    told.all_join([0, 1, 2])
+    told.finished(0), told.finished(1)
+    told.join(2, 0, reason="connection closed by peer")
+    assert told.finished(0) == {"end": False, "back": True}
+    told.join(0, 0), told.finished(1)
+    assert told.join(1, 0)["number"] == 1
+
+
+def test_a_death_among_those_who_are_done_does_not_hold_up_the_end(told):
+    told.all_join([0, 1, 2])
+    told.finished(0), told.finished(1)
+    told.agent(died=[[2, 102, "exit code -9"]])
+    assert told.finished(0)["end"]
+
+
+def test_a_run_that_goes_on_has_rising_numbers(told, tmp_path):
+    told.all_join([0, 1, 2])
+    reopen(tmp_path, PLAN, [0, 1, 2])
+    assert recalled(tmp_path).number == 0
+    told.restart()
+    assert told.join(0, pid=501) is None
+    told.join(1, pid=502)
+    assert told.join(2, pid=503)["number"] == 1
+
+
+def test_nobody_left_is_waited_out_and_told_once(told, tmp_path):
+    told.all_join([0, 1, 2])
+    for rank in (0, 1, 2):
+        told.agent(died=[[rank, 100 + rank, ""]])
+    told.join(7), told.join(7)
+    lines = [json.loads(line) for line in (tmp_path / "supervisor.jsonl").read_text().splitlines()]
+    assert sum(line["kind"] == "waiting" for line in lines) == 1
+    assert told.join(0, pid=300)["ranks"] == [0, 7]
+
+
+def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
+    told.all_join([0, 1, 2])
+    for number in (0, 1):
+        for rank, reason in ((0, "closed by peer"), (1, "Timed out waiting 2000ms"), (2, "timed out connecting")):
+            told.join(rank, number, reason=reason)
+    assert told.join(0, 1)["ranks"] == [0, 1]
+    assert not told.beat(0, 2)["wanted"]
+    told.now_s = 1000.0
+    assert told.beat(0, 2)["wanted"]
+
+
+def test_a_loaded_machine_is_not_a_lost_link():
+    suspicion = Suspicion(2.0)
+    suspicion.began(0, [0, 1], 0.0)
+    suspicion.left(1, 0, "timed out")
+    suspicion.began(1, [0, 1], 2.0)
+    suspicion.left(1, 1, "timed out")
+    assert suspicion.judged(1, [0, 1], 500.0) is None
+    assert suspicion.judged(1, [0, 1], 4.0) == 1
