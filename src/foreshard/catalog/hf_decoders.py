@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from foreshard.catalog.hf_reader import Reader
 from foreshard.spec.model import Block, Model, decoder
 
 
-def attention_sizes(reader: Reader, head_dim: int | None = None) -> dict[str, int]:
+def attention_sizes(reader: Reader, head_dim: int | None = None) -> dict[str, Any]:
     """Return hidden, heads, key/value heads and head size; `head_dim` is the family's default."""
     hidden = reader.size("hidden_size")
     if head_dim is None and reader.config.get("head_dim") is None:
@@ -25,7 +26,7 @@ def attention_sizes(reader: Reader, head_dim: int | None = None) -> dict[str, in
     }
 
 
-def windowed_blocks(block: dict[str, Any], windows: list[int]) -> tuple[Block, ...]:
+def windowed_blocks(block: dict[str, Any], windows: Sequence[int]) -> tuple[Block, ...]:
     """Return one block per window, equal ones shared."""
     kinds = {window: Block(window=window, **block) for window in set(windows)}
     return tuple(kinds[window] for window in windows)
@@ -76,7 +77,7 @@ def mistral(reader: Reader) -> Model:
     return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
 
 
-def qwen_windows(reader: Reader, num_layers: int) -> list[int]:
+def qwen_windows(reader: Reader, num_layers: int) -> Sequence[int]:
     """Return the windows of Qwen layers: those from max_window_layers on slide, if the switch is on."""
     window = _sliding_window(reader, 4096) if reader.flag("use_sliding_window", False) else 0
     first = reader.layers("max_window_layers", default=28, minimum=0)

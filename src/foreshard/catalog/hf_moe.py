@@ -11,7 +11,7 @@ from foreshard.spec.model import Block, Model
 
 def _experts(
     reader: Reader, width: str, *count: str, used: tuple[str, ...] = ("num_experts_per_tok",)
-) -> dict:
+) -> dict[str, Any]:
     num_experts = reader.size(*count)
     top_k = reader.size(*used)
     if top_k > num_experts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreshard.errors import SpecError
@@ -120,7 +120,7 @@ class Reader:
             )
         return kv_heads
 
-    def layer_windows(self, num_layers: int, window: int, sliding: list[bool]) -> list[int]:
+    def layer_windows(self, num_layers: int, window: int, sliding: Sequence[bool]) -> Sequence[int]:
         """Return the attention window of each layer: `layer_types` where present, else the family's rule."""
         types = self.list("layer_types")
         if types is None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from foreshard.catalog.model_dims import model_from_dims
+from foreshard.catalog.model_dims import DEFAULT_SEQ_LEN, model_from_dims
 from foreshard.catalog.model_names import find_model
 from foreshard.errors import SpecError
 from foreshard.spec.model import Model, lora
@@ -139,17 +139,17 @@ def _from_columns(row: Mapping[str, str], stated: str, seq_len: int) -> Model:
             rule=f"Blank: {', '.join(blank)}",
         )
     head_dim = re.search(r"\bhead_dim (\d+)(?!/)\b", row.get("notes", ""))
+    n_layers, hidden, ffn, n_heads, n_kv_heads, vocab = (int(sizes[column] or 0) for column in DIMENSIONS)
     return model_from_dims(
-        stated,
-        *(sizes[column] for column in DIMENSIONS),
+        stated, n_layers, hidden, ffn, n_heads, n_kv_heads, vocab,
         gated=row.get("gated_mlp", "").strip().lower() == "true",
         n_experts=_whole(row, "n_experts") or 0,
         topk=_whole(row, "topk") or 0,
         head_dim=int(head_dim.group(1)) if head_dim else None,
         source="dimensions in the row",
         assumptions=("norms, biases and tying follow from the kind of MLP",),
-        **({"seq_len": seq_len} if seq_len else {}),
-    )
+        seq_len=seq_len or DEFAULT_SEQ_LEN,
+    )  # fmt: skip
 
 
 def _with_next_token(model: Model, stated: str, notes: str) -> Model:

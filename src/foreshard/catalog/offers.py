@@ -71,7 +71,7 @@ _OFFERS = {
     "megatron-deepspeed": Offers(
         zero=(0, 1), schedules=("1f1b",), degrees=("tp", "pp"), recompute=("none", "full")
     ),
-    # runtime/zero/config.py stages, overlap_comm, offload_optimizer; runtime/pipe: 1F1B, not with ZeRO-2 or 3.
+    # runtime/zero/config.py stages, overlap_comm, offload_optimizer; runtime/pipe: 1F1B, not ZeRO-2 or 3.
     "deepspeed": Offers(
         zero=(0, 1, 2, 3), overlaps=("grad_overlap",), degrees=("cp", "ep"), offload=("none", "optimizer")
     ),

@@ -115,7 +115,7 @@ class RankShape:
     element_bytes: Any  # bytes of an activation between layers
     offload_optimizer: Any  # 1 when optimizer states live in host memory
     offload_activations: Any  # 1 when saved activations do
-    # Distances between the ranks of a communicator in cluster order, as their places on link domains give them.
+    # Distances between the ranks of a communicator in cluster order, from their places on link domains.
     tp_stride: Any
     cp_stride: Any
     ep_stride: Any

@@ -173,7 +173,10 @@ def _rings(plan: Plan) -> int:
 
 
 def _fabric(case: Case, ranks: Sequence[int], fidelity: str, crossing: int = 1) -> Fabric:
-    """Return the fabric that collectives over some ranks see; `crossing` of them share a link between racks."""
+    """Return the fabric that collectives over some ranks see.
+
+    `crossing` of them share a link between racks.
+    """
     cluster = case.cluster
     if len(cluster.nodes) > 1:
         # `fabric_between` already shares a link among the devices of one domain.
