@@ -167,7 +167,7 @@ def load_costs(path: str) -> MeasuredCosts:
         raise SpecError(f"not JSON: {error}", file=path, key="--costs") from None
     try:
         return _parsed(data, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise SpecError(f"not measured costs: {type(error).__name__} {error}", file=path, key="--costs",
                         rule="the file is what foreshard calibrate writes",
                         fix="Run foreshard calibrate again") from None  # fmt: skip
