@@ -35,7 +35,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
-        x = x + self.drop(self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out(seen))
         return x + self.drop(self.down(functional.gelu(self.up(self.norm2(x)))))
 
 

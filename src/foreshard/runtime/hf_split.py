@@ -1,7 +1,7 @@
 """A language model of transformers as a list of layers: embedding, its blocks, head.
 
-A block is run by the model's own code around it (masks, rotary embeddings, sliding windows), by a copy of the inner
-model that holds this block only. What the layers compute one after another is what the whole model computes.
+A block is run by the model's own code around it (masks, rotary embeddings, sliding windows), by a copy of the
+inner model that holds this block only. One after another the layers compute what the whole model computes.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ KNOWN = tuple(sorted(_FAMILIES))
 def split(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a causal language model of transformers: embedding, one per block, head.
 
-    The first layer takes token ids, or ids and an attention mask of shape (samples, tokens); a mask passes through
-    all layers. The last gives the scores of words. Parameters are the model's own, so tied ones stay tied.
+    The first layer takes token ids, or ids and an attention mask of shape (samples, tokens); a mask passes
+    through all layers. The last gives the scores of words. Parameters are the model's own, tied ones too.
 
     Raises
     ------
@@ -141,7 +141,9 @@ class _Nothing(nn.Module):
         return torch.zeros((), device=places.device, dtype=torch.int64)
 
 
-def _around(inner: nn.Module, family: _Family, number: int, block: nn.Module, rotary: nn.Module | None) -> nn.Module:
+def _around(
+    inner: nn.Module, family: _Family, number: int, block: nn.Module, rotary: nn.Module | None
+) -> nn.Module:
     """Return the inner model with one block, and nothing before and after it."""
     around = copy.copy(inner)
     around._modules = dict(inner._modules)
@@ -196,8 +198,8 @@ def _check_parts(module: nn.Module, expected: set[str], kind: str) -> None:
 
 def _check_config(config: Any, kind: str) -> None:
     if getattr(config, "add_cross_attention", False):
-        raise SpecError("a model with cross attention cannot be split", key="model.config.add_cross_attention",
-                        value=True, rule=f"Blocks of a {kind} take one sequence")  # fmt: skip
+        raise SpecError("a model with cross attention cannot be split", key="add_cross_attention", value=True,
+                        rule=f"Blocks of a {kind} take one sequence")  # fmt: skip
     drops = max(getattr(config, name, 0.0) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     used = getattr(config, "_attn_implementation", None) or "eager"
     if drops > 0 and used not in ("eager", "sdpa"):

@@ -6,28 +6,35 @@ program and runs with this process's rights; nothing of it comes over the networ
 
 from __future__ import annotations
 
-import copy
+import functools
+import random
 import sys
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from foreshard.errors import SpecError
+from foreshard.runtime.builders import Builder, Key, Tied, builders_of
+from foreshard.runtime.own_code import own_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
-OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes")
+OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied")
 _INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
 _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
-_SEEDING = threading.Lock()
-"""Torch draws first values from one generator for all threads."""
-Key = tuple[int, str]
+_LOSS_RULE = "It returns the sum over what is counted, and the count"
+_BATCH_STATISTICS = (
+    "BatchNorm in training takes its statistics from the samples of one micro-batch on one rank: the result "
+    "depends on the plan. See docs/runtime_jobs.md for norms that do not."
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +61,7 @@ class Job:
     path : str or None
     """
 
-    builders: list[Callable[[], nn.Module]]
+    builders: list[Builder]
     dataset: Any
     loss: Callable[[Any, Any], tuple[Tensor, Any]]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -62,7 +69,7 @@ class Job:
     inputs: Callable[[Any], Any] = field(default=lambda batch: first_input(batch))
     lr: Callable[[int], float] | None = None
     fixed_shapes: bool = True
-    tied: tuple[tuple[Key, ...], ...] = ()
+    tied: Tied = ()
     path: str | None = None
 
     @property
@@ -71,11 +78,24 @@ class Job:
         return len(self.builders)
 
     def layer(self, index: int) -> nn.Module:
-        """Return a fresh module of a layer, with the values it starts from."""
-        return self.builders[index]()
+        """Return a fresh module of a layer, with the values it starts from.
+
+        Raises
+        ------
+        SpecError
+            When the job's own code fails.
+        """
+        with own_code(f"layer {index}", self.path, rule="Every layer can be built at any time"):
+            layer = self.builders[index]()
+        if any(isinstance(part, _BatchNorm) and part.training for part in layer.modules()):
+            warnings.warn(_BATCH_STATISTICS, stacklevel=2)
+        return layer
 
     @classmethod
-    def of(cls, layers: Any, dataset: Any, loss: Any, optimizer: Any, *, seed: int = 0, **more: Any) -> Job:
+    def of(
+        cls, layers: Any, dataset: Any, loss: Any, optimizer: Any, *, seed: int = 0,
+        tied: Iterable[Iterable[Key]] = (), **more: Any,
+    ) -> Job:  # fmt: skip
         """Return the job of a model given as layers, as `nn.Sequential`, or as a model of transformers.
 
         Parameters
@@ -86,17 +106,27 @@ class Job:
             As the attributes.
         seed : int
             Of the values that callables start from.
+        tied : groups of (layer, parameter name), optional
+            Of callables; modules are tied by holding one parameter.
 
         Raises
         ------
         SpecError
         """
-        builders, tied = _builders(layers, seed, more.get("path"))
-        return cls(builders=builders, dataset=dataset, loss=loss, optimizer=optimizer, tied=tied, **more)
+        path = more.get("path")
+        builders, found = builders_of(layers, seed, _keys(tied), path)
+        more["optimizer"] = optimizer
+        for name in ("optimizer", "collate", "inputs", "lr"):
+            if more.get(name) is not None:
+                more[name] = _guarded(more[name], name, path)
+        loss = _guarded_loss(loss, path)
+        return cls(builders=builders, dataset=_readable(dataset, path), loss=loss, tied=found, **more)
 
 
 def load_job(path: str, *, seed: int = 0) -> Job:
     """Return the job that a Python file defines.
+
+    Torch, numpy and random are seeded before model() and dataset() run, so that all ranks get the same.
 
     Raises
     ------
@@ -106,14 +136,17 @@ def load_job(path: str, *, seed: int = 0) -> Job:
     module = _imported(path)
     lacking = [name for name in REQUIRED if not callable(getattr(module, name, None))]
     if lacking:
-        raise SpecError(f"no {', '.join(f'{name}()' for name in lacking)}", file=path, key=lacking[0], rule=_RULE,
-                        fix="See examples/jobs/gpt_job.py")  # fmt: skip
-    torch.manual_seed(seed)
+        told, fix = ", ".join(f"{name}()" for name in lacking), "See examples/jobs/gpt_job.py"
+        raise SpecError(f"no {told}", file=path, key=lacking[0], rule=_RULE, fix=fix)
     more = {name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)}
-    return Job.of(
-        _called(module.model, path, "model"), _called(module.dataset, path, "dataset"), module.loss, module.optimizer,
-        seed=seed, path=path, **more,
-    )  # fmt: skip
+    made = {}
+    for name in ("model", "dataset"):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # the job may use numpy's global generator
+        with own_code(name, path):
+            made[name] = getattr(module, name)()
+    return Job.of(made["model"], made["dataset"], module.loss, module.optimizer, seed=seed, path=path, **more)
 
 
 def first_input(batch: Any) -> Any:
@@ -128,90 +161,60 @@ def first_input(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
-def tied_parameters(layers: Sequence[nn.Module]) -> tuple[tuple[Key, ...], ...]:
-    """Return the groups of names under which layers share a parameter."""
-    names: dict[int, list[Key]] = {}
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append((index, name))
-    return tuple(tuple(group) for group in names.values() if len({layer for layer, _ in group}) > 1)
+def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
+    return tuple(tuple((layer, name) for layer, name in group) for group in tied)
 
 
-def _builders(model: Any, seed: int, path: str | None) -> tuple[list[Callable[[], nn.Module]], tuple[Any, ...]]:
-    layers = _layers(model, path)
-    if not layers:
-        raise SpecError("model() gave no layers", file=path, key="model", rule="A model has at least one layer")
-    if all(isinstance(layer, nn.Module) for layer in layers):
-        return [_copier(layer) for layer in layers], tied_parameters(layers)
-    if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
-        return [_seeded(layer, seed, index) for index, layer in enumerate(layers)], ()
-    raise SpecError("model() gave modules and callables mixed", file=path, key="model",
-                    rule="The list holds modules only or callables that give modules only")  # fmt: skip
+def _guarded(function: Any, name: str, path: str | None) -> Any:
+    """Return a function of the job whose faults are told as the job's."""
+
+    def guarded(*given: Any) -> Any:
+        with own_code(name, path):
+            return function(*given)
+
+    return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded
 
 
-def _layers(model: Any, path: str | None) -> list[Any]:
-    if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
-        return list(model)
-    if isinstance(model, nn.Module):
-        from foreshard.runtime.hf_split import split
+def _guarded_loss(function: Any, path: str | None) -> Any:
+    """Return the loss, checked to be what gradients of any plan add up from."""
 
-        return split(model)
-    if isinstance(model, Iterable):
-        return list(model)
-    raise SpecError(
-        f"model() gave {type(model).__name__}", file=path, key="model",
-        rule="It returns a list of layers, an nn.Sequential, or a model of transformers",
-    )  # fmt: skip
+    def guarded(output: Any, batch: Any) -> tuple[Tensor, Any]:
+        with own_code("loss", path):
+            found = function(output, batch)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise SpecError(f"loss gave {type(found).__name__}", file=path, key="loss", rule=_LOSS_RULE,
+                            fix="Use reduction='sum' and return (sum, number of targets)")  # fmt: skip
+        total, count = found
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            what = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise SpecError(f"loss gave a sum {what}", file=path, key="loss", rule=_LOSS_RULE,
+                            fix="Use reduction='sum'")  # fmt: skip
+        return total, count
+
+    return guarded
 
 
-def _copier(layer: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: copy.deepcopy(layer)
-
-
-def _seeded(build: Callable[[], nn.Module], seed: int, index: int) -> Callable[[], nn.Module]:
-    def built() -> nn.Module:
-        with _SEEDING, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed * 1_000_003 + index)
-            return build()
-
-    return built
+def _readable(dataset: Any, path: str | None) -> Any:
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not is_map and not hasattr(dataset, "__iter__"):
+        raise SpecError(f"dataset() gave {type(dataset).__name__}", file=path, key="dataset",
+                        rule="A dataset has __len__ and __getitem__, or __iter__")  # fmt: skip
+    return dataset
 
 
 def _imported(path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise SpecError("no such file", file=path, key="JOB", rule=_RULE)
-    spec = spec_from_file_location(f"foreshard_job_{file.stem}", file)
+    spec = spec_from_file_location(f"foreshard_job_{file.stem}", file.resolve())
     if spec is None or spec.loader is None:
         raise SpecError("not a Python file", file=path, key="JOB", rule=_RULE)
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _own_error(error, path, "JOB") from error
+        with own_code("import", path):
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(file.resolve().parent))
     return module
-
-
-def _called(function: Callable[[], Any], path: str, name: str) -> Any:
-    try:
-        return function()
-    except SpecError:
-        raise
-    except Exception as error:
-        raise _own_error(error, path, name) from error
-
-
-def _own_error(error: Exception, path: str, key: str) -> SpecError:
-    """Return the error of the user's own code, with the line it came from."""
-    frame, line = error.__traceback__, getattr(error, "lineno", None)
-    while frame is not None:
-        if frame.tb_frame.f_code.co_filename == str(Path(path)):
-            line = frame.tb_lineno
-        frame = frame.tb_next
-    where = f" in line {line}" if line else ""
-    return SpecError(f"{type(error).__name__}{where}: {error}", file=path, key=key,
-                     rule="The job's own code must run")  # fmt: skip

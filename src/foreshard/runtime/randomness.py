@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foreshard.errors import SpecError
+from foreshard.runtime.own_code import own_code
 
+_LAYER_RULE = "A layer takes what the layer before it gives, the first what inputs(batch) gives"
 _MASK = (1 << 64) - 1
 _DROPOUTS = {
     torch.nn.functional.dropout, torch.dropout, torch.nn.functional.dropout1d, torch.nn.functional.dropout2d,
@@ -86,7 +88,7 @@ def sample_randomness(*, seed: int, step: int, layer: int, positions: Sequence[i
     positions : sequence of int
         Of the samples in the first dimension, in order.
     """
-    with _SampleDropout((seed, step, layer), positions):
+    with own_code(f"layer {layer}", rule=_LAYER_RULE), _SampleDropout((seed, step, layer), positions):
         yield
 
 
