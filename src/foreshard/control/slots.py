@@ -273,7 +273,8 @@ def evaluate(
 
     Source
     ------
-    A group's time is fill + (n - 1) bottleneck + synchronisation: the flush of one batch through a pipeline.
+    Fill + (n - 1) bottleneck is the flush of one batch through a pipeline; after the last of them gradients
+    are summed, in the time of the worker with most of them.
     """
     if structure.reading == MP_OVER_DP:
         if batch is None:
@@ -291,7 +292,7 @@ def evaluate(
         time_s = math.inf
     worker, group, first, stop = spans
     busy = amounts[group] * stage_s(chain, state, worker, first, stop)
-    sent = _boundary_usd(chain, state, spans, amounts) + _sync_usd(chain, state, active)
+    sent = boundary_usd(chain, state, spans, amounts) + sync_usd(chain, state, active)
     costs = cost_table(state, worker, busy, sent, time_s)
     return Choice(structure=structure, shares=tuple(shares), time_s=time_s, costs=costs)  # type: ignore[arg-type]
 
@@ -354,7 +355,8 @@ def pace_of(chain: Chain, state: State, structure: Structure, *, micro_batch: in
     starts = np.searchsorted(group, np.arange(len(structure.groups)))
     slowest = np.maximum.reduceat(period, starts)
     fill = np.add.reduceat(period, starts)
-    sync = np.maximum.reduceat(sync_s(chain, state, structure), starts)
+    # A ring can begin when the last of its members has computed, whichever group that is in.
+    sync = sync_s(chain, state, structure).max()
     return Pace(start_s=fill - slowest + sync, rate_s=slowest / micro_batch)
 
 
@@ -423,7 +425,7 @@ def runs(
     return bool((need <= chain.memory_bytes[worker]).all())
 
 
-def _boundary_usd(
+def boundary_usd(
     chain: Chain,
     state: State,
     spans: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
@@ -442,7 +444,7 @@ def _boundary_usd(
     return sent
 
 
-def _sync_usd(chain: Chain, state: State, structure: Structure) -> np.ndarray:
+def sync_usd(chain: Chain, state: State, structure: Structure) -> np.ndarray:
     """Return what each worker's part of the rings costs to send, shape (W,); rings go in order of workers."""
     sent = np.zeros(chain.num_workers)
     groups = structure.groups

@@ -1,0 +1,503 @@
+"""One slot's choice: who works with whom, in what order, on which layers, with how many samples.
+
+All structures are compared where kinds of workers are few enough; else one is searched by tentative moves from
+the running one, from those chosen lately and from a few built ones. Moves are of kinds, not of workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
+from foreshard.control.shares import whole_shares
+from foreshard.control.slots import Budget, Chain, Choice, Pipeline, State, Structure, evaluate
+from foreshard.errors import InfeasibleError
+
+MAX_STAGES = 8
+_EXHAUSTIVE = 220
+"""Structures up to which all are compared."""
+_STARTS = 3
+_FINALISTS = 16
+_RECENT = 12
+
+
+def solve_slot(
+    chain: Chain,
+    state: State,
+    *,
+    batch: int,
+    micro_batch: int,
+    time_weight: float,
+    cost_weights: Mapping[str, float] | None = None,
+    budgets: Sequence[Budget] = (),
+    start: Structure | Choice | None = None,
+    running: Structure | Choice | None = None,
+    change_weight: float = 0.0,
+    memo: Memo | None = None,
+    max_stages: int = MAX_STAGES,
+    most_looks: int = 2000,
+) -> Choice:
+    """Return the choice that minimises time_weight * seconds + sum of cost_weights * costs, `dp_over_mp`.
+
+    Parameters
+    ----------
+    chain, state
+    batch, micro_batch : int, samples
+    time_weight : float
+        Of a second; below 0 slow structures are preferred, but no group waits on purpose.
+    cost_weights : mapping of budget name to weight
+    budgets : sequence of Budget
+    start : Structure or Choice, optional
+        Where to search from, besides what is built.
+    running : Structure or Choice, optional
+        What is compared at no change; searched from as well.
+    change_weight : float
+        Of a second that a change from the running structure takes.
+    memo : Memo, optional
+        Makes later slots fast; belongs to one chain.
+    max_stages : int
+        Longest pipeline.
+    most_looks : int
+        Structures to look at before the search stops where it is.
+
+    Raises
+    ------
+    InfeasibleError
+        When no pipeline of the workers that are there holds the model.
+    """
+    memo = Memo() if memo is None else memo
+    apart = frozenset(budget.worker for budget in budgets if budget.worker is not None)
+    landscape = memo.landscape(
+        chain, state, batch=batch, micro_batch=micro_batch, max_stages=max_stages, apart=apart
+    )
+    weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
+    bound = running.structure if isinstance(running, Choice) else running
+    search = _Search(landscape, weights, bound, change_weight, most_looks)
+    begin = start.structure if isinstance(start, Choice) else start
+    search.run([one for one in (bound, begin) if one is not None])
+    if not search.found:
+        raise InfeasibleError(
+            f"no pipeline of {len(landscape.alive)} workers holds the model", rule="A stage needs memory",
+            fix="Allow longer pipelines, or add workers",
+        )  # fmt: skip
+    choice = search.final(cost_weights or {}, budgets)
+    memo.recent[_groups(choice.structure)] = None
+    memo.recent.move_to_end(_groups(choice.structure))
+    while len(memo.recent) > _RECENT:
+        memo.recent.popitem(last=False)
+    return choice
+
+
+def reshare(
+    chain: Chain,
+    state: State,
+    structure: Structure,
+    *,
+    batch: int,
+    micro_batch: int,
+    time_weight: float,
+    cost_weights: Mapping[str, float] | None = None,
+    budgets: Sequence[Budget] = (),
+    memo: Memo | None = None,
+) -> Choice:
+    """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
+
+    Every group keeps at least one sample, so that the structure is what it was.
+    """
+    memo = Memo() if memo is None else memo
+    landscape = memo.landscape(
+        chain, state, batch=batch, micro_batch=micro_batch, max_stages=MAX_STAGES, apart=frozenset()
+    )
+    layout = landscape.layout([landscape.unit_of(group) for group in structure.groups])
+    shares = _whole(landscape, layout, Weights.of(state, time_weight, cost_weights or {}, budgets))
+    for empty in np.flatnonzero(shares == 0):
+        given = min(micro_batch, int(shares.max()) - 1)
+        shares[int(shares.argmax())] -= given
+        shares[empty] = given
+    return evaluate(chain, state, structure, _ints(shares), micro_batch=micro_batch)
+
+
+def worth_of(
+    choice: Choice, time_weight: float, cost_weights: Mapping[str, float], budgets: Sequence[Budget]
+) -> float:
+    """Return what a slot minimises."""
+    if not math.isfinite(choice.time_s):
+        return math.inf
+    cost = sum(cost_weights.get(budget.name, 0.0) * choice.costs[budget.key] for budget in budgets)
+    return time_weight * choice.time_s + cost
+
+
+def change_s(chain: Chain, state: State, old: Structure, new: Structure) -> float:
+    """Return the seconds in which every worker gets the states of layers that it lacks.
+
+    Each takes them over its fastest link from a worker that held any; all receive at once.
+    """
+    held = {w: span for g in old.groups for w, span in _spans(g, old)}
+    sources = [worker for worker in held if state.available[worker]]
+    slowest = 0.0
+    for group in new.groups:
+        for worker, (first, stop) in _spans(group, new):
+            low, high = held.get(worker, (0, 0)) if state.available[worker] else (0, 0)
+            size = float(chain.before_state[stop] - chain.before_state[first])
+            low, high = max(low, first), min(high, stop)
+            if high > low:
+                size -= float(chain.before_state[high] - chain.before_state[low])
+            others = [other for other in sources if other != worker]
+            if size > 0.0 and others:
+                rate = float(state.bandwidth_bytes_per_s[others, worker].max())
+                slowest = max(slowest, size / rate)
+    return slowest
+
+
+def _spans(group: Pipeline, structure: Structure) -> Iterator[tuple[int, tuple[int, int]]]:
+    if structure.reading == "mp_over_dp":
+        return ((worker, (group.cuts[0], group.cuts[1])) for worker in group.workers)
+    return zip(group.workers, itertools.pairwise(group.cuts), strict=True)
+
+
+def _groups(structure: Structure) -> Groups:
+    return tuple(sorted(tuple(sorted(group.workers)) for group in structure.groups))
+
+
+def _ints(shares: np.ndarray) -> tuple[int, ...]:
+    return tuple(round(float(share)) for share in shares)
+
+
+def _whole(landscape: Landscape, layout: Layout, weights: Weights) -> np.ndarray:
+    return whole_shares(
+        layout.start_s, layout.rate_s, landscape.batch, landscape.micro_batch,
+        time_weight=layout.time_weight(weights), sample_weight=layout.sample_weight(weights),
+    ).shares  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Look:
+    """A structure looked at and what it is worth with parts of samples allowed, the change to it included."""
+
+    worth: float
+    groups: Groups
+    layout: Layout
+
+
+class _Search:
+    """Looks at structures until none is better."""
+
+    def __init__(
+        self,
+        landscape: Landscape,
+        weights: Weights,
+        running: Structure | None,
+        change_weight: float,
+        most_looks: int,
+    ):
+        self.landscape, self.weights = landscape, weights
+        self.running, self.change_weight, self.most_looks = running, change_weight, most_looks
+        self.found: list[_Look] = []
+        self._seen: dict[object, _Look | None] = {}
+        self._exact = running is not None and change_weight > 0.0
+
+    def run(self, given: Sequence[Structure]) -> None:
+        """Look at all structures, or walk from the best starts."""
+        for structure in given:
+            self._look_as_is(structure)
+            self.look(self._repaired(_groups(structure)))
+        everything = all_structures(self.landscape)
+        if everything is not None:
+            for groups in everything:
+                self.look(groups)
+            return
+        for groups in itertools.chain(self.landscape.memo.recent, self._built()):
+            self.look(self._repaired(groups))
+        starts = sorted((one for one in self.found if math.isfinite(one.worth)), key=lambda one: one.worth)
+        for one in list(dict.fromkeys(starts))[:_STARTS]:
+            self._walk(one)
+
+    def _look_as_is(self, structure: Structure) -> None:
+        """Look at a structure with its own order and cuts, if it can run."""
+        landscape = self.landscape
+        workers = structure.workers
+        if structure.reading != "dp_over_mp" or any(not landscape.state.available[w] for w in workers):
+            return
+        share = -(-landscape.batch // len(structure.groups))
+        shares = [share] * len(structure.groups)
+        choice = evaluate(
+            landscape.chain, landscape.state, structure, shares, micro_batch=landscape.micro_batch
+        )
+        if math.isfinite(choice.time_s):
+            self._enter(_groups(structure), [landscape.unit_of(group) for group in structure.groups])
+
+    def look(self, groups: Groups) -> _Look | None:
+        """Return what a structure is worth, None if it cannot run; remembered."""
+        if not groups:
+            return None
+        key: object = tuple(sorted(groups)) if self._exact else self.landscape.signature(groups)
+        if key not in self._seen:
+            self._seen[key] = None
+            if all(self.landscape.fits(group) for group in groups):
+                self._seen[key] = self._settle(groups)
+        return self._seen[key]
+
+    def _settle(self, groups: Groups) -> _Look | None:
+        """Choose a point of the front for each group, for the micro-batches that it then gets."""
+        landscape = self.landscape
+        rates = np.array([1.0 / landscape.front_of(group, 0)[-1].slowest_s for group in groups])
+        rounds = landscape.batch / landscape.micro_batch * rates / rates.sum()
+        best: _Look | None = None
+        tried: set[tuple[object, ...]] = set()
+        time_weight = self.weights.time + sum(float(self.weights.active[w]) for g in groups for w in g)
+        for _ in range(3):
+            units = [self._unit(g, float(n), time_weight) for g, n in zip(groups, rounds, strict=True)]
+            mark = tuple(unit.pipeline for unit in units)
+            if mark in tried:
+                break
+            tried.add(mark)
+            look = self._enter(groups, units)
+            if best is None or look.worth < best.worth:
+                best = look
+            rounds = look.layout.split(self.weights, landscape.batch).shares / landscape.micro_batch
+        return best
+
+    def _unit(self, group: Sequence[int], rounds: float, time_weight: float) -> Unit:
+        landscape, weights = self.landscape, self.weights
+        level = 0
+        if landscape.egress and len(group) > 1 and time_weight > 0.0:
+            price = float(weights.sent[list(group)].max()) * max(rounds, 1.0) / time_weight
+            level = round(math.log(price, 4.0)) if price > 0.0 else 0
+        front = landscape.front_of(group, level)
+        points = [
+            (cut.batch_s(max(rounds, 1.0)) * max(time_weight, 1e-12), at) for at, cut in enumerate(front)
+        ]
+        if level:
+            samples = max(rounds, 1.0) * landscape.micro_batch
+            points = [
+                (worth + samples * self._sent(landscape.unit(group, front[at])), at) for worth, at in points
+            ]
+        return landscape.unit(group, front[min(points)[1]])
+
+    def _sent(self, unit: Unit) -> float:
+        return float(self.weights.sent[list(unit.pipeline.workers)] @ unit.sent_usd)
+
+    def _enter(self, groups: Groups, units: Sequence[Unit]) -> _Look:
+        layout = self.landscape.layout(units)
+        split = layout.split(self.weights, self.landscape.batch)
+        worth = split.worth
+        if self._exact and self.running is not None:
+            moved = change_s(self.landscape.chain, self.landscape.state, self.running, layout.structure)
+            worth += self.change_weight * moved
+        look = _Look(worth=worth, groups=groups, layout=layout)
+        self.found.append(look)
+        used = [group for group, share in zip(groups, split.shares, strict=True) if share > 0.0]
+        if len(used) < len(groups):
+            self.look(tuple(used))
+        return look
+
+    def _repaired(self, groups: Groups) -> Groups:
+        """Return groups without workers that are gone; what then holds no model is taken apart."""
+        landscape = self.landscape
+        alive = set(landscape.alive)
+        kept, loose = [], []
+        for group in groups:
+            rest = tuple(worker for worker in group if worker in alive)
+            if rest and landscape.fits(rest):
+                kept.append(rest)
+            else:
+                loose += rest
+        if loose and landscape.fits(loose):
+            kept.append(tuple(loose))
+        return tuple(kept)
+
+    def _built(self) -> Iterator[Groups]:
+        """Return structures of equal pipelines: of every length, of the workers worth their price."""
+        speed = {
+            w: self.landscape.state.speed[w] / self.landscape.chain.before_s[w, -1] for w in self._alive()
+        }
+        by_price = sorted(self._alive(), key=lambda w: (self.weights.active[w] / speed[w], -speed[w], w))
+        total = len(by_price)
+        takes = (
+            range(1, total + 1) if total <= 16 else sorted({-(-total * part // 16) for part in range(1, 17)})
+        )
+        for length in range(1, min(self.landscape.max_stages, total) + 1):
+            for take in takes:
+                taken = sorted(by_price[:take], key=lambda w: (self.landscape.kind[w], w))
+                whole = take // length
+                if whole and (take % length == 0 or take == total):
+                    chunks = [tuple(taken[at * length : (at + 1) * length]) for at in range(whole)]
+                    yield tuple(chunk for chunk in chunks if self.landscape.fits(chunk))
+
+    def _alive(self) -> list[int]:
+        return self.landscape.alive
+
+    def _walk(self, look: _Look) -> None:
+        """Move on while some tentative move is better."""
+        while True:
+            best = look
+            for groups in self._moves(look.groups):
+                if len(self._seen) >= self.most_looks:
+                    return
+                tried = self.look(groups)
+                if tried is not None and tried.worth < best.worth - 1e-12 * abs(best.worth):
+                    best = tried
+            if best is look:
+                return
+            look = best
+
+    def _moves(self, groups: Groups) -> Iterator[Groups]:
+        """Return neighbours: each kind of move once for workers and groups that are alike."""
+        kind = self.landscape.kind
+        used = {worker for group in groups for worker in group}
+        idle = _one_each([w for w in self._alive() if w not in used], kind)
+        sorts = {tuple(sorted(kind[w] for w in group)): at for at, group in reversed(list(enumerate(groups)))}
+        each = sorted(sorts.values())
+        for at in each:
+            rest = groups[:at] + groups[at + 1 :]
+            yield rest
+            yield from self._parts(groups[at], rest)
+            for worker in _one_each(groups[at], kind):
+                less = tuple(w for w in groups[at] if w != worker)
+                gone = ((less,) if less else ()) + rest
+                yield gone
+                yield (*gone, (worker,))
+                for other in idle:
+                    yield ((*less, other), *rest)
+                yield from self._shifts(worker, less, rest)
+            for other in idle:
+                yield ((*groups[at], other), *rest)
+        for other in idle:
+            free = [w for w in self._alive() if w not in used and kind[w] == kind[other]]
+            for length in range(1, min(len(free), self.landscape.max_stages) + 1):
+                yield (*groups, tuple(free[:length]))
+
+    def _parts(self, group: tuple[int, ...], rest: Groups) -> Iterator[Groups]:
+        """Return splits of a group in two, and mergers with others."""
+        half = len(group) // 2
+        if half:
+            ordered = sorted(group, key=lambda w: (self.landscape.kind[w], w))
+            yield (tuple(ordered[:half]), tuple(ordered[half:]), *rest)
+            yield (tuple(ordered[::2]), tuple(ordered[1::2]), *rest)
+        for at in _one_group_each(rest, self.landscape.kind):
+            if len(group) + len(rest[at]) <= self.landscape.max_stages:
+                yield (group + rest[at], *rest[:at], *rest[at + 1 :])
+
+    def _shifts(self, worker: int, less: tuple[int, ...], rest: Groups) -> Iterator[Groups]:
+        """Return what comes of giving a worker to another group, or changing it for one of theirs."""
+        kind = self.landscape.kind
+        for at in _one_group_each(rest, kind):
+            target, others = rest[at], rest[:at] + rest[at + 1 :]
+            if len(target) < self.landscape.max_stages:
+                yield (*((less,) if less else ()), (*target, worker), *others)
+            for other in _one_each(target, kind):
+                if kind[other] != kind[worker]:
+                    changed = tuple(w for w in target if w != other)
+                    yield ((*less, other), (*changed, worker), *others)
+
+    def final(self, cost_weights: Mapping[str, float], budgets: Sequence[Budget]) -> Choice:
+        """Return the best of the finalists in whole micro-batches."""
+        landscape, weights = self.landscape, self.weights
+        best: Choice | None = None
+        best_worth = math.inf
+        ranked = sorted(enumerate(self.found), key=lambda one: (one[1].worth, one[0]))
+        for place, (_, look) in enumerate(ranked):
+            if look.worth >= best_worth or (place >= _FINALISTS and best is not None):
+                break
+            shares = _ints(_whole(landscape, look.layout, weights))
+            choice = _without_idle(
+                evaluate(
+                    landscape.chain, landscape.state, look.layout.structure, shares,
+                    micro_batch=landscape.micro_batch,
+                )
+            )  # fmt: skip
+            worth = worth_of(choice, weights.time, cost_weights, budgets)
+            if self._exact and self.running is not None:
+                moved = change_s(landscape.chain, landscape.state, self.running, choice.structure)
+                worth += self.change_weight * moved
+            if best is None or worth < best_worth:
+                best, best_worth = choice, worth
+        assert best is not None
+        return best
+
+
+def _without_idle(choice: Choice) -> Choice:
+    """Return the choice without groups that got no sample."""
+    if all(choice.shares):
+        return choice
+    kept = [(g, share) for g, share in zip(choice.structure.groups, choice.shares, strict=True) if share]
+    structure = Structure(groups=tuple(group for group, _ in kept))
+    shares = tuple(share for _, share in kept)
+    return Choice(structure=structure, shares=shares, time_s=choice.time_s, costs=choice.costs)
+
+
+def _one_each(workers: Iterable[int], kind: Sequence[int]) -> list[int]:
+    """Return the first worker of every kind."""
+    first: dict[int, int] = {}
+    for worker in workers:
+        first.setdefault(kind[worker], worker)
+    return list(first.values())
+
+
+def _one_group_each(groups: Groups, kind: Sequence[int]) -> list[int]:
+    first: dict[tuple[int, ...], int] = {}
+    for at, group in enumerate(groups):
+        first.setdefault(tuple(sorted(kind[worker] for worker in group)), at)
+    return list(first.values())
+
+
+def all_structures(landscape: Landscape) -> list[Groups] | None:
+    """Return one structure of every signature that can run; None when there are too many."""
+    if landscape.everything is None:
+        counts: dict[int, int] = {}
+        for worker in landscape.alive:
+            counts[landscape.kind[worker]] = counts.get(landscape.kind[worker], 0) + 1
+        kinds = sorted(counts)
+        pools = {kind: [w for w in landscape.alive if landscape.kind[w] == kind] for kind in kinds}
+        found = list(
+            itertools.islice(_mixes(landscape, kinds, tuple(counts[k] for k in kinds)), _EXHAUSTIVE + 1)
+        )
+        complete = len(found) <= _EXHAUSTIVE
+        landscape.everything = [_named(mix, kinds, pools) for mix in found] if complete else []
+    return landscape.everything or None
+
+
+def _mixes(
+    landscape: Landscape, kinds: Sequence[int], counts: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Return all sets of groups, a group as its number of workers of each kind, largest first."""
+    pools = [[w for w in landscape.alive if landscape.kind[w] == kind] for kind in kinds]
+    sizes = itertools.islice(itertools.product(*(range(count + 1) for count in counts)), 4 * _EXHAUSTIVE)
+    parts = []
+    for part in sizes:
+        members = [w for pool, count in zip(pools, part, strict=True) for w in pool[:count]]
+        if 0 < len(members) <= landscape.max_stages:
+            parts.append((part, members))
+    if len(parts) > _EXHAUSTIVE:
+        # Every part alone is a structure, so that there are too many in any case.
+        yield from ((part,) for part, _ in parts)
+        return
+    fitting = [part for part, members in parts if landscape.fits(members)]
+
+    def grow(left: tuple[int, ...], first: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        for at in range(first, len(fitting)):
+            rest = tuple(have - take for have, take in zip(left, fitting[at], strict=True))
+            if min(rest) >= 0:
+                yield (fitting[at],)
+                yield from ((fitting[at], *more) for more in grow(rest, at))
+
+    yield from grow(counts, 0)
+
+
+def _named(
+    mix: Sequence[tuple[int, ...]], kinds: Sequence[int], pools: Mapping[int, Sequence[int]]
+) -> Groups:
+    taken = dict.fromkeys(kinds, 0)
+    groups = []
+    for part in mix:
+        group: list[int] = []
+        for kind, count in zip(kinds, part, strict=True):
+            group += pools[kind][taken[kind] : taken[kind] + count]
+            taken[kind] += count
+        groups.append(tuple(group))
+    return tuple(groups)
