@@ -29,6 +29,7 @@ VERBS = {
     "profile": "Time a job's layers on this machine.",
     "calibrate": "Make costs of a profile.",
     "run": "Train a job under a plan, and survive what happens.",
+    "lab": "Train on a mixed cluster that this machine stands for.",
     "validate": "Predict measured runs and score the predictions.",
     "devices": "List the devices that are known.",
     "models": "List the models that are known.",

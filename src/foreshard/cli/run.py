@@ -53,15 +53,16 @@ def command(job: str, plan_file: str, **options: Any) -> None:
                                 fix="pip install 'foreshard[run]'") from None  # fmt: skip
     from foreshard.runtime.launch import launch
 
-    _check(options)
-    outcome = launch(job, plan_file, progress=None if wants_json() else _progress(options["steps"]), **options)
+    check(options)
+    outcome = launch(job, plan_file, progress=None if wants_json() else progress_of(options["steps"]), **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
     give(outcome.to_dict(), lambda: _screen(outcome))
     say(f"written to {options['out']}/")
 
 
-def _check(options: dict[str, Any]) -> None:
+def check(options: dict[str, Any]) -> None:
+    """Raise for options out of range."""
     for name in ("steps", "max_starts", "threads"):
         if options[name] < 1:
             raise SpecError(f"{options[name]} is not valid", key=f"--{name.replace('_', '-')}", value=options[name],
@@ -72,12 +73,13 @@ def _check(options: dict[str, Any]) -> None:
     if options["checkpoint_every"] < 0:
         raise SpecError(f"{options['checkpoint_every']} is not valid", key="--checkpoint-every",
                         value=options["checkpoint_every"], rule="must be 0 or more steps")  # fmt: skip
-    if options["local"] is None and "RANK" not in os.environ:
+    if options.get("local", 0) is None and "RANK" not in os.environ:
         raise SpecError("neither --local nor torchrun", key="--local", rule="ranks are started here or by torchrun",
                         fix="Add --local N, or start with torchrun --no-python foreshard run ...")  # fmt: skip
 
 
-def _progress(steps: int) -> Any:
+def progress_of(steps: int) -> Any:
+    """Return what draws the progress of a run, or None where nobody looks."""
     from foreshard.report.run_progress import progress
 
     return progress(steps)

@@ -1,14 +1,14 @@
 """A mixed cluster on one machine: how slow each rank is, how fast the links are, and what changes when.
 
-Time is the wall's, or virtual: of measured processor time ('cpu') or of a table ('table'), times what each rank is
-slowed by, with messages at the rates of the links.
+Time is virtual, of measured processor time ('cpu') or of a table ('table'), times what each rank is slowed by, with
+messages at the rates of the links; or the wall's, where `runtime.lab_network` slows ranks and links for real.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,21 @@ class Lab:
     memory_bytes: tuple[float | None, ...] = ()
     usd_per_h: tuple[float | None, ...] = ()
     name: str = "lab"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as `lab --json` prints it."""
+        memory = self.memory_bytes or (None,) * len(self.slow)
+        return {
+            "name": self.name,
+            "clock": self.clock,
+            "ranks": [
+                {"rank": rank, "device": device, "slow": slow, "memory_bytes": memory[rank]}
+                for rank, (device, slow) in enumerate(zip(self.devices, self.slow, strict=True))
+            ],
+            "network": {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, "latency_s": self.latency_s},
+            "changes": [asdict(change) for change in self.changes],
+            "table_s": dict(self.table_s),
+        }
 
     def slow_at(self, step: int, rank: int) -> float:
         """Return how slow a rank is in a step."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.decided import holds_run, reopen
+from foreshard.runtime.lab import Lab, load_lab
+from foreshard.runtime.lab_network import LabNetwork
 from foreshard.runtime.layout import layout_of
 from foreshard.runtime.outcome import Outcome, outcome_of
 from foreshard.runtime.timeline import merge
@@ -25,7 +26,7 @@ def launch(
     job: str, plan_file: str, *, local: int | None, steps: int, out: str, seed: int = 0, clip_norm: float | None = None,
     checkpoint_every: int = 0, resume: bool = False, lab: str | None = None, detect_s: float = 30.0,
     interface: str | None = None, port: int = 0, secret_file: str | None = None, max_starts: int = 4, threads: int = 1,
-    tensorboard: bool = False, trace: str | None = None, progress: Any = None,
+    tensorboard: bool = False, trace: str | None = None, progress: Watch | None = None, bed: LabNetwork | None = None,
 ) -> Outcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
 
@@ -39,6 +40,8 @@ def launch(
                         fix="See examples/jobs/gpt_job.py")  # fmt: skip
     plan = load_plan(plan_file)
     layout_of(plan)
+    if lab is not None:
+        _fits_lab(load_lab(lab), local if local is not None else int(os.environ["WORLD_SIZE"]), lab, bed)
     folder = Path(out).resolve()
     # torchrun that starts all agents again means the run to go on
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -49,10 +52,10 @@ def launch(
         detect_s=detect_s, interface=interface, threads=threads, tensorboard=tensorboard,
         trace=trace is not None,
     )  # fmt: skip
-    agent = _local(plan, work, local, interface, port, max_starts) if local is not None else _under_torchrun(
+    agent = _local(plan, work, local, interface, port, max_starts, bed) if local is not None else _under_torchrun(
         plan, work, interface, port, secret_file, max_starts
     )  # fmt: skip
-    restarts = agent.run(_watching(progress, folder))
+    restarts = agent.run(_watching([progress, bed.follow if bed is not None else None], folder))
     if not agent.supervises:
         return None
     if trace is not None:
@@ -60,13 +63,16 @@ def launch(
     return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
 
 
-def _local(plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int) -> Agent:
+def _local(
+    plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int, bed: LabNetwork | None
+) -> Agent:
     _fits(plan, local, "--local")
     secret = make_secret(Path(work.out) / "secret")
-    address = interface or "127.0.0.1"
+    address = bed.address if bed is not None else interface or "127.0.0.1"
     return Agent(
         out=Path(work.out), plan=plan, work=replace(work, interface=address), ranks=range(local),
         expected=range(local), secret_file=secret, address=address, port=port, max_starts=max_starts,
+        command=bed.command if bed is not None else lambda rank: [],
     )  # fmt: skip
 
 
@@ -95,6 +101,16 @@ def _fits(plan: Plan, ranks: int, key: str) -> None:
     if most >= ranks:
         raise SpecError(f"the plan uses rank {most}, there are {ranks} ranks", key=key, value=ranks,
                         rule="ranks are 0 to N - 1", fix=f"Start {most + 1} ranks")  # fmt: skip
+
+
+def _fits_lab(lab: Lab, ranks: int, file: str, bed: LabNetwork | None) -> None:
+    if len(lab.slow) < ranks:
+        raise SpecError(f"the lab has {len(lab.slow)} ranks, {ranks} start", file=file, key="ranks",
+                        value=len(lab.slow), rule="a lab says what every rank is")  # fmt: skip
+    if lab.clock == "wall" and bed is None:
+        raise SpecError("the wall clock has to be enforced", file=file, key="clock", value="wall",
+                        rule="only `foreshard lab` makes slow ranks and links, as root",
+                        fix='Use foreshard lab, or clock = "cpu"')  # fmt: skip
 
 
 def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
@@ -132,5 +148,11 @@ def _awaited(path: Path, patience_s: float = 60.0) -> Path:
     return path
 
 
-def _watching(progress: Any, folder: Path) -> Callable[[], None]:
-    return (lambda: None) if progress is None else (lambda: progress(folder / "metrics.jsonl"))
+def _watching(watches: Sequence[Watch | None], folder: Path) -> Callable[[], None]:
+    told = [watch for watch in watches if watch is not None]
+
+    def look() -> None:
+        for watch in told:
+            watch(folder / "metrics.jsonl")
+
+    return look

@@ -1,0 +1,96 @@
+"""`foreshard lab LAB.toml [JOB.py --plan FILE]`: a mixed cluster on one machine, shown or trained on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard.cli import run
+from foreshard.cli.answer import answering, give, say, wants_json
+from foreshard.cli.settings import configurable
+from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.report.lab_screen import lab_screen
+from foreshard.report.run_screen import run_screen
+
+if TYPE_CHECKING:
+    from foreshard.runtime.lab import Lab
+
+_LIKE_RUN = (
+    "steps", "out", "seed", "clip_norm", "checkpoint_every", "resume", "detect_s", "max_starts", "threads",
+    "tensorboard", "trace",
+)  # fmt: skip
+
+
+def _options_of_run(command: click.Command) -> click.Command:
+    command.params += [param for param in run.command.params if param.name in _LIKE_RUN]
+    return command
+
+
+@answering
+@configurable
+@_options_of_run
+@click.command("lab")
+@click.argument("lab_file", metavar="LAB.toml")
+@click.argument("job", metavar="[JOB.py]", required=False)
+@click.option("--plan", "plan_file", metavar="FILE", help="The plan to run.")
+def command(lab_file: str, job: str | None, plan_file: str | None, **options: Any) -> None:
+    """Train JOB.py on a lab: ranks and links of stated speeds on this machine; without a job, show the lab.
+
+    With the clocks 'cpu' and 'table' time is virtual and anybody may run it. With the clock 'wall' ranks live in
+    network namespaces with links of the lab's rates and get their portions of the cores, which needs root.
+
+    \b
+    foreshard lab examples/labs/mixed4.toml
+    foreshard lab examples/labs/mixed4.toml --plan plan.json examples/jobs/gpt_job.py
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard.runtime.lab import load_lab
+
+    lab = load_lab(lab_file)
+    if job is None and plan_file is None:
+        show(lab)
+    elif job is None or plan_file is None:
+        raise SpecError("a job and a plan go together", key="--plan" if job else "JOB.py", value=plan_file or job,
+                        rule="a lab is shown, or a job is trained on it under a plan",
+                        fix="foreshard lab LAB.toml --plan FILE JOB.py")  # fmt: skip
+    else:
+        train(lab, lab_file, job, plan_file, options)
+
+
+def show(lab: Lab) -> None:
+    """Print what the lab is, and whether this machine can enforce it."""
+    from foreshard.runtime.lab_network import missing
+
+    lacks = missing() if lab.clock == "wall" else None
+    data = {"schema_version": 1, "lab": lab.to_dict(), "missing": lacks}
+    give(data, lambda: lab_screen(lab.to_dict(), lacks))
+
+
+def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, Any]) -> None:
+    """Run the job on the lab and print what came of it."""
+    _needs_torch()
+    from foreshard.runtime.lab_network import LabNetwork, missing
+    from foreshard.runtime.launch import launch
+
+    run.check(options)
+    lacks = missing() if lab.clock == "wall" else None
+    if lacks is not None:
+        raise SpecError(f"no lab in the wall clock here: {lacks}", file=lab_file, key="clock", value="wall",
+                        rule="the machine itself slows ranks and links then",
+                        fix='Run as root on Linux with iproute2, or use clock = "cpu"')  # fmt: skip
+    progress = None if wants_json() else run.progress_of(options["steps"])
+    with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:
+        if bed is not None:
+            say(f"rank of slow factor 1: {bed.unit_cores:.2f} of a core")
+        outcome = launch(job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options)
+    if outcome is not None:
+        give(outcome.to_dict(), lambda: run_screen(outcome))
+        say(f"written to {options['out']}/")
+
+
+def _needs_torch() -> None:
+    if find_spec("torch") is None:
+        raise ExtraMissingError("torch is not installed", key="lab", rule="Training needs the extra 'run'",
+                                fix="pip install 'foreshard[run]'")  # fmt: skip

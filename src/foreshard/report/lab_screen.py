@@ -1,0 +1,45 @@
+"""A lab as a screen: its ranks, its links, what changes when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foreshard.report.screen import Screen, table
+from foreshard.units import format_bytes, format_rate, format_seconds
+
+_CLOCKS = {
+    "wall": "the wall's: namespaces, shaped links and capped cores",
+    "cpu": "virtual: processor time times the slow factor",
+    "table": "virtual: of a table",
+}
+
+
+def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
+    """Return the screen of a lab, given as `lab --json` prints it."""
+    network = lab["network"]
+    ranks = [
+        (rank["rank"], rank["device"], f"{rank['slow']:g}", rank["memory_bytes"] and format_bytes(rank["memory_bytes"]))
+        for rank in lab["ranks"]
+    ]  # fmt: skip
+    changes = [
+        (change["at_step"], "all" if change["rank"] is None else change["rank"], *_told(change))
+        for change in lab["changes"]
+    ]  # fmt: skip
+    tables = [table("", ("rank", "device", ">slow", ">memory"), ranks)]
+    if changes:
+        tables.append(table("changes", (">step", "rank", ">slow", ">bandwidth", ">latency"), changes))
+    notes = [f"Clock: {_CLOCKS[lab['clock']]}."]
+    if missing is not None:
+        notes.append(f"This machine cannot enforce it: {missing}.")
+    links = f"links {format_rate(network['bandwidth_bytes_per_s'])}, {format_seconds(network['latency_s'])}"
+    return Screen(header=(lab["name"], links), tables=tuple(tables), notes=tuple(notes))
+
+
+def _told(change: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+    slow, rate, latency = change["slow"], change["bandwidth_bytes_per_s"], change["latency_s"]
+    return (
+        None if slow is None else f"{slow:g}",
+        None if rate is None else format_rate(rate),
+        None if latency is None else format_seconds(latency),
+    )
