@@ -1,0 +1,157 @@
+"""Ranks as processes under a supervisor: killed, stopped, come back, and left without a supervisor for a while."""
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+
+import pytest
+
+from foreshard.runtime.store import Client, StoreServer
+from foreshard.runtime.supervisor import Supervisor
+from foreshard.spec.plan import parse_plan
+from member import work
+
+SECRET = b"of this test only"
+DETECT_S, TIMEOUT_S, PATIENCE_S = 1.5, 20.0, 60.0
+PLAN = parse_plan({
+    "global_batch": 3, "seq_len": 8, "precision": "fp32",
+    "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 8]]}]} for rank in range(3)],
+})  # fmt: skip
+
+
+class Host:
+    """Three ranks, their supervisor in this process, and what an agent does: tell of deaths, kill who is doomed."""
+
+    def __init__(self, folder):
+        self.folder, self.made, self.told = folder, multiprocessing.get_context("forkserver"), []
+        self.made.set_forkserver_preload(["foreshard.runtime.membership"])  # torch is loaded once for all ranks
+        self.queue, self.ranks, self.port = self.made.Queue(), {}, 0
+        self.open = True
+        self.start_supervisor()
+        self.client = Client(("127.0.0.1", self.port), SECRET)
+        for rank in range(3):
+            self.start(rank)
+        self.threads = [threading.Thread(target=body) for body in (self._watch, self._tend)]
+        for thread in self.threads:
+            thread.start()
+
+    def start_supervisor(self):
+        self.supervisor = Supervisor(self.folder, PLAN, [0, 1, 2], detect_s=DETECT_S)
+        self.server = StoreServer("127.0.0.1", self.port, SECRET, self.supervisor.answer)
+        self.supervisor.server, self.port = self.server, self.server.port
+
+    def start(self, rank):
+        self.ranks[rank] = self.made.Process(target=work, args=(rank, self.port, SECRET, TIMEOUT_S, self.queue))
+        self.ranks[rank].start()
+
+    def kill(self, rank, number=signal.SIGKILL):
+        os.kill(self.ranks[rank].pid, number)
+        return time.monotonic()
+
+    def wait_for(self, matches, count=1):
+        """Return what so many ranks tell next that matches."""
+        found, until = [], time.monotonic() + PATIENCE_S
+        while len(found) < count:
+            try:
+                line = self.queue.get(timeout=max(until - time.monotonic(), 0.01))
+            except queue.Empty:
+                raise AssertionError(f"{len(found)} of {count}; told: {self.told[-12:]}") from None
+            self.told.append(line)
+            if matches(line):
+                found.append(line)
+        return found
+
+    def sums(self, ranks):
+        """Wait until these and no others sum together."""
+        wanted = tuple(ranks)
+        found = self.wait_for(lambda line: line[1] == "sum" and line[3][1] == wanted, len(wanted))
+        assert {total for *_, (_, _, total) in found} == {float(len(wanted))}
+        return max(number for *_, (number, _, _) in found)
+
+    def _watch(self):
+        while self.open:
+            time.sleep(0.05)
+            self.supervisor.watch()
+
+    def _tend(self):
+        told = set()
+        while self.open:
+            time.sleep(0.05)
+            died = [
+                [rank, process.pid, "dead"] for rank, process in list(self.ranks.items())
+                if process.exitcode is not None and process.pid not in told
+            ]
+            try:
+                answer = self.client.ask({"ask": "agent", "ranks": [0, 1, 2], "died": died}, patience_s=0.0)
+            except RuntimeError:
+                continue
+            told |= {pid for _, pid, _ in died}
+            for rank in answer["doomed"]:
+                self.ranks[int(rank)].kill()
+
+    def close(self):
+        self.open = False
+        for thread in self.threads:
+            thread.join()
+        for process in self.ranks.values():
+            process.kill()
+            process.join(5)
+            process.close()
+        self.server.close()
+        self.queue.close()
+        self.queue.join_thread()
+
+
+@pytest.fixture
+def host(tmp_path):
+    made = Host(tmp_path)
+    yield made
+    made.close()
+
+
+def faults_after(host, when_s, ranks):
+    """Return after what time each of these ranks had its error."""
+    found = host.wait_for(lambda line: line[1] == "fault" and line[2] > when_s, len(ranks))
+    assert {rank for rank, *_ in found} == set(ranks)
+    return max(at for _, _, at, _ in found) - when_s
+
+
+def test_a_killed_rank_a_stopped_rank_and_a_killed_supervisor(host):
+    first = host.sums([0, 1, 2])
+
+    killed_s = host.kill(2)
+    assert faults_after(host, killed_s, [0, 1]) < 5.0  # 0.15 s on a quiet machine; the timeout would be 20 s
+    assert host.sums([0, 1]) > first
+
+    host.start(2)  # comes back, is let in at a boundary: nobody has an error
+    since = len(host.told)
+    host.sums([0, 1, 2])
+    assert not [line for line in host.told[since:] if line[1] == "fault"]
+
+    stopped_s = host.kill(1, signal.SIGSTOP)
+    took_s = faults_after(host, stopped_s, [0, 2])
+    assert DETECT_S * 0.5 < took_s < TIMEOUT_S * 0.5
+    host.sums([0, 2])
+    assert host.ranks[1].exitcode == -signal.SIGKILL  # it cannot wake up into a run that went on without it
+
+    host.server.close()
+    host.start_supervisor()
+    host.start(1)
+    number = host.sums([0, 1, 2])  # ranks have found it again, and what it had decided
+    assert number > first + 2
+
+
+def test_ranks_killed_while_they_rebuild(host):
+    host.sums([0, 1, 2])
+    host.kill(2)
+    host.wait_for(lambda line: line[1] == "fault")
+    host.kill(1)
+    last = host.sums([0])
+    for rank in (1, 2):
+        host.start(rank)
+    assert host.sums([0, 1, 2]) > last
+    numbers = [what[0] for rank, kind, _, what in host.told if kind == "sum" and rank == 0]
+    assert numbers == sorted(numbers)
