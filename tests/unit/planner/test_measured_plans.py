@@ -1,0 +1,133 @@
+"""Plans by measured costs against every plan of small problems, and against a bound."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from foreshard.planner.measured_plans import plan_measured
+from foreshard.planner.measured_prices import kinds_of, priced, work_bound_s
+from foreshard.planner.problem import Arrangement, Part
+from foreshard.planner.problem import step_seconds as abstract_s
+from foreshard.predict.measured import step_seconds
+from foreshard.predict.measured_costs import LayerCost, MeasuredCosts
+from foreshard.runtime.lab import Lab
+from foreshard.spec.plan import Group, Plan, Stage
+
+SIZES = (1, 2, 4)
+
+
+def costs(rng, layers, slow, tables=()):
+    def table():
+        return tuple(
+            LayerCost(
+                forward_s=(f, e), backward_s=(f, 2 * e), backward_input_s=(f / 2, e), optimizer_s=float(rng.uniform(0, 1e-3)),
+                parameter_bytes=float(rng.uniform(0, 1e6)), state_bytes=1e5, saved_bytes_per_sample=1e5,
+                boundary_bytes_per_sample=1e4,
+            )
+            for f, e in rng.uniform(1e-4, 3e-3, (layers, 2)).tolist()
+        )  # fmt: skip
+
+    return MeasuredCosts(
+        layers=table(), slow=slow, spread=(0.9, 1.1), clock="cpu", tokens_per_sample=1.0, path="c", largest=2,
+        tables={name: table() for name in tables},
+    )  # fmt: skip
+
+
+def lab(devices, memory=None, rate=1e9):
+    return Lab(clock="cpu", slow=(1.0,) * len(devices), devices=tuple(devices), bandwidth_bytes_per_s=rate,
+               latency_s=1e-5, memory_bytes=(memory,) * len(devices)).cluster()  # fmt: skip
+
+
+def pipelines(ranks, layers):
+    """Return all ways to lay the layers on the ranks in order, as stages."""
+    cuts = [()] if len(ranks) == 1 else [(c,) for c in range(1, layers)]
+    for order in permutations(ranks):
+        for cut in cuts:
+            edges = (0, *cut, layers)
+            yield tuple(
+                Stage(ranks=(rank,), layers=((lo, hi),), zero=0)
+                for rank, lo, hi in zip(order, edges[:-1], edges[1:], strict=True)
+            )
+
+
+def every_plan(layers, batch):
+    """Return every plan of two devices: one alone, both in a pipeline, both beside each other."""
+    groups = []
+    for ranks in ((0,), (1,), (0, 1)):
+        for stages in pipelines(ranks, layers):
+            groups += [(Group(share=batch, micro_batch=m, stages=stages),) for m in SIZES if m <= batch]
+    alone = {rank: next(pipelines((rank,), layers)) for rank in (0, 1)}
+    for share in range(1, batch):
+        for a in (m for m in SIZES if m <= share):
+            for b in (m for m in SIZES if m <= batch - share):
+                groups.append((Group(share=share, micro_batch=a, stages=alone[0]),
+                               Group(share=batch - share, micro_batch=b, stages=alone[1])))  # fmt: skip
+    for made in groups:
+        yield Plan(global_batch=batch, seq_len=1, groups=made)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_of_a_small_problem_beats_the_search_or_the_bound(seed):
+    rng = np.random.default_rng(seed)
+    told = costs(rng, 3, {"a": 1.0, "b": float(rng.uniform(1, 6))}, tables=("b",) if seed % 2 else ())
+    cluster = lab("ab", rate=float(10 ** rng.uniform(7, 10)))
+    result = plan_measured(told, cluster, global_batch=6, seq_len=1, budget_s=5.0)
+    best_s = min(step_seconds(told, cluster, one) for one in every_plan(3, 6))
+    found_s = result.plans[0].prediction.step_time_s
+    assert found_s <= best_s * (1 + 1e-9)
+    assert result.lower_bound_step_time_s <= best_s * (1 + 1e-9)
+    assert result.gap == pytest.approx(found_s / result.lower_bound_step_time_s - 1)
+    times = [one.prediction.step_time_s for one in result.plans]
+    assert times == sorted(times)
+
+
+def test_one_table_and_the_program_over_tables_give_one_bound():
+    rng = np.random.default_rng(1)
+    told = costs(rng, 5, {"a": 1.0, "b": 3.0})
+    cluster = lab("aab")
+    b = tuple(
+        LayerCost(**{name: tuple(3 * v for v in getattr(layer, name)) for name in ("forward_s", "backward_s", "backward_input_s")},
+                  optimizer_s=0, parameter_bytes=0, state_bytes=0, saved_bytes_per_sample=0, boundary_bytes_per_sample=0)
+        for layer in told.layers
+    )  # fmt: skip
+    both = MeasuredCosts(layers=told.layers, tables={"b": b}, slow={"a": 1.0, "b": 1.0}, spread=(1, 1), clock="cpu",
+                         tokens_per_sample=1, path="c")  # fmt: skip
+    assert work_bound_s(both, cluster, (2, 4), 12) == pytest.approx(work_bound_s(told, cluster, (2, 4), 12))
+
+
+def test_prices_are_those_of_the_engine_where_nothing_overlaps():
+    rng = np.random.default_rng(2)
+    told, cluster = costs(rng, 4, {"a": 1.0, "b": 2.0}), lab("ab")
+    problem = priced(told, cluster, kinds_of(cluster), SIZES, 8)
+    option = problem.names.index((1, 2))
+    made = Arrangement(templates=((Part(option=option, start=0, stop=4),),), shares=(6,))
+    stage = Stage(ranks=(1,), layers=((0, 4),), zero=0)
+    plan = Plan(global_batch=6, seq_len=1, groups=(Group(share=6, micro_batch=2, stages=(stage,)),))
+    assert abstract_s(problem, made) == pytest.approx(step_seconds(told, cluster, plan))
+
+
+def test_a_mixed_lab_gets_shares_by_speed_near_the_bound():
+    rng = np.random.default_rng(3)
+    told = costs(rng, 6, {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0})
+    result = plan_measured(told, lab("abcd"), global_batch=480, seq_len=1, budget_s=8.0)
+    assert result.gap < 0.05
+    assert len(result.plans) > 1  # equal shares are shown beside it
+    assert result.plans[-1].prediction.step_time_s > 1.5 * result.plans[0].prediction.step_time_s
+
+
+def test_what_fits_nowhere_is_said():
+    told = costs(np.random.default_rng(4), 3, {"a": 1.0})
+    result = plan_measured(told, lab("a", memory=1e5), global_batch=4, seq_len=1)
+    assert not result.plans and "memory" in str(result.infeasible)
+    assert result.to_dict()["gap"] is None
+
+
+def test_a_model_too_large_for_one_device_is_cut():
+    told = costs(np.random.default_rng(5), 3, {"a": 1.0})
+    need = max(2 * one.parameter_bytes + one.state_bytes for one in told.layers)
+    result = plan_measured(told, lab("aaa", memory=need + 7e5), global_batch=4, seq_len=1)
+    assert result.plans[0].prediction.memory.fits
+    assert max(len(g.stages) for g in result.plans[0].plan.groups) > 1
