@@ -106,6 +106,7 @@ class Chaos:
     phases: Counter[str] = field(default_factory=Counter)
     log: list[tuple[float, str, int]] = field(default_factory=list)
     _due_s: float = 0.0
+    _seen: int = 0
     _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     _armed: dict[int, Armed] = field(default_factory=dict)
 
@@ -130,9 +131,16 @@ class Chaos:
         self._disarm()
         if not self._due_s:
             self._due_s = now + 1.0 if self._step() > 0 else 0.0
-        elif now >= self._due_s and self.total < self.most and self._step() < self.last_step:
-            self._hurt(self.random.choice(KINDS))
-            self._due_s = now + self.random.uniform(*self.gap_s)
+        elif now >= self._due_s and self.total < self.most and self._progress() > self._seen:
+            if self._step() < self.last_step:
+                self._hurt(self.random.choice(KINDS))
+            self._due_s, self._seen = now + self.random.uniform(*self.gap_s), self._progress()
+
+    def _progress(self) -> int:
+        """Return how much the run has told: faster than it can train even a step nobody is hurt again."""
+        with suppress(OSError):
+            return (self.agent.out / "metrics.jsonl").stat().st_size
+        return 0
 
     def _step(self) -> int:
         """Return the last step that was told; cheap enough to ask often."""
@@ -257,13 +265,14 @@ def worst_loss(one: Path, other: Path) -> float:
 
 
 def compared(
-    out: Path, *, steps: int, seed: int, faults: int, gap_s: tuple[float, float], pace_s: float
+    out: Path, *, steps: int, seed: int, faults: int, gap_s: tuple[float, float], pace_s: float,
+    calm: int = CALM_STEPS,
 ) -> dict[str, Any]:
     """Run in peace and under faults; return what is to be judged."""
     peace, _ = trained(out / "peace", steps=steps)
     began_s = time.monotonic()
     hurt, chaos = trained(out / "chaos", steps=steps, pace_s=pace_s,
-                          chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - CALM_STEPS))  # fmt: skip
+                          chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - calm))  # fmt: skip
     assert chaos is not None
     counts = dict(sorted(chaos.counts.items()))
     return {
@@ -281,8 +290,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--pace-s", type=float, default=0.1, help="seconds each sample takes in the hurt run")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--pace-s", type=float, default=0.2, help="seconds each sample takes in the hurt run")
     asked = parser.parse_args()
     gap_s = asked.minutes * 60 / asked.faults
     found = compared(asked.out.resolve(), steps=asked.steps, seed=asked.seed, faults=10**6,
