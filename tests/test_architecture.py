@@ -48,6 +48,7 @@ PUBLIC = {
     "predict_timeline",
     "profile",
     "report",
+    "simulate",
     "validate",
     "whatif",
     "write_trace",

@@ -28,6 +28,7 @@ _API = (
     "predict_timeline",
     "profile",
     "report",
+    "simulate",
     "validate",
     "whatif",
     "write_trace",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
@@ -15,6 +15,10 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan, load_plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Timeline
+
+if TYPE_CHECKING:
+    from foreshard.control.contest import Contest
+    from foreshard.spec.scenario import Scenario
 
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
@@ -37,6 +41,7 @@ __all__ = [
     "predict_timeline",
     "profile",
     "report",
+    "simulate",
     "validate",
     "whatif",
     "write_trace",
@@ -241,6 +246,31 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     from foreshard.planner.search import plan
 
     return plan(model, cluster, **asked)
+
+
+def simulate(
+    scenario: str | Scenario,
+    *,
+    policies: Iterable[str] | None = None,
+    seeds: int = 1,
+    slots: int | None = None,
+) -> Contest:
+    """Return how policies fare against a changing cluster, beside the clairvoyant bound.
+
+    Parameters
+    ----------
+    scenario : str or Scenario
+        Path of a TOML file (`foreshard schema scenario`).
+    policies : iterable of str, optional
+        Of `control.contest.POLICIES`; all by default.
+    seeds, slots : int
+        Paths, and slots of each; the scenario's slots by default.
+    """
+    from foreshard.control.contest import contest
+    from foreshard.spec.scenario import load_scenario
+
+    found = load_scenario(scenario) if isinstance(scenario, str) else scenario
+    return contest(found, policies=None if policies is None else tuple(policies), seeds=seeds, slots=slots)
 
 
 def _lab_or_cluster(text: str) -> Cluster:

@@ -30,6 +30,7 @@ VERBS = {
     "calibrate": "Make costs of a profile.",
     "run": "Train a job under a plan, and survive what happens.",
     "lab": "Train on a mixed cluster that this machine stands for.",
+    "simulate": "Run policies against a changing cluster.",
     "validate": "Predict measured runs and score the predictions.",
     "devices": "List the devices that are known.",
     "models": "List the models that are known.",

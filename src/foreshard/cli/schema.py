@@ -15,6 +15,7 @@ from foreshard.errors import SpecError
 from foreshard.report.screen import Screen, table
 
 _PLACES = {"cluster": "foreshard.catalog", "plan": "foreshard.report", "prediction": "foreshard.report"}
+_PLACES |= {"scenario": "foreshard.report"}
 NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
 
@@ -22,7 +23,7 @@ _SOURCES = "Flags win over FORESHARD_* environment variables, these over --confi
 @click.command("schema")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """Describe a file format (cluster, plan, prediction, config), or list the frameworks and releases."""
+    """Describe a file format (cluster, plan, prediction, scenario, config), or list the frameworks and releases."""
     if name is None:
         formats = [(one, read(one)["title"]) for one in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}

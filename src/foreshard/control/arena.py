@@ -70,12 +70,15 @@ class Arena:
         if len(structure.groups) < len(structure.workers):
             key = (structure, *key)
         if key not in self._memo:
-            found = evaluate(
-                self.work.chain, self.state(condition, pattern), structure, shares,
-                micro_batch=self.work.micro_batch,
-            )  # fmt: skip
-            self._memo[key] = (found.time_s, {name: found.costs[name] for name in COSTS})
+            self._memo[key] = self.price(self.state(condition, pattern), structure, shares)
         return self._memo[key]  # type: ignore[return-value]
+
+    def price(
+        self, state: State, structure: Structure, shares: tuple[int, ...]
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return seconds and costs of a batch in any state."""
+        found = evaluate(self.work.chain, state, structure, shares, micro_batch=self.work.micro_batch)
+        return found.time_s, {name: found.costs[name] for name in COSTS}
 
     def change(
         self, old: Structure, new: Structure, condition: int, pattern: int

@@ -79,7 +79,19 @@ def bound_of(arena: Arena, budgets: Sequence[Budget]) -> Bound:
     empirical frequencies it bounds every policy on the path by Jensen: states visited f_s of the time, mixed in
     any way.
     """
-    table = _table(arena, budgets)
+    return _dual(_table(arena, budgets, arena.path.num_slots), budgets)
+
+
+def multipliers_so_far(arena: Arena, budgets: Sequence[Budget], slots: int) -> tuple[float, ...]:
+    """Return what a unit of each budget was worth in the first slots of the path: what can be learned by then.
+
+    Infinite where these slots alone could not keep the budgets.
+    """
+    found = _dual(_table(arena, budgets, slots), budgets)
+    return found.multipliers if found.feasible else (np.inf,) * len(budgets)
+
+
+def _dual(table: _Table, budgets: Sequence[Budget]) -> Bound:
     multipliers = np.zeros(len(budgets))
     value, excess = table.value(multipliers)
     feasible = True
@@ -96,11 +108,10 @@ def bound_of(arena: Arena, budgets: Sequence[Budget]) -> Bound:
     )
 
 
-def _table(arena: Arena, budgets: Sequence[Budget]) -> _Table:
+def _table(arena: Arena, budgets: Sequence[Budget], slots: int) -> _Table:
     path = arena.path
-    pairs, counts = np.unique(
-        np.stack([path.condition, path.pattern], axis=1), axis=0, return_counts=True
-    )
+    seen = np.stack([path.condition[:slots], path.pattern[:slots]], axis=1)
+    pairs, counts = np.unique(seen, axis=0, return_counts=True)
     found: dict[bytes, int] = {}
     times, floors, weights = [], [], []
     for (condition, pattern), count in zip(pairs.tolist(), counts.tolist(), strict=True):
@@ -117,7 +128,7 @@ def _table(arena: Arena, budgets: Sequence[Budget]) -> _Table:
     excess = [floor[:, COSTS.index(one.kind)] - allowances(one, time_s) for one in budgets]
     return _Table(
         starts=np.cumsum([0, *(len(one) for one in times[:-1])]),
-        weight=np.array(weights) / path.num_slots,
+        weight=np.array(weights) / slots,
         time_s=time_s,
         excess=np.stack(excess, axis=1) if excess else np.zeros((len(time_s), 0)),
     )

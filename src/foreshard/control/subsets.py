@@ -95,6 +95,17 @@ class Kinds:
             found += sorted(kind, key=lambda rank: (rank not in liked, rank))[:count]
         return tuple(sorted(found))
 
+    def subset(self, workers: Sequence[int]) -> int | None:
+        """Return the subset that these devices are; None when one is not there, or there are none."""
+        place = {rank: i for i, kind in enumerate(self.members) for rank in kind}
+        counts = np.zeros(len(self.members), dtype=int)
+        for rank in workers:
+            if rank not in place:
+                return None
+            counts[place[rank]] += 1
+        shape = [len(one) + 1 for one in self.members]
+        return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
+
 
 def _members(chain: Chain, state: State) -> tuple[tuple[int, ...], ...]:
     """Group the available devices that hold the model and that no subset can tell apart."""

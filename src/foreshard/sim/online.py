@@ -1,6 +1,6 @@
 """The slot loop: a policy decides, the cluster is as it is, time and costs are counted.
 
-A decision knows which devices are there; of speeds, prices and link rates it knows those of the slot before,
+A decision knows which devices are there; of speeds, prices and link rates it knows those of the batch before,
 unless the scenario lets it see the present. Changing groups or layers takes a pause and the bytes that move;
 changing shares alone is free and is counted apart.
 """
@@ -93,7 +93,9 @@ class Run:
     used: np.ndarray
 
 
-def play(rule: Rule, judge: Judge, path: Path, *, kinds: tuple[str, ...], sees_now: bool) -> Run:
+def play(
+    rule: Rule, judge: Judge, path: Path, *, kinds: tuple[str, ...], sees_now: bool, batches: int = 1
+) -> Run:
     """Return how a policy fares on a path.
 
     Parameters
@@ -105,35 +107,69 @@ def play(rule: Rule, judge: Judge, path: Path, *, kinds: tuple[str, ...], sees_n
         Kinds of cost to count.
     sees_now : bool
         Whether decisions know the condition of their own slot. At the first slot they do.
+    batches : int
+        Of a slot. After the first batch of a slot that differs from the one before, the policy decides again.
     """
-    slots = path.num_slots
-    time_s, change_s = np.zeros(slots), np.zeros(slots)
-    spent, used = np.zeros((slots, len(kinds))), np.zeros(slots, dtype=int)
-    changed = np.zeros(slots, dtype=bool)
-    reshares = forced = 0
-    old: Any = None
-    before: tuple[int, ...] = ()
-    for t in range(slots):
-        now, pattern = int(path.condition[t]), int(path.pattern[t])
+    game = _Game(rule=rule, judge=judge, path=path, kinds=kinds)
+    for t in range(path.num_slots):
+        now = int(path.condition[t])
         known = now if sees_now else int(path.condition[max(t - 1, 0)])
-        structure, shares = rule.decide(Seen(slot=t, condition=known, pattern=pattern))
-        took_s, costs = judge.batch(structure, shares, now, pattern)
-        total = dict(costs)
-        if old is not None and structure != old:
-            change_s[t], more = judge.change(old, structure, now, pattern)
-            total = {kind: total[kind] + more[kind] for kind in kinds}
-            changed[t] = True
-            forced += not path.available[pattern, list(old.workers)].all()
-        elif old is not None and shares != before:
-            reshares += 1
-        old, before = structure, shares
-        time_s[t] = took_s + change_s[t]
-        spent[t] = [total[kind] for kind in kinds]
-        used[t] = len(structure.workers)
-        rule.learn(
-            Happened(slot=t, condition=now, pattern=pattern, time_s=float(time_s[t]), costs=total)
-        )
-    return Run(
-        time_s=time_s, change_s=change_s, costs={kind: spent[:, i] for i, kind in enumerate(kinds)},
-        reconfigurations=int(changed.sum()), reshares=reshares, forced=forced, changed=changed, used=used,
-    )  # fmt: skip
+        if known == now or batches == 1:
+            game.act(t, known, batches, batches)
+        else:
+            game.act(t, known, 1, batches)
+            game.act(t, now, batches - 1, batches)
+        game.close(t)
+    return game.run()
+
+
+class _Game:
+    """The books of one policy on one path; times and costs of a slot are means over its batches."""
+
+    def __init__(self, *, rule: Rule, judge: Judge, path: Path, kinds: tuple[str, ...]):
+        slots = path.num_slots
+        self.rule, self.judge, self.path, self.kinds = rule, judge, path, kinds
+        self.time_s, self.change_s = np.zeros(slots), np.zeros(slots)
+        self.spent, self.used = np.zeros((slots, len(kinds))), np.zeros(slots, dtype=int)
+        self.changes = np.zeros(slots, dtype=int)
+        self.reshares = self.forced = 0
+        self.old: Any = None
+        self.shares: tuple[int, ...] = ()
+
+    def act(self, t: int, known: int, batches: int, of: int) -> None:
+        """Let the policy decide, and count some batches of a slot."""
+        now, pattern = int(self.path.condition[t]), int(self.path.pattern[t])
+        structure, shares = self.rule.decide(Seen(slot=t, condition=known, pattern=pattern))
+        took_s, costs = self.judge.batch(structure, shares, now, pattern)
+        self.time_s[t] += took_s * (batches / of)
+        self.spent[t] += [costs[kind] * (batches / of) for kind in self.kinds]
+        if self.old is not None and structure != self.old:
+            pause_s, more = self.judge.change(self.old, structure, now, pattern)
+            self.change_s[t] += pause_s / of
+            self.time_s[t] += pause_s / of
+            self.spent[t] += [more[kind] / of for kind in self.kinds]
+            self.changes[t] += 1
+            self.forced += not self.path.available[pattern, list(self.old.workers)].all()
+        elif self.old is not None and shares != self.shares:
+            self.reshares += 1
+        self.old, self.shares = structure, shares
+        self.used[t] = len(structure.workers)
+
+    def close(self, t: int) -> None:
+        """Tell the policy what the slot took."""
+        costs = {kind: float(self.spent[t, i]) for i, kind in enumerate(self.kinds)}
+        self.rule.learn(
+            Happened(
+                slot=t, condition=int(self.path.condition[t]), pattern=int(self.path.pattern[t]),
+                time_s=float(self.time_s[t]), costs=costs,
+            )
+        )  # fmt: skip
+
+    def run(self) -> Run:
+        """Return the books."""
+        return Run(
+            time_s=self.time_s, change_s=self.change_s,
+            costs={kind: self.spent[:, i] for i, kind in enumerate(self.kinds)},
+            reconfigurations=int(self.changes.sum()), reshares=self.reshares, forced=self.forced,
+            changed=self.changes > 0, used=self.used,
+        )  # fmt: skip

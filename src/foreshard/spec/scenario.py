@@ -130,18 +130,19 @@ class Scenario:
     process : tuple of Process
     budget : tuple of BudgetTable
     seed, slots : int
-        Of the first path; slots of one batch each.
+        Of the first path.
+    batches : int
+        Batches of a slot, in which nothing changes. Decisions are made at its start and, when the slot differs
+        from what was last seen, once more after its first batch.
     slot : float, seconds
         How far the clock of daily processes and traces moves in a slot.
     sees_now : bool
-        Decisions know this slot's speeds, link rates and prices; else only those of the slot before.
+        Decisions know this slot's speeds, link rates and prices; else only those of the batch before.
         Which devices are available is always known.
     pause : float, seconds
         Every change of groups or layers costs this, besides the bytes that move.
     egress_usd_per_gb : float
         Price of a decimal gigabyte between racks.
-    max_stages : int
-        Longest pipeline that plans may use.
     file : str or None
     """
 
@@ -159,11 +160,11 @@ class Scenario:
     budget: tuple[BudgetTable, ...] = ()
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     slots: Annotated[int, Range(1, 10**7)] = 10_000
+    batches: Annotated[int, Range(1, 10**6)] = 1
     slot: Length = 60.0
     sees_now: bool = False
     pause: Seconds = 0.0
     egress_usd_per_gb: Annotated[float, Range(0.0, 1e6)] = 0.0
-    max_stages: Annotated[int, Range(1, 1000)] = 4
     file: str | None = None
 
     def path_of(self, name: str) -> Path:

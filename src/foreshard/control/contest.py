@@ -1,0 +1,261 @@
+"""Policies side by side on the paths of a scenario, beside the bound of one who knows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.catalog.models import load_model
+from foreshard.control.arena import Arena
+from foreshard.control.clairvoyant import Bound, bound_of
+from foreshard.control.hindsight import best_subset, violation
+from foreshard.control.lyapunov import Lyapunov
+from foreshard.control.policies import BY_SHARES, Banked, Fleet, Greedy, on_subset
+from foreshard.control.slots import Budget
+from foreshard.control.subsets import COSTS
+from foreshard.control.workload import Workload, cluster_of, workload
+from foreshard.errors import SpecError
+from foreshard.sim.dynamics import describe, draw
+from foreshard.sim.online import Rule, Run, play
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.scenario import Scenario
+
+HELD = tuple(f"{name}@budget" for name in BY_SHARES if name != "lb-bsp")
+POLICIES = (
+    "lyapunov", "equal-share", "lb-bsp", "proportional", "metis-like", "malleus-like", "amp-like",
+    "sailor-like", "greedy-fastest", "greedy-cheapest", "greedy-banked", "static-best", *HELD,
+)  # fmt: skip
+"""All policies, ours first. `static-best` is lb-bsp on the best fixed subset of devices: lb-bsp@budget."""
+
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
+_SERIES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One seed: how every policy fared on its path.
+
+    Attributes
+    ----------
+    seed : int
+    budgets : tuple of Budget
+    bound : Bound
+    runs : mapping of policy to Run
+    path : mapping
+        How the path looks, see `sim.dynamics.describe`.
+    """
+
+    seed: int
+    budgets: tuple[Budget, ...]
+    bound: Bound
+    runs: Mapping[str, Run]
+    path: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """All rounds of a scenario."""
+
+    scenario: Scenario
+    cluster: Cluster
+    slots: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the policies that took part."""
+        return tuple(self.rounds[0].runs)
+
+    def times(self, name: str) -> np.ndarray:
+        """Return the mean step time of a policy by seed; that of the bound for 'bound'."""
+        if name == "bound":
+            return np.array([one.bound.mean_step_time_s for one in self.rounds])
+        return np.array([one.runs[name].time_s.mean() for one in self.rounds])
+
+    def violations(self, name: str) -> np.ndarray:
+        """Return the largest excess over a budget by seed, at least 0."""
+        return np.array([max(0.0, violation(one.runs[name], one.budgets)) for one in self.rounds])
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the object of ``simulate --json``."""
+        bound = self.times("bound")
+        return {
+            "schema_version": 1,
+            "scenario": self.scenario.name,
+            "slots": self.slots,
+            "batches": self.scenario.batches,
+            "seeds": [one.seed for one in self.rounds],
+            "policies": {name: self._policy(name) for name in self.policies},
+            "bound": {
+                "mean_step_time_s": float(bound.mean()),
+                "ci95_s": half_width(bound),
+                "feasible": all(one.bound.feasible for one in self.rounds),
+                "states": [one.bound.num_states for one in self.rounds],
+                "multipliers": [list(one.bound.multipliers) for one in self.rounds],
+                "plans": "data-parallel plans on all subsets of the devices",
+            },
+            "path": [dict(one.path) for one in self.rounds],
+        }
+
+    def _policy(self, name: str) -> dict[str, object]:
+        runs = [one.runs[name] for one in self.rounds]
+        times, over = self.times(name), self.violations(name)
+        means = {kind: float(np.mean([run.costs[kind].mean() for run in runs])) for kind in COSTS}
+        limits = {
+            budget.name: float(np.mean([one.budgets[i].limit for one in self.rounds]))
+            for i, budget in enumerate(self.rounds[0].budgets)
+        }
+        gap = times / self.times("bound") - 1.0
+        return {
+            "mean_step_time_s": float(times.mean()),
+            "ci95_s": half_width(times),
+            "mean_cost": means,
+            "budget": limits,
+            "violation": float(over.mean()),
+            "violation_max": float(over.max()),
+            "over_bound": float(gap.mean()),
+            "over_bound_max": float(gap.max()),
+            "reconfigurations": _number([run.reconfigurations for run in runs]),
+            "forced": _number([run.forced for run in runs]),
+            "reshares": _number([run.reshares for run in runs]),
+            "change_share": float(np.mean([run.change_s.sum() / run.time_s.sum() for run in runs])),
+            "steps": self.slots * self.scenario.batches,
+            "series": _series(runs[0]),
+        }
+
+
+def half_width(values: np.ndarray) -> float | None:
+    """Return half the width of the 95 % confidence interval of a mean; None for one value."""
+    count = len(values)
+    if count < 2:
+        return None
+    quantile = _T95[count - 2] if count - 2 < len(_T95) else 1.96
+    return float(quantile * values.std(ddof=1) / math.sqrt(count))
+
+
+def _number(values: Sequence[int]) -> float | int:
+    return values[0] if len(values) == 1 else float(np.mean(values))
+
+
+def _series(run: Run) -> dict[str, list[float]]:
+    """Return means over equal stretches of the run."""
+    parts = np.array_split(np.arange(len(run.time_s)), min(_SERIES, len(run.time_s)))
+    rows = {"step_time_s": run.time_s, "usd": run.costs["usd"], "devices": run.used * 1.0}
+    return {name: [float(f"{values[part].mean():.6g}") for part in parts] for name, values in rows.items()}
+
+
+def contest(
+    scenario: Scenario,
+    *,
+    policies: Sequence[str] | None = None,
+    slots: int | None = None,
+    seeds: int = 1,
+    model: Model | None = None,
+) -> Contest:
+    """Return how policies fare on the paths of a scenario.
+
+    Parameters
+    ----------
+    scenario : Scenario
+    policies : sequence of str, optional
+        Of `POLICIES`; all by default.
+    slots : int, optional
+        The scenario's by default.
+    seeds : int
+        Paths, with the scenario's seed and the ones after it.
+    model : Model, optional
+        The scenario's by default.
+
+    Raises
+    ------
+    SpecError
+        For an unknown policy, or a scenario that cannot be played.
+    """
+    names = POLICIES if policies is None else tuple(dict.fromkeys(policies))
+    for name in (*names, *(one.of for one in scenario.budget if one.of)):
+        _known(name, scenario)
+    cluster = cluster_of(scenario)
+    work = workload(scenario, model or load_model(scenario.model), cluster)
+    length = scenario.slots if slots is None else slots
+    rounds = tuple(
+        _round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds)
+    )
+    return Contest(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)
+
+
+def _known(name: str, scenario: Scenario) -> None:
+    if name not in POLICIES:
+        raise SpecError(
+            f"unknown policy {name!r}", file=scenario.file, key="policy", value=name,
+            rule=f"Policies are {', '.join(POLICIES)}",
+        )  # fmt: skip
+
+
+def _round(
+    scenario: Scenario, cluster: Cluster, work: Workload, names: Sequence[str], slots: int, seed: int
+) -> Round:
+    path = draw(scenario, cluster, slots=slots, seed=seed)
+    arena = Arena(work=work, path=path, pause_s=scenario.pause)
+
+    def run(name: str, budgets: Sequence[Budget]) -> Run:
+        rule = _rule(name, arena, budgets, scenario)
+        return play(rule, arena, path, kinds=COSTS, sees_now=scenario.sees_now, batches=scenario.batches)
+
+    spenders = {one.of for one in scenario.budget if one.of}
+    for name in spenders:
+        if name not in _FREE:
+            raise SpecError(
+                f"{name} needs budgets itself", file=scenario.file, key="budget.of", value=name,
+                rule=f"Budgets are parts of what one of these spends: {', '.join(_FREE)}",
+            )  # fmt: skip
+    spent = {name: run(name, ()) for name in sorted(spenders)}
+    budgets = tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget)))
+    return Round(
+        seed=seed,
+        budgets=budgets,
+        bound=bound_of(arena, budgets),
+        runs={name: spent[name] if name in spent else run(name, budgets) for name in names},
+        path=describe(path),
+    )
+
+
+def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
+    """Return a budget with its limit in numbers."""
+    table = scenario.budget[index]
+    limit = table.limit
+    if table.of is not None:
+        run = spent[table.of]
+        one = Budget(name=table.name, kind=table.kind, limit=1.0, per=table.per)
+        mean = float(run.costs[table.kind].mean()) / one.allowance(float(run.time_s.mean()))
+        limit = (table.share or 1.0) * mean
+    assert limit is not None
+    return Budget(name=table.name, kind=table.kind, limit=limit, per=table.per)
+
+
+_FREE: Mapping[str, Callable[[Arena], Rule]] = {
+    **{name: (lambda arena, made=made: made(arena, None)) for name, made in BY_SHARES.items()},  # type: ignore[misc]
+    "amp-like": Fleet,
+    "greedy-fastest": Greedy,
+}
+
+
+def _rule(name: str, arena: Arena, budgets: Sequence[Budget], scenario: Scenario) -> Rule:
+    """Return a policy, ready for the first slot."""
+    if name in _FREE:
+        return _FREE[name](arena)
+    if name == "lyapunov":
+        return Lyapunov(arena, budgets)
+    if name == "sailor-like":
+        return Fleet(arena, budgets)
+    if name == "greedy-cheapest":
+        return Greedy(arena, budgets or [Budget(name="usd", kind="usd", limit=1.0)])
+    if name == "greedy-banked":
+        return Banked(arena, budgets)
+    base = "lb-bsp" if name == "static-best" else name.removesuffix("@budget")
+    kept = best_subset(arena, base, budgets, sees_now=scenario.sees_now, batches=scenario.batches)
+    return BY_SHARES[base](arena, on_subset(arena, kept))

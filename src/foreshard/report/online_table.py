@@ -1,0 +1,93 @@
+"""A contest of policies as a screen: who kept the budgets, how far each is from the bound."""
+
+from __future__ import annotations
+
+from foreshard.control.contest import Contest, half_width
+from foreshard.report import quantity
+from foreshard.report.screen import Box, Screen, Table, table
+
+KEPT = 0.01
+"""Excess over a budget that still counts as keeping it."""
+
+
+def online_screen(found: Contest) -> Screen:
+    """Return what `foreshard simulate` shows."""
+    scenario, first = found.scenario, found.rounds[0]
+    seeds = f"{len(found.rounds)} path{'s' * (len(found.rounds) > 1)}"
+    header = (
+        f"{scenario.name or scenario.file}: {scenario.model} on {found.cluster.num_devices} devices",
+        f"{seeds} of {found.slots} slots, {scenario.batches} batches each; decisions see "
+        + ("their own slot" if scenario.sees_now else "the batch before")
+        + f"; {first.path['changes_per_1000']:.0f} changes per 1000 slots",
+    )
+    return Screen(
+        header=header,
+        boxes=_boxes(found),
+        tables=(policies_table(found),),
+        notes=_notes(found),
+    )
+
+
+def _boxes(found: Contest) -> tuple[Box, ...]:
+    bound = found.times("bound")
+    feasible = all(one.bound.feasible for one in found.rounds)
+    note = "no policy can know more" if feasible else "no policy keeps the budgets; without them"
+    boxes = [Box(title="bound", value=f"{quantity.seconds(float(bound.mean()))} a batch", note=note)]
+    if "lyapunov" in found.policies:
+        gap = float((found.times("lyapunov") / bound - 1.0).mean())
+        over = float(found.violations("lyapunov").max())
+        boxes.append(
+            Box(
+                title="lyapunov", value=f"{100 * gap:.1f} % over the bound",
+                note=f"budget kept to {100 * over:.2f} %", alarm=over > KEPT,
+            )
+        )  # fmt: skip
+        boxes += _cut(found)
+    return tuple(boxes)
+
+
+def _cut(found: Contest) -> list[Box]:
+    """Return the cut against equal shares, of ours and of the bound."""
+    if "equal-share" not in found.policies:
+        return []
+    equal = found.times("equal-share")
+    ours = float((1.0 - found.times("lyapunov") / equal).mean())
+    ideal = float((1.0 - found.times("bound") / equal).mean())
+    if ideal <= 0.0:
+        return []
+    note = f"{ours / ideal:.3f} of the bound's {100 * ideal:.1f} %"
+    return [Box(title="cut against equal-share", value=f"{100 * ours:.1f} %", note=note)]
+
+
+def policies_table(found: Contest) -> Table:
+    """Return a row for each policy, those that keep the budgets first, fastest first."""
+    rows = []
+    for name in found.policies:
+        times, over = found.times(name), float(found.violations(name).max())
+        runs = [one.runs[name] for one in found.rounds]
+        gap = float((times / found.times("bound") - 1.0).mean())
+        width = half_width(times)
+        rows.append((
+            over > KEPT, float(times.mean()), name, quantity.seconds(float(times.mean())),
+            "" if width is None else f"± {100 * width / times.mean():.2f} %",
+            f"{100 * gap:+.1f} %", "kept" if over <= KEPT else f"broken, +{100 * over:.0f} %",
+            f"{sum(run.reconfigurations for run in runs) / len(runs):.0f}",
+            f"{sum(run.reshares for run in runs) / len(runs):.0f}",
+            f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
+        ))  # fmt: skip
+    rows.sort()
+    columns = (
+        "policy", ">batch", ">95 %", ">over bound", ">budget", ">reconfigurations", ">re-shares", ">devices",
+    )  # fmt: skip
+    return table("Policies", columns, [row[2:] for row in rows], spare=(">devices", ">re-shares"))
+
+
+def _notes(found: Contest) -> tuple[str, ...]:
+    notes = [
+        "Plans are data-parallel on subsets of the devices; the bound is over all of them, changes free."
+    ]
+    for i, one in enumerate(found.scenario.budget):
+        limit = sum(part.budgets[i].limit for part in found.rounds) / len(found.rounds)
+        of = f", {one.share:g} of what {one.of} spends" if one.of else ""
+        notes.append(f"Budget {one.name}: {limit:.6g} {one.kind} per {one.per}{of}.")
+    return tuple(notes)
