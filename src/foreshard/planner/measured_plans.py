@@ -30,6 +30,8 @@ _REACH = 2
 _JUDGED = 24
 _REFINED = 3
 _SEARCH_PART = 0.5
+_JUDGE_PART = 0.2
+"""Of the budget, at least: a slow search leaves time to move what it found."""
 _WORTH_BALANCING = 1.5
 """A plan with a device moved is balanced first if it takes no more than so many times as long."""
 
@@ -67,7 +69,8 @@ def plan_measured(
         return _nothing(costs, bound_s, started)
     blank = Plan(global_batch=global_batch, seq_len=seq_len, groups=(), precision=precision, optimizer=optimizer,
                  framework="foreshard")  # fmt: skip
-    judge = _Judge(costs, cluster, sizes, deadline=started + budget_s)
+    deadline = max(started + budget_s, time.perf_counter() + budget_s * _JUDGE_PART)
+    judge = _Judge(costs, cluster, sizes, deadline=deadline)
     arrangements = dict.fromkeys((solution.arrangement, *solution.others[:_JUDGED]))
     plans = [_plan(blank, problem, one, kinds) for one in arrangements]
     plans = sorted((*plans, *_plain(blank, costs, cluster.num_devices, max(sizes))), key=judge.seconds)

@@ -8,7 +8,7 @@ the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,47 +122,75 @@ def _group_done(
 ) -> dict[int, dict[str, Any]]:
     """Play the pipeline; return per rank its work and when each of its chunks has its gradients."""
     sizes = [min(group.micro_batch, group.share - lo) for lo in range(0, group.share, group.micro_batch)]
-    shape = (len(group.stages), group.num_chunks, len(sizes))
-    forward, backward, inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    work = {rank: np.zeros(2) for stage in group.stages for rank in stage.ranks}
+    work = _Work(costs, group, sizes, device)
+    ends = _ends(costs, cluster, group, sizes, work)
+    found = {}
     for s, stage in enumerate(group.stages):
-        again = part_again(stage)
-        for c, (lo, hi) in enumerate(stage.layers):
-            for m, size in enumerate(sizes):
-                for rank, count in zip(stage.ranks, counts_of(stage, size), strict=True):
-                    if count == 0:
-                        continue
-                    f = costs.work_s(device[rank], (lo, hi), "forward_s", count)
-                    b = costs.work_s(device[rank], (lo, hi), "backward_s", count)
-                    i = costs.work_s(device[rank], (lo, hi), "backward_input_s", count)
-                    r = f * again
-                    forward[s, c, m] = max(forward[s, c, m], f)
-                    backward[s, c, m] = max(backward[s, c, m], b + r)
-                    inputs[s, c, m] = max(inputs[s, c, m], min(i, b) + r)
-                    work[rank] += (f + b, r)
-    backward_s: dict[str, Any] = {"backward_s": backward}
+        ready = {layer: ends[s][c] for c, (lo, hi) in enumerate(stage.layers) for layer in range(lo, hi)}
+        for rank in stage.ranks:
+            done_s, again_s = work.of_rank[rank]
+            found[rank] = {
+                "end_s": max(ends[s]), "work_s": done_s, "again_s": again_s, "ready_s": ready,
+                "layers": tuple(ready), "shards": stage.inner_dp if stage.zero >= 1 else 1,
+            }  # fmt: skip
+    return found
+
+
+class _Work:
+    """Seconds of every pass, shape (stages, chunks, micro-batches), and of every rank apart."""
+
+    def __init__(self, costs: MeasuredCosts, group: Group, sizes: Sequence[int], device: Mapping[int, str]):
+        shape = (len(group.stages), group.num_chunks, len(sizes))
+        self.forward, self.backward, self.inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.of_rank: dict[int, tuple[float, float]] = {}
+        distinct, which, times = np.unique(sizes, return_inverse=True, return_counts=True)
+        for s, stage in enumerate(group.stages):
+            counts = np.array([counts_of(stage, int(size)) for size in distinct]).T
+            for rank, samples in zip(stage.ranks, counts, strict=True):
+                total = np.zeros(2)
+                for c, span in enumerate(stage.layers):
+                    passes = _passes(costs, device[rank], span, samples, part_again(stage))
+                    total += ((passes[0] + passes[1] - passes[3]) @ times, passes[3] @ times)
+                    for table, one in zip((self.forward, self.backward, self.inputs), passes, strict=False):
+                        table[s, c] = np.maximum(table[s, c], one[which])
+                self.of_rank[rank] = (float(total[0]), float(total[1]))
+
+
+def _passes(
+    costs: MeasuredCosts, device: str, span: tuple[int, int], samples: np.ndarray, again: float
+) -> tuple[np.ndarray, ...]:
+    """Return the seconds of forward, backward, its part for the input, and what runs again in both of these."""
+    names = ("forward_s", "backward_s", "backward_input_s")
+    forward, backward, inputs = (
+        np.array([costs.work_s(device, span, name, int(n)) if n else 0.0 for n in samples]) for name in names
+    )
+    repeated = again * forward
+    return forward, backward + repeated, np.minimum(inputs, backward) + repeated, repeated
+
+
+def _ends(
+    costs: MeasuredCosts, cluster: Cluster, group: Group, sizes: Sequence[int], work: _Work
+) -> list[list[float]]:
+    """Return when each chunk of each stage has its gradients."""
+    if work.forward.shape[:2] == (1, 1):
+        return [[float(work.forward.sum() + work.backward.sum())]]
+    backward_s: dict[str, Any] = {"backward_s": work.backward}
     if group.schedule == "zb-h1":
-        backward_s = {"backward_input_s": inputs, "backward_weight_s": backward - inputs}
+        backward_s = {"backward_input_s": work.inputs, "backward_weight_s": work.backward - work.inputs}
     program = pipeline_program(
-        schedule=group.schedule, num_micro_batches=len(sizes), forward_s=forward, overlap_p2p=True,
+        schedule=group.schedule, num_micro_batches=len(sizes), forward_s=work.forward, overlap_p2p=True,
         overlap_warm_up=True, send_forward_s=_sends(costs, cluster, group, sizes[0], forward=True),
         send_backward_s=_sends(costs, cluster, group, sizes[0], forward=False), **backward_s,
     )  # fmt: skip
     times = critical_path.run(program)
-    found = {}
-    for s, stage in enumerate(group.stages):
-        mine = (program.stage == s) & (program.kind <= Kind.BACKWARD_WEIGHT)
-        ends = [float(times.end_s[mine & (program.chunk == c)].max()) for c in range(group.num_chunks)]
-        for rank in stage.ranks:
-            found[rank] = {
-                "end_s": max(ends), "work_s": float(work[rank][0]), "again_s": float(work[rank][1]),
-                "layers": [layer for lo, hi in stage.layers for layer in range(lo, hi)],
-                "shards": stage.inner_dp if stage.zero >= 1 else 1,
-                "ready_s": {
-                    layer: ends[c] for c, (lo, hi) in enumerate(stage.layers) for layer in range(lo, hi)
-                },
-            }  # fmt: skip
-    return found
+    computes = program.kind <= Kind.BACKWARD_WEIGHT
+    return [
+        [
+            float(times.end_s[computes & (program.stage == s) & (program.chunk == c)].max())
+            for c in range(group.num_chunks)
+        ]
+        for s in range(len(group.stages))
+    ]
 
 
 def _sends(
