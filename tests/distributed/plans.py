@@ -42,6 +42,16 @@ PLANS: dict[str, Plan] = {
         {"share": 12, "micro_batch": 5, "schedule": "zb-h1", "stages": [([0, 3], [[0, 3]], {"rank_shares": [4, 1]}), ([1, 2], [[3, 8]], {"rank_shares": [2, 3]})]}, zero=1
     ),
     "four ranks in a stage, zero 1": _plan({"share": 12, "micro_batch": 7, "stages": [([0, 1, 2, 3], [[0, 8]], {"rank_shares": [3, 2, 1, 1]})]}, zero=1),
+    "uneven data in both stages, zero 2": _plan(
+        {"share": 12, "micro_batch": 5, "stages": [([0, 3], [[0, 3]], {"rank_shares": [4, 1]}), ([1, 2], [[3, 8]], {"rank_shares": [2, 3]})]}, zero=2
+    ),
+    "three ranks sharded whole beside one, zero 3": _plan(
+        {"share": 9, "micro_batch": 4, "stages": [([0, 2, 3], [[0, 8]], {"rank_shares": [2, 0, 2]})]},
+        {"share": 3, "micro_batch": 2, "stages": [([1], [[0, 8]])]}, zero=3
+    ),
+    "sharded pipeline with recompute, zero 3": _plan(
+        {"share": 12, "micro_batch": 5, "schedule": "zb-h1", "stages": [([0, 3], [[0, 3]]), ([1, 2], [[3, 8]], {"rank_shares": [2, 3]})]}, zero=3, recompute="full"
+    ),
     "recompute": _plan(
         {"share": 8, "micro_batch": 2, "stages": [([0], [[0, 3]], {"recompute": "full"}), ([1], [[3, 8]], {"recompute": "every-2"})]},
         {"share": 4, "micro_batch": 2, "stages": [([2], [[0, 6]], {"recompute": "full:uniform:4"}), ([3], [[6, 8]], {"recompute": "full:block:1"})]},

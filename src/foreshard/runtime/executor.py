@@ -25,6 +25,7 @@ from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, micro_batches, samples_of
 from foreshard.runtime.own_code import own_code
 from foreshard.runtime.randomness import sample_randomness
+from foreshard.runtime.zero import Shards
 
 Hook = Callable[[str], None]
 
@@ -68,8 +69,8 @@ class Executor:
     on_action : callable of (name, chunk, micro_batch, start_s, end_s), optional
     on_gradients : callable of frozenset of layers, optional
         Called when layers have passed their last backward of the step.
-    gathered : callable of layer, optional
-        A context in which the parameters of a sharded layer are whole.
+    shards : Shards, optional
+        Brings the parameters of a chunk together where each rank of the stage keeps a part.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class Executor:
         on_action: Callable[..., None] | None = None,
         on_gradients: Callable[[frozenset[int]], None] | None = None,
         phase: Hook = lambda name: None,
+        shards: Shards | None = None,
     ):
         self.job, self.feed, self.layout, self.rank = job, feed, layout, rank
         self.modules, self.exchange, self.clock = modules, exchange, clock
-        self.device, self.seed = device, seed
+        self.device, self.seed, self.shards = device, seed, shards
         self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
         self.group, self.stage = layout.group_of(rank), layout.stage_of(rank)
         self.seat = layout.seats[rank]
@@ -139,6 +141,8 @@ class Executor:
         for number, (op, chunk, batch) in enumerate(self.order):
             self.phase("forward" if op == Op.FORWARD else "backward")
             span = self._span(self.stage, batch, self.seat.inner)
+            if self.shards is not None:
+                self.shards.before(chunk)
             if span[0] < span[1]:
                 positions = self._positions(step, batch)
                 if op == Op.FORWARD:
@@ -147,6 +151,8 @@ class Executor:
                     self._backward_weight(chunk, batch, sums)
                 else:
                     self._backward(chunk, batch, span, sums, inputs_only=op == Op.BACKWARD_INPUT)
+            if self.shards is not None:
+                self.shards.after(chunk, summed=op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
             if self.on_gradients is not None and self._last_of.get(chunk) == number:
                 start, stop = self.stage.layers[chunk]
                 self.on_gradients(frozenset(range(start, stop)))

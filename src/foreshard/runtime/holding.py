@@ -18,8 +18,9 @@ from foreshard.errors import SpecError
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, Segment, segments_of
 
+Key = tuple[int, str]
 Item = tuple[str, int, str]
-"""(kind, layer, name): 'value' of a parameter, 'buffer', or 'state' of the optimizer for a parameter."""
+"""(kind, layer, name): 'value' of a trained parameter, 'frozen' one, 'buffer', 'state' of the optimizer."""
 
 
 @dataclass(slots=True)
@@ -74,52 +75,64 @@ class Holding:
         for layer in layers:
             if layer not in self.modules:
                 self.modules[layer] = self.job.layer(layer).to(self.device)
+                self._tie_to_held(layer)
 
-    def items(self) -> dict[Item, Tensor]:
-        """Return every item held: values, buffers, and the optimizer's state as one entry per tensor.
+    def items_of(self, piece: Item) -> list[tuple[Item, Tensor]]:
+        """Return the tensors of a piece: a trained parameter's value, its optimizer state, or a layer's frame.
 
-        The state of a parameter appears as ('state', layer, 'NAME/KEY').
+        `remember` first: the state is the one remembered. An entry of a state is ('state', layer, 'NAME/KEY').
         """
-        self._remember()
-        found: dict[Item, Tensor] = {}
-        for layer, module in sorted(self.modules.items()):
-            for name, parameter in module.named_parameters():
-                found["value", layer, name] = parameter.data
-            for name, buffer in _persistent_buffers(module):
-                found["buffer", layer, name] = buffer
-        for (layer, name), state in sorted(self._states.items()):
-            for key, value in sorted(state.items()):
-                if value is not None:
-                    found["state", layer, f"{name}/{key}"] = _as_tensor(value)
-        return found
+        kind, layer, name = piece
+        if kind == "value":
+            return [(piece, self.parameter(layer, name).data)]
+        if kind == "state":
+            state = self._states.get((layer, name), {})
+            return [
+                (("state", layer, f"{name}/{key}"), _as_tensor(value))
+                for key, value in sorted(state.items()) if value is not None
+            ]
+        module = self.modules[layer]
+        frozen = [(("frozen", layer, n), p.data) for n, p in module.named_parameters() if not p.requires_grad]
+        return [*frozen, *((("buffer", layer, n), b) for n, b in _persistent_buffers(module))]
 
     def put(self, item: Item, tensor: Tensor) -> None:
-        """Replace an item; of a state, also one that was not there."""
+        """Replace a tensor; of a state, also one that was not there."""
         kind, layer, name = item
         if kind == "state":
             owner, _, key = name.rpartition("/")
             self._states.setdefault((layer, owner), {})[key] = tensor.clone()
-            return
-        module = self.modules[layer]
-        target = dict(module.named_parameters() if kind == "value" else module.named_buffers())[name]
-        target.data.copy_(tensor)
+        elif kind == "value":
+            for holder, own in self._names_of((layer, name)):
+                _refill(self.modules[holder].get_parameter(own), tensor)
+        elif kind == "frozen":
+            self.modules[layer].get_parameter(name).data.copy_(tensor)
+        else:
+            self.modules[layer].get_buffer(name).copy_(tensor)
 
-    def arrange(self, layout: Layout, updates: Callable[[tuple[int, str]], bool] = lambda key: True) -> None:
+    def _names_of(self, key: tuple[int, str]) -> list[tuple[int, str]]:
+        """Return the names a parameter has in the layers held."""
+        group = next((group for group in self._tied if key in group), (key,))
+        return [(layer, name) for layer, name in group if layer in self.modules]
+
+    def arrange(
+        self, layout: Layout, updates: Callable[[Key], bool], summed_by: Callable[[Key], tuple[int, ...]]
+    ) -> None:
         """Take the place that a layout gives: drop other layers, tie, make buckets and the optimizer.
 
         Parameters
         ----------
         layout : Layout
         updates : callable of (layer, name)
-            Whether this rank updates a parameter; others are sent to it after the update.
+            Whether this rank updates a parameter.
+        summed_by : callable of (layer, name)
+            The ranks that keep the sum of its gradients, rising.
         """
-        self._remember()
+        self.remember()
         kept = set(layout.layers_of(self.rank))
         self.modules = {layer: module for layer, module in sorted(self.modules.items()) if layer in kept}
         self._tie()
-        names = {layer: self.trainable_names(layer) for layer in self.modules}
-        self._fill_buckets(segments_of(layout, names, self._tied))
-        held = sorted(key for bucket in self.buckets for key in bucket.segment.names)
+        held = sorted({self.first_name(layer, n) for layer in self.modules for n in self.trainable_names(layer)})
+        self._fill_buckets(segments_of({key: summed_by(key) for key in held}))
         self.updated = {key: self.parameter(*key) for key in held if updates(key)}
         self._states = {key: state for key, state in self._states.items() if key in self.updated}
         self._make_optimizer()
@@ -130,13 +143,17 @@ class Holding:
             layer, name = next((held, own) for held, own in key if held in self.modules)
         return self.modules[layer].get_parameter(name)
 
+    def first_name(self, layer: int, name: str) -> tuple[int, str]:
+        """Return the name that a parameter goes by: of tied ones the first."""
+        return min(next((group for group in self._tied if (layer, name) in group), ((layer, name),)))
+
     def zero_gradients(self) -> None:
         """Set all gradients to zero and point the parameters at their buckets."""
         for bucket in self.buckets:
             bucket.flat.zero_()
             _point(bucket)
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Keep the optimizer's state by name: parameters are about to change hands."""
         if self.optimizer is None:
             return
@@ -144,6 +161,16 @@ class Holding:
             state = self.optimizer.state.get(parameter)
             if state:
                 self._states[key] = dict(state)
+
+    def _tie_to_held(self, new: int) -> None:
+        """Let a new layer use the parameters that it shares with layers held: their values are the trained ones."""
+        for group in self._tied:
+            names = [name for layer, name in group if layer == new]
+            others = [(layer, name) for layer, name in group if layer != new and layer in self.modules]
+            if names and others:
+                owner, _, leaf = names[0].rpartition(".")
+                held = self.modules[others[0][0]].get_parameter(others[0][1])
+                setattr(self.modules[new].get_submodule(owner), leaf, held)
 
     def _tie(self) -> None:
         for group in self._tied:
@@ -155,6 +182,8 @@ class Holding:
 
     def _fill_buckets(self, segments: Sequence[Segment]) -> None:
         self.buckets = []
+        for module in self.modules.values():
+            module.zero_grad(set_to_none=True)  # views of buckets of the place before
         for segment in segments:
             if self.rank not in segment.owners:
                 continue
@@ -193,6 +222,14 @@ def _point(bucket: Bucket) -> None:
         size = parameter.numel()
         parameter.grad = bucket.flat[offset : offset + size].view_as(parameter)
         offset += size
+
+
+def _refill(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Replace a parameter's value; it may be one whose storage is given away between uses."""
+    storage = parameter.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(parameter.numel() * parameter.element_size())
+    parameter.data.copy_(tensor)
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ Pure data from a Plan; nothing here talks to another process or imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from foreshard.errors import SpecError
@@ -140,33 +140,12 @@ class Segment:
     names: tuple[tuple[int, str], ...]
 
 
-def segments_of(
-    layout: Layout, names: Mapping[int, Iterable[str]], tied: Iterable[Iterable[tuple[int, str]]] = ()
-) -> tuple[Segment, ...]:
-    """Return the segments that trainable parameters fall into.
-
-    Parameters
-    ----------
-    layout : Layout
-    names : mapping of layer to parameter names
-        Trainable parameters of the layers that the caller holds; all holders of a segment name it alike.
-    tied : groups of (layer, name)
-        Parameters that are one; all ranks that hold any of them share the gradient.
-    """
-    first = {name: min(group) for group in map(tuple, tied) for name in group}
-    shared: dict[tuple[int, str], set[int]] = {}
-    for group in map(tuple, tied):
-        shared[min(group)] = {rank for layer, _ in group for rank in layout.owners_of(layer)}
-    owners = {layer: layout.owners_of(layer) for layer in names}
+def segments_of(summed_by: Mapping[tuple[int, str], tuple[int, ...]]) -> tuple[Segment, ...]:
+    """Return the segments that parameters fall into, by the ranks that keep the sum of their gradients."""
     found: dict[tuple[int, ...], list[tuple[int, str]]] = {}
-    for layer in sorted(names):
-        for name in names[layer]:
-            key = first.get((layer, name), (layer, name))
-            ranks = tuple(sorted(shared.get(key, owners[layer])))
-            bucket = found.setdefault(ranks, [])
-            if key not in bucket:
-                bucket.append(key)
-    return tuple(Segment(owners=ranks, names=tuple(sorted(bucket))) for ranks, bucket in sorted(found.items()))
+    for name, owners in summed_by.items():
+        found.setdefault(tuple(sorted(owners)), []).append(name)
+    return tuple(Segment(owners=owners, names=tuple(sorted(names))) for owners, names in sorted(found.items()))
 
 
 def _refuse(plan: Plan) -> None:
@@ -192,9 +171,6 @@ def _refuse_stage(stage: Stage, where: str) -> None:
     if stage.recompute.startswith("selective"):
         raise _unsupported(f"{where}.recompute", stage.recompute,
                            "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N")  # fmt: skip
-    if stage.zero > 1 and stage.inner_dp > 1:
-        raise _unsupported(f"{where}.zero", stage.zero,
-                           "the runtime shards the optimizer's states (zero 1), not gradients or parameters")  # fmt: skip
     if stage.shard_size not in (None, stage.inner_dp):
         raise _unsupported(f"{where}.shard_size", stage.shard_size,
                            "the runtime shards over all data-parallel ranks of a stage")  # fmt: skip

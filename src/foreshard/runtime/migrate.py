@@ -19,42 +19,29 @@ from foreshard.runtime.holding import Holding, Item
 
 _TAG = 1 << 24
 Key = tuple[int, str]
+Piece = tuple[str, int, str]
+"""('frame', layer, ''): buffers and frozen parameters; ('value' or 'state', layer, name): of a trained parameter."""
+Held = frozenset[Piece]
+"""What a rank has, or is to have, at the step that training goes on from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What a rank has at the step that training goes on from.
+def told(held: Held) -> list[list[Any]]:
+    """Return pieces as JSON holds them."""
+    return sorted(map(list, held))
 
-    Attributes
-    ----------
-    layers : frozenset of int
-        Whose values and buffers it has.
-    states : frozenset of (layer, name)
-        Whose optimizer state it has.
-    """
 
-    layers: frozenset[int] = frozenset()
-    states: frozenset[Key] = frozenset()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
-        return {"layers": sorted(self.layers), "states": sorted(map(list, self.states))}
-
-    @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Held:
-        """Return it from JSON."""
-        states = frozenset((int(layer), str(name)) for layer, name in data["states"])
-        return cls(layers=frozenset(map(int, data["layers"])), states=states)
+def heard(data: Sequence[Sequence[Any]]) -> Held:
+    """Return pieces from JSON."""
+    return frozenset((str(kind), int(layer), str(name)) for kind, layer, name in data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One rank sends another the values of layers and the states of parameters."""
+    """One rank sends another some pieces, in order."""
 
     source: int
     target: int
-    layers: tuple[int, ...]
-    states: tuple[Key, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,49 +56,44 @@ class Moved:
 def moves_of(
     held: Mapping[int, Held],
     wanted: Mapping[int, Held],
-    weight: Callable[[int], float] = lambda layer: 1.0,
+    weight: Callable[[Piece], float] = lambda piece: 1.0,
     link_cost: Callable[[int, int], float] = lambda source, target: 1.0,
 ) -> tuple[list[Move], frozenset[int]]:
-    """Return the moves that give every rank what it wants, and layers that nobody has.
+    """Return the moves that give every rank what it wants, and layers of which nobody has a piece.
+
+    The pieces of a layer come from one rank as far as one has them.
 
     Parameters
     ----------
     held, wanted : mapping of rank to Held
-    weight : callable of layer
+    weight : callable of piece
         Bytes, or anything in proportion.
     link_cost : callable of (source, target)
         Seconds a byte, or anything in proportion.
     """
-    layers: dict[tuple[int, int], list[int]] = {}
-    states: dict[tuple[int, int], list[Key]] = {}
+    found: dict[tuple[int, int], list[Piece]] = {}
     load = dict.fromkeys(held, 0.0)
     missing: set[int] = set()
-
-    def source_of(holders: list[int], target: int, size: float) -> int:
-        best = min(holders, key=lambda rank: (load[rank] + size * link_cost(rank, target), rank))
-        load[best] += size * link_cost(best, target)
-        return best
-
+    holders: dict[Piece, list[int]] = {}
+    for rank in sorted(held):
+        for piece in held[rank]:
+            holders.setdefault(piece, []).append(rank)
     for target in sorted(wanted):
-        have = held.get(target, Held())
-        for layer in sorted(wanted[target].layers - have.layers):
-            holders = [rank for rank in sorted(held) if layer in held[rank].layers]
-            if holders:
-                layers.setdefault((source_of(holders, target, weight(layer)), target), []).append(layer)
-            else:
-                missing.add(layer)
-        for key in sorted(wanted[target].states - have.states):
-            holders = [rank for rank in sorted(held) if key in held[rank].states]
-            if holders:
-                near = [s for s in holders if key[0] in layers.get((s, target), ())]
-                source = near[0] if near else source_of(holders, target, weight(key[0]))
-                states.setdefault((source, target), []).append(key)
-            else:
-                missing.add(key[0])
-    moves = [
-        Move(source=s, target=t, layers=tuple(layers.get((s, t), ())), states=tuple(states.get((s, t), ())))
-        for s, t in sorted({*layers, *states})
-    ]
+        near: dict[int, int] = {}
+        lacking = wanted[target] - held.get(target, frozenset())
+        for piece in sorted(lacking, key=lambda p: (p[1], p[0] != "value", p)):
+            sources = holders.get(piece)
+            if not sources:
+                missing.add(piece[1])
+                continue
+            size = weight(piece)
+            source = near.get(piece[1])
+            if source not in sources:
+                source = min(sources, key=lambda rank: (load[rank] + size * link_cost(rank, target), rank))
+                near[piece[1]] = source
+            load[source] += size * link_cost(source, target)
+            found.setdefault((source, target), []).append(piece)
+    moves = [Move(source=s, target=t, pieces=tuple(pieces)) for (s, t), pieces in sorted(found.items())]
     return moves, frozenset(missing)
 
 
@@ -126,14 +108,14 @@ def migrate(
         From torch.distributed, when a peer is gone; what was held before is untouched.
     """
     place, began_s = {rank: i for i, rank in enumerate(ranks)}, clock.now()
-    items = holding.items() if any(m.source == holding.rank for m in moves) else {}
+    holding.remember()
     sending: list[tuple[Any, Tensor]] = []
     bytes_out = bytes_in = 0
     for number, move in enumerate(moves):
         if move.source == holding.rank:
-            payload = _payload(items, move)
-            bytes_out += payload[2].numel()
-            stamp = clock.sent(payload[2].numel(), move.source, move.target)
+            payload = _payload(holding, move)
+            bytes_out += payload[1].numel()
+            stamp = clock.sent(payload[1].numel(), move.source, move.target)
             for part, tensor in enumerate(_stamped(payload, stamp)):
                 work = group.send([tensor], place[move.target], _TAG + number * 4 + part)
                 sending.append((work, tensor))
@@ -150,25 +132,19 @@ def migrate(
     return Moved(bytes_in=bytes_in, bytes_out=bytes_out, seconds=clock.now() - began_s)
 
 
-def _payload(items: Mapping[Item, Tensor], move: Move) -> tuple[list[Any], list[Tensor], Tensor]:
+def _payload(holding: Holding, move: Move) -> tuple[list[Any], Tensor]:
     """Return what describes the items of a move, and their bytes one after another."""
-    layers, states = set(move.layers), set(move.states)
-    chosen = [
-        (item, tensor) for item, tensor in items.items()
-        if (item[0] != "state" and item[1] in layers)
-        or (item[0] == "state" and (item[1], item[2].rpartition("/")[0]) in states)
-    ]
-    told = [[*item, str(t.dtype).removeprefix("torch."), list(t.shape)] for item, t in chosen]
-    parts = [t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in chosen]
-    flat = torch.cat([p.cpu() for p in parts]) if parts else torch.empty(0, dtype=torch.uint8)
-    return told, parts, flat
+    chosen = [pair for piece in move.pieces for pair in holding.items_of(piece)]
+    described = [[*item, str(t.dtype).removeprefix("torch."), list(t.shape)] for item, t in chosen]
+    parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, t in chosen]
+    return described, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def _stamped(payload: tuple[list[Any], list[Tensor], Tensor], stamp: float) -> list[Tensor]:
+def _stamped(payload: tuple[list[Any], Tensor], stamp: float) -> list[Tensor]:
     text = json.dumps({"stamp": stamp, "items": payload[0]}).encode()
     words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    sizes = torch.tensor([len(text), payload[2].numel()], dtype=torch.int64)
-    return [sizes, words, payload[2]] if payload[2].numel() else [sizes, words]
+    sizes = torch.tensor([len(text), payload[1].numel()], dtype=torch.int64)
+    return [sizes, words, payload[1]] if payload[1].numel() else [sizes, words]
 
 
 def _receive(group: Any, source: int, tag: int, clock: Clock) -> tuple[list[tuple[Item, Tensor]], int]:
@@ -179,11 +155,11 @@ def _receive(group: Any, source: int, tag: int, clock: Clock) -> tuple[list[tupl
     flat = torch.empty(int(sizes[1]), dtype=torch.uint8)
     if flat.numel():
         group.recv([flat], source, tag + 2).wait()
-    told = json.loads(bytes(words.tolist()))
+    message = json.loads(bytes(words.tolist()))
     if clock.virtual:
-        clock.received(told["stamp"])
+        clock.received(message["stamp"])
     found, offset = [], 0
-    for kind, layer, name, dtype, shape in told["items"]:
+    for kind, layer, name, dtype, shape in message["items"]:
         kept = torch.empty(shape, dtype=getattr(torch, dtype))
         size = kept.numel() * kept.element_size()
         kept.reshape(-1).view(torch.uint8).copy_(flat[offset : offset + size])

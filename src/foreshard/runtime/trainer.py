@@ -24,10 +24,11 @@ from foreshard.runtime.fixed import FixedMembership, Generation
 from foreshard.runtime.holding import Holding
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, layout_of
-from foreshard.runtime.migrate import Held, Moved, migrate, moves_of
+from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
+from foreshard.runtime.migrate import told as told_pieces
 from foreshard.runtime.sync import gradient_sync, latest
 from foreshard.runtime.vote import Vote, cast
-from foreshard.runtime.zero import Key, Spread, parameters_of, updated_keys, updater_of
+from foreshard.runtime.zero import Deal, Shards, is_dealt, parameters_of
 from foreshard.spec.online import Command, Event, Policy, StepMeasured
 from foreshard.spec.plan import Plan, parse_plan
 
@@ -80,6 +81,9 @@ class Options:
     sync: str = "all-reduce"
     checkpoint_every: int = 0
     track_norm: bool = False
+
+
+_FOLDERS = {"value": "layers", "frozen": "frozen", "buffer": "buffers"}
 
 
 class Trainer:
@@ -137,7 +141,8 @@ class Trainer:
         self.parameters = parameters_of(job)
         self.feed: Feed | None = None
         self.last_moved: Moved | None = None
-        self._held = Held()
+        self._held: Held = frozenset()
+        self._kept: Held = frozenset()
         self._generation: Generation | None = None
         self._vote: Vote | None = None
         self._reduced = False
@@ -236,10 +241,10 @@ class Trainer:
 
     def _spread_values(self) -> None:
         """Get the parameters that other ranks of the stage have updated; until then this rank does not have them."""
-        if self._spread is None:
+        if self._shards is None:
             return
-        whole, self._held = self._held, Held(states=self._held.states)
-        self._spread.run(self.rank)
+        whole, self._held = self._held, self._kept
+        self._shards.updated()
         self._held = whole
 
     def _set_lr(self) -> None:
@@ -297,8 +302,7 @@ class Trainer:
             plan = parse_plan(json.loads(bytes(text)))
         self._plan_number = number
         began_s = time.perf_counter()
-        held = {rank: self._wanted(self._layout, rank) for rank in self._ranks}
-        self._settle(plan, held)
+        self._settle(plan, self._wanted(self._layout))
         if self._conducts:
             self.membership.plan_adopted(plan.to_dict())
         self.on_event("adopted", f"plan {number}", step=self.step, wall_s=time.perf_counter() - began_s,
@@ -306,7 +310,7 @@ class Trainer:
 
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
-        self._world = self._executor = self._sync = self._spread = None
+        self._world = self._executor = self._sync = self._shards = None
 
     # -- membership -----------------------------------------------------------------------------------------
 
@@ -326,14 +330,14 @@ class Trainer:
         self._plan_number, self._next_plans = 0, {}
         self._check(generation.plan)
         told = self._tell_all(self._status())
-        resume = generation.resume and first and all(not s["held"]["layers"] for s in told.values())
+        resume = generation.resume and first and not any(status["held"] for status in told.values())
         target = max(status["step"] for status in told.values())
         held = self._roll_forward(told, target)
-        wanted = {rank: self._wanted(layout_of(generation.plan), rank) for rank in self._ranks}
+        wanted = self._wanted(layout_of(generation.plan))
         _, missing = moves_of(held, wanted)
         if missing or resume:
             self._roll_back(generation.plan, missing, resume=resume)
-            held = {rank: self._wanted(layout_of(generation.plan), rank) for rank in self._ranks}
+            held = wanted
         else:
             self.step = target
         self._settle(generation.plan, held)
@@ -352,10 +356,10 @@ class Trainer:
     def _status(self) -> dict[str, Any]:
         vote = self._vote
         return {
-            "step": self.step if self._held.layers or self.step else 0,
+            "step": self.step,
             "reduced": self._reduced,
             "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
-            "held": self._held.to_json(),
+            "held": told_pieces(self._held),
         }
 
     def _tell_all(self, status: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -372,7 +376,7 @@ class Trainer:
         for rank, status in told.items():
             behind = target - status["step"]
             if behind == 0 or (behind == 1 and status["reduced"]):
-                held[rank] = Held.of_json(status["held"])
+                held[rank] = heard(status["held"])
         if told[self.rank]["step"] == target - 1 and told[self.rank]["reduced"]:
             votes = (s["vote"] for s in told.values() if s["step"] == target and s["vote"] is not None)
             loss, count, square = next(votes)
@@ -391,7 +395,7 @@ class Trainer:
 
     def _forget(self) -> None:
         """Drop everything held: it is of another step than the run goes on from."""
-        self.holding, self._held = Holding(self.job, self.rank, self.device), Held()
+        self.holding, self._held = Holding(self.job, self.rank, self.device), frozenset()
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
         """Begin again from the latest checkpoint, or from the first values where there is none."""
@@ -401,7 +405,7 @@ class Trainer:
         self.holding.build(layout.layers_of(self.rank))
         self.step = 0 if step is None else step
         if step is not None:
-            self._load(step, self._wanted(layout, self.rank))
+            self._load(step, self._wanted(layout)[self.rank])
         if self.ledger is not None:
             self.ledger.rollback(self.step, self._generation.number)  # type: ignore[union-attr]
         if step is not None or missing - frozenset(range(self.job.num_layers)) or not resume:
@@ -412,7 +416,7 @@ class Trainer:
         """Move what has to move and take the place that the plan gives."""
         self.phase("migration")
         layout = layout_of(plan)
-        wanted = {rank: self._wanted(layout, rank) for rank in self._ranks}
+        wanted = self._wanted(layout)
         moves, _ = moves_of(held, wanted, self._bytes_of)
         self.holding.build(layout.layers_of(self.rank))
         if self._world is not None:
@@ -422,13 +426,16 @@ class Trainer:
         self._take_place(layout, wanted[self.rank])
 
     def _take_place(self, layout: Layout, wanted: Held) -> None:
+        deal = Deal(layout, self.parameters)
         self._layout, self._held = layout, wanted
-        self.holding.arrange(layout, lambda key: key in wanted.states)
+        updated = {piece[1:] for piece in wanted if piece[0] == "state"}
+        self._kept = frozenset(piece for piece in wanted if piece[0] != "value" or piece[1:] in updated)
+        self.holding.arrange(layout, lambda key: key in updated, deal.summed_by)
         self._base_lr = [g["lr"] for g in self.holding.optimizer.param_groups] if self.holding.optimizer else []
         self._sync = gradient_sync(
             self.options.sync, self.holding.buckets, self.membership.group, self.clock
         )  # fmt: skip
-        self._spread = self._make_spread(layout)
+        self._shards = self._make_shards(layout, deal)
         self.feed = self._make_feed(layout.plan)
         self._executor = self._make_executor(layout) if self.rank in layout.seats else None
 
@@ -444,25 +451,27 @@ class Trainer:
         return Executor(
             self.job, self.feed, layout, self.rank, self.holding.modules, exchange, self.clock,  # type: ignore[arg-type]
             device=self.device, seed=self.options.seed, on_action=self.on_action,
-            on_gradients=self._sync.passed, phase=self.phase,
+            on_gradients=self._sync.passed, phase=self.phase, shards=self._shards,
         )  # fmt: skip
 
-    def _make_spread(self, layout: Layout) -> Spread | None:
-        if self.rank not in layout.seats:
+    def _make_shards(self, layout: Layout, deal: Deal) -> Shards | None:
+        if self.rank not in layout.seats or not is_dealt(layout.stage_of(self.rank)):
             return None
-        stage = layout.stage_of(self.rank)
-        if stage.zero == 0 or stage.inner_dp == 1:
-            return None
-        sizes = self.parameters.of(layout.layers_of(self.rank))
-        parameters = {key: self.holding.parameter(*key) for key in sizes}
-        group = self.membership.group(stage.ranks, "stage")
-        return Spread(group, stage.ranks, updater_of(stage.ranks, sizes), parameters)
+        seat, stage = layout.seats[self.rank], layout.stage_of(self.rank)
+        own = self.parameters.of(layout.layers_of(self.rank))
+        return Shards(
+            self.membership.group(stage.ranks, "stage"), stage, self.rank,
+            {key: deal.updater(seat.group, seat.stage, key) for key in own},  # type: ignore[misc]
+            {key: self.holding.parameter(*key) for key in own}, self.parameters.users,
+        )  # fmt: skip
 
-    def _wanted(self, layout: Layout, rank: int) -> Held:
-        return Held(layers=frozenset(layout.layers_of(rank)), states=updated_keys(layout, rank, self.parameters))
+    def _wanted(self, layout: Layout) -> dict[int, Held]:
+        """Return what every rank that is there holds between steps under a layout."""
+        deal = Deal(layout, self.parameters)
+        return {rank: deal.pieces(rank) for rank in self._ranks}
 
-    def _bytes_of(self, layer: int) -> float:
-        return float(sum(self.parameters.of((layer,)).values()) + 1)
+    def _bytes_of(self, piece: Piece) -> float:
+        return float(self.parameters.sizes.get(piece[1:], 1))
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -471,14 +480,11 @@ class Trainer:
         from foreshard.runtime import checkpoint
 
         self.phase("checkpoint")
-        tensors = {}
-        for (kind, layer, name), tensor in self.holding.items().items():
-            owners = self._layout.owners_of(layer)
-            if kind != "state" and owners[0] != self.rank:
-                continue
-            if kind == "state" and self._first_updater((layer, name.rpartition("/")[0])) != self.rank:
-                continue
-            tensors[_checkpoint_key(kind, layer, name)] = tensor
+        self.holding.remember()
+        tensors = {
+            _checkpoint_key(*item): tensor
+            for piece in sorted(self._first_of_mine()) for item, tensor in self.holding.items_of(piece)
+        }
         meta = {"plan": self._layout.plan.to_dict(), "seed": self.options.seed}
         try:
             checkpoint.save(
@@ -492,8 +498,10 @@ class Trainer:
             checkpoint.prune(self.checkpoints)  # type: ignore[arg-type]
             self.on_event("checkpoint", f"after step {self.step - 1}", step=self.step)
 
-    def _first_updater(self, key: Key) -> int:
-        return min(r for r in self._layout.seats if key in self._wanted(self._layout, r).states)
+    def _first_of_mine(self) -> Held:
+        """Return the pieces of which this rank is the least holder."""
+        wanted = self._wanted(self._layout)
+        return wanted[self.rank].difference(*(held for rank, held in wanted.items() if rank < self.rank))
 
     def _latest_checkpoint(self) -> int | None:
         if self.checkpoints is None:
@@ -514,22 +522,22 @@ def _checkpoint_key(kind: str, layer: int, name: str) -> str:
     if kind == "state":
         owner, _, key = name.rpartition("/")
         return f"optimizer.{layer}.{owner}.{key}"
-    return f"layers.{layer}.{name}" if kind == "value" else f"buffers.{layer}.{name}"
+    return f"{_FOLDERS[kind]}.{layer}.{name}"
 
 
 def _item(key: str) -> tuple[str, int, str]:
-    kind, layer, name = key.split(".", 2)
-    if kind == "optimizer":
+    folder, layer, name = key.split(".", 2)
+    if folder == "optimizer":
         owner, _, state = name.rpartition(".")
         return "state", int(layer), f"{owner}/{state}"
-    return ("value" if kind == "layers" else "buffer"), int(layer), name
+    return next(kind for kind, told in _FOLDERS.items() if told == folder), int(layer), name
 
 
 def _is_wanted(key: str, wanted: Held) -> bool:
     kind, layer, name = _item(key)
     if kind == "state":
-        return (layer, name.rpartition("/")[0]) in wanted.states
-    return layer in wanted.layers
+        return ("state", layer, name.rpartition("/")[0]) in wanted
+    return ((kind, layer, name) if kind == "value" else ("frame", layer, "")) in wanted
 
 
 def _alone(plan: Plan | None) -> FixedMembership:

@@ -1,8 +1,7 @@
 """Which rank of a stage updates which parameter, and how the others get the new values (ZeRO).
 
 Parameters are dealt out whole, largest first, to the rank that is least loaded for its room: any optimizer works
-on whole parameters, and rooms may be uneven. Gradients are summed over all holders first; from level 2 on a rank
-need not keep those it does not use.
+on whole parameters, and rooms may be uneven.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout
+from foreshard.runtime.migrate import Held
+from foreshard.spec.plan import Stage
 
 Key = tuple[int, str]
 
@@ -83,60 +84,176 @@ def parameters_of(job: Job) -> Parameters:
     return Parameters(sizes=sizes, users={key: tuple(layers) for key, layers in users.items()})
 
 
-def updated_keys(
-    layout: Layout, rank: int, parameters: Parameters, room: Mapping[int, float] | None = None
-) -> frozenset[Key]:
-    """Return the parameters that a rank updates under a layout, of the layers it holds."""
-    own = parameters.of(layout.layers_of(rank))
-    if not own:
-        return frozenset()
-    stage = layout.stage_of(rank)
-    if stage.zero == 0 or stage.inner_dp == 1:
-        return frozenset(own)
-    return frozenset(key for key, r in updater_of(stage.ranks, own, room).items() if r == rank)
+class Deal:
+    """Which rank updates which parameter under a layout, and who keeps what.
+
+    Parameters
+    ----------
+    layout : Layout
+    parameters : Parameters
+    room : mapping of rank to bytes, optional
+        In proportion to which a stage deals out its parameters.
+    """
+
+    def __init__(self, layout: Layout, parameters: Parameters, room: Mapping[int, float] | None = None):
+        self.layout, self.parameters = layout, parameters
+        self._dealt: dict[tuple[int, int], dict[Key, int]] = {}
+        self._stages: dict[Key, list[tuple[int, int]]] = {}
+        for g, group in enumerate(layout.plan.groups):
+            for s, stage in enumerate(group.stages):
+                own = parameters.of(layer for lo, hi in stage.layers for layer in range(lo, hi))
+                if is_dealt(stage):
+                    self._dealt[g, s] = updater_of(stage.ranks, own, room)
+                for key in own:
+                    self._stages.setdefault(key, []).append((g, s))
+
+    def updater(self, group: int, stage: int, key: Key) -> int | None:
+        """Return the rank of a stage that updates a parameter; None where each updates its own copy."""
+        return self._dealt[group, stage][key] if (group, stage) in self._dealt else None
+
+    def summed_by(self, key: Key) -> tuple[int, ...]:
+        """Return the ranks that keep the sum of a parameter's gradient, rising."""
+        found: set[int] = set()
+        for g, s in self._stages[key]:
+            stage = self.layout.plan.groups[g].stages[s]
+            found.update((self._dealt[g, s][key],) if stage.zero >= 2 and is_dealt(stage) else stage.ranks)
+        return tuple(sorted(found))
+
+    def pieces(self, rank: int) -> Held:
+        """Return what a rank holds between steps."""
+        if rank not in self.layout.seats:
+            return frozenset()
+        seat, stage = self.layout.seats[rank], self.layout.stage_of(rank)
+        layers = self.layout.layers_of(rank)
+        own = self.parameters.of(layers)
+        updated = [key for key in own if self.updater(seat.group, seat.stage, key) in (None, rank)]
+        values = updated if stage.zero >= 3 and is_dealt(stage) else own
+        return frozenset([
+            *(("frame", layer, "") for layer in layers),
+            *(("value", *key) for key in values), *(("state", *key) for key in updated),
+        ])  # fmt: skip
 
 
-class Spread:
-    """Sends updated parameters from their updaters to the other ranks of the stage.
+def is_dealt(stage: Stage) -> bool:
+    """Return whether the ranks of a stage share out the updating."""
+    return stage.zero >= 1 and stage.inner_dp > 1
+
+
+class Shards:
+    """What the ranks of a stage send each other because each keeps a part only.
+
+    Level 1: after the update, new values. Level 2: after each backward, gradients to the rank that keeps them. Level
+    3: before each use, values, whose storage is given back after it.
 
     Parameters
     ----------
     group : ProcessGroup
         Of the ranks of the stage, in order.
-    ranks : sequence of int
+    stage : Stage
+    rank : int
     updaters : mapping of (layer, name) to rank
     parameters : mapping of (layer, name) to Parameter
+    users : mapping of (layer, name) to layers
     """
 
     def __init__(
-        self, group: Any, ranks: Sequence[int], updaters: Mapping[Key, int], parameters: Mapping[Key, nn.Parameter]
-    ):
-        self._group, self._ranks = group, list(ranks)
-        self._dealt: list[tuple[int, list[nn.Parameter]]] = []
-        for place, rank in enumerate(ranks):
-            for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
-                chosen = [parameters[k] for k in sorted(parameters)
-                          if updaters[k] == rank and parameters[k].dtype == dtype]  # fmt: skip
-                if chosen:
-                    self._dealt.append((place, chosen))
+        self, group: Any, stage: Stage, rank: int, updaters: Mapping[Key, int], parameters: Mapping[Key, nn.Parameter],
+        users: Mapping[Key, Sequence[int]],
+    ):  # fmt: skip
+        self._group, self._level, self._place = group, stage.zero, stage.ranks.index(rank)
+        self._all = _by_place(stage, updaters, parameters, list(parameters))
+        self._chunks = []
+        for lo, hi in stage.layers:
+            used = [key for key in parameters if any(lo <= layer < hi for layer in users[key])]
+            self._chunks.append(_by_place(stage, updaters, parameters, used))
+        if self._level >= 3:
+            self._give_back(self._all)
 
-    def run(self, rank: int) -> int:
-        """Bring every parameter of the stage up to date; return the bytes that passed."""
-        total = 0
-        for place, parameters in self._dealt:
-            flat = torch.cat([p.data.reshape(-1) for p in parameters])
+    def before(self, chunk: int) -> None:
+        """Get the values that a chunk uses."""
+        if self._level >= 3:
+            self._spread(self._chunks[chunk])
+
+    def after(self, chunk: int, *, summed: bool) -> None:
+        """Send gradients to who keeps them, where the chunk's backward made some; give back values."""
+        if summed and self._level >= 2:
+            self._collect(self._chunks[chunk])
+        if self._level >= 3:
+            self._give_back(self._chunks[chunk])
+
+    def updated(self) -> None:
+        """Get the values that other ranks have updated."""
+        if self._level < 3:
+            self._spread(self._all)
+
+    def _spread(self, dealt: Sequence[tuple[int, list[nn.Parameter]]]) -> None:
+        for place, parameters in dealt:
+            mine = place == self._place
+            if mine:
+                flat = torch.cat([p.data.reshape(-1) for p in parameters])
+            else:
+                flat = torch.empty(
+                    sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+                )
             options = dist.BroadcastOptions()
             options.rootRank = place
             self._group.broadcast([flat], options).wait()
-            total += flat.numel() * flat.element_size()
-            if self._ranks[place] != rank:
+            if not mine:
                 _fill(parameters, flat)
-        return total
+
+    def _collect(self, dealt: Sequence[tuple[int, list[nn.Parameter]]]) -> None:
+        """Sum what the others have of a gradient into the bucket of who keeps it."""
+        for place, parameters in dealt:
+            mine = place == self._place
+            parts = [
+                torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if mine or p.grad is None else p.grad.reshape(-1)
+                for p in parameters
+            ]
+            flat = torch.cat(parts)
+            options = dist.ReduceOptions()
+            options.rootRank = place
+            self._group.reduce([flat], options).wait()
+            if mine:
+                _add(parameters, flat)
+            else:
+                for parameter in parameters:
+                    parameter.grad = None
+
+    def _give_back(self, dealt: Sequence[tuple[int, list[nn.Parameter]]]) -> None:
+        for place, parameters in dealt:
+            if place != self._place:
+                for parameter in parameters:
+                    parameter.untyped_storage().resize_(0)
+
+
+def _by_place(
+    stage: Stage, updaters: Mapping[Key, int], parameters: Mapping[Key, nn.Parameter], keys: Sequence[Key]
+) -> list[tuple[int, list[nn.Parameter]]]:
+    """Return parameters by the place of their updater and by dtype, in an order that all ranks agree on."""
+    found = []
+    for place, rank in enumerate(stage.ranks):
+        for dtype in sorted({parameters[key].dtype for key in keys}, key=str):
+            chosen = [parameters[k] for k in sorted(keys) if updaters[k] == rank and parameters[k].dtype == dtype]
+            if chosen:
+                found.append((place, chosen))
+    return found
 
 
 def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
     offset = 0
     for parameter in parameters:
         size = parameter.numel()
+        storage = parameter.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(size * parameter.element_size())
         parameter.data.copy_(flat[offset : offset + size].view_as(parameter))
+        offset += size
+
+
+def _add(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    offset = 0
+    for parameter in parameters:
+        size = parameter.numel()
+        assert parameter.grad is not None
+        parameter.grad += flat[offset : offset + size].view_as(parameter)
         offset += size
