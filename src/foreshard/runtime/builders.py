@@ -16,8 +16,8 @@ from foreshard.errors import SpecError
 Builder = Callable[[], nn.Module]
 Key = tuple[int, str]
 Tied = tuple[tuple[Key, ...], ...]
-_SEEDING = threading.Lock()
-"""Torch draws first values from one generator for all threads."""
+SEEDING = threading.Lock()
+"""Held by who seeds the process's generators: they are the same for all threads."""
 
 
 def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[list[Builder], Tied]:
@@ -64,7 +64,7 @@ def _copier(layer: nn.Module) -> Builder:
 
 def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
     def built() -> nn.Module:
-        with _SEEDING, torch.random.fork_rng(devices=[]):
+        with SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1_000_003 + index)
             layer = build()
         if not isinstance(layer, nn.Module):
