@@ -1,16 +1,20 @@
-"""Checkpoints keyed by layer: any partition writes them, any partition reads them, nothing in them is executed.
+"""Checkpoints keyed by layer: any partition writes and reads them, nothing in them is executed.
 
-A step is a folder. Every rank writes its items through torch's distributed checkpoint (DCP) into a folder of its
-own; the index is JSON instead of DCP's pickle, tensors are read as weights only. The folder gets its name when all
-ranks have written: what has a name is complete.
+A step is a folder. Every rank writes its items through torch's distributed checkpoint (DCP) into a folder of
+its own; the index is JSON instead of DCP's pickle, tensors are read as weights only. The folder gets its name
+when all ranks have written: what has a name is complete, and says which ranks wrote it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,8 @@ from foreshard.errors import SpecError
 
 _INDEX = "index.json"
 _META = "meta.json"
-_TORN = ".part"
+_TORN, _OLD = ".part", ".old"
+_NAMED, _PART = re.compile(r"step-(\d{10})"), re.compile(r"rank-\d+")
 
 
 class CheckpointFault(RuntimeError):
@@ -47,6 +52,7 @@ class _JsonWriter(dcp.FileSystemWriter):
         entries = {}
         for result in (r for group in results for r in group):
             told, place = metadata.state_dict_metadata[result.index.fqn], result.storage_data
+            assert isinstance(told, TensorStorageMetadata)
             entries[result.index.fqn] = {
                 "dtype": str(told.properties.dtype).removeprefix("torch."), "size": list(told.size),
                 "file": place.relative_path, "offset": place.offset, "length": place.length,
@@ -102,42 +108,90 @@ def save(
     RuntimeError
         From torch.distributed, when a peer is gone.
     """  # fmt: skip
-    part = folder / f"{_name(step)}{_TORN}"
-    fault: str | None = None
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        mine = part / f"rank-{rank}"
-        shutil.rmtree(mine, ignore_errors=True)
-        dcp.save(
-            {key: t.detach().cpu() for key, t in tensors.items()},
-            storage_writer=_JsonWriter(mine, single_file_per_rank=True, sync_files=True), no_dist=True,
-        )  # fmt: skip
-        if lead:
-            _write(part / _META, {"step": step, **meta})
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        fault = f"{type(error).__name__}: {error}"
-    failed = _agreed(fault is not None, group)
-    if failed:
-        if lead:
-            shutil.rmtree(part, ignore_errors=True)
-        wanted = sum(t.numel() * t.element_size() for t in tensors.values())
-        free = shutil.disk_usage(folder).free if folder.exists() else 0
-        raise CheckpointFault(
-            f"step {step} is not saved: {fault or 'another rank could not write'}; rank {rank} wanted {wanted} bytes, "
-            f"{free} are free"
-        )
+    part, final = folder / f"{_name(step)}{_TORN}", folder / _name(step)
+    mine, wanted = part / f"rank-{rank}", sum(t.numel() * t.element_size() for t in tensors.values())
+    # what ranks of an attempt that was cut off have left must not get a name
+    faults = [_tried(_cleared, part) if lead else None]
+    _summed(group, 0.0)
+    faults.append(_tried(_write_items, mine, tensors))
+    failed, all_bytes = _summed(group, float(any(faults)), float(wanted))
+    if not failed and lead:
+        faults.append(_tried(_name_it, part, final, {"step": step, **meta}))
+    failed += _summed(group, float(any(faults[2:])))[0]
+    if not failed:
+        return
+    shutil.rmtree(mine, ignore_errors=True)
+    _summed(group, 0.0)  # what is free is only known when all have removed theirs
     if lead:
-        final = folder / _name(step)
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-        _sync_folder(folder)
-    _agreed(False, group)
+        shutil.rmtree(part, ignore_errors=True)
+    said = next(filter(None, faults), "another rank could not write")
+    raise CheckpointFault(f"step {step} is not saved: {said}{_shortage(folder, int(all_bytes or wanted))}")
+
+
+def _expect_no_group() -> None:
+    """Keep DCP from warning that it works without a default group: ranks agree through their own."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _cleared(part: Path) -> None:
+    if part.exists():
+        shutil.rmtree(part)
+    part.mkdir(parents=True)
+
+
+def _write_items(mine: Path, tensors: Mapping[str, Tensor]) -> None:
+    mine.mkdir()
+    _expect_no_group()
+    dcp.save(
+        {key: t.detach().cpu() for key, t in tensors.items()},
+        storage_writer=_JsonWriter(mine, single_file_per_rank=True, sync_files=True), no_dist=True,
+    )  # fmt: skip
+    _sync_folder(mine)
+
+
+def _name_it(part: Path, final: Path, meta: Mapping[str, Any]) -> None:
+    """Give a folder that all ranks have written its name; a checkpoint of the same step makes room."""
+    _write(part / _META, {**meta, "parts": sorted(place.name for place in part.glob("rank-*"))})
+    _sync_folder(part)
+    old = final.with_name(final.name + _OLD)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    part.rename(final)
+    _sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _tried(body: Callable[..., None], *given: Any) -> str | None:
+    """Return what went wrong, if anything: the others have to hear of it before this rank leaves."""
+    try:
+        body(*given)
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        return _said(error)
+    return None
+
+
+def _said(error: BaseException) -> str:
+    """Return the first line of an error; DCP's own, which is no Exception, holds that of its rank."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _shortage(folder: Path, wanted: int) -> str:
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    short = f", {wanted - free} bytes short" if wanted > free else ""
+    return f"; the ranks want {wanted} bytes, {free} are free{short}"
 
 
 def latest(folder: Path) -> int | None:
     """Return the step of the newest whole checkpoint."""
-    steps = [int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if (p / _META).exists() and p.suffix == ""]
-    return max(steps, default=None)
+    return max((step for step, place in _whole(folder) if (place / _META).exists()), default=None)
+
+
+def _whole(folder: Path) -> list[tuple[int, Path]]:
+    found = [(_NAMED.fullmatch(place.name), place) for place in folder.glob("step-*")]
+    return sorted((int(match[1]), place) for match, place in found if match)
 
 
 def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: True) -> dict[str, Tensor]:
@@ -149,30 +203,52 @@ def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: Tr
         When the checkpoint is damaged.
     """
     found: dict[str, Tensor] = {}
-    for place in sorted((folder / _name(step)).glob("rank-*")):
-        wanted = {key: entry for key, entry in _index(place).items() if chosen(key)}
-        if not wanted:
+    for part in _parts(folder, step):
+        place = folder / _name(step) / part
+        entries = {key: entry for key, entry in _index(place).items() if chosen(key)}
+        if not entries:
             continue
-        empty = {key: torch.empty(entry["size"], dtype=_dtype(entry["dtype"])) for key, entry in wanted.items()}
+        empty = {key: torch.empty(told["size"], dtype=_dtype(told["dtype"])) for key, told in entries.items()}
+        _expect_no_group()
         try:
             dcp.load(empty, storage_reader=_JsonReader(place), no_dist=True)
-        except Exception as error:
-            raise SpecError(f"checkpoint of step {step} cannot be read: {error}", file=str(place),
-                            fix="Remove the folder; the checkpoint before it is used then") from error  # fmt: skip
+        except (Exception, dcp.api.CheckpointException) as error:
+            raise _damaged(place, f"cannot be read: {_said(error)}") from error
         found.update(empty)
     return found
 
 
+def _parts(folder: Path, step: int) -> list[str]:
+    parts = read_meta(folder, step).get("parts")
+    if isinstance(parts, list) and all(isinstance(p, str) and _PART.fullmatch(p) for p in parts):
+        return parts
+    raise _damaged(folder / _name(step) / _META, "does not say which ranks wrote it")
+
+
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """Return what was written about a checkpoint."""
-    meta = json.loads((folder / _name(step) / _META).read_text())
-    return dict(meta)
+    """Return what was written about a checkpoint.
+
+    Raises
+    ------
+    SpecError
+        When there is none, or it is damaged.
+    """
+    path = folder / _name(step) / _META
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(path, f"cannot be read: {error}") from None
 
 
 def prune(folder: Path, keep: int = 2) -> None:
-    """Remove all but the newest checkpoints, and torn ones."""
-    whole = sorted(p for p in folder.glob("step-*") if p.suffix == "")
-    for place in whole[: max(0, len(whole) - keep)]:
+    """Remove all but the newest checkpoints, and what attempts up to them have left."""
+    whole = _whole(folder)
+    newest = whole[-1][0] if whole else -1
+    torn = [
+        place for place in chain(folder.glob(f"step-*{_TORN}"), folder.glob(f"step-*{_OLD}"))
+        if (match := _NAMED.fullmatch(place.stem)) and int(match[1]) <= newest
+    ]  # fmt: skip
+    for place in [*(place for _, place in whole[: max(0, len(whole) - keep)]), *torn]:
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -181,18 +257,36 @@ def _name(step: int) -> str:
 
 
 def _index(place: Path) -> dict[str, Any]:
+    """Return where the tensors of a rank lie, checked against the files that are there."""
     try:
         tensors = json.loads((place / _INDEX).read_text())["tensors"]
-    except (OSError, ValueError, KeyError) as error:
-        raise SpecError(f"no index of a checkpoint: {error}", file=str(place / _INDEX),
-                        fix="Remove the folder; the checkpoint before it is used then") from None  # fmt: skip
+        for key, entry in tensors.items():
+            _check_entry(place, key, entry)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(place / _INDEX, f"has no index: {type(error).__name__} {error}") from None
     return dict(tensors)
+
+
+def _check_entry(place: Path, key: str, entry: Mapping[str, Any]) -> None:
+    size, file, offset, length = (entry[name] for name in ("size", "file", "offset", "length"))
+    numbers = [*size, offset, length]
+    sound = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    if not sound or Path(file).name != file:
+        raise ValueError(f"{key} lies nowhere")
+    there = (place / file).stat().st_size
+    if offset + length > there or math.prod(size) * _dtype(entry["dtype"]).itemsize > length:
+        raise ValueError(f"{key} is cut short")
+
+
+def _damaged(path: Path, what: str) -> SpecError:
+    return SpecError(f"the checkpoint {what}", file=str(path), key="checkpoint",
+                     fix="Remove the folder of its step; the checkpoint before it is used then")  # fmt: skip
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise SpecError(f"unknown dtype {name!r} in a checkpoint", key="dtype")
+        raise ValueError(f"unknown dtype {name!r}")
     return dtype
 
 
@@ -211,10 +305,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _agreed(failed: bool, group: Any) -> bool:
-    """Return whether any rank failed."""
+def _summed(group: Any, *values: float) -> list[float]:
+    """Return sums over all ranks; nobody goes on before all have come."""
     if group is None:
-        return failed
-    count = torch.tensor([float(failed)], dtype=torch.float64)
-    group.allreduce([count]).wait()
-    return float(count[0]) > 0
+        return list(values)
+    total = torch.tensor(values, dtype=torch.float64)
+    group.allreduce([total]).wait()
+    return [float(value) for value in total]

@@ -1,0 +1,211 @@
+"""Checkpoints: whole or not there, by any partition, safe to read, and what happens when the disk is full."""
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from foreshard.errors import SpecError
+from foreshard.runtime import checkpoint
+from foreshard.runtime.checkpoint import CheckpointFault, latest, load, prune, read_meta, save
+
+
+def items(*layers, seed=0):
+    made = torch.Generator().manual_seed(seed)
+    return {
+        key: value
+        for layer in layers
+        for key, value in (
+            (f"layers.{layer}.weight", torch.randn(3, 4, generator=made)),
+            (f"optimizer.{layer}.weight.exp_avg", torch.randn(3, 4, generator=made, dtype=torch.float64)),
+            (f"optimizer.{layer}.weight.step", torch.tensor(float(layer))),
+            (f"buffers.{layer}.seen", torch.arange(layer + 1)),
+        )
+    }
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def on_ranks(number, body):
+    """Run body(rank, group) on threads that share a group; return what each gave or raised."""
+    store, told = dist.HashStore(), {}
+
+    def run(rank):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        try:
+            told[rank] = body(rank, dist.ProcessGroupGloo(store, rank, number, options))
+        except Exception as error:
+            told[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return told
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path):
+    wanted = items(0, 1, 2)
+    save(tmp_path, step=7, tensors=wanted, meta={"plan": {"a": 1}, "seed": 3})
+    assert latest(tmp_path) == 7
+    assert same(load(tmp_path, 7), wanted)
+    meta = read_meta(tmp_path, 7)
+    assert (meta["step"], meta["plan"], meta["seed"], meta["parts"]) == (7, {"a": 1}, 3, ["rank-0"])
+
+
+def test_any_partition_reads_what_another_wrote(tmp_path):
+    """Three ranks write layers 0-1, 2 and nothing; a reader takes layer 1 and 2."""
+    cuts = {0: items(0, 1), 1: items(2, seed=1), 2: {}}
+
+    def body(rank, group):
+        save(tmp_path, step=4, tensors=cuts[rank], meta={}, rank=rank, group=group, lead=rank == 0)
+
+    told = on_ranks(3, body)
+    assert told == {0: None, 1: None, 2: None}
+    found = load(tmp_path, 4, lambda key: key.split(".")[1] in "12")
+    assert same(found, {k: v for k, v in (cuts[0] | cuts[1]).items() if k.split(".")[1] in "12"})
+
+
+def test_an_attempt_that_was_cut_off_has_no_name_and_leaves_nothing_in_the_next(tmp_path):
+    """A rank died while it wrote step 5 with others; those left write the same step without it."""
+    save(tmp_path, step=3, tensors=items(0), meta={})
+    torn = tmp_path / "step-0000000005.part" / "rank-9"
+    torn.mkdir(parents=True)
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    assert latest(tmp_path) == 3
+    save(tmp_path, step=5, tensors=items(0, seed=1), meta={})
+    assert latest(tmp_path) == 5
+    assert read_meta(tmp_path, 5)["parts"] == ["rank-0"]
+    assert same(load(tmp_path, 5), items(0, seed=1))
+    assert not (tmp_path / "step-0000000005" / "rank-9").exists()
+
+
+def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path):
+    save(tmp_path, step=2, tensors=items(0), meta={})
+    save(tmp_path, step=2, tensors=items(0, seed=5), meta={})
+    assert same(load(tmp_path, 2), items(0, seed=5))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-0000000002"]
+
+
+def test_prune_keeps_the_newest_and_removes_what_was_torn(tmp_path):
+    for step in (1, 2, 10):
+        save(tmp_path, step=step, tensors=items(0), meta={})
+    for name in ("step-0000000004.part", "step-0000000011.part", "step-0000000002.old", "notes"):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, keep=2)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["notes", "step-0000000002", "step-0000000010", "step-0000000011.part"]
+    assert latest(tmp_path) == 10
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest(tmp_path / "nowhere") is None
+    (tmp_path / "step-0000000001").mkdir()
+    assert latest(tmp_path) is None
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_meta(tmp_path, 1)
+
+
+def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(tmp_path, monkeypatch):
+    """The disk of one rank is full: all hear of it, the checkpoint before is kept, the next one works."""
+    save(tmp_path, step=1, tensors=items(0), meta={})
+    written = checkpoint.dcp.save
+
+    def full(state, *, storage_writer, no_dist):
+        if "layers.1.weight" in state:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(state, storage_writer=storage_writer, no_dist=no_dist)
+
+    def body(rank, group):
+        save(tmp_path, step=2, tensors=items(rank), meta={}, rank=rank, group=group, lead=rank == 0)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    told = on_ranks(2, body)
+    assert all(isinstance(error, CheckpointFault) for error in told.values())
+    assert "No space left" in str(told[1]) and "another rank" in str(told[0])
+    assert [p.name for p in tmp_path.iterdir()] == ["step-0000000001"]
+    monkeypatch.setattr(checkpoint.dcp, "save", written)
+    assert on_ranks(2, body) == {0: None, 1: None}
+    assert latest(tmp_path) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+def test_a_full_disk_says_how_much_is_short(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("this kernel mounts no tmpfs")
+    try:
+        save(disk, step=1, tensors=items(0), meta={})
+        with pytest.raises(CheckpointFault, match=r"want 1048576 bytes, \d+ are free, \d+ bytes short"):
+            save(disk, step=2, tensors={"layers.0.weight": torch.zeros(1 << 18)}, meta={})
+        assert [p.name for p in disk.iterdir()] == ["step-0000000001"]
+        assert same(load(disk, 1), items(0))
+        save(disk, step=3, tensors=items(0), meta={})
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_no_file_is_a_pickle_that_runs(tmp_path):
+    """A pickle put in the place of a tensor is not executed."""
+    save(tmp_path, step=1, tensors=items(0), meta={})
+    place = tmp_path / "step-0000000001" / "rank-0"
+    assert not list(place.glob("*.metadata")) and not (place / ".metadata").exists()
+    ran = tmp_path / "ran"
+
+    class Bad:
+        def __reduce__(self):
+            return (os.mkdir, (str(ran),))
+
+    data = place / "__0_0.distcp"
+    size = data.stat().st_size
+    data.write_bytes(pickle.dumps(Bad()).ljust(size, b"\0"))
+    with pytest.raises(SpecError, match="cannot be read"):
+        load(tmp_path, 1)
+    assert not ran.exists()
+
+
+def damage(place, **entry):
+    index = json.loads((place / "index.json").read_text())
+    index["tensors"]["layers.0.weight"] |= entry
+    (place / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("entry", [
+    {"file": "../../../etc/passwd"}, {"size": [1 << 40]}, {"dtype": "load"}, {"offset": -1},
+    {"length": 1 << 40}, {"size": "ab"}, {"size": [True, 4]},
+])  # fmt: skip
+def test_an_index_that_lies_is_refused(tmp_path, entry):
+    save(tmp_path, step=1, tensors=items(0), meta={})
+    damage(tmp_path / "step-0000000001" / "rank-0", **entry)
+    with pytest.raises(SpecError, match="the checkpoint has no index"):
+        load(tmp_path, 1)
+
+
+def test_damage_is_named(tmp_path):
+    save(tmp_path, step=1, tensors=items(0), meta={})
+    place = tmp_path / "step-0000000001"
+    data = place / "rank-0" / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SpecError, match="cut short"):
+        load(tmp_path, 1)
+    data.write_bytes(whole)
+    for parts in (None, ["../rank-0"], ["rank-0", "rank-1"], "rank-0"):
+        (place / "meta.json").write_text(json.dumps({"step": 1, "parts": parts}))
+        with pytest.raises(SpecError):
+            load(tmp_path, 1)
+    (place / "meta.json").write_text("{")
+    with pytest.raises(SpecError, match="cannot be read"):
+        load(tmp_path, 1)
