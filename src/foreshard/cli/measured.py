@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) 
     from foreshard.report.summary import prediction_screen
 
     _refuse({**values, **others}, _PREDICTS)
+    _same_model(values["model"], values["costs"])
     if not values.get("plan"):
         raise SpecError("no plan", key="--plan", rule=_RULE, fix="Give --plan FILE, or find one with foreshard plan")
     prediction = api.predict_measured(
@@ -36,11 +38,12 @@ def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) 
         ctx.exit(NOTHING_FITS)
 
 
-def plan(cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Any:
+def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Any:
     """Return the result of `plan` from measured costs, and the cluster."""
     from foreshard import api
 
     _refuse({**asked, **others}, _PLANS)
+    _same_model(model, asked["costs"])
     if asked.get("objective", ("time",)) != ("time",):
         raise SpecError("another objective than time", key="--objective", value=",".join(asked["objective"]), rule=_RULE,
                         fix="Leave --objective out")  # fmt: skip
@@ -48,6 +51,17 @@ def plan(cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Any:
     return api.plan_measured(
         asked["costs"], cluster, global_batch=asked["global_batch"], seq_len=asked.get("seq_len", 1), **chosen
     )
+
+
+def _same_model(model: str, costs: str) -> None:
+    """Refuse costs of another job: a prediction of it would be believed to be of MODEL."""
+    from foreshard.predict.measured_costs import load_costs
+
+    measured = load_costs(costs).model
+    if Path(model).name != measured:
+        raise SpecError(f"{model} was not measured", key="MODEL", value=model, file=costs,
+                        rule=f"these costs are of {measured or 'a job without a file'}",
+                        fix="Name that job, or profile this one")  # fmt: skip
 
 
 def _refuse(values: dict[str, Any], known: set[str]) -> None:

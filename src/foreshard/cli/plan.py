@@ -142,11 +142,11 @@ def command(
 def _measured(
     ctx: click.Context, model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
 ) -> None:
-    """Answer from measured costs; they are of one model, so that MODEL only names it."""
+    """Answer from measured costs; they are of one model, which MODEL names."""
     from foreshard.cli import measured
 
     with watched(asked.get("budget_s")) as pressed:
-        result, target = measured.plan(cluster, asked, others)
+        result, target = measured.plan(model, cluster, asked, others)
     _write_plan(ctx, [one.plan for one in result.plans[:1]])
     give(result.to_dict(), _screen(result, model, target, (), (), bool(pressed)))
     _leave(ctx, result.plans, result.infeasible, bool(pressed))

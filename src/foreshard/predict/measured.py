@@ -83,8 +83,9 @@ def predict_measured(
         hfu=0.0, time_breakdown_s=parts, memory=measured_memory(costs, cluster, plan),
         cost=_money(cluster, step_s, plan.global_batch * costs.tokens_per_sample, total),
         energy_j_per_step=None, goodput=None, run_time_s=total, bottleneck=_bottleneck(parts, critical),
-        plan=plan, model=costs.model, cluster=cluster.name, framework="foreshard", engine="graph", costs=costs.path, fidelity="calibrated",
-        evidence=f"layers timed on {costs.machine or 'this machine'}", assumptions=_assumptions(costs, cluster),
+        plan=plan, model=costs.model, cluster=cluster.name, framework="foreshard", engine="graph",
+        costs=costs.path, fidelity="calibrated", assumptions=_assumptions(costs, cluster),
+        evidence=f"layers timed on {costs.machine or 'this machine'}",
         predict_s=time.perf_counter() - started,
     )  # fmt: skip
 
