@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_MOST_STEPS = 600
-"""Transitions between sets of kinds up to which all orders are searched at once."""
+_MOST_STEPS = 150_000
+"""Transitions between sets of kinds, times pairs of cuts, up to which all orders are searched at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def front(kinds: Kinds, counts: Sequence[int], *, grain: float = 0.0) -> tuple[C
     path, over how many of each kind are used; where these are too many, a few orders by speed are tried.
     """
     counts = tuple(counts)
-    if _num_steps(counts) <= _MOST_STEPS:
+    if _num_steps(counts) * kinds.seconds.shape[1] ** 2 <= _MOST_STEPS:
         return _thinned(_sweep(_Search(kinds, counts, None), grain), kinds)
     found: list[Cut] = []
     for order in _likely_orders(kinds, counts):

@@ -15,13 +15,15 @@ import numpy as np
 
 from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
 from foreshard.control.shares import whole_shares
-from foreshard.control.slots import Budget, Chain, Choice, Pipeline, State, Structure, evaluate
+from foreshard.control.slots import Budget, Chain, Choice, Pipeline, State, Structure, evaluate, runs
 from foreshard.errors import InfeasibleError
 
 MAX_STAGES = 8
 _EXHAUSTIVE = 220
 """Structures up to which all are compared."""
 _STARTS = 3
+_SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 16
+_BETTER = 1.0 - 1e-12
 _FINALISTS = 16
 _RECENT = 12
 
@@ -40,7 +42,7 @@ def solve_slot(
     change_weight: float = 0.0,
     memo: Memo | None = None,
     max_stages: int = MAX_STAGES,
-    most_looks: int = 2000,
+    most_looks: int | None = None,
 ) -> Choice:
     """Return the choice that minimises time_weight * seconds + sum of cost_weights * costs, `dp_over_mp`.
 
@@ -62,8 +64,9 @@ def solve_slot(
         Makes later slots fast; belongs to one chain.
     max_stages : int
         Longest pipeline.
-    most_looks : int
-        Structures to look at before the search stops where it is.
+    most_looks : int, optional
+        New structures to look at in this slot; a state that comes back is looked at further. Without it 2,000
+        for up to six workers or where nothing runs yet, else 16.
 
     Raises
     ------
@@ -77,8 +80,11 @@ def solve_slot(
     )
     weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
     bound = running.structure if isinstance(running, Choice) else running
-    search = _Search(landscape, weights, bound, change_weight, most_looks)
     begin = start.structure if isinstance(start, Choice) else start
+    if most_looks is None:
+        cold = (bound is None and begin is None) or chain.num_workers <= _SMALL
+        most_looks = _COLD_LOOKS if cold else _WARM_LOOKS
+    search = _Search(landscape, weights, bound, change_weight, most_looks)
     search.run([one for one in (bound, begin) if one is not None])
     if not search.found:
         raise InfeasibleError(
@@ -180,12 +186,11 @@ class _Look:
     """A structure looked at and what it is worth with parts of samples allowed, the change to it included."""
 
     worth: float
-    groups: Groups
     layout: Layout
 
 
 class _Search:
-    """Looks at structures until none is better."""
+    """Looks at structures until none is better, or as many as a slot has time for."""
 
     def __init__(
         self,
@@ -195,14 +200,22 @@ class _Search:
         change_weight: float,
         most_looks: int,
     ):
-        self.landscape, self.weights = landscape, weights
-        self.running, self.change_weight, self.most_looks = running, change_weight, most_looks
-        self.found: list[_Look] = []
-        self._seen: dict[object, _Look | None] = {}
-        self._exact = running is not None and change_weight > 0.0
+        self.landscape, self.weights, self.library = landscape, weights, landscape.library
+        self.running, self.change_weight, self.left = running, change_weight, most_looks
+        self.found: dict[int, _Look] = {}
+        self.level = self._level()
+
+    def _level(self) -> int:
+        """Return how dear messages are against time, as a power: what decides on cuts."""
+        weights, landscape = self.weights, self.landscape
+        time_weight = weights.time + float(weights.active.sum())
+        if not landscape.egress or time_weight <= 0.0 or not weights.sent.any():
+            return 0
+        price = float(weights.sent.max()) * landscape.batch / landscape.micro_batch / time_weight
+        return round(math.log(price, 16.0)) or 1
 
     def run(self, given: Sequence[Structure]) -> None:
-        """Look at all structures, or walk from the best starts."""
+        """Look at all structures, or walk from the best that are known."""
         for structure in given:
             self._look_as_is(structure)
             self.look(self._repaired(_groups(structure)))
@@ -210,12 +223,38 @@ class _Search:
         if everything is not None:
             for groups in everything:
                 self.look(groups)
+            self._ranked()
             return
-        for groups in itertools.chain(self.landscape.memo.recent, self._built()):
-            self.look(self._repaired(groups))
-        starts = sorted((one for one in self.found if math.isfinite(one.worth)), key=lambda one: one.worth)
-        for one in list(dict.fromkeys(starts))[:_STARTS]:
-            self._walk(one)
+        if self.landscape.looked < 1 or not self.library.layouts:
+            for groups in itertools.chain(self.landscape.memo.recent, self._built()):
+                self.look(self._repaired(groups))
+            self.landscape.looked = 1
+        for at in self._ranked():
+            self._walk(at)
+
+    def _ranked(self) -> list[int]:
+        """Weigh the best of the library in full; return the best few."""
+        worth = self.library.worth(self.weights)
+        for at in np.argsort(worth, kind="stable")[:_FINALISTS].tolist():
+            self._weigh(at)
+        return sorted(self.found, key=lambda at: (self.found[at].worth, at))[:_STARTS]
+
+    def _weigh(self, at: int) -> _Look:
+        if at not in self.found:
+            layout = self.library.layouts[at]
+            split = layout.split(self.weights, self.landscape.batch)
+            worth = split.worth
+            if self.running is not None and self.change_weight > 0.0:
+                moved = change_s(self.landscape.chain, self.landscape.state, self.running, layout.structure)
+                worth += self.change_weight * moved
+            self.found[at] = _Look(worth=worth, layout=layout)
+            if (split.shares <= 0.0).any():
+                used = zip(layout.structure.groups, split.shares, strict=True)
+                less = tuple(group.workers for group, share in used if share > 0.0)
+                fewer = self.look(less)
+                if fewer is not None:
+                    self._weigh(fewer)
+        return self.found[at]
 
     def _look_as_is(self, structure: Structure) -> None:
         """Look at a structure with its own order and cuts, if it can run."""
@@ -225,49 +264,49 @@ class _Search:
             return
         share = -(-landscape.batch // len(structure.groups))
         shares = [share] * len(structure.groups)
-        choice = evaluate(
-            landscape.chain, landscape.state, structure, shares, micro_batch=landscape.micro_batch
-        )
-        if math.isfinite(choice.time_s):
-            self._enter(_groups(structure), [landscape.unit_of(group) for group in structure.groups])
+        if runs(landscape.chain, landscape.state, structure, shares, micro_batch=landscape.micro_batch):
+            if structure not in self.library.known:
+                layout = landscape.layout([landscape.unit_of(group) for group in structure.groups])
+                self.library.known[structure] = self.library.add(layout)
+            self._weigh(self.library.known[structure])  # type: ignore[arg-type]
 
-    def look(self, groups: Groups) -> _Look | None:
-        """Return what a structure is worth, None if it cannot run; remembered."""
+    def look(self, groups: Groups) -> int | None:
+        """Return the row of a structure in the library, None if it cannot run or there is no time to see."""
         if not groups:
             return None
-        key: object = tuple(sorted(groups)) if self._exact else self.landscape.signature(groups)
-        if key not in self._seen:
-            self._seen[key] = None
+        key = (self.landscape.signature(groups), self.level)
+        if key not in self.library.known:
+            if self.left <= 0:
+                return None
+            self.left -= 1
+            self.library.known[key] = None
             if all(self.landscape.fits(group) for group in groups):
-                self._seen[key] = self._settle(groups)
-        return self._seen[key]
+                self.library.known[key] = self._settle(groups)
+        return self.library.known[key]
 
-    def _settle(self, groups: Groups) -> _Look | None:
+    def _settle(self, groups: Groups) -> int:
         """Choose a point of the front for each group, for the micro-batches that it then gets."""
         landscape = self.landscape
         rates = np.array([1.0 / landscape.front_of(group, 0)[-1].slowest_s for group in groups])
         rounds = landscape.batch / landscape.micro_batch * rates / rates.sum()
-        best: _Look | None = None
-        tried: set[tuple[object, ...]] = set()
+        best: Layout | None = None
+        best_worth = math.inf
         time_weight = self.weights.time + sum(float(self.weights.active[w]) for g in groups for w in g)
         for _ in range(3):
             units = [self._unit(g, float(n), time_weight) for g, n in zip(groups, rounds, strict=True)]
-            mark = tuple(unit.pipeline for unit in units)
-            if mark in tried:
+            layout = landscape.layout(units)
+            if layout is best:
                 break
-            tried.add(mark)
-            look = self._enter(groups, units)
-            if best is None or look.worth < best.worth:
-                best = look
-            rounds = look.layout.split(self.weights, landscape.batch).shares / landscape.micro_batch
-        return best
+            split = layout.split(self.weights, landscape.batch)
+            if best is None or split.worth < best_worth:
+                best, best_worth = layout, split.worth
+            rounds = split.shares / landscape.micro_batch
+        assert best is not None
+        return self.library.add(best)
 
     def _unit(self, group: Sequence[int], rounds: float, time_weight: float) -> Unit:
-        landscape, weights = self.landscape, self.weights
-        level = 0
-        if landscape.egress and len(group) > 1 and time_weight > 0.0:
-            price = float(weights.sent[list(group)].max()) * max(rounds, 1.0) / time_weight
-            level = round(math.log(price, 4.0)) if price > 0.0 else 0
+        landscape = self.landscape
+        level = self.level if len(group) > 1 else 0
         front = landscape.front_of(group, level)
         points = [
             (cut.batch_s(max(rounds, 1.0)) * max(time_weight, 1e-12), at) for at, cut in enumerate(front)
@@ -281,20 +320,6 @@ class _Search:
 
     def _sent(self, unit: Unit) -> float:
         return float(self.weights.sent[list(unit.pipeline.workers)] @ unit.sent_usd)
-
-    def _enter(self, groups: Groups, units: Sequence[Unit]) -> _Look:
-        layout = self.landscape.layout(units)
-        split = layout.split(self.weights, self.landscape.batch)
-        worth = split.worth
-        if self._exact and self.running is not None:
-            moved = change_s(self.landscape.chain, self.landscape.state, self.running, layout.structure)
-            worth += self.change_weight * moved
-        look = _Look(worth=worth, groups=groups, layout=layout)
-        self.found.append(look)
-        used = [group for group, share in zip(groups, split.shares, strict=True) if share > 0.0]
-        if len(used) < len(groups):
-            self.look(tuple(used))
-        return look
 
     def _repaired(self, groups: Groups) -> Groups:
         """Return groups without workers that are gone; what then holds no model is taken apart."""
@@ -332,19 +357,20 @@ class _Search:
     def _alive(self) -> list[int]:
         return self.landscape.alive
 
-    def _walk(self, look: _Look) -> None:
+    def _walk(self, at: int) -> None:
         """Move on while some tentative move is better."""
-        while True:
-            best = look
-            for groups in self._moves(look.groups):
-                if len(self._seen) >= self.most_looks:
-                    return
-                tried = self.look(groups)
-                if tried is not None and tried.worth < best.worth - 1e-12 * abs(best.worth):
+        while self.left > 0:
+            best = at
+            groups = tuple(group.workers for group in self.library.layouts[at].structure.groups)
+            for other in self._moves(groups):
+                tried = self.look(other)
+                if tried is not None and self._weigh(tried).worth < self.found[best].worth * _BETTER:
                     best = tried
-            if best is look:
+                if self.left <= 0:
+                    break
+            if best == at:
                 return
-            look = best
+            at = best
 
     def _moves(self, groups: Groups) -> Iterator[Groups]:
         """Return neighbours: each kind of move once for workers and groups that are alike."""
@@ -400,7 +426,7 @@ class _Search:
         landscape, weights = self.landscape, self.weights
         best: Choice | None = None
         best_worth = math.inf
-        ranked = sorted(enumerate(self.found), key=lambda one: (one[1].worth, one[0]))
+        ranked = sorted(self.found.items(), key=lambda one: (one[1].worth, one[0]))
         for place, (_, look) in enumerate(ranked):
             if look.worth >= best_worth or (place >= _FINALISTS and best is not None):
                 break
@@ -412,7 +438,7 @@ class _Search:
                 )
             )  # fmt: skip
             worth = worth_of(choice, weights.time, cost_weights, budgets)
-            if self._exact and self.running is not None:
+            if self.running is not None and self.change_weight > 0.0:
                 moved = change_s(landscape.chain, landscape.state, self.running, choice.structure)
                 worth += self.change_weight * moved
             if best is None or worth < best_worth:

@@ -17,8 +17,10 @@ from foreshard.control.slots import Budget, Chain, Pipeline, State, Structure
 
 _STATES = 256
 _FRONTS = 20_000
-_LEVEL = 4.0
+_LEVEL = 16.0
 """Prices of messages are rounded to powers of this when cuts are searched."""
+_FEW, _GRAIN = 12, 0.02
+"""In longer chains than this, slowest stages closer than the grain are one point of the front."""
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -131,6 +133,36 @@ class Layout:
         return Split(shares=split.shares, time_s=split.time_s, worth=split.worth + ring)
 
 
+class Library:
+    """Structures of a state in rows, so that all are weighed at once."""
+
+    def __init__(self, num_workers: int, batch: int):
+        self.batch = batch
+        self.layouts: list[Layout] = []
+        self.known: dict[object, int | None] = {}
+        self._size = num_workers
+        self._rows = np.zeros((0, 3 * num_workers + 1))
+
+    def add(self, layout: Layout) -> int:
+        """Take a structure in; return its row."""
+        at = len(self.layouts)
+        if at == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros((max(64, at), 3 * self._size + 1))])
+        self.layouts.append(layout)
+        row, size = self._rows[at], self._size
+        shares = layout.fastest.shares[layout.group]
+        row[0] = layout.fastest.time_s
+        row[1:][layout.worker] = layout.fastest.time_s
+        row[1 + size :][layout.worker] = shares * layout.stage_s
+        row[1 + 2 * size :][layout.worker] = shares * layout.sent_usd + layout.ring_usd
+        return at
+
+    def worth(self, weights: Weights) -> np.ndarray:
+        """Return what every structure is worth with the shares that make it fastest."""
+        weigh = np.concatenate([[weights.time], weights.active, weights.busy, weights.sent])
+        return np.asarray(self._rows[: len(self.layouts)] @ weigh)
+
+
 @dataclass(slots=True, kw_only=True)
 class Memo:
     """What solvers remember between slots of one chain; states least recently used are forgotten."""
@@ -188,6 +220,8 @@ class Landscape:
         self.kind = _kinds(chain, state, apart, memo)
         self.egress = bool(state.usd_per_byte.any())
         self.everything: list[Groups] | None = None
+        self.looked = 0
+        self.library = Library(chain.num_workers, batch)
         self._layouts: dict[object, Layout] = {}
         self._units: dict[object, Unit] = {}
         self._front: dict[object, tuple[cuts.Cut, ...]] = {}
@@ -226,7 +260,9 @@ class Landscape:
         key = (self.micro_batch, self.batch, rows, counts, links, level)
         if key not in self.memo.fronts:
             table = self._stage_kinds(first, second, level)
-            self.memo.fronts[key] = cuts.front(table, counts)
+            self.memo.fronts[key] = cuts.front(
+                table, counts, grain=_GRAIN if chain.num_layers > _FEW else 0.0
+            )
         return self.memo.fronts[key]
 
     def _by_kind(self, group: Sequence[int]) -> dict[int, list[int]]:
