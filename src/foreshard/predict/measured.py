@@ -292,3 +292,8 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
             if stage.tp * stage.cp * stage.ep > 1:
                 raise SpecError("tp, cp or ep above 1", key=f"groups[{g}].stages[{s}]",
                                 rule="measured costs price stages of data-parallel ranks")  # fmt: skip
+            if stage.zero >= 3 and stage.inner_dp > 1:
+                raise SpecError(
+                    "zero 3", key=f"groups[{g}].stages[{s}].zero", value=stage.zero,
+                    rule="measured costs do not price the gathering of values", fix="Use zero 0, 1 or 2",
+                )  # fmt: skip

@@ -229,6 +229,7 @@ def test_links_that_were_measured_win_over_the_cluster_on_the_same_side():
         (plan(pipeline([0, 3], [0])), "3 layers"),
         (plan(pipeline([0, 4], [7])), "rank 7"),
         (plan(Group(share=2, micro_batch=2, stages=(Stage(ranks=(0, 1), layers=((0, 4),), tp=2),))), "tp"),
+        (plan(Group(share=2, micro_batch=2, stages=(Stage(ranks=(0, 1), layers=((0, 4),), zero=3),))), "zero 3"),
     ],
 )
 def test_plans_that_were_not_measured_are_refused(step, what):
