@@ -1,7 +1,7 @@
 """A mixed cluster on one machine: how slow each rank is, how fast the links are, and what changes when.
 
-Time is virtual, of measured processor time ('cpu') or of a table ('table'), times what each rank is slowed by, with
-messages at the rates of the links; or the wall's, where `runtime.lab_network` slows ranks and links for real.
+Time is virtual, of measured processor time ('cpu') or of a table ('table'), times what each rank is slowed
+by, with messages at the rates of the links; or the wall's, where `runtime.lab_network` slows ranks and links.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _KEYS = ("name", "clock", "ranks", "network", "change", "table")
 _RANK_KEYS = ("count", "device", "slow", "memory", "usd_per_h")
 _CHANGE_KEYS = ("at_step", "rank", "slow", "bandwidth", "latency")
 _TABLE_KEYS = ("forward", "backward", "optimizer")
+MAX_RANKS = 1024
+_LEAST_BYTES_PER_S = 1e3
 _MEMORY_BYTES = 8.0 * 2**30
 """Of a rank that states none."""
 
@@ -95,7 +97,7 @@ class Lab:
 
     def link_at(self, step: int, source: int, target: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) of a link in a step."""
-        rate, latency = {source: self.bandwidth_bytes_per_s, target: self.bandwidth_bytes_per_s}, self.latency_s
+        rate, latency = dict.fromkeys((source, target), self.bandwidth_bytes_per_s), self.latency_s
         for change in self.changes:
             if change.at_step > step:
                 continue
@@ -126,13 +128,13 @@ class Lab:
         return table["backward"] * samples * layers * halves
 
     def cluster(self) -> Cluster:
-        """Return the lab as a cluster of devices of its own, one a node; only measured costs can price them."""
+        """Return the lab as a cluster of devices of its own, one a node; measured costs alone price them."""
         memory = self.memory_bytes or (None,) * len(self.slow)
         price = self.usd_per_h or (None,) * len(self.slow)
         nodes = tuple(
             NodeGroup(
-                count=1, per_node=1, device=_device(name, memory[rank]), nic_bytes_per_s=self.bandwidth_bytes_per_s,
-                nic_latency_s=self.latency_s, usd_per_h=price[rank], nvlink_domain=1,
+                count=1, per_node=1, device=_device(name, memory[rank]), usd_per_h=price[rank],
+                nic_bytes_per_s=self.bandwidth_bytes_per_s, nic_latency_s=self.latency_s, nvlink_domain=1,
             )
             for rank, name in enumerate(self.devices)
         )  # fmt: skip
@@ -140,11 +142,12 @@ class Lab:
 
 
 def _device(name: str, memory_bytes: float | None) -> Device:
-    """Return a device that is known by name and memory only: it stands for a slice of this machine."""
+    """Return a device known by name and memory only: it stands for a slice of this machine."""
     memory = memory_bytes or _MEMORY_BYTES
     return Device(
-        name=name, vendor="host", arch="host", form="virtual", year=0, peak_flops_per_s={}, memory_bytes=memory,
-        capacity_bytes=memory, memory_bytes_per_s=0.0, num_sms=0, clock_hz=0.0, l2_bytes=0.0, link="",
+        name=name, vendor="host", arch="host", form="virtual", year=0, peak_flops_per_s={},
+        memory_bytes=memory, capacity_bytes=memory,
+        memory_bytes_per_s=0.0, num_sms=0, clock_hz=0.0, l2_bytes=0.0, link="",
         link_bytes_per_s=0.0, pcie_bytes_per_s=0.0, tdp_w=0.0, source="lab", verified=True,
     )  # fmt: skip
 
@@ -187,57 +190,82 @@ class _Reader:
             raise self.fail(f"{value!r} is not valid", key, value, f"must be a number of at least {low:g}")
         return float(value)
 
+    def whole(self, value: Any, key: str, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(f"{value!r} is not valid", key, value, f"must be a whole number, {low} to {high}")
+        return value
+
+    def tables(self, value: Any, key: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.fail("not an array", key, value, f"{key} is an array of tables, [[{key}]]")
+        return value
+
     def lab(self, data: dict[str, Any]) -> Lab:
         self.known(data, "", _KEYS)
         clock = data.get("clock", "cpu")
         if clock not in CLOCKS:
             raise self.fail(f"unknown clock {clock!r}", "clock", clock, f"Clocks are {', '.join(CLOCKS)}")
-        ranks = data.get("ranks")
-        if not isinstance(ranks, list) or not ranks:
-            raise self.fail("no ranks", "ranks", ranks, "a lab has [[ranks]] with count, device and slow")
+        ranks = self.tables(data.get("ranks", []), "ranks")
         rows = [row for i, rank in enumerate(ranks) for row in self.rank(rank, f"ranks[{i}]")]
+        if not 1 <= len(rows) <= MAX_RANKS:
+            raise self.fail(f"{len(rows)} ranks", "ranks", len(rows), f"a lab has 1 to {MAX_RANKS} ranks")
         network = self.known(data.get("network", {}), "network", ("bandwidth", "latency"))
-        changes = [self.change(c, f"change[{i}]", len(rows)) for i, c in enumerate(data.get("change", []))]
-        table = self.known(data.get("table", {}), "table", _TABLE_KEYS)
-        if clock == "table" and set(table) != set(_TABLE_KEYS):
-            raise self.fail("the table is not complete", "table", sorted(table), f"clock 'table' needs {', '.join(_TABLE_KEYS)}")
+        told = self.tables(data.get("change", []), "change")
+        changes = [self.change(change, f"change[{i}]", len(rows)) for i, change in enumerate(told)]
         return Lab(
             name=str(data.get("name", Path(self.file).stem)), clock=clock,
             devices=tuple(row[0] for row in rows), slow=tuple(row[1] for row in rows),
             memory_bytes=tuple(row[2] for row in rows), usd_per_h=tuple(row[3] for row in rows),
-            bandwidth_bytes_per_s=self.quantity(network.get("bandwidth", "10 Gb/s"), "network.bandwidth", "bytes_per_s"),
+            bandwidth_bytes_per_s=self.rate(network.get("bandwidth", "10 Gb/s"), "network.bandwidth"),
             latency_s=self.quantity(network.get("latency", "50 us"), "network.latency", "s"),
-            changes=tuple(sorted(changes, key=lambda c: c.at_step)),
-            table_s={name: self.quantity(value, f"table.{name}", "s") for name, value in table.items()},
+            changes=tuple(sorted(changes, key=lambda c: c.at_step)), table_s=self.table(data, clock),
         )  # fmt: skip
+
+    def table(self, data: dict[str, Any], clock: str) -> dict[str, float]:
+        table = self.known(data.get("table", {}), "table", _TABLE_KEYS)
+        if clock == "table" and set(table) != set(_TABLE_KEYS):
+            needed = ", ".join(_TABLE_KEYS)
+            raise self.fail("the table is not complete", "table", sorted(table), f"the clock needs {needed}")
+        if table and clock != "table":
+            raise self.fail("a table for another clock", "table", clock, "only the clock 'table' reads it")
+        return {name: self.quantity(value, f"table.{name}", "s") for name, value in table.items()}
 
     def rank(self, data: Any, key: str) -> list[tuple[str, float, float | None, float | None]]:
         self.known(data, key, _RANK_KEYS)
         slow = self.number(data.get("slow", 1.0), f"{key}.slow", 1e-3)
-        count = int(self.number(data.get("count", 1), f"{key}.count", 1))
-        device = str(data.get("device", f"cpu-{slow:g}x"))
-        memory = self.quantity(data["memory"], f"{key}.memory", "bytes") if "memory" in data else None
+        count = self.whole(data.get("count", 1), f"{key}.count", 1, MAX_RANKS)
+        device = data.get("device", f"cpu-{slow:g}x")
+        if not isinstance(device, str) or not device.strip():
+            raise self.fail(f"{device!r} is not valid", f"{key}.device", device, "a device has a name")
+        memory = self.quantity(data["memory"], f"{key}.memory", "bytes", 1.0) if "memory" in data else None
         price = self.number(data["usd_per_h"], f"{key}.usd_per_h", 0.0) if "usd_per_h" in data else None
         return [(device, slow, memory, price)] * count
 
     def change(self, data: Any, key: str, num_ranks: int) -> Change:
         self.known(data, key, _CHANGE_KEYS)
-        rank = data.get("rank")
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks):
-            raise self.fail(f"no rank {rank!r}", f"{key}.rank", rank, f"ranks are 0 to {num_ranks - 1}")
+        rank = self.whole(data["rank"], f"{key}.rank", 0, num_ranks - 1) if "rank" in data else None
         if "slow" in data and rank is None:
             raise self.fail("no rank", f"{key}.rank", None, "a change of slow names its rank")
+        if not {"slow", "bandwidth", "latency"} & set(data):
+            raise self.fail("nothing changes", key, None, "a change says slow, bandwidth or latency")
         return Change(
-            at_step=int(self.number(data.get("at_step"), f"{key}.at_step", 0)), rank=rank,
+            at_step=self.whole(data.get("at_step"), f"{key}.at_step", 0, 10**9), rank=rank,
             slow=self.number(data["slow"], f"{key}.slow", 1e-3) if "slow" in data else None,
             bandwidth_bytes_per_s=(
-                self.quantity(data["bandwidth"], f"{key}.bandwidth", "bytes_per_s") if "bandwidth" in data else None
+                self.rate(data["bandwidth"], f"{key}.bandwidth") if "bandwidth" in data else None
             ),
             latency_s=self.quantity(data["latency"], f"{key}.latency", "s") if "latency" in data else None,
         )  # fmt: skip
 
-    def quantity(self, value: Any, key: str, kind: str) -> float:
+    def rate(self, value: Any, key: str) -> float:
+        return self.quantity(value, key, "bytes_per_s", _LEAST_BYTES_PER_S)
+
+    def quantity(self, value: Any, key: str, kind: str, low: float = 0.0) -> float:
         try:
-            return parse(value, kind)
+            found = parse(value, kind)
         except SpecError as error:
-            raise SpecError(error.what, file=self.file, key=key, value=error.value, rule=error.rule, fix=error.fix) from None
+            told = {"value": error.value, "rule": error.rule, "fix": error.fix}
+            raise SpecError(error.what, file=self.file, key=key, **told) from None
+        if found < low:
+            raise self.fail(f"{value!r} is too little", key, value, f"must be at least {low:g} (SI)")
+        return found
