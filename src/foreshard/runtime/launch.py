@@ -13,8 +13,8 @@ from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.lab_network import LabNetwork
-from foreshard.runtime.layout import layout_of
 from foreshard.runtime.outcome import Outcome, outcome_of
+from foreshard.runtime.sound import check_sound
 from foreshard.runtime.timeline import merge
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import Plan, load_plan
@@ -39,13 +39,15 @@ def launch(
         raise SpecError("no such file", file=job, key="JOB.py", rule="The job is a Python file",
                         fix="See examples/jobs/gpt_job.py")  # fmt: skip
     plan = load_plan(plan_file)
-    layout_of(plan)
+    check_sound(plan, file=plan_file)
+    ranks = local if local is not None else int(os.environ["WORLD_SIZE"])
+    _fits(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     if lab is not None:
-        _fits_lab(load_lab(lab), local if local is not None else int(os.environ["WORLD_SIZE"]), lab, bed)
+        _fits_lab(load_lab(lab), ranks, lab, bed)
     folder = Path(out).resolve()
     # torchrun that starts all agents again means the run to go on
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    _open(folder, resume, plan, local if local is not None else int(os.environ["WORLD_SIZE"]))
+    _open(folder, resume, plan, ranks)
     work = Work(
         job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
         checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
@@ -66,7 +68,6 @@ def launch(
 def _local(
     plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int, bed: LabNetwork | None
 ) -> Agent:
-    _fits(plan, local, "--local")
     secret = make_secret(Path(work.out) / "secret")
     address = bed.address if bed is not None else interface or "127.0.0.1"
     return Agent(
@@ -81,7 +82,6 @@ def _under_torchrun(
 ) -> Agent:
     """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _fits(plan, size, "WORLD_SIZE")
     own = Path(work.out) / "secret"
     told = "FORESHARD_SECRET" in os.environ
     if secret_file is None and not told and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):

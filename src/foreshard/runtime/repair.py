@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from foreshard.errors import InfeasibleError
 from foreshard.spec.plan import Group, Plan, Stage
@@ -40,7 +41,7 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
         raise InfeasibleError("no rank of the plan is left", key="ranks", rule="training needs at least one rank",
                               fix="Start ranks again; training goes on from the latest checkpoint")  # fmt: skip
     shares = _shares(plan.global_batch, weights)
-    kept = [replace(group, share=share) for group, share in zip(groups, shares, strict=True) if share]
+    kept = [_plain(replace(group, share=share)) for group, share in zip(groups, shares, strict=True) if share]
     return replace(plan, groups=tuple(kept))
 
 
@@ -61,6 +62,16 @@ def _group_left(group: Group, alive: frozenset[int]) -> Group | None:
     if any(stage.rank_shares is not None for stage in left):
         left = [_rescaled(stage, size) for stage in left]
     return replace(group, stages=tuple(left))
+
+
+def _plain(group: Group) -> Group:
+    """Return a group that is not interleaved if its micro-batches no longer come in rounds of its stages."""
+    count = len(group.stages)
+    if group.num_chunks == 1 or (count > 1 and group.num_micro_batches % count == 0):
+        return group
+    pieces = _cut_evenly(group, range(count))
+    stages = [replace(stage, layers=piece) for stage, piece in zip(group.stages, pieces, strict=True)]
+    return replace(group, schedule="1f1b", stages=tuple(stages))
 
 
 def _stage_left(stage: Stage, alive: frozenset[int]) -> Stage | None:
@@ -86,18 +97,18 @@ def _pieces(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tuple[i
         return [stage.layers for stage in stages]
     first, last = stages[0].layers[0][0], stages[-1].layers[-1][1]
     bounds = [first]
-    for a, b in zip(there[:-1], there[1:], strict=True):
+    for a, b in pairwise(there):
         low, high = stages[a].layers[-1][1], stages[b].layers[0][0]
         mine, theirs = stages[a].num_layers, stages[b].num_layers
         bounds.append(low + round((high - low) * mine / (mine + theirs)))
     bounds.append(last)
-    return [((lo, hi),) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [((lo, hi),) for lo, hi in pairwise(bounds)]
 
 
 def _cut_evenly(group: Group, there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
     total = max(stop for stage in group.stages for _, stop in stage.layers)
     bounds = [total * n // len(there) for n in range(len(there) + 1)]
-    return [((lo, hi),) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [((lo, hi),) for lo, hi in pairwise(bounds)]
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from foreshard.errors import InfeasibleError
 from foreshard.runtime.layout import layout_of
 from foreshard.runtime.repair import repaired
+from foreshard.runtime.sound import check_sound
 from foreshard.spec.plan import parse_plan
 
 
@@ -65,6 +66,18 @@ def test_interleaved_chunks_are_cut_anew_without_a_stage():
     assert (left.schedule, left.stages[0].layers) == ("1f1b", ((0, 8),))
 
 
+def test_interleaved_rounds_that_no_longer_come_out_even_are_not_interleaved():
+    chunks = {"schedule": "interleaved"}
+    plan = plan_of(
+        (2, chunks, [([0], [[0, 2], [4, 6]], {}), ([1], [[2, 4], [6, 8]], {})]),
+        (1, {}, [([2], [[0, 8]], {})]),
+    )
+    left = repaired(plan, [0, 1])
+    assert (left.groups[0].share, left.groups[0].schedule) == (3, "1f1b")
+    assert [stage.layers for stage in left.groups[0].stages] == [((0, 4),), ((4, 8),)]
+    check_sound(left)
+
+
 def test_nobody_left_is_infeasible():
     with pytest.raises(InfeasibleError, match="no rank of the plan"):
         repaired(TWO, [9])
@@ -104,4 +117,5 @@ def test_whoever_is_left_gets_every_layer_and_every_sample_once(case):
         assert [lo for lo, _ in spans] == [0, *(hi for _, hi in spans[:-1])] and spans[-1][1] == layers
         for stage in group.stages:
             assert stage.rank_shares is None or sum(stage.rank_shares) == group.micro_batch
+    check_sound(left)
     assert parse_plan(left.to_dict()) == left
