@@ -1,0 +1,125 @@
+"""A run's lines: their names, what they count, and a disk that is full."""
+
+import errno
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from foreshard.errors import ExtraMissingError
+from foreshard.runtime import metrics as module
+from foreshard.runtime.metrics import Metrics
+
+TORCHTITAN = {
+    "loss_metrics/global_avg_loss", "grad_norm", "throughput(tps)", "time_metrics/end_to_end(s)",
+    "memory/max_reserved(GiB)", "n_tokens_seen",
+}  # fmt: skip
+
+
+def lines(path):
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def write(metrics, step, **more):
+    metrics.step(**{
+        "step": step, "loss": 2.5, "count": 600.0, "gradient_norm": 0.5, "time_s": 1.5, "clock": "cpu",
+        "devices": 4, "samples": 10, **more,
+    })  # fmt: skip
+
+
+def test_a_line_has_torchtitan_s_names_and_tokens_per_second_and_device(tmp_path):
+    write(Metrics(tmp_path, 0), 0, generation=1)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert set(line) > TORCHTITAN
+    assert line["throughput(tps)"] == pytest.approx(600 / 1.5 / 4)
+    assert (line["loss_metrics/global_avg_loss"], line["time_metrics/end_to_end(s)"]) == (2.5, 1.5)
+    assert 0.01 < line["memory/max_reserved(GiB)"] < 1000
+    assert (line["n_samples"], line["generation"], line["clock"]) == (10, 1, "cpu")
+
+
+def test_a_step_that_was_cut_in_two_has_no_time_and_no_rate(tmp_path):
+    write(Metrics(tmp_path, 0), 0, time_s=None)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["throughput(tps)"] is None and line["time_metrics/end_to_end(s)"] is None
+
+
+def test_tokens_are_counted_through_another_writer_a_restart_and_a_step_done_again(tmp_path):
+    """Rank 0 leads, rank 1 leads after its death and goes back one step, then a new rank 0 leads."""
+    first, second = Metrics(tmp_path, 0), Metrics(tmp_path, 1)
+    for step in range(3):
+        write(first, step, count=10.0 + step)
+    write(second, 2, count=20.0)
+    write(second, 3, count=30.0)
+    write(first, 4, count=40.0)
+    write(Metrics(tmp_path, 0), 5, count=50.0)
+    seen = [(line["step"], line["n_tokens_seen"]) for line in lines(tmp_path / "metrics.jsonl")]
+    assert seen == [(0, 10), (1, 21), (2, 33), (2, 41), (3, 71), (4, 111), (5, 161)]
+
+
+def test_events_say_who_and_what(tmp_path):
+    Metrics(tmp_path, 3).event("peer gone", "connection reset", step=7)
+    (line,) = lines(tmp_path / "events.jsonl")
+    assert line.pop("time") > 1e9
+    assert line == {"rank": 3, "kind": "peer gone", "text": "connection reset", "step": 7}
+
+
+class Full:
+    """A file on a disk that takes ten more bytes."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, data):
+        self.file.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *told):
+        self.file.close()
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, monkeypatch):
+    """What was written of the line is taken back: the file stays readable, and the log tells of the loss."""
+    metrics = Metrics(tmp_path, 0)
+    write(metrics, 0)
+    opened = type(tmp_path).open
+    monkeypatch.setattr(type(tmp_path), "open", lambda path, *how, **more: Full(opened(path, *how, **more)))
+    write(metrics, 1)
+    write(metrics, 2)
+    monkeypatch.undo()
+    write(metrics, 3)
+    metrics.event("checkpoint", "after step 3")
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 3]
+    assert lines(tmp_path / "events.jsonl")[0]["missed_lines"] == 2
+
+
+def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypatch):
+    told, made = [], []
+
+    class Board:
+        def add_scalar(self, name, value, step):
+            told.append((name, value, step))
+
+        def flush(self):
+            told.append("flush")
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "_board", lambda folder: made.append(folder) or Board())
+    leads = Metrics(tmp_path, 0, tensorboard=True)
+    Metrics(tmp_path, 1, tensorboard=True)
+    assert made == []
+    write(leads, 4)
+    assert made == [tmp_path / "tensorboard"]
+    assert ("loss_metrics/global_avg_loss", 2.5, 4) in told and told[-1] == "flush"
+    assert not [item for item in told if item[0] in ("clock", "time", "step")]
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed here")
+def test_tensorboard_that_is_not_installed_is_named(tmp_path):
+    with pytest.raises(ExtraMissingError, match="pip install tensorboard"):
+        Metrics(tmp_path, 0, tensorboard=True)
