@@ -40,7 +40,10 @@ class Exchange:
     Parameters
     ----------
     group : ProcessGroup
-        Of all ranks that train, place i being ``ranks[i]``.
+        Of all ranks that train, place i being ``ranks[i]``; tells shapes.
+    carriers : (ProcessGroup, ProcessGroup)
+        Of the same ranks, for tensors of even and of odd routes: forwards and backwards must not wait for each
+        other where a group keeps one order for all it carries.
     ranks : sequence of int
     rank : int
         This rank.
@@ -49,8 +52,11 @@ class Exchange:
         Whether rows have the same shape in every step.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, clock: Clock, *, fixed_shapes: bool = True):
-        self._group, self._rank, self._clock = group, rank, clock
+    def __init__(
+        self, group: Any, carriers: tuple[Any, Any], ranks: Sequence[int], rank: int, clock: Clock, *,
+        fixed_shapes: bool = True,
+    ):  # fmt: skip
+        self._group, self._carriers, self._rank, self._clock = group, carriers, rank, clock
         self._place = {r: place for place, r in enumerate(ranks)}
         self._fixed = fixed_shapes and not clock.virtual
         self._told: dict[tuple[int, int, int], Shapes] = {}
@@ -79,7 +85,8 @@ class Exchange:
             self._tell(rows, peer.rank, hi - lo, route, tag)
             for number, row in enumerate(rows):
                 wire = row.view(torch.uint8) if row.dtype is torch.bool else row
-                self._isend(wire, peer.rank, tag * (_MAX_TENSORS + 1) + 1 + number)
+                place = tag * (_MAX_TENSORS + 1) + 1 + number
+                self._isend(self._carriers[route % 2], wire, peer.rank, place)
 
     def receive(
         self, mine: Span, peers: Sequence[Peer], *, route: int, tag: int, device: torch.device
@@ -100,13 +107,13 @@ class Exchange:
             work.wait()
         self._sending.clear()
 
-    def _isend(self, tensor: Tensor, target: int, tag: int) -> None:
-        self._sending.append((self._group.send([tensor], self._place[target], tag), tensor))
+    def _isend(self, group: Any, tensor: Tensor, target: int, tag: int) -> None:
+        self._sending.append((group.send([tensor], self._place[target], tag), tensor))
         if len(self._sending) > 64:
             self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
 
-    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
-        self._group.recv([tensor], self._place[source], tag).wait()
+    def _recv(self, group: Any, tensor: Tensor, source: int, tag: int) -> None:
+        group.recv([tensor], self._place[source], tag).wait()
 
     def _tell(self, rows: Sequence[Tensor], target: int, count: int, route: int, tag: int) -> None:
         shapes = tuple((row.dtype, tuple(row.shape)) for row in rows)
@@ -125,20 +132,20 @@ class Exchange:
             total = self.seen.setdefault((self._rank, target), [0.0, 0.0])
             total[0] += size
             total[1] += stamp - self._clock.now()
-        self._isend(_header(shapes, stamp), target, tag * (_MAX_TENSORS + 1))
+        self._isend(self._group, _header(shapes, stamp), target, tag * (_MAX_TENSORS + 1))
 
     def _receive_part(self, source: int, count: int, route: int, tag: int, device: torch.device) -> list[Tensor]:
         key = (source, count, route)
         if not self._fixed or key not in self._heard:
             header = torch.empty(_HEADER, dtype=torch.int64)
-            self._recv(header, source, tag * (_MAX_TENSORS + 1))
+            self._recv(self._group, header, source, tag * (_MAX_TENSORS + 1))
             self._heard[key], stamp = _parsed(header)
             if self._clock.virtual:
                 self._clock.received(stamp)
         tensors = []
         for number, (dtype, shape) in enumerate(self._heard[key]):
             wire = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=device)
-            self._recv(wire, source, tag * (_MAX_TENSORS + 1) + 1 + number)
+            self._recv(self._carriers[route % 2], wire, source, tag * (_MAX_TENSORS + 1) + 1 + number)
             tensors.append(wire.view(torch.bool) if dtype is torch.bool else wire)
         return tensors
 

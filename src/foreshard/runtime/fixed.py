@@ -59,6 +59,7 @@ class FixedMembership:
         """Return the process group of some ranks; made by all of them when first asked for."""
         key = (tuple(ranks), name)
         if key not in self._groups:
+            assert self.store is not None
             where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
             self._groups[key] = dist.ProcessGroupGloo(
                 dist.PrefixStore(where, self.store), list(ranks).index(self.rank), len(ranks), self._timeout

@@ -213,7 +213,10 @@ class Holding:
             )  # fmt: skip
         for key, parameter in self.updated.items():
             if key in self._states:
-                self.optimizer.state[parameter] = dict(self._states[key])
+                self.optimizer.state[parameter] = {
+                    name: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                    for name, value in self._states[key].items()
+                }  # counts stay where the optimizer keeps them, on the host
 
 
 def _point(bucket: Bucket) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from foreshard.errors import SpecError
 from foreshard.spec.plan import Group, Plan, Stage
@@ -110,7 +111,7 @@ def intervals(total: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]
     for weight in weights:
         seen += weight
         bounds.append(total * seen // whole)
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(pairwise(bounds))
 
 
 def samples_of(stage: Stage, count: int) -> tuple[tuple[int, int], ...]:

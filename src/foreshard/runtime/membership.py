@@ -19,6 +19,10 @@ _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
 
 
+DEVICE_GROUPS = ("forward", "backward", "sync", "stage")
+"""Groups that carry tensors of the device; votes, clocks, shapes and migrations go from host to host."""
+
+
 class Membership:
     """A rank among others under a supervisor.
 
@@ -65,14 +69,16 @@ class Membership:
         key = (tuple(ranks), name)
         if key not in self._groups:
             where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
-            self._groups[key] = self._made(dist.PrefixStore(where, self.store), list(ranks))
+            self._groups[key] = self._made(dist.PrefixStore(where, self.store), list(ranks), name)
         return self._groups[key]
 
-    def _made(self, store: dist.Store, ranks: list[int]) -> Any:
+    def _made(self, store: dist.Store, ranks: list[int], name: str) -> Any:
         place, timeout = ranks.index(self.rank), timedelta(seconds=self._timeout_s)
-        if self._backend == "nccl":
-            return dist.ProcessGroupNCCL(store, place, len(ranks), timeout)
-        options = dist.ProcessGroupGloo._Options()
+        if self._backend == "nccl" and name in DEVICE_GROUPS:
+            chosen = dist.ProcessGroupNCCL.Options()
+            chosen._timeout = timeout
+            return dist.ProcessGroupNCCL(store, place, len(ranks), chosen)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=self._interface)

@@ -108,7 +108,7 @@ def _groups(buckets: Sequence[Bucket], group_of: GroupOf, name: str) -> dict[tup
 def latest(group: Any, times: torch.Tensor) -> None:
     """Replace times by the latest in the group."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     group.allreduce([times], options).wait()
 
 

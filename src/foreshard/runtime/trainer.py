@@ -26,7 +26,7 @@ from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, layout_of
 from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
 from foreshard.runtime.migrate import told as told_pieces
-from foreshard.runtime.sync import gradient_sync, latest
+from foreshard.runtime.sync import GradientSync, gradient_sync, latest
 from foreshard.runtime.vote import Vote, cast
 from foreshard.runtime.zero import Deal, Shards, is_dealt, parameters_of
 from foreshard.spec.online import Command, Event, Policy, StepMeasured
@@ -144,6 +144,9 @@ class Trainer:
         self._held: Held = frozenset()
         self._kept: Held = frozenset()
         self._generation: Generation | None = None
+        self._sync: GradientSync | None = None
+        self._shards: Shards | None = None
+        self._executor: Executor | None = None
         self._vote: Vote | None = None
         self._reduced = False
         self._trained_in = 0
@@ -173,7 +176,7 @@ class Trainer:
         self._reduced = False
         sums = self._compute()
         if self.ledger is not None and self._executor is not None:
-            self.ledger.trained(self.step, self._generation.number, self._executor.trained_in(self.step))
+            self.ledger.trained(self.step, self._generation.number, self._executor.trained_in(self.step))  # type: ignore[union-attr]
         self.phase("vote")
         self._reduced, self._trained_in = True, self._generation.number  # type: ignore[union-attr]
         vote = self._cast(sums)
@@ -184,6 +187,7 @@ class Trainer:
         return done
 
     def _compute(self) -> StepSums:
+        assert self._sync is not None
         self.holding.zero_gradients()
         self._sync.begin()
         sums = self._executor.run(self.step) if self._executor is not None else StepSums()
@@ -279,7 +283,7 @@ class Trainer:
         stage_s = {
             rank: done.vote.work_s[rank] / samples for rank, samples in done.vote.samples.items() if samples > 0
         }
-        event: Event = StepMeasured(step=done.step, time_s=done.time_s, stage_s=stage_s)
+        event: Event = StepMeasured(step=done.step, time_s=done.time_s or 0.0, stage_s=stage_s)
         for command in self.policy.on(event):  # type: ignore[union-attr]
             self.propose(command)
 
@@ -445,13 +449,16 @@ class Trainer:
         return Feed(self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=self.options.seed)
 
     def _make_executor(self, layout: Layout) -> Executor:
+        carriers = (self._world, self._world)
+        if self.device.type != "cpu" and self._world is not None:
+            carriers = tuple(self.membership.group(self._ranks, name) for name in ("forward", "backward"))
         exchange = Exchange(
-            self._world, self._ranks, self.rank, self.clock, fixed_shapes=getattr(self.job, "fixed_shapes", True)
+            self._world, carriers, self._ranks, self.rank, self.clock, fixed_shapes=self.job.fixed_shapes
         )
         return Executor(
             self.job, self.feed, layout, self.rank, self.holding.modules, exchange, self.clock,  # type: ignore[arg-type]
             device=self.device, seed=self.options.seed, on_action=self.on_action,
-            on_gradients=self._sync.passed, phase=self.phase, shards=self._shards,
+            on_gradients=None if self._sync is None else self._sync.passed, phase=self.phase, shards=self._shards,
         )  # fmt: skip
 
     def _make_shards(self, layout: Layout, deal: Deal) -> Shards | None:
@@ -513,6 +520,7 @@ class Trainer:
     def _load(self, step: int, wanted: Held) -> None:
         from foreshard.runtime import checkpoint
 
+        assert self.checkpoints is not None
         found = checkpoint.load(self.checkpoints, step, lambda key: _is_wanted(key, wanted))
         for key, tensor in found.items():
             self.holding.put(_item(key), tensor)
