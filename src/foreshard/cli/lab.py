@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.cli import run
-from foreshard.cli.answer import answering, give, say, wants_json
+from foreshard.cli.answer import answering, give, say
 from foreshard.cli.settings import configurable
 from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.report.lab_screen import lab_screen
-from foreshard.report.run_screen import run_screen
 
 if TYPE_CHECKING:
     from foreshard.runtime.lab import Lab
 
 _LIKE_RUN = (
     "steps", "out", "seed", "clip_norm", "checkpoint_every", "resume", "detect_s", "max_starts", "threads",
-    "tensorboard", "trace",
+    "tensorboard", "trace", "costs",
 )  # fmt: skip
 
 
@@ -39,20 +38,20 @@ def _options_of_run(command: click.Command) -> click.Command:
 def command(lab_file: str, job: str | None, plan_file: str | None, **options: Any) -> None:
     """Train JOB.py on a lab: ranks and links of stated speeds on this machine; without a job, show the lab.
 
-    With the clocks 'cpu' and 'table' time is virtual and anybody may run it. With the clock 'wall' ranks live in
+    With the clocks cpu and table time is virtual and anybody may run it. With the clock wall ranks live in
     network namespaces with links of the lab's rates and get their portions of the cores, which needs root.
 
     \b
     foreshard lab examples/labs/mixed4.toml
     foreshard lab examples/labs/mixed4.toml --plan plan.json examples/jobs/gpt_job.py
-    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    """  # noqa: D301 - a lone backslash-b keeps lines apart
     from foreshard.runtime.lab import load_lab
 
     lab = load_lab(lab_file)
     if job is None and plan_file is None:
         show(lab)
     elif job is None or plan_file is None:
-        raise SpecError("a job and a plan go together", key="--plan" if job else "JOB.py", value=plan_file or job,
+        raise SpecError("a job and a plan go together", key="--plan" if job else "JOB.py",
                         rule="a lab is shown, or a job is trained on it under a plan",
                         fix="foreshard lab LAB.toml --plan FILE JOB.py")  # fmt: skip
     else:
@@ -80,13 +79,16 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
         raise SpecError(f"no lab in the wall clock here: {lacks}", file=lab_file, key="clock", value="wall",
                         rule="the machine itself slows ranks and links then",
                         fix='Run as root on Linux with iproute2, or use clock = "cpu"')  # fmt: skip
-    progress = None if wants_json() else run.progress_of(options["steps"])
+    predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file)
+    progress = run.progress_of(options["steps"], predicted_s)
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:
         if bed is not None:
             say(f"rank of slow factor 1: {bed.unit_cores:.2f} of a core")
-        outcome = launch(job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options)
+        outcome = launch(
+            job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options
+        )  # fmt: skip
     if outcome is not None:
-        give(outcome.to_dict(), lambda: run_screen(outcome))
+        run.tell(outcome, predicted_s)
         say(f"written to {options['out']}/")
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--max-starts", type=int, default=4, show_default=True, help="Times a rank that dies is started.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
+@click.option("--costs", metavar="FILE", help="Measured costs: the predicted step beside the measured; with a lab.")
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
     """Train JOB.py under a plan, and survive what happens to the ranks.
@@ -54,10 +55,11 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     from foreshard.runtime.launch import launch
 
     check(options)
-    outcome = launch(job, plan_file, progress=None if wants_json() else progress_of(options["steps"]), **options)
+    predicted_s = predicted(options.pop("costs"), options["lab"], plan_file)
+    outcome = launch(job, plan_file, progress=progress_of(options["steps"], predicted_s), **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
-    give(outcome.to_dict(), lambda: _screen(outcome))
+    tell(outcome, predicted_s)
     say(f"written to {options['out']}/")
 
 
@@ -78,15 +80,29 @@ def check(options: dict[str, Any]) -> None:
                         fix="Add --local N, or start with torchrun --no-python foreshard run ...")  # fmt: skip
 
 
-def progress_of(steps: int) -> Any:
+def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | None:
+    """Return the step time of the plan on the lab by measured costs, if there are any."""
+    if costs is None:
+        return None
+    if lab is None:
+        raise SpecError("costs without a lab", key="--costs", value=costs, rule="a prediction needs the cluster",
+                        fix="Add --lab LAB.toml")  # fmt: skip
+    from foreshard import api
+
+    return api.predict_measured(costs, lab, api.load_plan(plan_file)).step_time_s
+
+
+def progress_of(steps: int, predicted_s: float | None) -> Any:
     """Return what draws the progress of a run, or None where nobody looks."""
     from foreshard.report.run_progress import progress
 
-    return progress(steps)
+    return None if wants_json() else progress(steps, predicted_s)
 
 
-def _screen(outcome: Outcome) -> Any:
+def tell(outcome: Outcome, predicted_s: float | None) -> None:
+    """Print what came of a run, beside what was predicted."""
     from foreshard.report.run_screen import run_screen
 
-    return run_screen(outcome)
+    told = {} if predicted_s is None else {"predicted_step_s": predicted_s}
+    give(outcome.to_dict() | told, lambda: run_screen(outcome, predicted_s))
 

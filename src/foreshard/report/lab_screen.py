@@ -19,7 +19,7 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
     """Return the screen of a lab, given as `lab --json` prints it."""
     network = lab["network"]
     ranks = [
-        (rank["rank"], rank["device"], f"{rank['slow']:g}", rank["memory_bytes"] and format_bytes(rank["memory_bytes"]))
+        (rank["rank"], rank["device"], f"{rank['slow']:g}", _memory(rank["memory_bytes"]))
         for rank in lab["ranks"]
     ]  # fmt: skip
     changes = [
@@ -34,6 +34,10 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
         notes.append(f"This machine cannot enforce it: {missing}.")
     links = f"links {format_rate(network['bandwidth_bytes_per_s'])}, {format_seconds(network['latency_s'])}"
     return Screen(header=(lab["name"], links), tables=tuple(tables), notes=tuple(notes))
+
+
+def _memory(size_bytes: float | None) -> str | None:
+    return None if size_bytes is None else format_bytes(size_bytes)
 
 
 def _told(change: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:

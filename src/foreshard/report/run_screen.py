@@ -11,9 +11,13 @@ if TYPE_CHECKING:
     from foreshard.runtime.outcome import Outcome
 
 
-def run_screen(outcome: Outcome) -> Screen:
-    """Return the screen of a run that has ended."""
+def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
+    """Return the screen of a run that has ended, its step beside the predicted one where there is one."""
     step = "-" if outcome.median_step_s is None else format_seconds(outcome.median_step_s)
+    against = ""
+    if predicted_s is not None and outcome.median_step_s:
+        error = predicted_s / outcome.median_step_s - 1
+        against = f"predicted {format_seconds(predicted_s)}, {100 * error:+.1f} %"
     loss = "-" if outcome.last_loss is None else f"{outcome.last_loss:.6g}"
     began = "" if outcome.first_loss is None else f"from {outcome.first_loss:.6g}"
     wrong = outcome.lost + outcome.repeated
@@ -21,7 +25,7 @@ def run_screen(outcome: Outcome) -> Screen:
     return Screen(
         header=(f"{outcome.steps} steps, {outcome.clock} clock",),
         boxes=(
-            Box(title="step, median", value=step),
+            Box(title="step, median", value=step, note=against),
             Box(title="loss", value=loss, note=began),
             Box(title="samples", value=f"{outcome.samples}", note=ledger, alarm=wrong > 0),
             Box(title="ranks started again", value=str(outcome.restarts), note=f"{outcome.generations} generations"),

@@ -1,0 +1,36 @@
+"""What a run says of itself as it goes."""
+
+import json
+import sys
+
+from foreshard.report.run_progress import Follow, progress, told
+
+LINE = {"step": 4, "loss_metrics/global_avg_loss": 2.5, "time_metrics/end_to_end(s)": 0.5, "n_tokens": 1000.0}
+
+
+def test_a_step_against_what_was_predicted():
+    assert told(LINE, 0.48) == "loss 2.5, 500 ms a step (480 ms predicted), 2e+03 tokens/s"
+    assert told(LINE) == "loss 2.5, 500 ms a step, 2e+03 tokens/s"
+
+
+def test_a_step_cut_in_two_has_no_time():
+    assert told(LINE | {"time_metrics/end_to_end(s)": None}, 0.48) == "loss 2.5"
+
+
+def test_whole_lines_only_and_each_once(tmp_path):
+    path, follow = tmp_path / "metrics.jsonl", Follow()
+    assert follow.latest(path) is None
+    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"step": 5}) + '\n{"step"')
+    assert follow.latest(path)["step"] == 5
+    assert follow.latest(path) is None
+    with path.open("a") as file:
+        file.write(": 6}\n")
+    assert follow.latest(path) == {"step": 6}
+
+
+def test_a_pipe_gets_no_bar_and_a_terminal_gets_one(monkeypatch, tmp_path):
+    assert progress(5) is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    look = progress(5, 0.48)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(LINE) + "\n")
+    look(tmp_path / "metrics.jsonl")
