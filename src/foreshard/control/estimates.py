@@ -1,0 +1,168 @@
+"""What the cluster is like, from what steps measured: filters that outliers do not move and changes do.
+
+Speeds and rates are followed in logarithms, because they change by factors. Nothing here believes a number that
+is none, and nothing believes a device that claims to be far faster than it was stated to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from foreshard.control.slots import State
+
+GAIN = 0.1
+"""Part of a surprise that the level takes over."""
+_SLACK, _ALARM, _CLIP = 0.5, 8.0, 6.0
+"""Drift that is let pass, sum that rings the alarm, and the most one value adds, in spreads (Page 1954)."""
+_LEAST_SPREAD, _FIRST_SPREAD = 0.02, 0.1
+GRID = 0.05
+"""Estimates are handed out in steps of this size in the logarithm, so that noise does not make new states."""
+MOST_SPEED = 2.0
+"""A device this many times faster than stated is not believed."""
+
+
+class Level:
+    """A positive quantity that stays for a while and then changes.
+
+    Attributes
+    ----------
+    value : float
+        Estimate.
+    steps, changes, refused : int
+        Values taken in, changes seen, values that were no numbers.
+    """
+
+    def __init__(self, value: float):
+        self._log = self._shown = math.log(value)
+        self._spread = _FIRST_SPREAD
+        self._up = self._down = 0.0
+        self._recent: deque[float] = deque(maxlen=5)
+        self.steps = self.changes = self.refused = 0
+
+    @property
+    def value(self) -> float:
+        """Return the estimate."""
+        return math.exp(self._log)
+
+    @property
+    def shown(self) -> float:
+        """Return the estimate on a grid, unchanged while the estimate stays near."""
+        return math.exp(self._shown)
+
+    @property
+    def uncertainty(self) -> float:
+        """Return the standard error of the estimate, as a part of it."""
+        return self._spread * math.sqrt(GAIN / (2.0 - GAIN) + 1.0 / (1.0 + self.steps))
+
+    @property
+    def dwell_steps(self) -> float:
+        """Return how long a level is expected to last: one change before the first step is assumed."""
+        return (self.steps + 50.0) / (self.changes + 1.0)
+
+    @property
+    def change_chance(self) -> float:
+        """Return the chance of a change in a step."""
+        return 1.0 / self.dwell_steps
+
+    def see(self, value: float) -> bool:
+        """Take a value in; return whether the level was found to have changed."""
+        if not 0.0 < value < math.inf:
+            self.refused += 1
+            return False
+        self.steps += 1
+        seen = math.log(value)
+        self._recent.append(seen)
+        surprise = seen - self._log
+        scaled = min(max(surprise / self._spread, -_CLIP), _CLIP)
+        self._up = max(0.0, self._up + scaled - _SLACK)
+        self._down = max(0.0, self._down - scaled - _SLACK)
+        changed = max(self._up, self._down) > _ALARM
+        if changed:
+            self._move(scaled > 0)
+        else:
+            self._log += GAIN * min(max(surprise, -2.0 * self._spread), 2.0 * self._spread)
+            if abs(scaled) < 3.0:
+                wide = self._spread + GAIN * (1.25 * abs(surprise) - self._spread)
+                self._spread = max(wide, _LEAST_SPREAD)
+        if changed or abs(self._log - self._shown) > 0.75 * GRID + self.uncertainty:
+            self._shown = GRID * round(self._log / GRID)
+        return changed
+
+    def _move(self, upward: bool) -> None:
+        """Go to the median of the latest values that lie beyond the old level."""
+        beyond = [seen for seen in self._recent if (seen > self._log) == upward]
+        self._log = float(np.median(beyond[-3:]))
+        self._up = self._down = 0.0
+        self.changes += 1
+
+    def set(self, value: float) -> None:
+        """Take a value that is known."""
+        if 0.0 < value < math.inf:
+            self._log = math.log(value)
+            self._shown = GRID * round(self._log / GRID)
+            self._up = self._down = 0.0
+        else:
+            self.refused += 1
+
+
+class Estimates:
+    """State of the cluster as it seems to be.
+
+    Parameters
+    ----------
+    stated : State
+        What is known before anything is measured.
+    """
+
+    def __init__(self, stated: State):
+        self._stated = stated
+        self.speed = [Level(float(speed) if speed > 0 else 1.0) for speed in stated.speed]
+        self.links: dict[tuple[int, int], Level] = {}
+        self.available = np.array(stated.available, bool)
+        self.usd_per_h = np.array(stated.usd_per_h, float)
+        self.not_believed = 0
+
+    def see_speed(self, rank: int, relative: float) -> bool:
+        """Take in a speed relative to the nominal one; return whether it changed."""
+        if relative > MOST_SPEED * max(float(self._stated.speed[rank]), 1.0):
+            self.not_believed += 1
+            return False
+        return self.speed[rank].see(relative)
+
+    def see_links(self, seen: Mapping[tuple[int, int], tuple[float, float]]) -> bool:
+        """Take in bytes and seconds of transfers between ranks; return whether some rate changed."""
+        changed = False
+        size = len(self.available)
+        for (source, target), (amount, seconds) in sorted(seen.items()):
+            if not (0 <= source < size and 0 <= target < size and source != target):
+                continue
+            if not (0.0 < amount < math.inf and 0.0 < seconds < math.inf):
+                continue
+            stated = float(self._stated.bandwidth_bytes_per_s[source, target])
+            if not 0.0 < stated < math.inf:
+                stated = amount / seconds
+            level = self.links.setdefault((source, target), Level(stated))
+            # The stated latency is part of what was measured.
+            moving = max(seconds - float(self._stated.latency_s[source, target]), 0.01 * seconds)
+            changed |= level.see(amount / moving)
+        return changed
+
+    @property
+    def dwell_steps(self) -> float:
+        """Return for how many steps the cluster is expected to stay as it is."""
+        return 1.0 / min(1.0, sum(level.change_chance for level in [*self.speed, *self.links.values()]))
+
+    def state(self) -> State:
+        """Return the state that decisions are made on."""
+        rate = np.array(self._stated.bandwidth_bytes_per_s, float)
+        for (source, target), level in self.links.items():
+            rate[source, target] = level.shown
+        return replace(
+            self._stated, speed=np.array([level.shown for level in self.speed]), available=self.available.copy(),
+            bandwidth_bytes_per_s=rate, usd_per_h=self.usd_per_h.copy(),
+        )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Events and commands as lines of JSON, and back: a controller's day can be lived again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.online import Command, DeviceSeen, Event, Policy, PriceChanged, RankLost, StepMeasured
+
+_EVENTS: dict[str, type] = {
+    kind.__name__: kind for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged)
+}
+
+
+def event_line(event: Event) -> str:
+    """Return an event as a line."""
+    data: dict[str, Any] = {"event": type(event).__name__}
+    for one in fields(event):
+        value = getattr(event, one.name)
+        if one.name == "stage_s":
+            value = {str(rank): seconds for rank, seconds in value.items()}
+        if one.name == "link_s":
+            value = [[*pair, *amount] for pair, amount in value.items()]
+        data[one.name] = dict(value) if one.name == "costs" else value
+    return json.dumps(data)
+
+
+def event_of(line: str) -> Event:
+    """Return the event of a line.
+
+    Raises
+    ------
+    SpecError
+        When the line holds none.
+    """
+    try:
+        data = json.loads(line)
+        kind = _EVENTS[data.pop("event")]
+        if "stage_s" in data:
+            data["stage_s"] = {int(rank): float(seconds) for rank, seconds in data["stage_s"].items()}
+        if "link_s" in data:
+            data["link_s"] = {(int(a), int(b)): (float(c), float(d)) for a, b, c, d in data["link_s"]}
+        return kind(**data)  # type: ignore[no-any-return]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SpecError(
+            "no event", key="log", value=line[:60], rule="A line is a JSON object of a known event"
+        ) from error
+
+
+def command_line(command: Command) -> str:
+    """Return a command as a line."""
+    plan = None if command.plan is None else command.plan.to_dict()
+    return json.dumps({"command": command.kind, "reason": command.reason, "plan": plan})
+
+
+def replay(log: Iterable[str], policy: Policy) -> Sequence[str]:
+    """Return the commands (as lines) that a policy gives when it lives through a log; other lines are skipped."""
+    commands: list[str] = []
+    for line in log:
+        if '"event"' in line[:12]:
+            commands += [command_line(command) for command in policy.on(event_of(line))]
+    return commands

@@ -1,0 +1,241 @@
+"""The controller lives through good and bad days."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+
+from foreshard.control.controller import Controller
+from foreshard.control.journal import command_line, replay
+from foreshard.control.orders import structure_of
+from foreshard.control.slots import Budget, Pipeline, Structure, evaluate
+from foreshard.errors import SpecError
+from foreshard.spec.online import DeviceSeen, PriceChanged, RankLost, StepMeasured
+from foreshard.spec.plan import parse_plan
+
+LAYERS = 6
+MONEY = (Budget(name="money", kind="usd", limit=40.0),)
+
+
+def even_plan(ranks=4, batch=64, micro_batch=2):
+    groups = [
+        {"share": batch // ranks, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]}
+        for rank in range(ranks)
+    ]
+    return parse_plan({
+        "global_batch": batch, "seq_len": 8, "groups": groups, "defaults": {"micro_batch": micro_batch},
+    })  # fmt: skip
+
+
+class World:
+    """What really happens: a state, seen through noise."""
+
+    def __init__(self, cases, speed, *, noise=0.0, seed=0, **given):
+        self.cases, self.given, self.noise = cases, given, noise
+        self.speed = np.array(speed, float)
+        self.chain = cases.chain(
+            np.ones(LAYERS) * 0.1, len(speed), boundary=0.1, sync=0.01, saved=0.01, memory=20.0
+        )
+        self.rng = np.random.default_rng(seed)
+        self.available = np.ones(len(speed), bool)
+
+    def state(self):
+        return self.cases.state(self.speed, available=self.available, **self.given)
+
+    def controller(self, plan=None, **asked):
+        stated = self.cases.state(np.ones(len(self.speed)), **self.given)
+        return Controller(self.chain, stated, plan or even_plan(len(self.speed)), **asked)
+
+    def step(self, number, plan, budgets=()):
+        structure = structure_of(plan)
+        shares = tuple(group.share for group in plan.groups)
+        real = evaluate(self.chain, self.state(), structure, shares, micro_batch=plan.groups[0].micro_batch)
+        stage_s = {}
+        for group in structure.groups:
+            for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
+                seconds = (
+                    self.chain.before_s[worker, stop] - self.chain.before_s[worker, first]
+                ) / self.speed[worker]
+                stage_s[worker] = float(seconds * np.exp(self.noise * self.rng.standard_normal()))
+        costs = {budget.name: real.costs[budget.key] for budget in budgets}
+        return StepMeasured(step=number, time_s=real.time_s, stage_s=stage_s, costs=costs)
+
+
+def run(world, controller, steps, *, first=0, budgets=()):
+    commands = []
+    for number in range(first, first + steps):
+        commands += controller.on(world.step(number, controller.plan, budgets))
+        controller.check_invariants()
+    return commands
+
+
+def test_shares_follow_a_straggler_and_come_back(cases):
+    world = World(cases, [1.0, 1.0, 1.0, 1.0])
+    controller = world.controller()
+    assert controller.choice.shares == (16, 16, 16, 16)
+    world.speed[2] = 0.25
+    run(world, controller, 30)
+    slow = {
+        g.workers: s
+        for g, s in zip(controller.choice.structure.groups, controller.choice.shares, strict=True)
+    }
+    held = evaluate(
+        world.chain, world.state(), controller.choice.structure, controller.choice.shares, micro_batch=2
+    )
+    assert slow.get((2,), 0) <= 6 and held.time_s < 0.6 * 16 * 0.6 / 0.25
+    world.speed[2] = 1.0
+    run(world, controller, 30, first=30)
+    assert (
+        max(controller.choice.shares) - min(controller.choice.shares) <= 2
+        and len(controller.choice.shares) == 4
+    )
+
+
+@pytest.mark.parametrize("budgets", [(), MONEY], ids=["free", "money"])
+def test_noise_alone_changes_no_layers_and_no_groups(cases, budgets):
+    world = World(cases, [1.0, 1.0, 0.5, 0.5], noise=0.1)
+    controller = world.controller(budgets=budgets)
+    run(world, controller, 60, budgets=budgets)
+    before = controller.reconfigurations
+    run(world, controller, 400, first=60, budgets=budgets)
+    assert controller.reconfigurations - before <= 2
+
+
+def test_a_lost_rank_is_left_out_at_once_and_taken_back(cases):
+    world = World(cases, [1.0] * 4)
+    controller = world.controller()
+    run(world, controller, 5)
+    world.available[1] = False
+    (command,) = controller.on(RankLost(step=5, rank=1))
+    assert command.kind == "idle" and 1 not in command.plan.ranks and "lost" in command.reason
+    controller.check_invariants()
+    run(world, controller, 5, first=6)
+    world.available[1] = True
+    commands = [
+        *controller.on(DeviceSeen(step=11, rank=1, relative_speed=1.0)),
+        *run(world, controller, 20, first=12),
+    ]
+    assert any(command.kind == "activate" for command in commands) and 1 in controller.plan.ranks
+
+
+def test_one_rank_left_and_none_left(cases):
+    world = World(cases, [1.0] * 3)
+    controller = world.controller(even_plan(3, batch=60))
+    for rank in (0, 1):
+        (command,) = controller.on(RankLost(step=1, rank=rank))
+    assert command.plan.ranks == (2,) and command.plan.groups[0].share == 60
+    (command,) = controller.on(RankLost(step=2, rank=2))
+    assert command.kind == "keep" and "no plan" in command.reason
+    (command,) = controller.on(DeviceSeen(step=3, rank=0))
+    assert command.plan.ranks == (0,)
+    controller.check_invariants()
+
+
+def test_numbers_that_are_none_do_no_harm(cases):
+    world = World(cases, [1.0] * 4)
+    controller = world.controller(budgets=MONEY)
+    run(world, controller, 10, budgets=MONEY)
+    before = controller.choice
+    bad = StepMeasured(
+        step=10, time_s=math.nan, stage_s={0: math.nan, 1: -1.0, 2: math.inf, 9: 1.0},
+        link_s={(0, 1): (math.nan, 1.0), (0, 77): (1.0, 1.0)}, costs={"money": math.nan},
+    )  # fmt: skip
+    for _ in range(20):
+        controller.on(bad)
+        controller.check_invariants()
+    assert controller.choice.structure == before.structure and controller.ignored >= 20
+
+
+def test_clocks_that_jump_backwards_are_ignored(cases):
+    world = World(cases, [1.0] * 4)
+    controller = world.controller(budgets=MONEY)
+    run(world, controller, 10, budgets=MONEY)
+    steps = controller.queues.steps
+    (command,) = controller.on(StepMeasured(step=3, time_s=1.0))
+    assert command.kind == "keep" and "ignored" in command.reason and controller.queues.steps == steps
+    controller.on(StepMeasured(step=10, time_s=-5.0, costs={"money": 1.0}))
+    controller.check_invariants()
+
+
+def test_a_device_that_claims_wonders_is_not_believed(cases):
+    world = World(cases, [1.0] * 4)
+    controller = world.controller()
+    for number in range(20):
+        event = world.step(number, controller.plan)
+        controller.on(StepMeasured(step=number, time_s=event.time_s, stage_s={**event.stage_s, 0: 1e-6}))
+    assert controller.estimates.not_believed == 20 and controller.choice.shares == (16, 16, 16, 16)
+
+
+def test_all_ranks_slow_at_once_change_nothing_but_the_expectation(cases):
+    world = World(cases, [1.0] * 4)
+    controller = world.controller()
+    run(world, controller, 10)
+    world.speed[:] = 0.25
+    run(world, controller, 20, first=10)
+    assert controller.reconfigurations == 0 and controller.choice.shares == (16, 16, 16, 16)
+    assert controller.choice.time_s == pytest.approx(16 * 0.6 / 0.25, rel=0.05)
+
+
+def test_a_budget_that_cannot_be_kept_is_told_and_the_cheapest_plan_chosen(cases):
+    budget = (Budget(name="money", kind="usd", limit=1.0),)
+    world = World(cases, [1.0] * 4, usd_per_h=np.array([9000.0, 9000.0, 1800.0, 9000.0]))
+    controller = world.controller(budgets=budget)
+    commands = run(world, controller, 320, budgets=budget)
+    assert any("cannot be kept" in command.reason for command in commands)
+    assert controller.choice.structure.workers == (2,)
+
+
+def test_a_budget_that_binds_is_kept(cases):
+    prices = {"usd_per_h": np.array([7200.0, 7200.0, 1800.0, 1800.0])}
+    world = World(cases, [1.0, 1.0, 0.6, 0.6], noise=0.05, **prices)
+    fast = world.controller()
+    run(world, fast, 30)
+    real = evaluate(world.chain, world.state(), fast.choice.structure, fast.choice.shares, micro_batch=2)
+    budget = (Budget(name="money", kind="usd", limit=0.7 * real.costs["usd"]),)
+    controller = world.controller(budgets=budget, quiet_steps=20, violation=0.01, horizon=1500)
+    run(world, controller, 1500, budgets=budget)
+    assert controller.queues.violation <= 0.02
+    # Rent in proportion to speed: the best mean time is on the line between the fastest and the cheapest plan.
+    cheap = Structure(groups=tuple(Pipeline(workers=(rank,), cuts=(0, LAYERS)) for rank in (2, 3)))
+    least = evaluate(world.chain, world.state(), cheap, (32, 32), micro_batch=2)
+    part = (budget[0].limit - least.costs["usd"]) / (real.costs["usd"] - least.costs["usd"])
+    line_s = part * real.time_s + (1 - part) * least.time_s
+    assert controller.queues.total_s / 1500 == pytest.approx(line_s, rel=0.05)
+
+
+def test_a_price_counts_from_the_next_decision(cases):
+    budget = (Budget(name="money", kind="usd", limit=5.0),)
+    world = World(cases, [1.0] * 2)
+    controller = world.controller(even_plan(2), budgets=budget)
+    controller.on(PriceChanged(step=0, rank=1, usd_per_h=360000.0))
+    assert controller.estimates.state().usd_per_h[1] == 360000.0
+    controller.on(PriceChanged(step=0, rank=1, usd_per_h=math.nan))
+    assert controller.estimates.state().usd_per_h[1] == 360000.0
+
+
+def test_a_log_is_lived_again_bit_for_bit(cases):
+    log = io.StringIO()
+    world = World(cases, [1.0, 1.0, 0.5, 1.0], noise=0.1)
+    controller = world.controller(budgets=MONEY, log=log)
+    commands = run(world, controller, 40, budgets=MONEY)
+    commands += controller.on(RankLost(step=40, rank=3))
+    commands += controller.on(StepMeasured(step=41, time_s=math.nan, link_s={(0, 1): (5.0, 1.0)}))
+    commands += controller.on(DeviceSeen(step=42, rank=3))
+    again = replay(log.getvalue().splitlines(), world.controller(budgets=MONEY))
+    assert again == [command_line(command) for command in commands]
+    assert [line for line in log.getvalue().splitlines() if line.startswith('{"command"')] == again
+
+
+def test_plans_that_are_not_controlled_are_refused(cases):
+    world = World(cases, [1.0] * 4)
+    plan = parse_plan({
+        "global_batch": 8, "seq_len": 8,
+        "groups": [{"share": 8, "stages": [{"ranks": [0, 1], "layers": [[0, LAYERS]]}]}],
+    })  # fmt: skip
+    with pytest.raises(SpecError, match="one rank"):
+        world.controller(plan)
+    with pytest.raises(SpecError, match="no event"):
+        replay(['{"event": "Party"}'], world.controller())
