@@ -342,16 +342,17 @@ def calibrate(
     from foreshard.profile.calibration import load_profile
 
     (name, first), *others = profiles.items()
-    slow = dict(devices or {}) | ({name: 1.0} if name else {})
+    slow, table_s = dict(devices or {}) | ({name: 1.0} if name else {}), None
     if lab is not None:
         from foreshard.runtime.lab import load_lab
 
         bed = load_lab(lab)
         slow |= dict(zip(bed.devices, bed.slow, strict=True))
+        table_s = bed.table_s if bed.clock == "table" and clock is None else None
         clock = clock or ("wall" if bed.clock == "wall" else "cpu")
     return fitted(
         load_profile(first), clock=clock or "wall", slow=slow, links=lab is None,
-        others={other: load_profile(file) for other, file in others},
+        others={other: load_profile(file) for other, file in others}, table_s=table_s,
     )  # fmt: skip
 
 

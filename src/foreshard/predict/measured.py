@@ -155,6 +155,7 @@ class _Work:
                     for table, one in zip((self.forward, self.backward, self.inputs), passes, strict=False):
                         table[s, c] = np.maximum(table[s, c], one[which])
                 self.of_rank[rank] = (float(total[0]), float(total[1]))
+        self.inputs[0, 0] = 0.0  # nobody is before the first stage: all of its backward can wait
 
 
 def _passes(

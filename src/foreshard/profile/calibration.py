@@ -43,6 +43,7 @@ def load_profile(path: str) -> dict[str, Any]:
 def calibrate(
     profile: Mapping[str, Any], *, clock: str = "wall", slow: Mapping[str, float] | None = None,
     others: Mapping[str, Mapping[str, Any]] | None = None, links: bool = True,
+    table_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object of a costs file.
 
@@ -57,6 +58,8 @@ def calibrate(
         The same job on other devices.
     links : bool
         Whether to take links that were timed.
+    table_s : mapping, optional
+        Seconds stated instead of measured, as a lab's table: forward and backward of a sample, optimizer of a layer.
 
     Raises
     ------
@@ -68,6 +71,9 @@ def calibrate(
         _check(profile, one, clock, name)
     layers = {name: _layers(one, _COLUMN[clock]) for name, one in profiles.items()}
     spreads = [_spread(one, _COLUMN[clock]) for one in profiles.values()]
+    if table_s is not None:
+        clock, spreads = "table", [(1.0, 1.0)]
+        layers = {name: [layer | _stated(table_s) for layer in rows] for name, rows in layers.items()}
     devices = dict(slow or {}) | dict.fromkeys(others or {}, 1.0)
     timed = next((one["links"] for one in profiles.values() if one.get("links")), None) if links else None
     print_of = profile["fingerprint"]
@@ -79,6 +85,14 @@ def calibrate(
         "spread": [min(low for low, _ in spreads), max(high for _, high in spreads)],
         "links": fitted_links(timed), "launch_s": timed["launch_s"] if timed else None,
         "samples": sorted(int(n) for n in profile["passes"]),
+    }  # fmt: skip
+
+
+def _stated(table_s: Mapping[str, float]) -> dict[str, Any]:
+    """Return a layer's seconds by a table: half of a backward is for the layer before."""
+    return {
+        "forward_s": [0.0, table_s["forward"]], "backward_s": [0.0, table_s["backward"]],
+        "backward_input_s": [0.0, table_s["backward"] / 2], "optimizer_s": table_s["optimizer"], "relative_error": 0.0,
     }  # fmt: skip
 
 

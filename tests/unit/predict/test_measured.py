@@ -91,6 +91,7 @@ def played(told, cluster, group):
             clock[s] = max(clock[s], arrived.get(need, 0.0))
             device, span = cluster.device_of(stage.ranks[0]).name, stage.layers[chunk]
             whole, inputs = (told.work_s(device, span, n, sizes[m]) for n in ("backward_s", "backward_input_s"))
+            inputs = inputs if virtual else 0.0
             clock[s] += {
                 Op.FORWARD: told.work_s(device, span, "forward_s", sizes[m]), Op.BACKWARD: whole,
                 Op.BACKWARD_INPUT: inputs, Op.BACKWARD_WEIGHT: whole - inputs,

@@ -1,0 +1,70 @@
+"""The runtime's virtual clock and the prediction from measured costs tell one step time, plan by plan."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import gpt
+from plans import PLANS
+
+from foreshard.predict.measured import predict_measured
+from foreshard.predict.measured_costs import load_costs
+from foreshard.profile.calibration import calibrate
+from foreshard.profile.layer_times import profile_layers, write_profile
+from foreshard.runtime.executor import through
+from foreshard.runtime.fixed import FixedMembership
+from foreshard.runtime.lab import Lab
+from foreshard.runtime.trainer import Trainer
+
+LAB = Lab(
+    clock="table", slow=(1.0, 2.0, 4.0, 8.0), devices=("a", "b", "c", "d"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
+    table_s={"forward": 1e-3, "backward": 2.5e-3, "optimizer": 2e-4},
+)  # fmt: skip
+PLAIN = [
+    name for name, plan in PLANS.items()
+    if all(s.zero == 0 or s.inner_dp == 1 for g in plan.groups for s in g.stages)
+    and all(s.recompute == "none" and g.schedule != "zb-h1" for g in plan.groups for s in g.stages)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    """Costs of the job by the lab's table, its bytes as profiled."""
+    file = tmp_path_factory.mktemp("costs") / "costs.json"
+    made = profile_layers(gpt(tied=False), samples=(1, 2), repeats=1, out=None, device=torch.device("cpu"), through=through)
+    told = calibrate(made, clock="cpu", slow=dict(zip(LAB.devices, LAB.slow, strict=True)), table_s=LAB.table_s)
+    write_profile(file, told)
+    return load_costs(str(file))
+
+
+def step_times(plan, steps=2):
+    """Return the step times that the ranks agree on."""
+    store, found, ranks = dist.HashStore(), {}, sorted(plan.ranks)
+
+    def body(rank):
+        clock = LAB.make_clock([0])
+        clock.slow = LAB.slow[rank]
+        trainer = Trainer(gpt(tied=False), membership=FixedMembership(store, rank, plan, ranks, timeout_s=30), clock=clock)
+        found[rank] = [trainer.train_step().time_s for _ in range(steps)]
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == len(ranks), "a rank is missing"
+    return found[ranks[0]]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_predicted_is_what_the_virtual_clock_shows(costs, name):
+    plan = PLANS[name]
+    told = predict_measured(costs, LAB.cluster(), plan).step_time_s
+    assert step_times(plan)[1] == pytest.approx(told, rel=1e-9)
+
+
+def test_enough_plans_are_compared():
+    assert len(PLAIN) >= 8
