@@ -21,6 +21,8 @@ LAST_SLOTS, MOST_CORRECTION = 500, 0.2
 """The excess so far is to be worked off until the end, over no fewer slots, by no larger part of the budget."""
 MOST_WORTH = 3.0
 """Largest multiplier that is believed, in reference steps per budget of a step."""
+MARGIN = 0.004
+"""Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
 FIRST_LESSON, LESSON = 25, 250
 """Slots after which multipliers are first learned; then at every doubling, and at least every so many."""
 
@@ -44,7 +46,7 @@ class Lyapunov(_Simple):
     """
 
     def __init__(
-        self, arena: Arena, budgets: Sequence[Budget], *, weight: float | None = None, patience: float = 1.0
+        self, arena: Arena, budgets: Sequence[Budget], *, weight: float | None = None, patience: float = 0.3
     ):
         super().__init__(arena)
         path = arena.path
@@ -119,7 +121,8 @@ class Lyapunov(_Simple):
     def _left(self, budget: Budget, slots: int) -> Budget:
         """Return the budget less what was spent too much, spread over the slots that are left."""
         queue = self.queues[budget.name]
-        saved = (queue.allowed - queue.spent) / (queue.allowed / slots)
-        part = saved / max(self.arena.path.num_slots - slots, LAST_SLOTS)
+        total = self.arena.path.num_slots
+        saved = (queue.allowed - queue.spent) / (queue.allowed / slots) - MARGIN * total
+        part = saved / max(total - slots, LAST_SLOTS)
         part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
         return replace(budget, limit=budget.limit * (1.0 + part))

@@ -37,8 +37,6 @@ class Workload:
         Link between racks that a pair of devices uses, -1 for none.
     batch, micro_batch : int
         Samples.
-    moved_bytes : float
-        Weights and optimizer states of all layers: what a device is sent that joins.
     """
 
     chain: Chain
@@ -46,7 +44,6 @@ class Workload:
     link_of: np.ndarray
     batch: int
     micro_batch: int
-    moved_bytes: float
 
     @property
     def num_devices(self) -> int:
@@ -117,7 +114,7 @@ def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
     seconds = [_layer_s(request, g, scenario.micro_batch) for g in range(len(cluster.nodes))]
     layer_s = [seconds[g] for g, group in enumerate(cluster.nodes) for _ in range(group.num_devices)]
     wide = 4.0 if scenario.precision in ("fp32", "tf32") else 2.0
-    sizes, moved_bytes = _sizes(request, scenario.micro_batch)
+    sizes = _sizes(request, scenario.micro_batch)
     chain = Chain(
         layer_s=np.array(layer_s),
         boundary_bytes=np.full(model.num_layers + 1, 2.0 * model.hidden * request.seq_len * wide),
@@ -127,7 +124,7 @@ def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
     state, link_of = _stated(scenario, cluster, groups)
     return Workload(
         chain=chain, state=state, link_of=link_of, batch=scenario.global_batch,
-        micro_batch=scenario.micro_batch, moved_bytes=moved_bytes,
+        micro_batch=scenario.micro_batch,
     )  # fmt: skip
 
 
@@ -174,8 +171,8 @@ def _layer_s(request: Request, group: int, micro_batch: int) -> np.ndarray:
     return np.array([row[problem.types[i, i + 1]] for i in range(places)]) / micro_batch
 
 
-def _sizes(request: Request, micro_batch: int) -> tuple[Mapping[str, np.ndarray], float]:
-    """Return the bytes of every layer, and what a device is sent that takes all of them."""
+def _sizes(request: Request, micro_batch: int) -> Mapping[str, np.ndarray]:
+    """Return the bytes of every layer."""
     model, framework = request.model, request.framework
     layers = model.num_layers + 2
     kinds = model.block_kinds()
@@ -200,12 +197,11 @@ def _sizes(request: Request, micro_batch: int) -> tuple[Mapping[str, np.ndarray]
     one, two = stage_memory(load(1.0), framework), stage_memory(load(2.0), framework)
     wide = np.ones(layers)
     saved = np.maximum(two.activations - one.activations, 0.0) * wide
-    sizes = {
+    return {
         "sync_bytes": one.gradients * wide,
         "state_bytes": (one.parameters + one.gradients + one.optimizer) * wide,
         "saved_bytes": saved / micro_batch,
     }
-    return sizes, float(((one.parameters + one.optimizer) * wide).sum())
 
 
 def _links(cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
