@@ -28,19 +28,22 @@ from foreshard.spec.prediction import Prediction
 
 SPACE = (
     "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
-    "group with tp within a node, 1, 2, 4 or 8 inner data-parallel ranks, 1, 2 or 4 samples a rank, three "
-    "recompute rules; any shares of at least a micro-batch; 1f1b; every stage has memory for one "
-    "micro-batch for each stage after it; stages of the same layers differ at most by a factor of two in "
-    "inner data-parallel ranks, and no gradient collective has more members in a link domain than its "
-    "stage's tp leaves room for"
+    "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel ranks, 1, 2 "
+    "or 4 samples a rank, three recompute rules; any shares of at least a micro-batch; 1f1b; every stage has "
+    "memory for one micro-batch for each stage after it; stages of the same layers in different pipelines lie in "
+    "different link domains (side by side in one they are inner data-parallel ranks of one pipeline), differ at "
+    "most by a factor of two in inner data-parallel ranks, and no gradient collective has more members in a link "
+    "domain than its stage's tp leaves room for"
 )
 _JUDGED = 24
 _LEAST_S = 0.5
+_SEARCHING = 0.88
 _FIRST = 0.6
-_LATER = 0.15
+_LATER = 0.12
+_SLACK = 2.0
 _NEAR = 1.3
-_JUDGING = 0.1
-_GAP = 0.02
+_JUDGING = 0.05
+_GAP = 0.15
 """Gap above which plans are looked for again at less hopeful prices."""
 _MANY_GROUPS = 6
 """Node groups above which not every set of them is a problem of its own."""
@@ -75,13 +78,15 @@ def search_mixed(request: Request) -> PlanResult:
     that cannot beat the best plan by computation alone are left out.
     """
     started = time.perf_counter()
-    deadline = started + 0.9 * request.budget_s
+    deadline = started + _SEARCHING * request.budget_s
     found, notes = _Found(), _notes(request)
     sets = _sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
     for i, use in enumerate(sets):
-        share = 1.0 - _LATER * _rivals(request, sets) if i == 0 else 1.0
-        _search_set(request, use, found, started + max(share, _FIRST) * (deadline - started), every=price)
+        now = time.perf_counter()
+        # The first set has most devices; each later one as long as the others leave it, and what they do not need.
+        share = max(1.0 - _LATER * _rivals(request, sets), _FIRST) if i == 0 else _SLACK / (len(sets) - i)
+        _search_set(request, use, found, now + min(share, 1.0) * (deadline - now), every=price)
     if not found.judged or price or found.best_s > min(found.bounds) * (1.0 + _GAP):
         _offer_published(request, sets[0], found, deadline)
         _search_apart(request, sets[0], found, deadline)
@@ -176,7 +181,7 @@ def _search_set(
     With `every`, the fastest plan matters no more than others: each set is searched for its own best.
     """
     best = np.inf if every else found.best_s
-    problem = capped(price_stages(request, use), request.max_devices)
+    problem = capped(price_stages(request, use, by_domain=True), request.max_devices)
     simple = work_bound(problem)
     left = deadline - time.perf_counter()
     if simple >= best or (left <= 0.0 and found.judged):
@@ -222,7 +227,7 @@ def _offer_published(request: Request, use: tuple[int, ...], found: _Found, dead
 
     As long as there is no plan at all, they are asked whatever the time.
     """
-    problem = capped(price_stages(request, use), request.max_devices)
+    problem = capped(price_stages(request, use, by_domain=True), request.max_devices)
     for planner in (hetpipe, amp, pipedream):
         if found.judged and time.perf_counter() >= deadline:
             return
@@ -252,7 +257,8 @@ def _search_roomier(request: Request, use: tuple[int, ...], found: _Found) -> No
     _, plan = min(found.judged, key=lambda one: one[0])
     memory = predicted(request, plan).memory
     short = memory.peak_bytes - memory.capacity_bytes
-    problem = capped(price_stages(request, use, reserve_bytes=1.5 * short), request.max_devices)
+    priced = price_stages(request, use, reserve_bytes=1.5 * short, by_domain=True)
+    problem = capped(priced, request.max_devices)
     left = max(_LEAST_S, 0.1 * request.budget_s)
     solution = solve(problem, budget_s=left, target_gap=0.05)
     found.evaluated += solution.evaluated

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from foreshard.planner.problem import Part, Problem, Template, rounds_of
+from foreshard.planner.problem import Family, Part, Problem, Template, rounds_of
 
 _ENOUGH = 48
 _WIDE = 1.001
@@ -29,12 +29,12 @@ _RATIO = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Pipelines of one micro-batch whose slowest stage and tail lie between limits, seconds.
+    """Pipelines of one family whose slowest stage and tail lie between limits, seconds.
 
     cost : least price of the devices plus samples lost to filling, over the pipelines of the box
     """
 
-    micro_batch: int
+    family: Family
     bottleneck_s: tuple[float, float]
     tail_s: tuple[float, float]
     cost: float
@@ -43,7 +43,7 @@ class Box:
     def seconds(self, goal: float) -> float:
         """Return a time before which no pipeline of the box gets `goal` samples beyond its price."""
         least = self.bottleneck_s[0]
-        return self.tail_s[0] + least * max((goal + self.cost) / self.micro_batch - 1.0, 1.0)
+        return self.tail_s[0] + least * max((goal + self.cost) / self.family.micro_batch - 1.0, 1.0)
 
 
 def same_limits(one: Box, other: Box) -> bool:
@@ -58,25 +58,30 @@ class Pricing:
     Parameters
     ----------
     problem : Problem
-    num_pipelines : int
+    pipelines : (fewest, most)
         Sets the tails.
     prices : ndarray, shape (kinds,)
         Samples that a device of each kind is worth.
     longest_s : float
         No stage takes longer.
+    stages : dict, optional
+        Of earlier questions with the same tails.
     """
 
     problem: Problem
-    num_pipelines: int
+    pipelines: tuple[int, int]
     prices: np.ndarray
     longest_s: float
     boxes: dict[int, Box] = field(default_factory=dict)
     solved: int = 0
+    stages: dict[Family, Stages] = field(default_factory=dict)
     tails: np.ndarray = field(init=False)
+    worth: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up the tails."""
-        self.tails = self.problem.tail_of(self.num_pipelines)
+        """Look up the tails and what options cost."""
+        self.tails = self.problem.tail_between(self.pipelines)
+        self.worth = (self.problem.takes @ self.prices).astype(float)
 
     def start(self) -> None:
         """Make the first boxes."""
@@ -85,13 +90,14 @@ class Pricing:
         if not usable.any():
             return
         times, tails = problem.time_s[usable], tail[usable]
-        low, high = float(times[times > 0].min()), min(float(times.max()), self.longest_s)
+        low, high = float(times[times > 0].min()), min(float(problem.far_s[usable].max()), self.longest_s)
         edges = [high]
         while edges[-1] > low:
             edges.append(edges[-1] / _RATIO)
-        for size in np.unique(problem.micro_batch):
+        for family in problem.families:
             for upper, lower in pairwise(edges):
-                self._add(int(size), (lower, upper), (float(tails.min()), float(tails.max())))
+                if self._add(family, (lower, upper), (float(tails.min()), float(tails.max()))) is None:
+                    break
 
     def earliest(
         self,
@@ -122,7 +128,7 @@ class Pricing:
         while heap and heap[0][0] < aim_s and better < _ENOUGH:
             bound, number, box = heap[0]
             if box.template not in found:
-                own = found[box.template] = self._seconds(box.template, goal)
+                own = found[box.template] = self._seconds(box, goal)
                 nearest = min(nearest, own)
                 better += own < known_s
             if bound >= nearest * (1.0 - tolerance) or (number % 64 == 0 and time.perf_counter() > deadline):
@@ -137,10 +143,10 @@ class Pricing:
         bound = heap[0][0] if heap else np.inf
         return bound, [one for one in sorted(found, key=found.__getitem__) if found[one] < known_s]
 
-    def _seconds(self, template: Template, goal: float) -> float:
-        """Return when a pipeline gets `goal` samples beyond its price, whole grains not asked for."""
-        problem = self.problem
-        times, last = self._times(template), float(self._tails(template).max())
+    def _seconds(self, box: Box, goal: float) -> float:
+        """Return when a box's pipeline gets `goal` samples beyond its price, whole grains not asked for."""
+        problem, template = self.problem, box.template
+        times, last = self._times(box), float(self._tails(template).max())
         price = float((problem.takes[[p.option for p in template]] @ self.prices).sum())
         passes = max((goal + price) / float(problem.micro_batch[template[0].option]), 1.0)
         return last + float(times.sum() + times.max() * (passes - 1.0))
@@ -153,41 +159,48 @@ class Pricing:
         """
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
-        times, tails = self._times(box.template), self._tails(box.template)
+        times, tails = self._times(box), self._tails(box.template)
         own, own_tail = float(times.max()), float(tails.max())
-        price = box.cost - box.micro_batch * float(times.sum()) / lower
-        by_bottleneck = ((goal + price) / box.micro_batch - 1.0) * (own - lower)
+        size = box.family.micro_batch
+        price = box.cost - size * float(times.sum()) / lower
+        by_bottleneck = ((goal + price) / size - 1.0) * (own - lower)
         by_tail = own_tail - least
         parts = []
         if by_bottleneck >= by_tail:
             cut = min(max(own, lower), upper)
             if upper > lower * _WIDE and cut > lower * (1 + 1e-9):
                 cut = min(cut, (lower * upper) ** 0.5)
-            parts.append(self._add(box.micro_batch, (cut, upper), box.tail_s))
+            parts.append(self._add(box.family, (cut, upper), box.tail_s))
             if cut > lower * (1 + 1e-9):
-                parts.append(self._add(box.micro_batch, (lower, cut * (1 - 1e-9)), box.tail_s))
+                parts.append(self._add(box.family, (lower, cut * (1 - 1e-9)), box.tail_s))
         else:
             cut = min(own_tail, 0.5 * (least + most))
-            parts.append(self._add(box.micro_batch, box.bottleneck_s, (cut, most)))
-            parts.append(self._add(box.micro_batch, box.bottleneck_s, (least, cut * (1 - 1e-9))))
+            parts.append(self._add(box.family, box.bottleneck_s, (cut, most)))
+            parts.append(self._add(box.family, box.bottleneck_s, (least, cut * (1 - 1e-9))))
         return [part for part in parts if part is not None]
 
-    def _times(self, template: Template) -> np.ndarray:
+    def _times(self, box: Box) -> np.ndarray:
         problem = self.problem
-        return np.array([problem.time_s[p.option, problem.types[p.start, p.stop]] for p in template])
+        table = problem.far_s if box.family.kind is None else problem.time_s
+        return np.array([table[p.option, problem.types[p.start, p.stop]] for p in box.template])
 
     def _tails(self, template: Template) -> np.ndarray:
         problem, tail = self.problem, self.tails
         return np.array([tail[p.option, problem.types[p.start, p.stop]] for p in template])
 
-    def _add(self, size: int, bottleneck: tuple[float, float], tail: tuple[float, float]) -> Box | None:
+    def _add(self, family: Family, bottleneck: tuple[float, float], tail: tuple[float, float]) -> Box | None:
         """Keep the box of these limits unless it is empty."""
-        solution = cheapest_path(self.problem, self.tails, self.prices, size, bottleneck, tail[1])
+        if _compiled() is None:
+            solution = _path_of_arrays(self.problem, self.tails, self.prices, family, bottleneck, tail[1])
+        else:
+            if family not in self.stages:
+                self.stages[family] = stages_of(self.problem, self.tails, family)
+            solution = path_among(self.problem, self.stages[family], self.worth, bottleneck, tail[1])
         self.solved += 1
         if solution is None:
             return None
         cost, template = solution
-        box = Box(micro_batch=size, bottleneck_s=bottleneck, tail_s=tail, cost=cost, template=template)
+        box = Box(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, template=template)
         self.boxes[id(box)] = box
         return box
 
@@ -196,7 +209,7 @@ def cheapest_path(
     problem: Problem,
     tail_s: np.ndarray,
     prices: np.ndarray,
-    micro_batch: int,
+    family: Family | int,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
 ) -> tuple[float, Template] | None:
@@ -207,8 +220,8 @@ def cheapest_path(
     problem : Problem
     tail_s : ndarray, shape (options, types)
     prices : ndarray, shape (kinds,)
-    micro_batch : int
-        Of the options to use.
+    family : Family or int
+        Of the pipelines; an integer stands for all of a micro-batch.
     bottleneck_s : (lower, upper)
         A stage takes at most `upper`; a second of filling costs micro_batch / lower samples.
     longest_tail_s : float
@@ -219,38 +232,100 @@ def cheapest_path(
         Exact: a shortest path over cuts, one layer of the graph for each number of stages still to come,
         since that number is what a stage has in flight.
     """
+    asked = family if isinstance(family, Family) else Family(int(family))
     find = _path_of_arrays if _compiled() is None else _path_of_loops
-    return find(problem, tail_s, prices, micro_batch, bottleneck_s, longest_tail_s)
+    return find(problem, tail_s, prices, asked, bottleneck_s, longest_tail_s)
 
 
 def _path_of_loops(
     problem: Problem,
     tail_s: np.ndarray,
     prices: np.ndarray,
-    micro_batch: int,
+    family: Family,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
 ) -> tuple[float, Template] | None:
-    options, times, rooms = problem.options_of(micro_batch)
-    most = rounds_of(problem, micro_batch)
-    layers, types = problem.num_layers, times.shape[1]
-    deepest = min(problem.max_stages, layers)
-    least, chosen = np.full((deepest + 1, types), np.inf), np.full((deepest + 1, types), -1)
-    after, stops = np.full((deepest + 1, layers + 1), np.inf), np.full((deepest + 1, layers + 1), -1)
-    best, depth = _compiled()(
-        times, tail_s[options], rooms, (problem.takes[options] @ prices).astype(float),
-        micro_batch / bottleneck_s[0], bottleneck_s[1] * (1 + 1e-12), longest_tail_s * (1 + 1e-12),
-        most, deepest, problem.bands, least, after, chosen, stops,
+    stages = stages_of(problem, tail_s, family)
+    return path_among(problem, stages, problem.takes @ prices, bottleneck_s, longest_tail_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Stages that a pipeline of a family may have, none worse than another for the same layers and devices.
+
+    Arrays of shape (stages,); `rooms` is how many stages may follow one, itself included, at most `deepest`.
+    """
+
+    family: Family
+    types: np.ndarray
+    options: np.ndarray
+    times_s: np.ndarray
+    tail_s: np.ndarray
+    rooms: np.ndarray
+    units: np.ndarray
+    limit: int
+    deepest: int
+
+
+def stages_of(problem: Problem, tail_s: np.ndarray, family: Family) -> Stages:
+    """Return the stages that pipelines of a family choose from."""
+    options, times, room = problem.options_of(family)
+    limit, units = units_of(problem, family, options)
+    deepest = min(problem.max_stages, problem.num_layers, limit or problem.num_layers)
+    most, tails = rounds_of(problem, family.micro_batch), tail_s[options]
+    # Room for all rounds is room for any number of stages behind.
+    rooms = np.where(room >= most, deepest, np.minimum(room, deepest))
+    usable = (rooms > 0) & np.isfinite(times) & (units <= limit)[:, None]
+    same: dict[tuple[int, ...], list[int]] = {}
+    for i, option in enumerate(options):
+        same.setdefault(tuple(problem.takes[option].tolist()), []).append(i)
+    for rows in same.values():
+        for i in rows:
+            for j in rows:
+                if i != j:
+                    equal = (times[i] == times[j]) & (tails[i] == tails[j]) & (rooms[i] == rooms[j])
+                    worse = (times[i] >= times[j]) & (tails[i] >= tails[j]) & (rooms[i] <= rooms[j])
+                    usable[i] &= ~(worse & usable[j] & (~equal | (i > j)))
+    kept, types = np.nonzero(usable)
+    return Stages(
+        family=family, types=types, options=options[kept], times_s=times[kept, types],
+        tail_s=tails[kept, types], rooms=rooms[kept, types].astype(np.int64), units=units[kept],
+        limit=limit, deepest=deepest,
+    )  # fmt: skip
+
+
+def path_among(
+    problem: Problem,
+    stages: Stages,
+    prices: np.ndarray,
+    bottleneck_s: tuple[float, float],
+    longest_tail_s: float,
+) -> tuple[float, Template] | None:
+    """Return the pipeline of some stages that costs least, as :func:`cheapest_path`; prices by option."""
+    if not len(stages.types):
+        return None
+    best, depth, options, stops = _compiled()(
+        stages.types, stages.options, stages.times_s, stages.tail_s, stages.rooms, stages.units,
+        prices.astype(float), stages.limit, stages.family.micro_batch / bottleneck_s[0],
+        bottleneck_s[1] * (1 + 1e-12), longest_tail_s * (1 + 1e-12), stages.deepest, problem.bands,
+        problem.time_s.shape[1],
     )  # fmt: skip
     if depth == 0:
         return None
-    parts, start = [], 0
-    for behind in range(depth, 0, -1):
-        end = int(stops[behind, start])
-        option = int(options[chosen[behind, problem.types[start, end]]])
-        parts.append(Part(option=option, start=start, stop=end))
-        start = end
+    cuts = [0, *stops.tolist()]
+    parts = (
+        Part(option=option, start=start, stop=stop)
+        for option, start, stop in zip(options.tolist(), cuts[:-1], cuts[1:], strict=True)
+    )
     return float(best), tuple(parts)
+
+
+def units_of(problem: Problem, family: Family, options: np.ndarray) -> tuple[int, np.ndarray]:
+    """Return how many devices a pipeline of a family may take, and each option takes; 0 where it is all one."""
+    if family.kind is None:
+        return 0, np.zeros(len(options), dtype=np.int64)
+    limit = min(problem.domains[family.kind], problem.counts[family.kind])
+    return limit, problem.takes[options].sum(1).astype(np.int64)
 
 
 @lru_cache(maxsize=1)
@@ -269,60 +344,60 @@ def _path_of_arrays(
     problem: Problem,
     tail_s: np.ndarray,
     prices: np.ndarray,
-    micro_batch: int,
+    family: Family | int,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
 ) -> tuple[float, Template] | None:
-    options = np.flatnonzero(problem.micro_batch == micro_batch)
-    allowed = (problem.time_s[options] <= bottleneck_s[1] * (1 + 1e-12)) & (
-        problem.max_in_flight[options] > 0
-    )
+    options, times, rooms = problem.options_of(family)
+    allowed = (times <= bottleneck_s[1] * (1 + 1e-12)) & (rooms > 0)
     allowed &= tail_s[options] <= longest_tail_s * (1 + 1e-12)
+    limit, units = units_of(problem, family, options)
+    allowed &= (units <= limit)[:, None]
     used, kept = np.flatnonzero(allowed.any(1)), np.flatnonzero(allowed.any(0))
     if not len(used):
         return None
-    options, allowed = options[used], allowed[np.ix_(used, kept)]
-    times, rooms = problem.time_s[np.ix_(options, kept)], problem.max_in_flight[np.ix_(options, kept)]
-    rate = micro_batch / bottleneck_s[0]
+    options, units, allowed = options[used], units[used], allowed[np.ix_(used, kept)]
+    times, rooms = times[np.ix_(used, kept)], rooms[np.ix_(used, kept)]
+    rate = family.micro_batch / bottleneck_s[0]
     costs = np.where(allowed, times * rate + (problem.takes[options] @ prices)[:, None], np.inf)
     size = problem.num_layers
     # Stages by start and length: long ones are cut off where none is allowed.
     short = np.full(int(problem.types.max()) + 2, len(kept))
     short[kept] = np.arange(len(kept))
-    lengths = problem.bands
-    band = short[lengths]
+    band = short[problem.bands]
     longest = int(np.flatnonzero((band < len(kept)).any(0)).max()) + 1
     band = band[:, :longest]
-    after = np.full(size + 1 + longest, np.inf)
-    after[size] = 0.0
     starts = np.arange(size)
-    steps: list[tuple[np.ndarray, np.ndarray]] = []
-    best, best_depth = np.inf, 0
-    most = rounds_of(problem, micro_batch)
+    most = rounds_of(problem, family.micro_batch)
     room = int(rooms[allowed].max())
-    deepest = min(problem.max_stages, size, size if most <= room else room)
-    least = np.full(len(kept) + 1, np.inf)
-    columns = np.arange(len(kept))
+    deepest = min(problem.max_stages, size, limit or size, size if most <= room else room)
+    classes = np.unique(units)
+    after = np.full((deepest + 1, limit + 1, size + 1 + longest), np.inf)
+    after[0, 0, size] = 0.0
+    stops, chosen = np.full((2, deepest + 1, limit + 1, size), -1)
     for depth in range(1, deepest + 1):
         costs[rooms < min(depth, most)] = np.inf
-        choice = costs.argmin(0)
-        least[:-1] = costs[choice, columns]
-        total = least[band] + sliding_window_view(after[1:], longest)[:size]
-        length = total.argmin(1)
-        after = np.full_like(after, np.inf)
-        after[:size] = total[starts, length]
-        steps.append((starts + 1 + length, choice))
-        if after[0] < best:
-            best, best_depth = float(after[0]), depth
-        if not np.isfinite(after[:size]).any():
+        for unit in classes:
+            own = np.flatnonzero(units == unit)
+            choice = own[costs[own].argmin(0)]
+            least = np.append(costs[choice, np.arange(len(kept))], np.inf)
+            for whole in range(unit, limit + 1):
+                total = least[band] + sliding_window_view(after[depth - 1, whole - unit, 1:], longest)[:size]
+                length = total.argmin(1)
+                value = total[starts, length]
+                better = value < after[depth, whole, :size]
+                after[depth, whole, :size][better] = value[better]
+                stops[depth, whole, better] = (starts + 1 + length)[better]
+                chosen[depth, whole, better] = np.append(choice, -1)[band[starts, length]][better]
+        if not np.isfinite(after[depth, :, :size]).any():
             break
+    best = after[:, :, 0].min()
     if not np.isfinite(best):
         return None
+    depth, whole = (int(i) for i in np.argwhere(after[:, :, 0] == best)[0])
     parts, start = [], 0
-    for depth in range(best_depth, 0, -1):
-        stop, choice = steps[depth - 1]
-        end = int(stop[start])
-        option = int(options[choice[short[problem.types[start, end]]]])
-        parts.append(Part(option=option, start=start, stop=end))
-        start = end
-    return best, tuple(parts)
+    for behind in range(depth, 0, -1):
+        option, end = int(chosen[behind, whole, start]), int(stops[behind, whole, start])
+        parts.append(Part(option=int(options[option]), start=start, stop=end))
+        start, whole = end, whole - int(units[option])
+    return float(best), tuple(parts)

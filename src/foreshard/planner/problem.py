@@ -10,8 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Family(NamedTuple):
+    """Pipelines of one micro-batch: wherever they lie, or within one link domain of a kind of devices."""
+
+    micro_batch: int
+    kind: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,8 +55,14 @@ class Problem:
         A step on D devices takes 1 + jitter * max(0, log2(D / 8)) times as long.
     names : tuple
         What the caller needs to make a stage of each option.
+    leave_s : ndarray, shape (options, types), or None
+        Seconds that a stage takes longer unless all of its pipeline lies within one link domain.
+    domains : tuple of int
+        Devices of each kind that share a link domain; empty where `leave_s` is None.
     bands : ndarray of int, shape (num_layers, num_layers)
         `types` by start and length less one; -1 past the end.
+    far_s : ndarray, shape (options, types)
+        Times of stages of pipelines that no link domain holds.
     """
 
     counts: tuple[int, ...]
@@ -65,8 +79,13 @@ class Problem:
     hop_s: np.ndarray
     jitter: float = 0.0
     names: tuple[Hashable, ...] = ()
+    leave_s: np.ndarray | None = None
+    domains: tuple[int, ...] = ()
     bands: np.ndarray = field(init=False)
-    _by_size: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(init=False, default_factory=dict)
+    far_s: np.ndarray = field(init=False)
+    _by_family: dict[Family, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Lay types out by start and length, shape (num_layers, num_layers); -1 past the end."""
@@ -75,18 +94,38 @@ class Problem:
         inside = np.minimum(stop, size)
         types = np.where(stop <= size, self.types[np.arange(size)[:, None], inside], -1)
         object.__setattr__(self, "bands", types)
+        far = self.time_s if self.leave_s is None else self.time_s + self.leave_s
+        object.__setattr__(self, "far_s", far)
 
     @property
     def num_layers(self) -> int:
         """Return the places of the chain."""
         return len(self.types) - 1
 
-    def options_of(self, micro_batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the options of one micro-batch, their `time_s` and `max_in_flight`."""
-        if micro_batch not in self._by_size:
-            options = np.flatnonzero(self.micro_batch == micro_batch)
-            self._by_size[micro_batch] = (options, self.time_s[options], self.max_in_flight[options])
-        return self._by_size[micro_batch]
+    @property
+    def families(self) -> list[Family]:
+        """Return the families of pipelines: by micro-batch those of any place, and those within a domain."""
+        sizes = [int(size) for size in np.unique(self.micro_batch)]
+        within = [Family(size, kind) for kind in range(len(self.domains)) for size in sizes]
+        return [*(Family(size) for size in sizes), *within]
+
+    def options_of(self, family: Family) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the options of a family, the times of their stages and `max_in_flight`."""
+        if family not in self._by_family:
+            fits = self.micro_batch == family.micro_batch
+            if family.kind is not None:
+                devices = self.takes.sum(1)
+                fits &= (self.takes[:, family.kind] == devices) & (devices <= self.domains[family.kind])
+            options = np.flatnonzero(fits)
+            times = self.time_s if family.kind is not None else self.far_s
+            self._by_family[family] = (options, times[options], self.max_in_flight[options])
+        return self._by_family[family]
+
+    def tail_between(self, pipelines: tuple[int, int]) -> np.ndarray:
+        """Return the least `tail_s` for any number of pipelines from fewest to most, shape (options, types)."""
+        first = max(int(np.searchsorted(self.copies, pipelines[0], side="right")) - 1, 0)
+        last = max(int(np.searchsorted(self.copies, pipelines[1], side="right")) - 1, first)
+        return self.tail_s[first] if first == last else self.tail_s[first : last + 1].min(0)
 
     def tail_of(self, num_pipelines: int) -> np.ndarray:
         """Return `tail_s` for so many pipelines, shape (options, types)."""
@@ -144,10 +183,18 @@ class Pace:
 
 def stage_seconds(problem: Problem, template: Template) -> np.ndarray:
     """Return the seconds of one micro-batch on each stage, messages included."""
-    times = [problem.time_s[part.option, problem.types[part.start, part.stop]] for part in template]
+    table = problem.time_s if problem.leave_s is None or is_within(problem, template) else problem.far_s
+    times = [table[part.option, problem.types[part.start, part.stop]] for part in template]
     for i in range(1, len(template)):
         times[i] += problem.hop_s[template[i - 1].option, template[i].option]
     return np.array(times)
+
+
+def is_within(problem: Problem, template: Template) -> bool:
+    """Return whether one link domain can hold all of a pipeline."""
+    takes = takes_of(problem, template)
+    kinds = np.flatnonzero(takes)
+    return len(kinds) == 1 and bool(problem.domains) and int(takes.sum()) <= problem.domains[kinds[0]]
 
 
 def pace_of(problem: Problem, template: Template) -> Pace:

@@ -14,9 +14,10 @@ import numpy as np
 
 from foreshard.planner.configuration import columns_of, fractional_mix, samples_of, whole_mix
 from foreshard.planner.enumeration import all_templates, best_of_all, undominated
-from foreshard.planner.pricing import Pricing, cheapest_path
+from foreshard.planner.pricing import Pricing, Stages, cheapest_path
 from foreshard.planner.problem import (
     Arrangement,
+    Family,
     Problem,
     Template,
     pace_of,
@@ -33,8 +34,10 @@ _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.
 _KEPT = 96
 _ALIKE = 3
 _UNMIXED = 4
-_ALSO = 0.015
-_OTHERS = 4
+_CLOSER = 4
+_CLOSE = 1.002
+_MIXED = 96
+_MIX_S = 0.2
 _TOLERANCES = (5e-3, 1e-3)
 _FEW_DEVICES = 10
 _FEW_LAYERS = 10
@@ -88,6 +91,7 @@ class _Search:
     made: dict[Arrangement, float] = field(default_factory=dict)
     columns: dict[Template, None] = field(default_factory=dict)
     prices: np.ndarray | None = None
+    stages: dict[tuple[int, int], dict[Family, Stages]] = field(default_factory=dict)
     evaluated: int = 0
     interrupted: bool = False
 
@@ -95,12 +99,19 @@ class _Search:
     def longest_s(self) -> float:
         """Return a time that no stage of a plan worth looking at takes."""
         usable = np.isfinite(self.problem.time_s) & (self.problem.max_in_flight > 0)
-        return min(self.best_s, float(self.problem.time_s[usable].max()) if usable.any() else np.inf)
+        return min(self.best_s, float(self.problem.far_s[usable].max()) if usable.any() else np.inf)
 
     @property
     def aim_s(self) -> float:
         """Return the time, spread apart, below which a range of pipelines is worth working out."""
         return min(self.best_s, self.beat_s) / _factor(self) / (1.0 + self.target_gap)
+
+    def pricing(self, pipelines: tuple[int, int], prices: np.ndarray) -> Pricing:
+        """Return pipelines at some prices, for a number of them in a range."""
+        return Pricing(
+            problem=self.problem, pipelines=pipelines, prices=prices, longest_s=self.longest_s,
+            stages=self.stages.setdefault(pipelines, {}),
+        )  # fmt: skip
 
     def near(self, bound_s: float) -> bool:
         """Return whether no more than the wanted gap can lie between a bound and the best arrangement."""
@@ -165,18 +176,8 @@ def solve(
         small = all_templates(problem) if _is_small(problem) else None
         if small is not None:
             return _solve_small(search, small, ranges, ladder)
-        bounds = {one: ladder["compute"] + _least_tail(problem, one[0]) for one in ranges}
         _seed(search, start, columns)
-        if start is None and not columns:
-            _first_columns(search, ladder["compute"])
-        order = {one: _estimate(search, one, bounds[one]) for one in ranges}
-        for tolerance in _TOLERANCES:
-            for one in sorted(ranges, key=order.__getitem__):
-                if not search.near(bounds[one]):
-                    found = _search_range(search, one, bounds[one], tolerance)
-                    bounds[one] = max(bounds[one], found)
-            # Then the ranges that hold the bound down, finer.
-            order = dict(bounds)
+        _bound_ranges(search, ranges, ladder["compute"], bounds)
     except KeyboardInterrupt:
         search.interrupted = True
     lower = min(bounds.values(), default=np.inf) * _factor(search)
@@ -196,6 +197,44 @@ def solve(
         excluded=0,
         interrupted=search.interrupted or (search.late and search.best is not None),
     )
+
+
+def _bound_ranges(
+    search: _Search, ranges: list[tuple[int, int]], compute_s: float, bounds: dict[tuple[int, int], float]
+) -> None:
+    """Work out the range of pipelines that holds the bound down, again and again, in halves where it is wide.
+
+    A range of several rows of tails is bounded with the least of them, so that every number of pipelines has a
+    bound at any time.
+    """
+    bounds.clear()
+    whole = [ranges[:1], ranges[1:]] if len(ranges) > 1 else [ranges]
+    rows = {(some[0][0], some[-1][1]): some for some in whole}
+    bounds |= {one: compute_s + _least_tail(search.problem, one) for one in rows}
+    fineness = dict.fromkeys(bounds, 0)
+    pending = set(bounds)
+    if not search.columns:
+        _first_columns(search, compute_s)
+    while pending and not (search.late and search.best is not None):
+        one = min(pending, key=bounds.__getitem__)
+        if search.near(bounds[one]):
+            break
+        found = _search_range(search, one, bounds[one], _TOLERANCES[fineness[one]])
+        bounds[one] = max(bounds[one], found)
+        some = rows[one]
+        if search.near(bounds[one]):
+            pending.remove(one)
+        elif len(some) > 1:
+            pending.remove(one)
+            floor = bounds.pop(one)
+            for half in (some[: len(some) // 2], some[len(some) // 2 :]):
+                part = half[0][0], half[-1][1]
+                rows[part], bounds[part], fineness[part] = half, floor, 0
+                pending.add(part)
+        elif fineness[one] + 1 < len(_TOLERANCES):
+            fineness[one] += 1
+        else:
+            pending.remove(one)
 
 
 def _is_small(problem: Problem) -> bool:
@@ -287,8 +326,8 @@ def _fewest(problem: Problem, weights: np.ndarray) -> tuple[float, Template | No
     return best, template
 
 
-def _least_tail(problem: Problem, copies: int) -> float:
-    tail = problem.tail_of(copies)
+def _least_tail(problem: Problem, pipelines: tuple[int, int]) -> float:
+    tail = problem.tail_between(pipelines)
     usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
     return float(tail[usable].min()) if usable.any() else 0.0
 
@@ -341,7 +380,7 @@ def _simple_bounds(search: _Search) -> dict[str, float]:
     rates = np.array([_rate(problem, kind) for kind in range(len(problem.counts))])
     search.prices = np.where(rates > 0, rates, rates.max() * 1e-3)
     compute = _fluid_s(search, float(sum(problem.counts)))
-    return {"compute": compute, "sync": compute + _least_tail(problem, 1)}
+    return {"compute": compute, "sync": compute + _least_tail(problem, (1, sum(problem.counts)))}
 
 
 def _rate(problem: Problem, kind: int) -> float:
@@ -367,7 +406,7 @@ def _first_columns(search: _Search, compute_s: float) -> None:
     problem = search.problem
     copies = problem.copies[len(problem.copies) // 3]
     prices = search.prices * compute_s
-    pricing = Pricing(problem=problem, num_pipelines=copies, prices=prices, longest_s=search.longest_s)
+    pricing = search.pricing((copies, copies), prices)
     pricing.start()
     for box in pricing.boxes.values():
         search.columns[box.template] = None
@@ -389,12 +428,6 @@ def _varied(problem: Problem, templates: Sequence[Template]) -> list[Template]:
     return kept
 
 
-def _estimate(search: _Search, pipelines: tuple[int, int], bound: float) -> float:
-    """Return the time in which the columns so far get through the batch, inf if they cannot."""
-    mix = _priced(search, pipelines, bound) if search.columns else None
-    return np.inf if mix is None else mix[0]
-
-
 def _search_range(search: _Search, pipelines: tuple[int, int], floor: float, tolerance: float) -> float:
     """Return a bound on steps with a number of pipelines in a range, and offer the best of them on the way.
 
@@ -405,9 +438,7 @@ def _search_range(search: _Search, pipelines: tuple[int, int], floor: float, tol
     bound, mix = floor, _priced(search, pipelines, floor)
     for round_ in range(_ROUNDS):
         reached, prices = mix or (np.inf, search.prices * max(bound, 1e-12) * 2.0**round_)
-        pricing = Pricing(
-            problem=problem, num_pipelines=pipelines[0], prices=prices, longest_s=search.longest_s
-        )
+        pricing = search.pricing(pipelines, prices)
         pricing.start()
         if not pricing.boxes:
             return np.inf
@@ -465,30 +496,50 @@ def _priced(search: _Search, pipelines: tuple[int, int], low: float) -> tuple[fl
 
 
 def _whole(search: _Search, pipelines: tuple[int, int], bound: float) -> None:
-    """Offer whole numbers of the columns, for times from the bound on until some get through the batch.
+    """Offer whole numbers of the columns: for times from the bound on until some get through the batch.
 
-    A few more than the first are offered: what the problem takes at its best may tell them apart wrongly.
+    Then for times between what fractions need and the best so far, as long as that closes in.
     """
     problem = search.problem
     templates = [one for one in search.columns if np.all(takes_of(problem, one) <= np.array(problem.counts))]
-    if not templates:
+    mix = _priced(search, pipelines, bound) if templates else None
+    if mix is None:
         return
-    takes, got_through = columns_of(problem, templates), 0
+    low, prices = mix
+    takes = columns_of(problem, templates)
     for stretch in _STRETCH:
-        seconds = bound * (1.0 + stretch)
-        if (
-            seconds * _factor(search) >= search.best_s * (1.0 + _ALSO)
-            or got_through >= _OTHERS
-            or (search.late and search.best is not None)
-        ):
+        if np.isfinite(search.best_s) or search.interrupted:
+            break
+        _offer_whole(search, pipelines, templates, takes, low * (1.0 + stretch), prices)
+    for _ in range(_CLOSER):
+        high = search.best_s / _factor(search)
+        if high <= low * _CLOSE or search.late:
             return
-        samples = samples_of(problem, templates, pipelines[0], seconds)
-        keep = samples > 0
-        if not keep.any():
-            continue
-        chosen = whole_mix(takes[:, keep], samples[keep], problem.counts, pipelines)
-        if chosen is None:
-            continue
-        some = [one for one, kept in zip(templates, keep, strict=True) if kept]
-        search.offer([one for one, n in zip(some, chosen, strict=True) for _ in range(n)])
-        got_through += float(samples[keep] @ chosen) >= problem.global_batch
+        middle = low + 0.6 * (high - low)
+        if not _offer_whole(search, pipelines, templates, takes, middle, prices):
+            low = middle
+
+
+def _offer_whole(
+    search: _Search,
+    pipelines: tuple[int, int],
+    templates: Sequence[Template],
+    takes: np.ndarray,
+    seconds: float,
+    prices: np.ndarray,
+) -> bool:
+    """Offer whole numbers of some pipelines that get through most in so many seconds; return whether it is all."""
+    problem = search.problem
+    samples = samples_of(problem, templates, pipelines[0], seconds)
+    # Those that are worth most beyond the devices they take, at what devices are worth to fractions.
+    order = np.argsort(-(samples - prices @ takes), kind="stable")
+    keep = order[samples[order] > 0][:_MIXED]
+    if not len(keep):
+        return False
+    limit = min(_MIX_S, max(0.02, search.deadline - time.perf_counter()))
+    chosen = whole_mix(takes[:, keep], samples[keep], problem.counts, pipelines, limit_s=limit)
+    if chosen is None:
+        return False
+    before = search.best_s
+    search.offer([templates[i] for i, n in zip(keep, chosen, strict=True) for _ in range(n)])
+    return float(samples[keep] @ chosen) >= problem.global_batch and search.best_s < before

@@ -36,7 +36,7 @@ COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 _RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
 _MICRO_BATCHES = (1, 2, 4)
-_WIDTHS = (1, 2, 4, 8)
+_WIDTHS = tuple(range(1, 9))
 _MAX_STAGES = 16
 
 
@@ -70,6 +70,7 @@ def price_stages(
     extra: Sequence[StageKind] = (),
     compute_only: bool = False,
     apart: bool = False,
+    by_domain: bool = False,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
@@ -87,19 +88,29 @@ def price_stages(
     apart : bool
         Pipelines share no link domain, are as wide as each other and send over the network, instead of all at
         its best: no bound, but nearer to what plans take.
+    by_domain : bool
+        Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`. Without
+        it all messages are taken to stay inside as soon as any pipeline fits a domain.
     """
     kinds = list(dict.fromkeys((*_options(request, use), *extra)))
     types = _stage_types(request)
     rooms = _rooms(request, kinds, types, reserve_bytes)
-    crosses = _fewest_devices(kinds, types, rooms) > max(domain_block(request.cluster.nodes[g]) for g in use)
+    domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
+    blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
+    crosses = _fewest_devices(kinds, types, rooms) > max(domains)
     batch = _batch(request, use, kinds, types, crosses=crosses or apart)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
     time_s = np.broadcast_to(seconds, shape)
+    leave_s = None
+    if by_domain and not (crosses or apart or compute_only):
+        far = stage_times(_batch(request, use, kinds, types, crosses=True)).total
+        leave_s = (np.broadcast_to(far, shape) - time_s).T.copy()
     alone = _batch(request, use, kinds, types, crosses=apart)
     tails = [
-        np.broadcast_to(_tail(alone, stage, copies, apart=apart), shape).T for copies in _copies(request)
+        np.broadcast_to(_tail(alone, stage, copies, blocks, apart=apart), shape).T
+        for copies in _copies(request)
     ]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
@@ -120,22 +131,40 @@ def price_stages(
         hop_s=np.zeros((len(kinds), len(kinds))),
         jitter=request.constants.jitter,
         names=tuple(kinds),
+        leave_s=leave_s,
+        domains=() if leave_s is None else tuple(domains),
     )
 
 
-def _tail(batch: Batch, stage: StageTimes, copies: int, *, apart: bool) -> np.ndarray:
+def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, apart: bool) -> np.ndarray:
     """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
 
-    Other pipelines have at least half as many inner data-parallel ranks for the same layers, and a domain
-    holds no more replicas than stages as narrow as this one find room for; both are terms of the space.
+    Stages of the same layers in other pipelines lie in other link domains and have half to twice as many inner
+    data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for. All are
+    terms of the space.
     """
     rank = batch.machine.rank
-    replicas = rank.shard + (copies - 1) * np.ceil(rank.shard / 2.0)
-    stride = rank.tp
-    if apart:
-        replicas = rank.shard * copies
-        own = np.minimum(rank.shard, np.maximum(1.0, np.floor(batch.machine.fabric.domain / rank.tp)))
-        stride = np.where(replicas > 1, batch.machine.fabric.domain / own * (1.0 - 1e-9), 1.0)
+    width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
+    if apart or copies == 1:
+        return _tail_of(batch, stage, width * copies, np.minimum(width, room), blocks)
+    # The engine takes the mean over domains for what each holds: at most twice as many as this stage has ranks,
+    # and then every domain but one at least one less.
+    fewest = width + (copies - 1) * np.ceil(width / 2.0)
+    tail = _tail_of(batch, stage, fewest, np.minimum(width, blocks), blocks)
+    twice = np.minimum(np.ceil(width * (2.0 - 1.0 / copies)), room) >= 2.0 * width
+    if not twice.any():
+        return tail
+    many = np.maximum(fewest, (2.0 * width - 1.0) * copies + 1.0)
+    other = _tail_of(batch, stage, many, np.where(twice, 2.0 * width, width), blocks)
+    return np.where(twice, np.minimum(tail, other), tail)
+
+
+def _tail_of(
+    batch: Batch, stage: StageTimes, replicas: np.ndarray, inside: np.ndarray, blocks: np.ndarray
+) -> np.ndarray:
+    """Return the tail of every stage when so many ranks join its gradients, some of them inside each domain."""
+    rank = batch.machine.rank
+    stride = np.where(replicas > 1, blocks / inside * (1.0 - 1e-9), 1.0)
     spread = replace(rank, dp=replicas, copies=replicas / rank.shard, sync_stride=stride)
     sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     return np.asarray(sync + optimizer)
@@ -161,7 +190,8 @@ def _options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
         for tp, width, rule, size in product(degrees, _WIDTHS, rules, _MICRO_BATCHES):
             ranks = tp * width
             whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
-            if ranks > nodes.num_devices or not whole or width * size > request.global_batch:
+            usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
+            if ranks > nodes.num_devices or not (whole and usual) or width * size > request.global_batch:
                 continue
             found.append(
                 StageKind(

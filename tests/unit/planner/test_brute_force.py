@@ -52,11 +52,15 @@ def random_problem(seed: int) -> Problem:
                 time_s[k, t] = work[start:stop].sum() / speed * micro[k] + overhead
                 tail_s[:, k, t] = np.array([0.0, 0.5, 0.8]) * held * 0.5 + 0.05
                 rooms[k, t] = max(0, int(rng.integers(3, 7) / max(held, 0.1) - 1.0))
+    near = rng.random() < 0.5
+    leave = np.repeat(rng.uniform(0.05, 0.6, (options, 1)), size, axis=1) if near else None
+    domains = tuple(int(n) for n in rng.integers(1, 4, kinds)) if near else ()
     hops = np.zeros((options, options)) if rng.random() < 0.5 else rng.uniform(0.0, 0.3, (options, options))
     return Problem(
         counts=counts, global_batch=int(rng.integers(2, 20)), max_stages=int(rng.integers(2, 5)), types=types,
         takes=takes, micro_batch=micro, grain=grain, time_s=time_s, copies=(1, 2, 3), tail_s=tail_s,
-        max_in_flight=rooms, hop_s=hops, jitter=float(rng.choice([0.0, 0.01])),
+        max_in_flight=rooms, hop_s=hops, jitter=float(rng.choice([0.0, 0.01])), leave_s=leave,
+        domains=domains,
     )  # fmt: skip
 
 
@@ -171,9 +175,9 @@ def test_paths_by_loops_and_by_arrays_are_equal(seed):
     problem = random_problem(seed)
     rng = np.random.default_rng(seed)
     prices = rng.random(len(problem.counts))
-    for size in np.unique(problem.micro_batch):
+    for family in problem.families:
         limits = (float(rng.uniform(0.1, 1.0)), float(rng.uniform(1.0, 6.0)))
-        asked = (problem, problem.tail_of(2), prices, int(size), limits, float(rng.uniform(0.2, 2.0)))
+        asked = (problem, problem.tail_of(2), prices, family, limits, float(rng.uniform(0.2, 2.0)))
         loops, arrays = pricing._path_of_loops(*asked), pricing._path_of_arrays(*asked)
         assert (loops is None) == (arrays is None)
         if loops is not None:

@@ -71,15 +71,19 @@ def some_arrangement(problem: Problem, rng: np.random.Generator) -> Arrangement 
 
 
 def in_space(plan: Plan, request: Request) -> bool:
-    """Return whether a plan keeps the last two terms of the stated space."""
+    """Return whether a plan keeps the last three terms of the stated space."""
     nodes, domains = request.cluster.nodes, link_domains(request.cluster)
     ends = np.cumsum([group.num_devices for group in nodes])
     stages = [stage for group in plan.groups for stage in group.stages]
+    pipeline = {stage.ranks: g for g, group in enumerate(plan.groups) for stage in group.stages}
     for stage in stages:
         (start, stop), *_ = stage.layers
         for other in stages:
             meets = other.layers[0][0] < stop and start < other.layers[0][1]
             if meets and stage.inner_dp > 2 * other.inner_dp:
+                return False
+            near = set(domains[list(stage.ranks)].tolist()) & set(domains[list(other.ranks)].tolist())
+            if meets and near and pipeline[stage.ranks] != pipeline[other.ranks]:
                 return False
         group = nodes[int(np.searchsorted(ends, stage.ranks[0], side="right"))]
         strides = stage_strides(plan, stage, domains, domain_block(group))
@@ -93,7 +97,7 @@ def test_no_plan_is_faster_by_the_engine(case):
     request, rng = asked(*case), np.random.default_rng(11)
     judged = 0
     for use in ((0, 1), (0,), (1,)):
-        problem = price_stages(request, use)
+        problem = price_stages(request, use, by_domain=True)
         for _ in range(1500):
             arrangement = some_arrangement(problem, rng)
             if arrangement is None or judged >= 40 * (1 + len(use) % 2):
