@@ -1,0 +1,89 @@
+"""Random numbers by key and place: no state, and the same on every device.
+
+A row's numbers are the finaliser of splitmix64 over key + place x golden ratio, in 64-bit integers, which all
+devices compute alike. Rows of different keys do not depend on each other or on how rows are put together.
+
+Source
+------
+Steele, Lea and Flood 2014, fast splittable pseudorandom number generators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_AT_ONCE = 1 << 24
+"""Numbers computed together; more go row by row, for the sake of memory."""
+
+
+def key_of(*numbers: int) -> int:
+    """Return 64 bits that depend on every number and its place."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + _GOLDEN & _MASK
+        state = (state ^ state >> 30) * _FIRST & _MASK
+        state = (state ^ state >> 27) * _SECOND & _MASK
+        state ^= state >> 31
+    return state
+
+
+def bits(keys: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Return 64 random bits as int64 for every element of the rows.
+
+    Parameters
+    ----------
+    keys : sequence of int
+        One per row.
+    shape : sequence of int
+        Of a row.
+    device : torch.device
+
+    Returns
+    -------
+    Tensor, shape (rows, *shape)
+    """
+    count = math.prod(shape)
+    if len(keys) > 1 and len(keys) * count > _AT_ONCE:
+        return torch.cat([bits([key], shape, device) for key in keys])
+    place = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN))
+    start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64).to(device)
+    value = place + start[:, None]
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        value ^= (value >> shift).bitwise_and_((1 << 64 - shift) - 1)
+        value *= _signed(factor)
+    value ^= (value >> 31).bitwise_and_((1 << 33) - 1)
+    return value.view(len(keys), *shape)
+
+
+def at_least(drawn: Tensor, p: float) -> Tensor:
+    """Return where uniform numbers of these bits are p or more."""
+    if p >= 1.0:
+        return torch.zeros_like(drawn, dtype=torch.bool)
+    return drawn >= int(p * 2.0**64) - 2**63
+
+
+def uniform(drawn: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in [0, 1) of these bits."""
+    width = 53 if dtype is torch.float64 else 24 if dtype is torch.float32 else 8
+    return ((drawn >> 64 - width) + 2 ** (width - 1)).to(dtype) * 2.0**-width
+
+
+def normal(drawn: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers of two draws of bits.
+
+    Source
+    ------
+    Box and Muller 1958.
+    """
+    radius = (-2.0 * torch.log1p(-uniform(drawn, torch.float64))).sqrt()
+    return (radius * torch.cos(2.0 * math.pi * uniform(second, torch.float64))).to(dtype)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
