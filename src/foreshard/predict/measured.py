@@ -219,17 +219,17 @@ def _synced(
     """Return when each rank has the sum of all its gradients: segments in order, one ring each."""
     clock = {rank: float(told["end_s"]) for rank, told in done.items()}
     free = dict.fromkeys(done, 0.0)
-    segments: dict[tuple[int, ...], list[int]] = {}
-    for layer in range(len(costs.layers)):
-        owners = tuple(sorted(rank for rank, told in done.items() if layer in told["ready_s"]))
-        if costs.layers[layer].parameter_bytes > 0:
-            segments.setdefault(owners, []).append(layer)
-    for owners, layers in sorted(segments.items()):
-        if len(owners) < 2:
-            continue
-        size = sum(costs.layers[layer].parameter_bytes for layer in layers)
-        ready = max(max(free[rank], *(done[rank]["ready_s"][layer] for layer in layers)) for rank in owners)
-        end = ready + costs.ring_s(cluster, owners, size)
+    segments: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
+    for layers, size in costs.summed():
+        owners = tuple(sorted(rank for rank, told in done.items() if not told["ready_s"].keys().isdisjoint(layers)))
+        if size > 0 and len(owners) > 1:
+            segments.setdefault(owners, []).append((layers, size))
+    for owners, parts in sorted(segments.items()):
+        held = {layer for layers, _ in parts for layer in layers}
+        ready = max(
+            max(free[rank], *(t for layer, t in done[rank]["ready_s"].items() if layer in held)) for rank in owners
+        )
+        end = ready + costs.ring_s(cluster, owners, sum(size for _, size in parts))
         for rank in owners:
             free[rank] = end
             clock[rank] = max(clock[rank], end)

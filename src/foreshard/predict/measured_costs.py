@@ -74,6 +74,8 @@ class MeasuredCosts:
     path : str
     links : MeasuredLinks
         What is not in them the cluster says.
+    tied : tuple of (layers, bytes)
+        Parameters that several layers share: each of the layers counts it in its own bytes.
     largest : int
         Samples of the largest micro-batch that was timed.
     """
@@ -89,6 +91,7 @@ class MeasuredCosts:
     model: str = ""
     machine: str = ""
     largest: int = 8
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is.
@@ -109,6 +112,14 @@ class MeasuredCosts:
     def layers_on(self, device: str) -> tuple[LayerCost, ...]:
         """Return the layers as measured on a device, or on the one that `slow_of` it refers to."""
         return self.tables.get(device, self.layers)
+
+    def summed(self) -> list[tuple[tuple[int, ...], float]]:
+        """Return the trained bytes that layers have each for itself, and those they share."""
+        own = [layer.parameter_bytes for layer in self.layers]
+        for layers, size in self.tied:
+            for layer in layers:
+                own[layer] -= size
+        return [*(((layer,), size) for layer, size in enumerate(own)), *self.tied]
 
     def work_s(self, device: str, span: tuple[int, int], name: str, samples: int) -> float:
         """Return the seconds that a device needs for samples on layers [start, stop)."""
@@ -188,6 +199,7 @@ def _parsed(data: Any, path: str) -> MeasuredCosts:
         clock=str(data["clock"]), tokens_per_sample=float(data["tokens_per_sample"]), path=path,
         links=MeasuredLinks.parsed(data.get("links")), model=str(data.get("model", "")),
         machine=str(data.get("machine", "")), largest=int(max(data["samples"])),
+        tied=tuple((tuple(map(int, one["layers"])), float(one["bytes"])) for one in data.get("tied", [])),
     )  # fmt: skip
 
 

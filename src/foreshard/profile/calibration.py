@@ -84,7 +84,7 @@ def calibrate(
         "tables": layers, "devices": devices or {"here": 1.0},
         "spread": [min(low for low, _ in spreads), max(high for _, high in spreads)],
         "links": fitted_links(timed), "launch_s": timed["launch_s"] if timed else None,
-        "samples": sorted(int(n) for n in profile["passes"]),
+        "samples": sorted(int(n) for n in profile["passes"]), "tied": profile.get("tied", []),
     }  # fmt: skip
 
 

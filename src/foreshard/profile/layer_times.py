@@ -33,6 +33,7 @@ class Trainable(Protocol):
 
     dataset: Any
     path: str | None
+    tied: tuple[tuple[tuple[int, str], ...], ...]
 
     @property
     def num_layers(self) -> int:
@@ -105,6 +106,7 @@ def profile_layers(
         modules = [job.layer(i).to(device) for i in range(job.num_layers)]
         if "bytes" not in began:
             began["bytes"] = [_layer_bytes(module) for module in modules]
+            began["tied"] = [_tied_bytes(modules, group) for group in job.tied]
             began["optimizer"] = _optimizer_times(job, modules, repeats)
         for place, number in enumerate(missing):
             tell(f"timing {number} samples ({place + 1} of {len(missing)} sizes, {repeats} passes)")
@@ -235,6 +237,14 @@ def _saved_bytes(job: Trainable, modules: list[nn.Module], batch: Any, number: i
         boundary.append(float(sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))))
     output = values[0] if len(values) == 1 else values
     return {"saved_bytes": saved, "boundary_bytes": boundary, "output": output}
+
+
+def _tied_bytes(modules: list[nn.Module], group: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """Return the layers that share a parameter, and its bytes; 0 where it is frozen."""
+    layer, name = group[0]
+    shared = modules[layer].get_parameter(name)
+    size = shared.numel() * shared.element_size() if shared.requires_grad else 0
+    return {"layers": sorted({place for place, _ in group}), "bytes": float(size)}
 
 
 def _layer_bytes(module: nn.Module) -> dict[str, float]:

@@ -20,8 +20,8 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
     for layer, held in enumerate(profile["bytes"]):
         times = [median(one[layer][1] for one in passes[phase]) for phase in ("forward", "backward")]
         update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
-        rows.append((layer, *map(seconds, times), seconds(update), _mb(held["parameter_bytes"]),
-                     _mb(kept[layer] / int(most))))  # fmt: skip
+        sizes = (_mb(held["parameter_bytes"]), _mb(kept[layer] / int(most)))
+        rows.append((layer, *map(seconds, times), seconds(update), *sizes))
     tables = [table(f"layers, {most} samples, wall time", _LAYER, rows, spare=(">optimizer",))]
     if profile.get("links"):
         tables.append(_links_table(profile["links"]))
@@ -32,11 +32,15 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
 
 
 def _links_table(links: Mapping[str, Any]) -> Table:
-    rows = []
+    sizes = sorted({one["bytes"] for one in links["messages"]})
+    rows: dict[tuple[str, str], dict[int, str]] = {}
     for kind in ("messages", "sums"):
         for one in links[kind]:
-            rows.append((kind[:-1], " ".join(map(str, one["ranks"])), one["bytes"], seconds(median(one["seconds"]))))
-    return table(f"links, {links['backend']}", ("what", "ranks", ">bytes", ">time"), rows)
+            key = (kind[:-1], " ".join(map(str, one["ranks"])))
+            rows.setdefault(key, {})[one["bytes"]] = seconds(median(one["seconds"]))
+    columns = ("what", "ranks", *(f">{_size(size)}" for size in sizes))
+    title = f"links, {links['backend']}; a launch takes {seconds(links['launch_s'])}"
+    return table(title, columns, [(*key, *(row.get(size) for size in sizes)) for key, row in rows.items()])
 
 
 def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
@@ -44,10 +48,12 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
     rows = []
     for layer, told in enumerate(costs["layers"]):
         fixed, each = (told["forward_s"][i] + told["backward_s"][i] for i in (0, 1))
-        rows.append((layer, seconds(fixed), seconds(each), seconds(told["optimizer_s"]), percent(told["relative_error"])))
+        times = (seconds(fixed), seconds(each), seconds(told["optimizer_s"]))
+        rows.append((layer, *times, percent(told["relative_error"])))
     low, high = costs["spread"]
     devices = ", ".join(f"{name} x{factor:g}" for name, factor in costs["devices"].items())
-    notes = [f"Passes spread from {low:.3f} to {high:.3f} of their median.", f"Written to {path}." if path else "Not written: give -o FILE."]
+    written = f"Written to {path}." if path else "Not written: give -o FILE."
+    notes = [f"Passes spread from {low:.3f} to {high:.3f} of their median.", written]
     for name, link in (costs["links"] or {}).items():
         if link is not None:
             notes.insert(0, (
@@ -55,15 +61,23 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
                 f"{seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
                 f"{percent(link['relative_error'])} off (median)."
             ))  # fmt: skip
+    columns = (">layer", ">fixed", ">a sample", ">optimizer", ">line off")
     return Screen(
         header=(f"{costs['model']} on {costs['machine']}, {costs['clock']} clock; devices: {devices}",),
-        tables=(table("layers: forward and backward", (">layer", ">fixed", ">a sample", ">optimizer", ">line off"), rows),),
+        tables=(table("layers: forward and backward", columns, rows),),
         notes=tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _mb(num_bytes: float) -> str:
     return f"{digits(num_bytes / 1e6)} MB"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:g} {name}"
+    return f"{num_bytes} B"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def job():
     widths = (6, 5, 4)
     return SimpleNamespace(
-        path="made.py", num_layers=2, dataset=[torch.ones(6) * i for i in range(3)], collate=torch.stack,
+        path="made.py", num_layers=2, tied=(), dataset=[torch.ones(6) * i for i in range(3)], collate=torch.stack,
         layer=lambda i: nn.Sequential(nn.Linear(widths[i], widths[i + 1]), nn.Tanh()), inputs=lambda batch: batch,
         loss=lambda output, batch: (output.sum(), batch.shape[0] * 7), optimizer=lambda p: torch.optim.AdamW(p),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def made_up(lines=((1e-3, 2e-3), (0.0, 5e-3)), noise=(1.0,), job="j", device="cp
     told = {"job": job, "layers": 2, "device": device, "processor": "p", "accelerator": ""}
     return {
         "schema_version": 1, "kind": "profile", "complete": True, "date": "2026-01-01", "fingerprint": told,
-        "passes": passes, "bytes": [{"parameter_bytes": 4.0, "frozen_bytes": 0.0}] * 2, "tokens_per_sample": 3.0,
+        "passes": passes, "bytes": [{"parameter_bytes": 4.0, "frozen_bytes": 0.0}] * 2, "tokens_per_sample": 3.0, "tied": [],
         "optimizer": [{"seconds": [[1e-4, 2e-4]], "state_bytes": 8.0}] * 2,
     } | more  # fmt: skip
 
