@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-_TIMEOUT_WORDS = ("timed out", "timeout", "unreachable", "no route")
+_LATE_WORDS = ("timed out", "timeout", "unreachable", "no route", "connect:")
 _IN_A_ROW = 2
+_SHORT_S = 60.0
 
 
 class Suspicion:
@@ -40,21 +41,23 @@ class Suspicion:
 
     def left(self, rank: int, number: int, reason: str) -> None:
         """Note why a rank left a generation."""
-        if any(word in reason.lower() for word in _TIMEOUT_WORDS):
+        if any(word in reason.lower() for word in _LATE_WORDS):
             self._late.setdefault(number, set()).add(rank)
 
     def judged(self, number: int, waiting: Collection[int], now_s: float) -> int | None:
         """Return the rank to leave out of the generation after `number`, if its link is to blame.
 
         That is the one that timed out most often in generations of the same ranks that failed in a row, each soon
-        after it began; of equals the highest, so that rank 0 stays.
+        after it began; of equals the highest, so that rank 0 stays. One failure is enough with a rank that was
+        suspected before.
         """
-        row = range(number - _IN_A_ROW + 1, number + 1)
+        known = any(self._times_out[rank] for rank in waiting)
+        row = range(number if known else number - _IN_A_ROW + 1, number + 1)
         if len(waiting) < 2 or any(self._members.get(n) != tuple(sorted(waiting)) for n in row):
             return None
         ends = [*(self._began_s[n] for n in row[1:]), now_s]
         lasted_s = [end - self._began_s[n] for n, end in zip(row, ends, strict=True)]
-        if max(lasted_s) > 4 * self._detect_s or not all(self._late.get(n) for n in row):
+        if max(lasted_s) > max(_SHORT_S, 6 * self._detect_s) or not all(self._late.get(n) for n in row):
             return None
         blamed = Counter(rank for n in row for rank in self._late[n])
         rank = max(blamed, key=lambda r: (blamed[r], r))
