@@ -23,7 +23,7 @@ _SOURCES = "Flags win over FORESHARD_* environment variables, these over --confi
 @click.command("schema")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """Describe a file format (cluster, plan, prediction, scenario, config), or list the frameworks and releases."""
+    """Describe a file format (cluster, plan, prediction, scenario, config), or list the frameworks."""
     if name is None:
         formats = [(one, read(one)["title"]) for one in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}

@@ -42,8 +42,9 @@ def command(
 ) -> None:
     """Run policies against a changing cluster, beside the bound of one who knows what will happen.
 
-    Policies see what was true in the batch before, and which devices are there. Those named @budget stay on the
-    best fixed devices that keep the budget, chosen with hindsight; a policy that breaks a budget is marked.
+    Policies see what was true in the batch before, and which devices are there. Those named @budget stay on
+    the best fixed devices that keep the budget, chosen with hindsight; a policy that breaks a budget is
+    marked.
 
     \b
     foreshard simulate examples/scenarios/stragglers.toml

@@ -1,4 +1,4 @@
-"""Where policies meet a path: states, subsets of devices, prices of batches and changes, each worked out once."""
+"""Where policies meet a path: states, subsets of devices, prices of batches and changes, each once."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ class Arena:
         self, structure: Structure, shares: tuple[int, ...], condition: int, pattern: int
     ) -> tuple[float, Mapping[str, float]]:
         """Return seconds and costs of a batch."""
-        key = (structure.workers, len(structure.groups), shares, condition, pattern)
-        if len(structure.groups) < len(structure.workers):
-            key = (structure, *key)
+        key = ("batch", structure, shares, condition, pattern)
         if key not in self._memo:
             self._memo[key] = self.price(self.state(condition, pattern), structure, shares)
         return self._memo[key]  # type: ignore[return-value]
@@ -125,7 +123,7 @@ class Arena:
         weight = np.bincount(path.condition, minlength=len(path.speed)) / path.num_slots
         return self.work.at(
             speed=1.0 / (weight @ (1.0 / path.speed)), price=weight @ path.price, link=weight @ path.link,
-            available=path.available.any(0),
+            available=np.asarray(path.available.any(0)),
         )  # fmt: skip
 
     def mean_sample_s(self) -> np.ndarray:

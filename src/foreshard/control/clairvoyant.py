@@ -2,8 +2,8 @@
 
 The best stationary policy that knows every state is a linear program over states and structures with the
 frequencies that the path has. Its Lagrangian dual is maximised: at any multipliers the sum over states of the
-least time plus priced cost is a bound, at the best ones it is the program's value. Changes of structure are free
-in it, and shares are real numbers.
+least time plus priced cost is a bound, at the best ones it is the program's value. Changes of structure are
+free in it, and shares are real numbers.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def bound_of(arena: Arena, budgets: Sequence[Budget]) -> Bound:
     Source
     ------
     Neely 2010, Stochastic Network Optimization, section 4.5: the stationary optimum as a linear program. With
-    empirical frequencies it bounds every policy on the path by Jensen: states visited f_s of the time, mixed in
-    any way.
+    empirical frequencies it bounds every policy on the path by Jensen: states visited f_s of the time, mixed
+    in any way.
     """
     return _dual(_table(arena, budgets, arena.path.num_slots), budgets)
 
 
 def multipliers_so_far(arena: Arena, budgets: Sequence[Budget], slots: int) -> tuple[float, ...]:
-    """Return what a unit of each budget was worth in the first slots of the path: what can be learned by then.
+    """Return what a unit of each budget was worth in the first slots: what can be learned by then.
 
     Infinite where these slots alone could not keep the budgets.
     """
@@ -113,7 +113,9 @@ def _table(arena: Arena, budgets: Sequence[Budget], slots: int) -> _Table:
     seen = np.stack([path.condition[:slots], path.pattern[:slots]], axis=1)
     pairs, counts = np.unique(seen, axis=0, return_counts=True)
     found: dict[bytes, int] = {}
-    times, floors, weights = [], [], []
+    times: list[np.ndarray] = []
+    floors: list[np.ndarray] = []
+    weights: list[int] = []
     for (condition, pattern), count in zip(pairs.tolist(), counts.tolist(), strict=True):
         kinds = arena.kinds(condition, pattern)
         key = kinds.time_s.tobytes() + kinds.floor.tobytes()

@@ -182,9 +182,7 @@ def contest(
     cluster = cluster_of(scenario)
     work = workload(scenario, model or load_model(scenario.model), cluster)
     length = scenario.slots if slots is None else slots
-    rounds = tuple(
-        _round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds)
-    )
+    rounds = tuple(_round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds))
     return Contest(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)
 
 

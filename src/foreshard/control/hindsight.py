@@ -1,4 +1,4 @@
-"""Baselines held to the budgets: the best fixed subset of devices for a rule, chosen knowing the whole path."""
+"""Baselines held to the budgets: the best fixed devices for a rule, chosen knowing the whole path."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def best_subset(
 ) -> tuple[int, ...]:
     """Return the subset on which a rule is fastest among those that keep the budgets.
 
-    Candidates are the subsets, by kinds of the mean state, that no other beats in both time and cost there. Each
-    is played on stretches of the path; when none keeps the budgets, the one that is least above them.
+    Candidates are the subsets, by kinds of the mean state, that no other beats in both time and cost there.
+    Each is played on stretches of the path; when none keeps the budgets, the one that is least above them.
     """
     stretch = _stretches(arena.path)
     part = Arena(work=arena.work, path=stretch, pause_s=arena.pause_s, _memo=arena._memo)

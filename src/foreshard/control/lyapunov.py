@@ -16,9 +16,9 @@ from foreshard.control.subsets import COSTS
 from foreshard.sim.online import Happened, Seen
 
 HORIZON_PART, LEAST_WEIGHT = 0.03, 10.0
-"""V as a part of the slots of the run: an excess of 3 % of the budget then weighs as much as all time does."""
+"""V as a part of the slots of the run: an excess of 3 % of the budget weighs as much as all time."""
 LAST_SLOTS, MOST_CORRECTION = 500, 0.2
-"""The excess so far is to be worked off until the end, over no fewer slots, by no larger part of the budget."""
+"""The excess so far is worked off until the end, over no fewer slots, by no larger part of the budget."""
 MOST_WORTH = 3.0
 """Largest multiplier that is believed, in reference steps per budget of a step."""
 MARGIN = 0.004
@@ -30,10 +30,11 @@ FIRST_LESSON, LESSON = 25, 250
 class Lyapunov(_Simple):
     """In each slot the subset with the least weighted time and cost; queues of measured cost set the weights.
 
-    A subset that is better than the one in use replaces it when the advantage, added up since the last change,
-    has reached what the change costs: of two plans that is never more than twice the best possible (ski rental).
-    Shares follow the speeds last seen. Queues start from place-holder backlogs: V times the multipliers of the dual
-    problem with the frequencies of the states seen so far.
+    A better subset than the one in use replaces it when the advantage, added up since the last
+    change, has reached what the change costs, or the part of it that `patience` says (ski rental: with all of
+    it, of two plans never more than twice the best possible). Shares follow the speeds last seen. Queues start
+    from place-holder backlogs: V times the multipliers of the dual problem with the frequencies of the states
+    seen so far.
 
     Parameters
     ----------
@@ -106,8 +107,8 @@ class Lyapunov(_Simple):
 
         Source
         ------
-        Huang, Liu, Hao 2014 (The power of online learning in stochastic network optimization): backlogs replaced
-        by learned multipliers, which leaves the queues to correct what was learned wrongly.
+        Huang, Liu, Hao 2014 (The power of online learning in stochastic network optimization): backlogs
+        replaced by learned multipliers, which leaves the queues to correct what was learned wrongly.
         """
         learned = multipliers_so_far(self.arena, [self._left(one, slots) for one in self.budgets], slots)
         for one, multiplier in zip(self.budgets, learned, strict=True):

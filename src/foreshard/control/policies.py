@@ -1,8 +1,8 @@
-"""Rules to compare with: equal shares, balanced shares, static and greedy choices, and those of other planners.
+"""Rules to compare with: equal shares, balanced shares, static, greedy, and those of other planners.
 
-All run on data-parallel plans over subsets of the devices, under the same prices. None looks ahead, but for those
-whose name ends in `@budget` and `static-best`: these stay on one subset of devices that is chosen with hindsight,
-the fastest that keeps the budgets on the very path (`hindsight.py`).
+All run on data-parallel plans over subsets of the devices, under the same prices. None looks ahead, but for
+those whose name ends in `@budget` and `static-best`: these stay on one subset of devices that is chosen with
+hindsight, the fastest that keeps the budgets on the very path (`hindsight.py`).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Proportional(_Simple):
 
     Source
     ------
-    Tyagi and Sharma 2025 (arXiv 2503.17469): proportional control of batch sizes on the deviation of a worker's
-    time from the mean, with smoothing and a dead band; constants are ours.
+    Tyagi and Sharma 2025 (arXiv 2503.17469): proportional control of batch sizes on the deviation of a
+    worker's time from the mean, with smoothing and a dead band; constants are ours.
     """
 
     def __init__(self, arena: Arena, devices: Devices | None = None):
@@ -107,8 +107,8 @@ class Stated(_Simple):
 
     Source
     ------
-    Um et al. 2024 (Metis, USENIX ATC): load balance over heterogeneous devices, planned once. Its pipelines are
-    not among the plans that are simulated.
+    Um et al. 2024 (Metis, USENIX ATC): load balance over heterogeneous devices, planned once. Its pipelines
+    are not among the plans that are simulated.
     """
 
     def decide(self, seen: Seen) -> Decision:
@@ -119,8 +119,8 @@ class Stated(_Simple):
 class Fleet(_Simple):
     """AMP-like and Sailor-like: equal shares on the devices whose equal shares are best at stated speeds.
 
-    `budgets` (Sailor) keeps to those subsets that are within them by the stated speeds and prices; planned again
-    only when devices come or go.
+    `budgets` (Sailor) keeps to those subsets that are within them by the stated speeds and prices; planned
+    again only when devices come or go.
 
     Source
     ------
@@ -166,8 +166,8 @@ class Malleus(_Simple):
 
     Source
     ------
-    Li et al. 2025 (Malleus, arXiv 2410.13333): straggler-resilient re-planning of data and layers; of its plans the
-    data-parallel ones are simulated.
+    Li et al. 2025 (Malleus, arXiv 2410.13333): straggler-resilient re-planning of data and layers; of its
+    plans the data-parallel ones are simulated.
     """
 
     def __init__(self, arena: Arena, devices: Devices | None = None):
@@ -205,9 +205,9 @@ class Greedy(_Simple):
 class Banked(_Simple):
     """The fastest subset whose batch costs no more than its allowance and what was saved before.
 
-    Without a queue or a price of cost: what is saved is spent at the first occasion. The subset in use stays while
-    it can be paid and no other is a tenth faster; when none can be paid, the fastest of those within the allowance
-    alone runs, or else the cheapest.
+    Without a queue or a price of cost: what is saved is spent at the first occasion. The subset in use stays
+    while it can be paid and no other is a tenth faster; when none can be paid, the fastest of those within
+    the allowance alone runs, or else the cheapest.
     """
 
     def __init__(self, arena: Arena, budgets: Sequence[Budget]):

@@ -1,8 +1,8 @@
-"""Data-parallel batches on subsets of the devices: what they take and cost, one by one or all subsets by kind.
+"""Data-parallel batches on subsets of the devices: what they take and cost, all subsets by kind.
 
-Every device in use holds the whole model and takes its share of the batch; gradients are summed in one ring per
-layer (docs/simulate.md has the formulas). Devices that are equal in speed, price and place are one kind, so that
-subsets are counts by kind: small enough to list, and the list is complete.
+Every device in use holds the whole model and takes its share of the batch; gradients are summed in one ring
+per layer (docs/simulate.md has the formulas). Devices that are equal in speed, price and place are one kind,
+so that subsets are counts by kind: small enough to list, and the list is complete.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _rings(
 
 
 def _hop_usd(state: State, members: tuple[tuple[int, ...], ...], counts: np.ndarray) -> np.ndarray:
-    """Return the prices per byte along the ring in rank order: sites follow each other, hops inside are free."""
+    """Return the prices per byte along the ring in rank order: sites in turn, hops inside free."""
     out = np.zeros(len(counts))
     if not state.usd_per_byte.any():
         return out

@@ -50,9 +50,7 @@ class Workload:
         """Return the number of devices."""
         return self.chain.num_workers
 
-    def at(
-        self, *, speed: np.ndarray, price: np.ndarray, link: np.ndarray, available: np.ndarray
-    ) -> State:
+    def at(self, *, speed: np.ndarray, price: np.ndarray, link: np.ndarray, available: np.ndarray) -> State:
         """Return the state at factors of the stated speeds, prices and rates between racks."""
         rate = self.state.bandwidth_bytes_per_s
         if len(link):
@@ -128,9 +126,7 @@ def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
     )  # fmt: skip
 
 
-def _stated(
-    scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]
-) -> tuple[State, np.ndarray]:
+def _stated(scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]) -> tuple[State, np.ndarray]:
     rate, delay, link_of = _links(cluster)
     watts = np.array([group.device.tdp_w for group in groups])
     state = State(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 280, 64, 170, 14, 44
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
+
+
+Place = Callable[[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +24,7 @@ class Line:
     dots: bool = True
 
 
-def chart(
-    lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x: bool = False
-) -> str:
+def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x: bool = False) -> str:
     """Return a chart of lines over one axis; points that are not finite are left out."""
     lines = [_finite(line, log_x) for line in lines]
     lines = [line for line in lines if line.points]
@@ -43,24 +44,31 @@ def chart(
             _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM)
         )  # fmt: skip
 
-    out = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(y)} by {html.escape(x)}">']
+    out = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(y)} by {html.escape(x)}">'
+    ]
     for i in range(5):
         value = y0 + (y1 - y0) * i / 4
-        _, down = place(lines[0].points[0][0], value)
+        down = place(lines[0].points[0][0], value)[1]
+        out.append(_stroke(_LEFT, _WIDTH - _RIGHT, down, "currentColor", ' stroke-opacity="0.15"'))
         label = f"{100 * value:.0f} %" if percent else f"{value:.3g}"
-        out.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down:.1f}" y2="{down:.1f}" stroke="currentColor" '
-            f'stroke-opacity="0.15"/><text x="{_LEFT - 6}" y="{down + 4:.1f}" text-anchor="end" font-size="11" '
-            f'fill="currentColor">{label}</text>'
-        )
+        out.append(_text(_LEFT - 6, down + 4, label, "end"))
     out += _x_labels(lines, place)
     for k, line in enumerate(lines):
         out.append(_drawn(line, k, place))
-    out.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle" font-size="12" '
-        f'fill="currentColor">{html.escape(x)}</text></svg>'
+    out.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, x, "middle"))
+    return "".join(out) + "</svg>"
+
+
+def _text(across: float, down: float, text: str, anchor: str) -> str:
+    return (
+        f'<text x="{across:.1f}" y="{down:.1f}" text-anchor="{anchor}" font-size="11" '
+        f'fill="currentColor">{html.escape(text)}</text>'
     )
-    return "".join(out)
+
+
+def _stroke(left: float, right: float, down: float, colour: str, more: str) -> str:
+    return f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{down:.1f}" y2="{down:.1f}" stroke="{colour}"{more}/>'
 
 
 def _finite(line: Line, log_x: bool) -> Line:
@@ -68,28 +76,21 @@ def _finite(line: Line, log_x: bool) -> Line:
     return Line(name=line.name, points=kept, dashed=line.dashed, dots=line.dots)
 
 
-def _x_labels(lines: Sequence[Line], place) -> list[str]:  # type: ignore[no-untyped-def]
+def _x_labels(lines: Sequence[Line], place: Place) -> list[str]:
     values = sorted({a for line in lines for a, _ in line.points})
     if len(values) > 12:
         values = [values[round(i * (len(values) - 1) / 6)] for i in range(7)]
-    return [
-        f'<text x="{place(value, 0.0)[0]:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle" font-size="11" '
-        f'fill="currentColor">{value:g}</text>'
-        for value in values
-    ]
+    return [_text(place(value, 0.0)[0], _HEIGHT - _BOTTOM + 16, f"{value:g}", "middle") for value in values]
 
 
-def _drawn(line: Line, k: int, place) -> str:  # type: ignore[no-untyped-def]
+def _drawn(line: Line, k: int, place: Place) -> str:
+    """Return a line with its entry in the legend."""
     colour = _COLOURS[k % len(_COLOURS)]
     spots = [place(a, b) for a, b in line.points]
     track = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
-    dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-    out = f'<polyline points="{track}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>'
+    dash = ' stroke-width="1.8"' + (' stroke-dasharray="5 4"' if line.dashed else "")
+    out = f'<polyline points="{track}" fill="none" stroke="{colour}"{dash}/>'
     if line.dots:
         out += "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{colour}"/>' for a, b in spots)
-    high = _TOP + 14 + 18 * k
-    left = _WIDTH - _RIGHT + 12
-    return out + (
-        f'<line x1="{left}" x2="{left + 18}" y1="{high - 4}" y2="{high - 4}" stroke="{colour}" stroke-width="2"'
-        f'{dash}/><text x="{left + 24}" y="{high}" font-size="11" fill="currentColor">{html.escape(line.name)}</text>'
-    )
+    left, down = _WIDTH - _RIGHT + 12, _TOP + 14 + 18 * k
+    return out + _stroke(left, left + 18, down - 4, colour, dash) + _text(left + 24, down, line.name, "start")

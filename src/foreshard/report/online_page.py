@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from foreshard.report.online_chart import Line, chart
 from foreshard.report.online_table import online_screen
-from foreshard.report.plain import render
 from foreshard.report.screen import Table
 
 if TYPE_CHECKING:
@@ -35,22 +34,29 @@ def online_page(found: Contest, swept: Sweeps) -> str:
         _section("Regret to the bound, first path", _regret(found)),
     ]
     style = files("foreshard.report").joinpath("page", "report.css").read_text(encoding="utf-8")
-    data = json.dumps(found.to_dict() | {"sweeps": _data(swept)}, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(found.to_dict() | {"sweeps": _data(swept)}, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{title} · foreshard simulate</title>\n<style>\n{style}\nsvg {{ width: 100%; max-width: 900px; }}\n"
+        '<meta http-equiv="Content-Security-Policy" content="'
+        "default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{title} · foreshard simulate</title>\n"
+        f"<style>\n{style}\nsvg {{ width: 100%; max-width: 900px; }}\n"
         f"</style>\n</head>\n<body>\n<main>\n{chr(10).join(sections)}\n</main>\n"
         f'<script type="application/json" id="data">{data}</script>\n'
-        f"<noscript></noscript>\n<!-- {html.escape(render(screen)).replace('--', '- -')} -->\n</body>\n</html>\n"
+        "</body>\n</html>\n"
     )
 
 
 def _data(swept: Sweeps) -> dict[str, object]:
     return {
-        "slots": swept.slots, "uneven": list(swept.uneven), "rates": list(swept.rates), "front": list(swept.front)
+        "slots": swept.slots,
+        "uneven": list(swept.uneven),
+        "rates": list(swept.rates),
+        "front": list(swept.front),
     }  # fmt: skip
 
 
@@ -90,13 +96,16 @@ def _uneven(swept: Sweeps) -> str:
         Line(name="formula, all devices", points=[(r[axis], r["formula"]) for r in swept.uneven], dashed=True)
     )
     lines.append(
-        Line(name="one in four: 1-4/(3s+1)", points=[(r[axis], 1 - 4 / (3 * r[axis] + 1)) for r in swept.uneven],
-             dashed=True)
+        Line(
+            name="one in four: 1-4/(3s+1)",
+            points=[(r[axis], 1 - 4 / (3 * r[axis] + 1)) for r in swept.uneven],
+            dashed=True,
+        )
     )  # fmt: skip
     lines.append(Line(name=f"paper: {100 * PAPER_CUT:.2f} %", points=[(PAPER_FACTOR, PAPER_CUT)]))
     said += (
-        f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler among four equal workers that is "
-        f"{PAPER_FACTOR} times slower gives as much."
+        f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler in four equal workers that "
+        f"is {PAPER_FACTOR} times slower gives as much."
     )
     rows = [
         (f"{r[axis]:g}", *(f"{100 * r[name]:.2f} %" for name in ("ours", "ideal", "free", "formula")))
@@ -115,7 +124,9 @@ def _rates(swept: Sweeps) -> str:
         Line(name=name, points=[(row["rate"], row[name]) for row in swept.rates])
         for name in ("lyapunov", "static-best")
     ]
-    said = "Time over the bound when everything changes so many times as fast; reconfigurations per 1000 slots."
+    said = (
+        "Time over the bound when everything changes so many times as fast; reconfigurations per 1000 slots."
+    )
     moves = [Line(name="lyapunov", points=[(row["rate"], row["reconfigurations"]) for row in swept.rates])]
     return (
         _words(said)
@@ -129,7 +140,9 @@ def _front(swept: Sweeps) -> str:
         Line(name="time over the bound", points=[(row["weight"], row["over_bound"]) for row in swept.front]),
         Line(name="cost over the budget", points=[(row["weight"], row["excess"]) for row in swept.front]),
     ]
-    said = f"Over {swept.slots} slots: a larger V leans to time, and leaves more of the budget's excess unpaid."
+    said = (
+        f"Over {swept.slots} slots: a larger V leans to time, and leaves more of the budget's excess unpaid."
+    )
     return _words(said) + chart(lines, x="V", y="part", percent=True, log_x=True)
 
 
@@ -137,7 +150,11 @@ def _series(found: Contest) -> str:
     policies = found.to_dict()["policies"]
     assert isinstance(policies, dict)
     out = []
-    for key, text in (("step_time_s", "seconds a batch"), ("usd", "dollars a batch"), ("devices", "devices in use")):
+    for key, text in (
+        ("step_time_s", "seconds a batch"),
+        ("usd", "dollars a batch"),
+        ("devices", "devices in use"),
+    ):
         lines = []
         for name in (one for one in _SHOWN if one in policies):
             values = policies[name]["series"][key]

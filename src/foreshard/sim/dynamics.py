@@ -21,8 +21,8 @@ from foreshard.spec.scenario import Process, Scenario, ranks_of
 CO_LOCATED = (1.0, 0.912, 0.809, 0.756, 0.678, 0.6, 0.489, 0.392, 0.141, 0.056)
 """Speed of a V100 job with another beside it, as a part of its speed alone: alone, then deciles 0.9 to 0.1.
 
-Source: 636 pairs of jobs on one V100 in simulation_throughputs.json of stanford-futuredata/gavel@c4fa400 (Gavel,
-OSDI 2020, MIT licence).
+Source: 636 pairs of jobs on one V100 in simulation_throughputs.json of stanford-futuredata/gavel@c4fa400
+(Gavel, OSDI 2020, MIT licence).
 """
 _MAX_TRACE_ROWS = 10**6
 
@@ -130,7 +130,7 @@ def _columns(process: Process, cluster: Cluster) -> list[int]:
         raise SpecError(
             "no such link between racks", key="between",
             value=" - ".join(process.between or ()) or None,
-            rule="A bandwidth process drives [[links]] of the cluster", fix="Name two racks that a link joins",
+            rule="A bandwidth process drives [[links]] of the cluster", fix="Name two joined racks",
         )  # fmt: skip
     return found
 
@@ -198,7 +198,9 @@ def _trace(process: Process, path: FilePath, clock: np.ndarray, columns: int) ->
     now = values[np.searchsorted(times, clock % span, side="right") - 1]
     if counts:
         if process.what != "availability":
-            raise SpecError("a count of devices", key="file", value=path.name, rule="Only availability counts")
+            raise SpecError(
+                "a count of devices", key="file", value=path.name, rule="Only availability counts"
+            )
         return (np.arange(columns)[None, :] < now[:, None]) * 1.0
     return np.repeat(now[:, None], columns, axis=1)
 

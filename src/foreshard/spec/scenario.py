@@ -132,8 +132,8 @@ class Scenario:
     seed, slots : int
         Of the first path.
     batches : int
-        Batches of a slot, in which nothing changes. Decisions are made at its start and, when the slot differs
-        from what was last seen, once more after its first batch.
+        Batches of a slot, in which nothing changes. Decisions are made at its start and, when the slot
+        differs from what was last seen, once more after its first batch.
     slot : float, seconds
         How far the clock of daily processes and traces moves in a slot.
     sees_now : bool

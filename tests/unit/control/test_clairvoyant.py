@@ -55,7 +55,11 @@ def program(arena, budgets):
         one_each[i, at : at + len(one.time_s)] = 1.0
         at += len(one.time_s)
     return linprog(
-        cost, A_ub=np.array(rows) if rows else None, b_ub=limits or None, A_eq=one_each, b_eq=np.ones(len(tables))
+        cost,
+        A_ub=np.array(rows) if rows else None,
+        b_ub=limits or None,
+        A_eq=one_each,
+        b_eq=np.ones(len(tables)),
     )
 
 
@@ -65,7 +69,9 @@ def test_the_bound_is_the_value_of_the_linear_program(seed, per):
     pytest.importorskip("scipy")
     arena = arena_of(seed)
     free = bound_of(arena, ())
-    fast = np.array([arena.kinds(int(c), int(p)) for c, p in zip(arena.path.condition, arena.path.pattern, strict=True)])
+    fast = np.array(
+        [arena.kinds(int(c), int(p)) for c, p in zip(arena.path.condition, arena.path.pattern, strict=True)]
+    )
     mean = np.mean([one.costs[one.time_s.argmin(), 0] for one in fast])
     rate = 3600.0 * mean / free.mean_step_time_s
     budget = Budget(name="usd", kind="usd", limit=0.75 * (mean if per == "step" else rate), per=per)
@@ -82,7 +88,12 @@ def test_two_budgets_bind_below_the_program():
     pytest.importorskip("scipy")
     arena = arena_of(2)
     one = bound_of(arena, ())
-    cost = np.mean([arena.kinds(int(c), int(p)).costs[:, 0].min() for c, p in zip(arena.path.condition, arena.path.pattern, strict=True)])
+    cost = np.mean(
+        [
+            arena.kinds(int(c), int(p)).costs[:, 0].min()
+            for c, p in zip(arena.path.condition, arena.path.pattern, strict=True)
+        ]
+    )
     budgets = (
         Budget(name="a", kind="usd", limit=1.3 * cost),
         Budget(name="b", kind="usd", limit=0.9 * 3600.0 * 3.0 * cost / one.mean_step_time_s, per="hour"),

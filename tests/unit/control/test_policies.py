@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests.unit.control.test_clairvoyant import WIDTH, arena_of
 
 from foreshard.control.clairvoyant import bound_of
 from foreshard.control.hindsight import best_subset, violation
@@ -10,7 +11,6 @@ from foreshard.control.policies import BY_SHARES, Banked, EqualShare, Fleet, Gre
 from foreshard.control.slots import Budget
 from foreshard.control.subsets import COSTS
 from foreshard.sim.online import Seen, play
-from tests.unit.control.test_clairvoyant import WIDTH, arena_of
 
 
 def run_of(rule, arena, **more):
@@ -102,7 +102,10 @@ def test_ours_keeps_the_budget_near_the_bound_and_the_books_close():
     assert run.time_s.mean() - run.change_s.mean() <= 1.10 * bound.mean_step_time_s
     assert ours.queues.identity_error() < 1e-9
     assert free.path is arena.path
-    other = run_of(BY_SHARES["lb-bsp"](arena, on_subset(arena, best_subset(arena, "lb-bsp", (budget,), sees_now=True))), arena)
+    other = run_of(
+        BY_SHARES["lb-bsp"](arena, on_subset(arena, best_subset(arena, "lb-bsp", (budget,), sees_now=True))),
+        arena,
+    )
     assert run.time_s.mean() < other.time_s.mean()
 
 

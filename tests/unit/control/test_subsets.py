@@ -24,7 +24,8 @@ def state_of(speed, price, *, sites=None, available=None):
     site = np.zeros(width, dtype=int) if sites is None else np.array(sites)
     apart = site[:, None] != site[None, :]
     return State(
-        speed=np.array(speed, float), available=np.ones(width, bool) if available is None else np.array(available),
+        speed=np.array(speed, float),
+        available=np.ones(width, bool) if available is None else np.array(available),
         bandwidth_bytes_per_s=np.where(apart, 1e6, 1e8), latency_s=np.where(apart, 1e-2, 1e-4),
         usd_per_h=np.array(price, float), busy_w=np.full(width, 400.0), idle_w=np.full(width, 100.0),
         usd_per_byte=np.where(apart, 1e-9, 0.0), kg_per_j=np.zeros(width),
@@ -53,7 +54,9 @@ def test_every_subset_of_devices_is_in_the_list_at_its_price(name):
             at = kinds.subset(workers)
             seen.add(at)
             rate = 1.0 / seconds[list(workers)]
-            found = evaluate(chain, state, data_parallel(workers, chain), batch * rate / rate.sum(), micro_batch=1)
+            found = evaluate(
+                chain, state, data_parallel(workers, chain), batch * rate / rate.sum(), micro_batch=1
+            )
             assert kinds.time_s[at] == pytest.approx(found.time_s, rel=1e-9)
             assert kinds.costs[at] == pytest.approx([found.costs[one] for one in COSTS], rel=1e-9)
     assert seen == set(range(len(kinds.counts)))

@@ -56,7 +56,9 @@ def test_a_wave_swings_between_the_stated_value_and_its_part():
     from foreshard.spec.cluster import Cluster, Link
 
     cluster = Cluster(
-        name="two", nodes=CLUSTER.nodes, links=(Link(between=("a", "b"), bandwidth_bytes_per_s=1.0, latency_s=0.0),)
+        name="two",
+        nodes=CLUSTER.nodes,
+        links=(Link(between=("a", "b"), bandwidth_bytes_per_s=1.0, latency_s=0.0),),
     )
     wave = Process(what="bandwidth", how="diurnal", swing=10.0, period=100.0, levels=5)
     path = path_of(wave, cluster=cluster, slot=1.0, slots=200)
@@ -91,7 +93,14 @@ def test_a_trace_is_looped_and_counts_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["time_s,value\n0,1\n0,2\n", "time_s,value\n0,-1\n", "a,b\n1,2\n", "time_s,value\n", "time_s,value\n0,x\n"]
+    "text",
+    [
+        "time_s,value\n0,1\n0,2\n",
+        "time_s,value\n0,-1\n",
+        "a,b\n1,2\n",
+        "time_s,value\n",
+        "time_s,value\n0,x\n",
+    ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, text):
     file = tmp_path / "t.csv"

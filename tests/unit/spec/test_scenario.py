@@ -41,7 +41,10 @@ def test_files_are_beside_the_scenario(tmp_path):
         ('[[process]]\nwhat = "speed"\nhow = "markov"\nstay = 0.5', "process[0].factors"),
         ('[[process]]\nwhat = "speed"\nhow = "fixed"\nfactor = 0', "process[0].factor"),
         ('[[process]]\nwhat = "speed"\nhow = "fixed"\nfactor = 1\nranks = "a"', "process[0].ranks"),
-        ('[[process]]\nwhat = "speed"\nhow = "fixed"\nfactor = 1\nbetween = ["a", "b"]', "process[0].between"),
+        (
+            '[[process]]\nwhat = "speed"\nhow = "fixed"\nfactor = 1\nbetween = ["a", "b"]',
+            "process[0].between",
+        ),
         ('[[process]]\nwhat = "bandwidth"\nhow = "fixed"\nfactor = 1\nranks = "1"', "process[0].ranks"),
         ('[[budget]]\nname = "x"', "budget[0].limit"),
         ('[[budget]]\nname = "x"\nlimit = 1\nof = "lb-bsp"\nshare = 1', "budget[0].limit"),
@@ -68,5 +71,7 @@ def test_the_schema_names_every_key():
     text = files("foreshard.report").joinpath("schema", "scenario.toml").read_text(encoding="utf-8")
     keys = tomllib.loads(text)
     for name, table in (("scenario", Scenario), ("process", Process), ("budget", BudgetTable)):
-        own = {field.name for field in dataclasses.fields(table)} - ({"file"} if name == "scenario" else set())
+        own = {field.name for field in dataclasses.fields(table)} - (
+            {"file"} if name == "scenario" else set()
+        )
         assert set(keys[name]) == own
