@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @click.option("--costs", metavar="FILE", help="Measured costs: the predicted step beside the measured; with a lab.")
+@click.option("--policy", type=click.Choice(["static", "lyapunov"]), default="static", show_default=True,
+              help="Keep the plan, or let the controller change it.")
+@click.option("--budget", "budgets", multiple=True, metavar="NAME=VALUE", help="Long-term mean: usd_per_h=3.5")
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
     """Train JOB.py under a plan, and survive what happens to the ranks.
@@ -55,7 +58,7 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     from foreshard.runtime.launch import launch
 
     check(options)
-    predicted_s = predicted(options.pop("costs"), options["lab"], plan_file)
+    predicted_s = predicted(options["costs"], options["lab"], plan_file)
     outcome = launch(job, plan_file, progress=progress_of(options["steps"], predicted_s), **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.lab_network import LabNetwork
 from foreshard.runtime.outcome import Outcome, outcome_of
 from foreshard.runtime.sound import check_sound
+from foreshard.runtime.steering import wheel_of
 from foreshard.runtime.timeline import merge
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import Plan, load_plan
@@ -27,6 +29,7 @@ def launch(
     checkpoint_every: int = 0, resume: bool = False, lab: str | None = None, detect_s: float = 30.0,
     interface: str | None = None, port: int = 0, secret_file: str | None = None, max_starts: int = 4, threads: int = 1,
     tensorboard: bool = False, trace: str | None = None, progress: Watch | None = None, bed: LabNetwork | None = None,
+    policy: str = "static", budgets: Sequence[str] = (), costs: str | None = None,
 ) -> Outcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
 
@@ -52,7 +55,7 @@ def launch(
         job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
         checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
         detect_s=detect_s, interface=interface, threads=threads, tensorboard=tensorboard,
-        trace=trace is not None,
+        trace=trace is not None, steering=_steering(policy, budgets, costs, lab, steps, plan, folder),
     )  # fmt: skip
     agent = _local(plan, work, local, interface, port, max_starts, bed) if local is not None else _under_torchrun(
         plan, work, interface, port, secret_file, max_starts
@@ -63,6 +66,25 @@ def launch(
     if trace is not None:
         merge(sorted((folder / "trace").glob("rank-*.json.gz")), trace)
     return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
+
+
+def _steering(
+    policy: str, budgets: Sequence[str], costs: str | None, lab: str | None, steps: int, plan: Plan, folder: Path
+) -> str | None:
+    """Return what ranks build the controller from, or None for a plan that stays."""
+    if policy == "static":
+        if budgets:
+            raise SpecError("a budget without a controller", key="--budget", value=budgets[0],
+                            rule="budgets are kept by --policy lyapunov", fix="Add --policy lyapunov")  # fmt: skip
+        return None
+    if costs is None or lab is None:
+        raise SpecError(f"--policy {policy} without measured costs of a lab", key="--policy", value=policy,
+                        rule="the controller starts from measured layers and stated devices",
+                        fix="Give --costs costs.json and --lab LAB.toml")  # fmt: skip
+    told = {"costs": str(Path(costs).resolve()), "lab": str(Path(lab).resolve()), "budgets": list(budgets), "steps": steps}
+    text = json.dumps(told)
+    wheel_of(text, plan, folder).check()
+    return text
 
 
 def _local(

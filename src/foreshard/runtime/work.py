@@ -26,6 +26,7 @@ class Work:
     tensorboard: bool = False
     threads: int = 1
     trace: bool = False
+    steering: str | None = None
 
     def to_json(self) -> str:
         """Return it as text."""

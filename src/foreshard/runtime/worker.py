@@ -20,9 +20,12 @@ from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.ledger import Ledger
 from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
+from foreshard.runtime.steering import Steering, wheel_of
 from foreshard.runtime.timeline import Timeline, wall_epoch_s
 from foreshard.runtime.trainer import Options, StepDone, Trainer
 from foreshard.runtime.work import JOB_FAULT, Work
+from foreshard.spec.plan import load_plan
+
 
 class Worker:
     """A rank at work.
@@ -54,6 +57,13 @@ class Worker:
             backend="nccl" if cuda else "gloo", resume=work.resume,
         )  # fmt: skip
         self.trainer = self._make_trainer()
+        self.steering = self._make_steering()
+
+    def _make_steering(self) -> Steering | None:
+        if self.work.steering is None:
+            return None
+        first = load_plan(str(self.out / "plan.json"))
+        return Steering(wheel_of(self.work.steering, first, self.out), self.trainer.propose)
 
     def _make_trainer(self) -> Trainer:
         work, plan = self.work, self.membership.generation.plan
@@ -114,11 +124,20 @@ class Worker:
         return told
 
     def _tell(self, done: StepDone) -> None:
-        plan = self.trainer.plan
+        plan, more = self.trainer.plan, {}
+        if self.steering is not None:
+            work_s, samples = done.vote.work_s, done.vote.samples
+            self.steering.stepped(
+                step=done.step, time_s=done.time_s, running=plan, ranks=self.membership.generation.ranks,
+                stage_s={rank: work_s[rank] / count for rank, count in samples.items() if count > 0},
+                generation=self.membership.generation.number,
+            )  # fmt: skip
+            more = self.steering.told() | {"shares": [group.share for group in plan.groups]}
         self.metrics.step(
             step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm, time_s=done.time_s,
             clock=self.clock.name, devices=len(plan.ranks), samples=plan.global_batch,
             generation=self.membership.generation.number, work_s_by_rank={str(r): w for r, w in done.vote.work_s.items()},
+            **more,
         )  # fmt: skip
 
     def _event(self, kind: str, text: str, **facts: Any) -> None:

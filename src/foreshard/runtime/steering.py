@@ -1,0 +1,237 @@
+"""The controller at the wheel of a run: what ranks measured goes in, the next plan comes out.
+
+The least rank that is there has the controller. When it is lost, the next one builds a new controller and lets it
+live through the log of the old one: it then knows what that knew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreshard.control.controller import Controller
+from foreshard.control.journal import event_of
+from foreshard.control.slots import Budget, Chain, State
+from foreshard.errors import SpecError
+from foreshard.predict.measured_costs import MeasuredCosts, load_costs
+from foreshard.runtime.lab import Lab, load_lab
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
+from foreshard.spec.plan import Plan
+
+POLICIES = ("static", "lyapunov")
+BUDGETS = ("usd_per_h", "usd_per_step")
+_QUIET_STEPS = 20
+_LONGEST_PIPELINE = 4
+_LEAST_HORIZON = 1000
+"""Steps: over fewer than these a budget is held by swinging between extremes, which serves nobody."""
+
+
+def budget_of(text: str) -> Budget:
+    """Return a budget from ``usd_per_h=3.5``.
+
+    Raises
+    ------
+    SpecError
+    """
+    name, _, value = text.partition("=")
+    if name not in BUDGETS:
+        raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, rule=f"Budgets are {', '.join(BUDGETS)}",
+                        fix="Write it like usd_per_h=3.5")  # fmt: skip
+    try:
+        limit = float(value)
+    except ValueError:
+        raise SpecError(f"{value!r} is not a number", key="--budget", value=text, rule="a budget is above 0",
+                        fix="Write it like usd_per_h=3.5") from None  # fmt: skip
+    return Budget(name=name, kind="usd", limit=limit, per="hour" if name == "usd_per_h" else "step")
+
+
+def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
+    """Return the measured layers as the controller knows them, on devices of nominal speed."""
+    ranks = range(cluster.num_devices)
+    tables = [costs.layers_on(cluster.device_of(rank).name) for rank in ranks]
+
+    def sample_s(line: tuple[float, float]) -> float:
+        return line[0] / micro_batch + line[1]
+
+    return Chain(
+        layer_s=np.array([[sample_s(one.forward_s) + sample_s(one.backward_s) for one in table] for table in tables]),
+        boundary_bytes=np.array([2 * one.boundary_bytes_per_sample for one in costs.layers[:-1]]),
+        sync_bytes=np.array([one.parameter_bytes for one in costs.layers]),
+        state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in costs.layers]),
+        saved_bytes=np.array([one.saved_bytes_per_sample for one in costs.layers]),
+        memory_bytes=np.array([cluster.device_of(rank).capacity_bytes for rank in ranks]),
+    )  # fmt: skip
+
+
+def stated_of(costs: MeasuredCosts, cluster: Cluster) -> State:
+    """Return the cluster as it is stated before anything is measured."""
+    count = cluster.num_devices
+    rate, latency_s = np.full((count, count), np.inf), np.zeros((count, count))
+    for a in range(count):
+        for b in range(count):
+            if a != b:
+                ends = cluster.node_group_of(a), cluster.node_group_of(b)
+                rate[a, b] = min(end.nic_bytes_per_s for end in ends)
+                latency_s[a, b] = max(end.nic_latency_s for end in ends)
+    usd = [cluster.node_group_of(rank) for rank in range(count)]
+    return State(
+        speed=np.array([1.0 / costs.slow_of(cluster.device_of(rank).name) for rank in range(count)]),
+        available=np.ones(count, dtype=bool), bandwidth_bytes_per_s=rate, latency_s=latency_s,
+        usd_per_h=np.array([(node.usd_per_h or 0.0) / node.per_node for node in usd]),
+        busy_w=np.zeros(count), idle_w=np.zeros(count), usd_per_byte=np.zeros((count, count)),
+        kg_per_j=np.zeros(count),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """What a controller is built from, the same on every rank.
+
+    Attributes
+    ----------
+    plan : Plan
+        The run's first.
+    costs, lab : str
+        Files.
+    budgets : tuple of str
+        As ``--budget`` gives them.
+    steps : int
+        Of the run: the horizon over which budgets are to be kept.
+    log : Path
+    """
+
+    plan: Plan
+    costs: str
+    lab: str
+    budgets: tuple[str, ...]
+    steps: int
+    log: Path
+
+    def check(self) -> None:
+        """Raise for what the controller cannot steer."""
+        for g, group in enumerate(self.plan.groups):
+            for s, stage in enumerate(group.stages):
+                if len(stage.ranks) != 1 or len(stage.layers) != 1:
+                    raise SpecError(
+                        "a stage of several ranks or chunks", key=f"groups[{g}].stages[{s}]",
+                        rule="the controller steers pipelines of one rank and one piece a stage",
+                        fix="Use --policy static, or another plan",
+                    )  # fmt: skip
+        bed = load_lab(self.lab)
+        if self.budgets and not any(price for price in bed.usd_per_h):
+            raise SpecError("no prices", file=self.lab, key="ranks.usd_per_h", rule="a budget of money needs prices",
+                            fix="Add usd_per_h to [[ranks]]")  # fmt: skip
+        self.controller(None)
+
+    def controller(self, log: Any) -> Controller:
+        """Return a controller that has seen nothing."""
+        costs, cluster = load_costs(self.costs), load_lab(self.lab).cluster()
+        chain = chain_of(costs, cluster, self.plan.groups[0].micro_batch)
+        return Controller(
+            chain, stated_of(costs, cluster), self.plan, budgets=tuple(budget_of(text) for text in self.budgets),
+            horizon=max(self.steps, _LEAST_HORIZON), max_stages=min(_LONGEST_PIPELINE, cluster.num_devices), quiet_steps=_QUIET_STEPS,
+            log=log,
+        )  # fmt: skip
+
+
+class Steering:
+    """Feeds a controller and proposes what it orders; one a rank, at work on the rank that conducts.
+
+    Parameters
+    ----------
+    wheel : Wheel
+    propose : callable of Command
+    """
+
+    def __init__(self, wheel: Wheel, propose: Callable[[Command], None]):
+        self._wheel, self._propose = wheel, propose
+        self._lab: Lab = load_lab(wheel.lab)
+        self._controller: Controller | None = None
+        self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
+        self._proposed: tuple[int, Plan] | None = None
+
+    @property
+    def controller(self) -> Controller:
+        """The controller, brought up to what its log knows."""
+        if self._controller is None:
+            lived = self._wheel.log.read_text().splitlines() if self._wheel.log.exists() else []
+            self._controller = self._wheel.controller(None)
+            for line in lived:
+                if '"event"' in line[:12] and line.endswith("}"):
+                    self._live(event_of(line))
+            self._controller._log = self._wheel.log.open("a", buffering=1)
+        return self._controller
+
+    def _live(self, event: Event) -> None:
+        assert self._controller is not None
+        self._controller.on(event)
+        if isinstance(event, RankLost):
+            self._there -= {event.rank}
+        if isinstance(event, DeviceSeen):
+            self._there |= {event.rank}
+
+    def stepped(
+        self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int], stage_s: dict[int, float],
+        generation: int,
+    ) -> None:  # fmt: skip
+        """Take in a step and who is there, and propose what follows from it.
+
+        Parameters
+        ----------
+        step : int
+        time_s : float or None
+            None for a step that a change of ranks cut in two: it measures nothing.
+        running : Plan
+        ranks : sequence of int
+            That are there, idle ones too.
+        stage_s : dict of rank to seconds per sample
+        generation : int
+        """
+        controller = self.controller
+        events: list[Event] = [
+            RankLost(step=step, rank=rank, reason="left the run") for rank in sorted(self._there - set(ranks))
+        ]
+        events += [DeviceSeen(step=step, rank=rank) for rank in sorted(set(ranks) - self._there)]
+        self._there = frozenset(ranks)
+        if running.groups == controller.plan.groups and time_s is not None:
+            costs = {name: self._spent(step, time_s, running) for name in controller.queues.backlog}
+            events.append(StepMeasured(step=step, time_s=time_s, stage_s=stage_s, costs=costs))
+        for event in events:
+            for command in controller.on(event):
+                self._order(command, generation)
+        if running.groups != controller.plan.groups and self._proposed != (generation, controller.plan):
+            self._order(Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation)
+
+    def _order(self, command: Command, generation: int) -> None:
+        if command.plan is not None:
+            self._proposed = (generation, command.plan)
+            self._propose(command)
+
+    def _spent(self, step: int, time_s: float, plan: Plan) -> float:
+        """Return the dollars of a step: the rent of the ranks that the plan uses."""
+        return sum(self._lab.usd_per_h[rank] or 0.0 for rank in plan.ranks) * time_s / 3600.0
+
+    def told(self) -> dict[str, Any]:
+        """Return what the dashboard shows."""
+        queues = self.controller.queues
+        return {
+            "controller/weight": queues.weight,
+            **{f"budget/{name}/backlog": backlog for name, backlog in queues.backlog.items()},
+            **{f"budget/{name}/over": queues[name].violation for name in queues.backlog},
+            "controller/reconfigurations": self.controller.reconfigurations,
+        }
+
+
+def wheel_of(told: str, plan: Plan, out: Path) -> Wheel:
+    """Return the wheel from what a worker is told."""
+    data = json.loads(told)
+    return Wheel(
+        plan=plan, costs=data["costs"], lab=data["lab"], budgets=tuple(data["budgets"]), steps=data["steps"],
+        log=out / "controller.jsonl",
+    )  # fmt: skip
