@@ -1,0 +1,112 @@
+"""What `foreshard run` refuses before any rank is started."""
+
+import json
+
+import pytest
+
+from foreshard.spec.plan import parse_plan
+
+
+def plan_dict():
+    stages = [{"ranks": [0], "layers": [[0, 3]]}, {"ranks": [1], "layers": [[3, 8]]}]
+    plan = parse_plan({
+        "global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [
+            {"share": 3, "stages": stages}, {"share": 1, "stages": [{"ranks": [2], "layers": [[0, 8]]}]},
+        ],
+    })  # fmt: skip
+    return plan.to_dict()
+
+
+def changed(*path, to):
+    plan = plan_dict()
+    place = plan
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = to
+    return plan
+
+
+FIRST = ("groups", 0)
+CASES = {
+    "schedule": (changed(*FIRST, "schedule", to="dualpipe"), "'dualpipe' is not run"),
+    "zb-h2": (changed(*FIRST, "schedule", to="zb-h2"), "'zb-h2' is not run"),
+    "tensor parallel": (changed(*FIRST, "stages", 0, "tp", to=2), "2 is not run"),
+    "rank twice": (changed(*FIRST, "stages", 0, "ranks", to=[1]), "rank 1 is used twice"),
+    "more ranks than started": (changed(*FIRST, "stages", 0, "ranks", to=[7]), "the plan uses rank 7"),
+    "layers left out": (changed(*FIRST, "stages", 1, "layers", to=[[4, 8]]), "layer 3 is not next"),
+    "layers missing at the end": (changed("groups", 1, "stages", 0, "layers", to=[[0, 7]]), "layers end at 7"),
+    "samples missing": (changed(*FIRST, "share", to=2), "shares sum to 3"),
+    "rank shares": (changed(*FIRST, "stages", 0, "rank_shares", to=[2]), "does not split micro_batch 1"),
+    "precision": (changed("precision", to="fp8"), "'fp8' is not run"),
+    "offload": (changed(*FIRST, "stages", 0, "offload", to="optimizer"), "'optimizer' is not run"),
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text("")
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_cannot_run_is_bad_input(name, shell, tmp_path, job):
+    plan, said = CASES[name]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    told = shell("run", "--plan", file, "--local", 3, "--out", tmp_path / "run", "--json", job)
+    assert told.code == 2 and told.json["error"]["code"] == 2
+    assert said in told.err or said in told.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--local", 3, "--steps", 0], "--steps"),
+        (["--local", 3, "--detect-s", 0.01], "--detect-s"),
+        (["--local", 3, "--max-starts", 0], "--max-starts"),
+        ([], "neither --local nor torchrun"),
+    ],
+)
+def test_options_out_of_range_are_bad_input(words, said, shell, tmp_path, job, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, *words, "--out", tmp_path / "run", job)
+    assert told.code == 2 and said in told.err
+
+
+def test_missing_files_are_bad_input(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    assert shell("run", "--plan", file, "--local", 3, job).code == 2
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, "--local", 3, tmp_path / "no.py")
+    assert told.code == 2 and "no such file" in told.err
+
+
+def test_a_folder_with_a_run_is_not_written_over(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "supervisor.json").write_text("{}")
+    told = shell("run", "--plan", file, "--local", 3, "--out", tmp_path / "run", job)
+    assert told.code == 2 and "--resume" in told.err
+
+
+def test_an_address_of_another_host_is_bad_input(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell(
+        "run", "--plan", file, "--local", 3, "--out", tmp_path / "run", "--interface", "192.0.2.1", job
+    )
+    assert told.code == 2 and "cannot listen on 192.0.2.1" in told.err
+
+
+def test_hosts_without_a_common_secret_are_bad_input(shell, tmp_path, job, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, "--out", tmp_path / "run", job)
+    assert told.code == 2 and "no shared secret" in told.err
