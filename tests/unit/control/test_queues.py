@@ -1,0 +1,121 @@
+"""Queues close their books whatever the policy; weights, tuning, place-holders."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshard.control.queues import Queues
+from foreshard.control.slots import Budget
+from foreshard.control.tuning import Tuner, weight_for
+from foreshard.errors import SpecError
+
+STEP = Budget(name="money", kind="usd", limit=2.0)
+HOUR = Budget(name="power", kind="joule", limit=7200.0, per="hour")
+DUTY = Budget(name="duty", kind="duty", limit=0.5, per="second", worker=0)
+amounts = st.floats(0.0, 50.0)
+
+
+@given(st.lists(st.tuples(amounts, amounts, amounts, amounts), max_size=60), st.floats(0.0, 10.0))
+def test_books_close_for_any_policy(steps, first):
+    queues = Queues((STEP, HOUR, DUTY), weight=3.0, step_s=1.5, backlog={"money": first})
+    for time_s, *costs in steps:
+        queues.record(time_s, dict(zip(("money", "power", "duty"), costs, strict=True)))
+    assert queues.identity_error() <= 1e-9
+    for name in ("money", "power", "duty"):
+        queue = queues[name]
+        grown = queue.backlog - queue.first_backlog
+        assert queue.spent - queue.allowed <= grown * queue.unit + 1e-9 * (1 + queue.spent + queue.allowed)
+
+
+def test_weights_are_of_one_budget_and_one_reference_step():
+    queues = Queues((STEP,), weight=10.0, step_s=4.0)
+    assert queues.weights() == (2.5, {"money": 0.0})
+    queues.record(1.0, {"money": 6.0})
+    assert queues["money"].backlog == 2.0 and queues.weights() == (2.5, {"money": 1.0})
+
+
+def test_budgets_per_second_count_by_time():
+    queues = Queues((DUTY,), weight=1.0, step_s=2.0)
+    assert queues.renewal
+    queues.record(4.0, {"duty": 3.0})
+    # One second above the half of four, in units of half of the reference step of two.
+    assert queues["duty"].backlog == pytest.approx(1.0)
+    time_weight, costs = queues.weights()
+    assert costs == {"duty": 1.0} and time_weight == pytest.approx(1.0 / 4.0 - 0.5)
+
+
+def choose(queues, times, costs, name):
+    time_weight, weights = queues.weights()
+    pick = int(np.argmin(time_weight * times + weights[name] * costs))
+    queues.record(float(times[pick]), {name: float(costs[pick])})
+    return pick
+
+
+@pytest.mark.parametrize("per", ["step", "second"])
+def test_the_budget_is_met_at_nearly_the_best_time(per):
+    times, costs = np.array([1.0, 1.5, 4.0]), np.array([4.0, 2.5, 1.0])
+    limit = 2.0 if per == "step" else 1.0
+    queues = Queues((Budget(name="b", kind="usd", limit=limit, per=per),), weight=50.0, step_s=1.0)
+    for _ in range(20_000):
+        choose(queues, times, costs, "b")
+    assert queues.violation < 0.01 and queues.identity_error() < 1e-9
+    # By hand: 2/3 of the middle and 1/3 of the last; or in time, equal costs and seconds: 3/4 and 1/4.
+    best = (2 / 3 * 1.5 + 1 / 3 * 4.0) if per == "step" else 0.75 * 1.5 + 0.25 * 4.0
+    assert queues.total_s / queues.steps == pytest.approx(best, rel=0.01)
+
+
+def test_no_backlog_means_the_fastest_and_no_weight_the_cheapest():
+    times, costs = np.array([1.0, 4.0]), np.array([4.0, 1.0])
+    assert choose(Queues((STEP,), weight=1.0, step_s=1.0), times, costs, "money") == 0
+    start = {"money": 1.0}
+    assert choose(Queues((STEP,), weight=0.0, step_s=1.0, backlog=start), times, costs, "money") == 1
+
+
+@pytest.mark.parametrize("wanted", [0.002, 0.01, 0.05])
+def test_weight_is_found_for_a_wanted_excess(wanted):
+    rng = np.random.default_rng(0)
+    queues = Queues((STEP,), weight=1.0, step_s=1.0)
+    tuner = Tuner(violation=wanted, horizon=5000)
+    for _ in range(5000):
+        slow = rng.choice([1.0, 2.0])
+        choose(queues, slow * np.array([1.0, 1.5, 4.0]), np.array([4.0, 2.5, 1.0]), "money")
+        queues.weight = tuner.observe(queues["money"].backlog)
+    assert 0.2 * wanted < queues.violation <= 1.1 * wanted
+    assert queues.violation * 5000 == pytest.approx(
+        queues["money"].backlog - queues["money"].reflected, rel=1e-6
+    )
+
+
+def test_place_holders_spend_the_excess_beforehand():
+    times, costs = np.array([1.0, 1.5, 4.0]), np.array([4.0, 2.5, 1.0])
+    ends = []
+    for backlog in ({}, {"money": 60.0}):
+        queues = Queues((STEP,), weight=20.0, step_s=1.0, backlog=backlog)
+        for _ in range(2000):
+            choose(queues, times, costs, "money")
+        ends.append(queues.violation)
+    assert ends[1] < 0.3 * ends[0]
+
+
+def test_what_is_no_budget_is_refused():
+    with pytest.raises(SpecError, match="two budgets"):
+        Queues((STEP, STEP), weight=1.0, step_s=1.0)
+    with pytest.raises(SpecError, match="weight"):
+        Queues((STEP,), weight=math.nan, step_s=1.0)
+    with pytest.raises(SpecError, match="cost of nan"):
+        Queues((STEP,), weight=1.0, step_s=1.0).record(1.0, {})
+    with pytest.raises(SpecError, match="excess"):
+        weight_for(0.0, 100, 1.0)
+    for bad in (
+        {"kind": "love"},
+        {"kind": "duty"},
+        {"kind": "usd", "limit": -1.0},
+        {"kind": "usd", "per": "day"},
+    ):
+        with pytest.raises(SpecError):
+            Budget(**{"name": "b", "limit": 1.0, **bad})
