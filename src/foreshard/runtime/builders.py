@@ -49,7 +49,11 @@ def _layers(model: Any, path: str | None) -> list[Any]:
     if isinstance(model, nn.Module):
         from foreshard.runtime.hf_split import split
 
-        return split(model)
+        try:
+            return split(model)
+        except SpecError as error:
+            error.file = path
+            raise
     if isinstance(model, Iterable):
         return list(model)
     raise SpecError(

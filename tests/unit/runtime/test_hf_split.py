@@ -1,0 +1,143 @@
+"""A split model of transformers computes what the whole model computes: scores to the last bit, gradients."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", exc_type=ImportError)
+
+from foreshard.errors import SpecError
+from foreshard.runtime.builders import tied_parameters
+from foreshard.runtime.hf_split import KNOWN, split
+from foreshard.runtime.randomness import sample_randomness
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {**SMALL, "sliding_window": 5, "head_dim": 8},
+    "qwen2": {**SMALL, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+}  # fmt: skip
+IDS = torch.randint(3, 64, (3, 11), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones(3, 11, dtype=torch.int64)
+PADDED[1, 8:], PADDED[2, :3] = 0, 0
+
+
+def made(kind: str, **changes: Any) -> Any:
+    config = transformers.AutoConfig.for_model(kind, **{**MORE.get(kind, SMALL), **changes})
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).double().train()
+
+
+def through(layers: list, *values: Any) -> Any:
+    for layer in layers:
+        values = layer(*values)
+        values = values if isinstance(values, tuple) else (values,)
+    return values[0]
+
+
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["whole lines", "padded lines"])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_layers_compute_what_the_model_computes(kind: str, mask: Any) -> None:
+    model = made(kind)
+    layers = [copy.deepcopy(layer) for layer in split(model)]
+    assert len(layers) == 6
+    scores = model(input_ids=IDS, attention_mask=mask, use_cache=False).logits
+    found = through(layers, IDS) if mask is None else through(layers, IDS, mask)
+    assert torch.equal(found, scores)
+    (scores * IDS.unsqueeze(-1)).sum().backward()
+    (found * IDS.unsqueeze(-1)).sum().backward()
+    found_grads: dict[int, Any] = {}
+    for layer, origin in zip(layers, split(model), strict=True):
+        for own, theirs in zip(layer.parameters(), origin.parameters(), strict=True):
+            found_grads[id(theirs)] = found_grads.get(id(theirs), 0.0) + own.grad
+    for parameter in model.parameters():
+        assert torch.allclose(found_grads[id(parameter)], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_every_parameter_is_in_a_layer_once(kind: str) -> None:
+    model = made(kind)
+    held = [id(p) for layer in split(model) for p in layer.parameters()]
+    tied = sum(len(group) - 1 for group in tied_parameters(split(model)))
+    assert set(held) == {id(p) for p in model.parameters()}
+    assert len(held) == len(set(held)) + tied
+
+
+def test_tied_words_and_scores_are_told() -> None:
+    tied = split(made("llama", tie_word_embeddings=True))
+    assert tied_parameters(tied) == (((0, "words.weight"), (5, "scores.weight")),)
+    assert tied_parameters(split(made("llama", tie_word_embeddings=False))) == ()
+
+
+def test_a_copy_shares_nothing_with_the_model() -> None:
+    model = made("llama")
+    layers = [copy.deepcopy(layer) for layer in split(model)]
+    before = through(layers, IDS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(through(layers, IDS), before)
+
+
+def test_a_layer_moves_with_everything_it_needs() -> None:
+    """Rotary frequencies are buffers of the block: a change of precision reaches them."""
+    model = made("llama").float()
+    block = copy.deepcopy(split(model)[1])
+    assert "rotary.inv_freq" in dict(block.named_buffers())
+    assert through([layer.float() for layer in split(model)], IDS).dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+def test_dropout_belongs_to_the_sample(kind: str) -> None:
+    drops = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "llama": ("attention_dropout",),
+             "gpt_neox": ("attention_dropout", "hidden_dropout")}[kind]  # fmt: skip
+    layers = split(made(kind, **dict.fromkeys(drops, 0.3)))
+
+    def run(rows: list[int]) -> Any:
+        values = IDS[rows]
+        for number, layer in enumerate(layers):
+            with sample_randomness(seed=0, step=0, layer=number, positions=rows):
+                values = layer(values)
+        return values
+
+    whole = run([0, 1, 2])
+    assert torch.allclose(whole, torch.cat([run([0, 1]), run([2])]), atol=1e-12)
+    assert not torch.allclose(whole, through(split(made(kind)), IDS), atol=1e-3)
+
+
+def test_what_is_not_known_is_refused_by_name() -> None:
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(SpecError, match=r"type bert .*gpt2, gpt_neox, llama"):
+        split(transformers.BertModel(config))
+
+
+def test_other_parts_are_refused() -> None:
+    """A head for classes, or an adapter, would be left out without a word."""
+    config = transformers.AutoConfig.for_model("llama", **SMALL)
+    with pytest.raises(SpecError, match="lm_head, score"):
+        split(transformers.LlamaForSequenceClassification(config))
+    model = made("llama")
+    model.model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(SpecError, match="adapter"):
+        split(model)
+    with pytest.raises(SpecError, match="cross attention"):
+        split(made("gpt2", add_cross_attention=True))
+
+
+def test_dropout_of_an_attention_that_draws_by_itself_is_refused() -> None:
+    model = made("llama", attention_dropout=0.1)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(SpecError, match="flash_attention_2"):
+        split(model)
