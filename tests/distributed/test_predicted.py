@@ -20,7 +20,8 @@ from foreshard.runtime.lab import Lab
 from foreshard.runtime.trainer import Trainer
 
 LAB = Lab(
-    clock="table", slow=(1.0, 2.0, 4.0, 8.0), devices=("a", "b", "c", "d"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
+    clock="table", slow=(1.0, 2.0, 4.0, 8.0), devices=("a", "b", "c", "d"), bandwidth_bytes_per_s=2e7,
+    latency_s=3e-4,
     table_s={"forward": 1e-3, "backward": 2.5e-3, "optimizer": 2e-4},
 )  # fmt: skip
 PLAIN = [
@@ -37,8 +38,12 @@ def costs(tmp_path_factory):
 
 
 def costs_of(tied, file):
-    made = profile_layers(gpt(tied=tied), samples=(1, 2), repeats=1, out=None, device=torch.device("cpu"), through=through)
-    told = calibrate(made, clock="cpu", slow=dict(zip(LAB.devices, LAB.slow, strict=True)), table_s=LAB.table_s)
+    made = profile_layers(
+        gpt(tied=tied), samples=(1, 2), repeats=1, out=None, device=torch.device("cpu"), through=through
+    )
+    told = calibrate(
+        made, clock="cpu", slow=dict(zip(LAB.devices, LAB.slow, strict=True)), table_s=LAB.table_s
+    )
     write_profile(file, told)
     return load_costs(str(file))
 
@@ -50,7 +55,9 @@ def step_times(plan, tied, steps=2):
     def body(rank):
         clock = LAB.make_clock([0])
         clock.slow = LAB.slow[rank]
-        trainer = Trainer(gpt(tied=tied), membership=FixedMembership(store, rank, plan, ranks, timeout_s=30), clock=clock)
+        trainer = Trainer(
+            gpt(tied=tied), membership=FixedMembership(store, rank, plan, ranks, timeout_s=30), clock=clock
+        )
         found[rank] = [trainer.train_step().time_s for _ in range(steps)]
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in ranks]
@@ -62,7 +69,9 @@ def step_times(plan, tied, steps=2):
     return found[ranks[0]]
 
 
-@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in PLAIN), *((n, True) for n in PLAIN[2:6])])
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in PLAIN), *((n, True) for n in PLAIN[2:6])]
+)
 def test_predicted_is_what_the_virtual_clock_shows(costs, name, tied):
     plan = PLANS[name]
     told = predict_measured(costs[tied], LAB.cluster(), plan).step_time_s

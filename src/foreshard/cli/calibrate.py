@@ -16,12 +16,14 @@ from foreshard.errors import SpecError
 @click.command("calibrate")
 @click.option("--profile", "profiles", multiple=True, metavar="[DEVICE=]FILE", required=True,
               help="What foreshard profile wrote; again for every other device.")  # fmt: skip
-@click.option("--lab", metavar="LAB.toml", help="Test bed whose devices are this one, slower; its clock is used.")
-@click.option("--device", "devices", multiple=True, metavar="NAME[=SLOW]", help="A device that was measured here.")
+@click.option(
+    "--lab", metavar="LAB.toml", help="Test bed whose devices are this one, slower; its clock is used."
+)
+@click.option(
+    "--device", "devices", multiple=True, metavar="NAME[=SLOW]", help="A device that was measured here."
+)
 @click.option("--clock", type=click.Choice(["cpu", "wall"]), help="Whose seconds; the lab's, else wall.")
-def command(
-    profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...], clock: str | None
-) -> None:
+def command(profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...], clock: str | None) -> None:
     """Fit costs to profiles: `foreshard predict` and `plan` take them by --costs.
 
     \b

@@ -11,7 +11,18 @@ from foreshard.cli.answer import give
 from foreshard.errors import SpecError
 
 _PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
-_PLANS = {"global_batch", "seq_len", "precision", "optimizer", "top", "budget_s", "tokens", "costs", "engine", "objective"}
+_PLANS = {
+    "global_batch",
+    "seq_len",
+    "precision",
+    "optimizer",
+    "top",
+    "budget_s",
+    "tokens",
+    "costs",
+    "engine",
+    "objective",
+}
 _RULE = "Measured costs price the plan as the runtime runs it"
 NOTHING_FITS = 3
 
@@ -29,7 +40,9 @@ def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) 
     _refuse({**values, **others}, _PREDICTS)
     _same_model(values["model"], values["costs"])
     if not values.get("plan"):
-        raise SpecError("no plan", key="--plan", rule=_RULE, fix="Give --plan FILE, or find one with foreshard plan")
+        raise SpecError(
+            "no plan", key="--plan", rule=_RULE, fix="Give --plan FILE, or find one with foreshard plan"
+        )
     prediction = api.predict_measured(
         values["costs"], values["cluster"], api.load_plan(values["plan"]), tokens=values.get("tokens")
     )
@@ -45,9 +58,13 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
     _refuse({**asked, **others}, _PLANS)
     _same_model(model, asked["costs"])
     if asked.get("objective", ("time",)) != ("time",):
-        raise SpecError("another objective than time", key="--objective", value=",".join(asked["objective"]), rule=_RULE,
-                        fix="Leave --objective out")  # fmt: skip
-    chosen = {name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked}
+        raise SpecError(
+            "another objective than time", key="--objective", value=",".join(asked["objective"]), rule=_RULE,
+            fix="Leave --objective out",
+        )  # fmt: skip
+    chosen = {
+        name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
+    }
     return api.plan_measured(
         asked["costs"], cluster, global_batch=asked["global_batch"], seq_len=asked.get("seq_len", 1), **chosen
     )
@@ -67,7 +84,7 @@ def _same_model(model: str, costs: str) -> None:
 def _refuse(values: dict[str, Any], known: set[str]) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, (), "none"):
+            flag = f"--{name.replace('_', '-')}"
             raise SpecError(
-                f"--{name.replace('_', '-')} with measured costs", key=f"--{name.replace('_', '-')}", value=str(value),
-                rule=_RULE, fix="Leave it out",
-            )  # fmt: skip
+                f"{flag} with measured costs", key=flag, value=str(value), rule=_RULE, fix="Leave it out"
+            )

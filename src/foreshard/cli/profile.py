@@ -16,7 +16,9 @@ class Sizes(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """Return the numbers, rising."""
         if isinstance(value, tuple):
             return value
@@ -37,15 +39,19 @@ class Sizes(click.ParamType):  # type: ignore[type-arg]
 @click.option("--samples", type=Sizes(), default="1,2,4,8", show_default=True, help="Micro-batches to time.")
 @click.option("--repeats", type=int, default=15, show_default=True, help="Passes of each.")
 @click.option("--local", type=int, default=1, show_default=True, help="Ranks that will share this machine.")
-@click.option("--links/--no-links", default=True, show_default=True, help="Time links, where ranks are several.")
-@click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch, as the run will have.")
+@click.option(
+    "--links/--no-links", default=True, show_default=True, help="Time links, where ranks are several."
+)
+@click.option(
+    "--threads", type=int, default=1, show_default=True, help="Threads of torch, as the run will have."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of first values.")
 def command(job: str, **options: Any) -> None:
     """Time the layers of JOB.py here and the links between ranks; `foreshard calibrate` makes costs of it.
 
-    An interrupted profile goes on where it stopped. With --local N the machine is kept as busy as N ranks will
-    keep it, and links are timed between as many. Under torchrun its ranks are measured; the first of each host
-    writes a file.
+    An interrupted profile goes on where it stopped. With --local N the machine is kept as busy as N ranks
+    will keep it, and links are timed between as many. Under torchrun its ranks are measured; the first of
+    each host writes a file.
 
     \b
     foreshard profile examples/jobs/gpt_job.py -o profile.json
@@ -55,8 +61,12 @@ def command(job: str, **options: Any) -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ExtraMissingError("torch is not installed", key="profile", rule="Profiling needs the extra 'run'",
-                                fix="pip install 'foreshard[run]'") from None  # fmt: skip
+        raise ExtraMissingError(
+            "torch is not installed",
+            key="profile",
+            rule="Profiling needs the extra 'run'",
+            fix="pip install 'foreshard[run]'",
+        ) from None
     from foreshard import api
     from foreshard.report.measured_screen import profile_screen
 

@@ -67,8 +67,10 @@ def plan_measured(
     solution = solve(problem, budget_s=budget_s * _SEARCH_PART, target_gap=0.005)
     if solution.arrangement is None:
         return _nothing(costs, bound_s, started)
-    blank = Plan(global_batch=global_batch, seq_len=seq_len, groups=(), precision=precision, optimizer=optimizer,
-                 framework="foreshard")  # fmt: skip
+    blank = Plan(
+        global_batch=global_batch, seq_len=seq_len, groups=(), precision=precision, optimizer=optimizer,
+        framework="foreshard",
+    )  # fmt: skip
     deadline = max(started + budget_s, time.perf_counter() + budget_s * _JUDGE_PART)
     judge = _Judge(costs, cluster, sizes, deadline=deadline)
     arrangements = dict.fromkeys((solution.arrangement, *solution.others[:_JUDGED]))
@@ -100,8 +102,10 @@ def _nothing(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult
         rule="parameters, gradients, states and activations fit",
         fix=f"Add devices or memory: the model's states alone take {need / 2**30:.2f} GiB",
     )  # fmt: skip
-    return PlanResult(plans=(), lower_bound_step_time_s=bound_s, gap=0.0, binding="memory", evaluated=0, pruned=0,
-                      wall_s=time.perf_counter() - started, infeasible=error)  # fmt: skip
+    return PlanResult(
+        plans=(), lower_bound_step_time_s=bound_s, gap=0.0, binding="memory", evaluated=0, pruned=0,
+        wall_s=time.perf_counter() - started, infeasible=error,
+    )  # fmt: skip
 
 
 def _plan(blank: Plan, problem: Problem, arrangement: Arrangement, kinds: Sequence[Sequence[int]]) -> Plan:

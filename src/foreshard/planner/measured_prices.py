@@ -1,4 +1,4 @@
-"""Prices of the abstract problem from measured costs: one device a stage, any cut, several micro-batch sizes."""
+"""Prices of the abstract problem from measured costs: one device a stage, any cut, any of some sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def kinds_of(cluster: Cluster) -> list[list[int]]:
 
 
 def priced(
-    costs: MeasuredCosts, cluster: Cluster, kinds: Sequence[Sequence[int]], sizes: Sequence[int], global_batch: int
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    kinds: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    global_batch: int,
 ) -> Problem:
     """Return the problem: an option is a kind of device with a micro-batch size, every interval a type.
 
@@ -51,7 +55,10 @@ def priced(
         tails.append(prices)
     copies = tuple(range(1, min(cluster.num_devices, _COPIES) + 1))
     tail_s = np.array([
-        [_tail(costs, cluster, prices, kinds[k][0], count) for prices, (k, _) in zip(tails, options, strict=True)]
+        [
+            _tail(costs, cluster, prices, kinds[k][0], count)
+            for prices, (k, _) in zip(tails, options, strict=True)
+        ]
         for count in copies
     ])  # fmt: skip
     takes = np.eye(len(kinds), dtype=int)[[k for k, _ in options]]
@@ -59,7 +66,8 @@ def priced(
         counts=tuple(len(ranks) for ranks in kinds), global_batch=global_batch, types=types, takes=takes,
         max_stages=min(len(costs.layers), cluster.num_devices), micro_batch=np.array([m for _, m in options]),
         grain=np.ones(len(options), dtype=int), time_s=time_s, copies=copies, tail_s=tail_s,
-        max_in_flight=np.minimum(room, _MANY).astype(int), hop_s=np.zeros((len(options),) * 2), names=tuple(options),
+        max_in_flight=np.minimum(room, _MANY).astype(int), hop_s=np.zeros((len(options),) * 2),
+        names=tuple(options),
     )  # fmt: skip
 
 
@@ -71,7 +79,9 @@ class _Prices:
 
     def total(self, name: str, column: int | None = None) -> np.ndarray:
         """Return a layer's number summed over the layers of each interval."""
-        each = [getattr(layer, name) if column is None else getattr(layer, name)[column] for layer in self._layers]
+        each = [
+            getattr(layer, name) if column is None else getattr(layer, name)[column] for layer in self._layers
+        ]
         upto = np.concatenate(([0.0], np.cumsum(each)))
         return upto[self._stops] - upto[self.starts]
 
@@ -104,14 +114,14 @@ def _intervals(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def work_bound_s(costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], global_batch: int) -> float:
-    """Return seconds that no step can beat: all work at the least cost a sample, on all devices without a pause.
+    """Return seconds that no step can beat: all work at the least cost a sample, on all devices, no pause.
 
-    Devices that are one table slowed by factors need no program; otherwise every device may take the layers it is
-    best at, in any part.
+    Devices that are one table slowed by factors need no program; otherwise every device may take the layers
+    it is best at, in any part.
 
     Source
     ------
-    Scheduling unrelated machines with preemption and no precedence (Lawler and Labetoulle 1978): a linear program.
+    Unrelated machines with preemption and no precedence: a linear program (Lawler and Labetoulle 1978).
     """
     names = [cluster.device_of(rank).name for rank in range(cluster.num_devices)]
     m = max(sizes)
@@ -140,6 +150,8 @@ def _unrelated_s(devices: Sequence[tuple[np.ndarray, int]], global_batch: int) -
         busy[k, -1] = -1.0
     aim = np.zeros(kinds * layers + 1)
     aim[-1] = 1.0
-    made = _scipy().linprog(aim, A_ub=busy, b_ub=np.zeros(kinds), A_eq=done, b_eq=np.full(layers, float(global_batch)))
+    made = _scipy().linprog(
+        aim, A_ub=busy, b_ub=np.zeros(kinds), A_eq=done, b_eq=np.full(layers, float(global_batch))
+    )
     assert made.success, made.message
     return float(made.fun) * (1 - 1e-9)

@@ -161,7 +161,7 @@ class _Work:
 def _passes(
     costs: MeasuredCosts, device: str, span: tuple[int, int], samples: np.ndarray, again: float
 ) -> tuple[np.ndarray, ...]:
-    """Return the seconds of forward, backward, its part for the input, and what runs again in both of these."""
+    """Return the seconds of forward, backward, its part for the input, and what runs again in both."""
     names = ("forward_s", "backward_s", "backward_input_s")
     forward, backward, inputs = (
         np.array([costs.work_s(device, span, name, int(n)) if n else 0.0 for n in samples]) for name in names
@@ -205,8 +205,10 @@ def _sends(
     found = []
     for s, stage in enumerate(stages if group.num_chunks > 1 else stages[:-1]):
         after = stages[(s + 1) % len(stages)]
-        size_bytes = costs.layers[stage.layers[0][1] - 1].boundary_bytes_per_sample * size / min(
-            stage.inner_dp, after.inner_dp
+        size_bytes = (
+            costs.layers[stage.layers[0][1] - 1].boundary_bytes_per_sample
+            * size
+            / min(stage.inner_dp, after.inner_dp)
         )
         pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
         found.append(max((costs.message_s(cluster, a, b, size_bytes) for a, b in pairs), default=0.0))
@@ -221,13 +223,16 @@ def _synced(
     free = dict.fromkeys(done, 0.0)
     segments: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
     for layers, size in costs.summed():
-        owners = tuple(sorted(rank for rank, told in done.items() if not told["ready_s"].keys().isdisjoint(layers)))
+        owners = tuple(
+            sorted(rank for rank, told in done.items() if not told["ready_s"].keys().isdisjoint(layers))
+        )
         if size > 0 and len(owners) > 1:
             segments.setdefault(owners, []).append((layers, size))
     for owners, parts in sorted(segments.items()):
         held = {layer for layers, _ in parts for layer in layers}
         ready = max(
-            max(free[rank], *(t for layer, t in done[rank]["ready_s"].items() if layer in held)) for rank in owners
+            max(free[rank], *(t for layer, t in done[rank]["ready_s"].items() if layer in held))
+            for rank in owners
         )
         end = ready + costs.ring_s(cluster, owners, sum(size for _, size in parts))
         for rank in owners:

@@ -1,4 +1,4 @@
-"""From a profile to costs: lines of seconds over samples, fitted in relative error, with how far passes spread."""
+"""From profiles to costs: lines of seconds over samples, fitted in relative error, and how passes spread."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ def load_profile(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise SpecError(f"not JSON: {error}", file=path, key="--profile") from None
     if not isinstance(data, dict) or data.get("kind") != "profile":
-        raise SpecError("is not a profile", file=path, key="--profile", rule="foreshard profile writes profiles")
+        raise SpecError(
+            "is not a profile", file=path, key="--profile", rule="foreshard profile writes profiles"
+        )
     if data.get("schema_version") != 1 or not data.get("fingerprint"):
-        raise SpecError("is not a profile of this version", file=path, key="--profile", value=data.get("schema_version"),
-                        rule="schema_version is 1", fix="Run foreshard profile again")  # fmt: skip
+        raise SpecError(
+            "is not a profile of this version", file=path, key="--profile", value=data.get("schema_version"),
+            rule="schema_version is 1", fix="Run foreshard profile again",
+        )  # fmt: skip
     if not data.get("complete"):
-        raise SpecError("is not complete", file=path, key="--profile", fix="Run foreshard profile again: it goes on")
+        raise SpecError(
+            "is not complete", file=path, key="--profile", fix="Run foreshard profile again: it goes on"
+        )
     return data
 
 
@@ -59,7 +65,8 @@ def calibrate(
     links : bool
         Whether to take links that were timed.
     table_s : mapping, optional
-        Seconds stated instead of measured, as a lab's table: forward and backward of a sample, optimizer of a layer.
+        Seconds stated instead of measured, as a lab's table: forward and backward of a sample, optimizer of a
+        layer.
 
     Raises
     ------
@@ -92,7 +99,8 @@ def _stated(table_s: Mapping[str, float]) -> dict[str, Any]:
     """Return a layer's seconds by a table: half of a backward is for the layer before."""
     return {
         "forward_s": [0.0, table_s["forward"]], "backward_s": [0.0, table_s["backward"]],
-        "backward_input_s": [0.0, table_s["backward"] / 2], "optimizer_s": table_s["optimizer"], "relative_error": 0.0,
+        "backward_input_s": [0.0, table_s["backward"] / 2], "optimizer_s": table_s["optimizer"],
+        "relative_error": 0.0,
     }  # fmt: skip
 
 
@@ -129,7 +137,9 @@ def _seconds(profile: Mapping[str, Any], phase: str, layer: int, size: int, colu
     return np.array([one[layer][column] for one in profile["passes"][str(size)][phase]])
 
 
-def _line(profile: Mapping[str, Any], phase: str, layer: int, sizes: Sequence[int], column: int) -> tuple[float, float]:
+def _line(
+    profile: Mapping[str, Any], phase: str, layer: int, sizes: Sequence[int], column: int
+) -> tuple[float, float]:
     """Return (fixed, per sample) >= 0 that fit the medians with the least squares of relative errors."""
     medians = np.array([np.median(_seconds(profile, phase, layer, size, column)) for size in sizes])
     if not medians.any():
@@ -148,7 +158,11 @@ def _line(profile: Mapping[str, Any], phase: str, layer: int, sizes: Sequence[in
 
 
 def _relative_error(
-    profile: Mapping[str, Any], layer: int, sizes: Sequence[int], column: int, lines: Mapping[str, tuple[float, float]]
+    profile: Mapping[str, Any],
+    layer: int,
+    sizes: Sequence[int],
+    column: int,
+    lines: Mapping[str, tuple[float, float]],
 ) -> float:
     """Return the largest error of the fitted forward and backward over the sizes measured."""
     worst = 0.0

@@ -1,4 +1,4 @@
-"""A process that trains the same layers over and over, so that a profile is of a machine as busy as the run's."""
+"""Processes that train the same layers over and over: a profile of a machine as busy as the run's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "foreshard", "profile", job, "-o", str(Path(folder) / f"{n}.json"), "--samples",
-                 samples, "--threads", str(threads), "--repeats", str(_ENDLESS)],
+                [sys.executable, "-m", "foreshard", "profile", job, "-o", str(Path(folder) / f"{n}.json"),
+                 "--samples", samples, "--threads", str(threads), "--repeats", str(_ENDLESS)],
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ},
             )
             for n in range(count)

@@ -1,7 +1,7 @@
 """Layers timed here: forward, backward, optimizer, bytes, at several numbers of samples.
 
-A pass runs the whole chain as training does, forwards and then backwards, so that caches are as cold as they will
-be. Processor time of the thread is kept beside wall time: it is the steadier of the two on a busy machine.
+A pass runs the whole chain as training does, forwards and then backwards, so that caches are as cold as they
+will be. Processor time of the thread is kept beside wall time: it is the steadier one on a busy machine.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ class _Pass:
 
 
 def profile_layers(
-    job: Trainable, *, samples: Sequence[int], repeats: int, out: Path | None, device: torch.device, through: Through,
-    beside: int = 1, busy: AbstractContextManager[None] | None = None, tell: Callable[[str], None] = lambda text: None,
+    job: Trainable, *, samples: Sequence[int], repeats: int, out: Path | None, device: torch.device,
+    through: Through, beside: int = 1, busy: AbstractContextManager[None] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time a job's layers and return the profile; it is written after every size, and an unfinished one continued.
+    """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
     Parameters
     ----------
@@ -146,7 +147,13 @@ def _begun(out: Path | None, told: dict[str, Any]) -> dict[str, Any]:
                             fix="Name another file")  # fmt: skip
         if not old.get("complete") and old.get("fingerprint") == told:
             return dict(old)
-    return {"schema_version": 1, "kind": KIND, "date": date.today().isoformat(), "fingerprint": told, "passes": {}}
+    return {
+        "schema_version": 1,
+        "kind": KIND,
+        "date": date.today().isoformat(),
+        "fingerprint": told,
+        "passes": {},
+    }
 
 
 def write_profile(out: Path, profile: dict[str, Any]) -> None:
@@ -157,8 +164,8 @@ def write_profile(out: Path, profile: dict[str, Any]) -> None:
 
 
 def _timed(
-    job: Trainable, modules: list[nn.Module], number: int, repeats: int, device: torch.device, through: Through,
-    profile: dict[str, Any],
+    job: Trainable, modules: list[nn.Module], number: int, repeats: int, device: torch.device,
+    through: Through, profile: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     size = len(job.dataset) if hasattr(job.dataset, "__len__") else None
     items = [job.dataset[i % size] for i in range(number)] if size else _first(job.dataset, number)
@@ -167,11 +174,14 @@ def _timed(
     _, count = job.loss(kept.pop("output"), batch)
     profile["tokens_per_sample"] = float(count) / number
     passes = [_one_pass(job, modules, batch, number, through) for _ in range(repeats + _WARM_UP)][_WARM_UP:]
-    return {**kept, **{name: [getattr(p, name) for p in passes] for name in ("forward", "backward", "backward_input")}}
+    return {
+        **kept,
+        **{name: [getattr(p, name) for p in passes] for name in ("forward", "backward", "backward_input")},
+    }
 
 
 def _one_pass(job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through) -> _Pass:
-    """Run all forwards, then all backwards; the part of a backward that the layer before needs is timed once more."""
+    """Run all forwards, then all backwards; the backward's part for the layer before is timed once more."""
     told, positions = _Pass([], [], []), range(number)
     values, kept = _tuple(job.inputs(batch)), []
     for layer, module in enumerate(modules):
@@ -201,7 +211,9 @@ def _backward(
     pairs = [(t, None if grads is None else grads[i]) for i, t in enumerate(outputs) if t.requires_grad]
     clock = _Stopwatch()
     if pairs and inputs:
-        torch.autograd.grad([t for t, _ in pairs], inputs, _given(pairs), retain_graph=True, allow_unused=True)
+        torch.autograd.grad(
+            [t for t, _ in pairs], inputs, _given(pairs), retain_graph=True, allow_unused=True
+        )
     told.backward_input.append(clock.read() if inputs else (0.0, 0.0))
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -217,7 +229,9 @@ def _given(pairs: list[tuple[Tensor, Tensor | None]]) -> list[Tensor] | None:
     return None if pairs[0][1] is None else [g for _, g in pairs if g is not None]
 
 
-def _saved_bytes(job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through) -> dict[str, Any]:
+def _saved_bytes(
+    job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through
+) -> dict[str, Any]:
     """Return, by layer, the bytes kept for the backward and the bytes handed on, and the output."""
     values, saved, boundary = _tuple(job.inputs(batch)), [], []
     for layer, module in enumerate(modules):
@@ -249,13 +263,15 @@ def _tied_bytes(modules: list[nn.Module], group: Sequence[tuple[int, str]]) -> d
 
 def _layer_bytes(module: nn.Module) -> dict[str, float]:
     def total(trained: bool) -> float:
-        return float(sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad == trained))
+        return float(
+            sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad == trained)
+        )
 
     return {"parameter_bytes": total(True), "frozen_bytes": total(False)}
 
 
 def _optimizer_times(job: Trainable, modules: list[nn.Module], repeats: int) -> list[dict[str, Any]]:
-    """Return, by layer, the seconds of an optimizer step on all parameters dealt out by their bytes, and state bytes."""
+    """Return, by layer, its part of the seconds of an optimizer step over all, and its state's bytes."""
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -273,9 +289,14 @@ def _optimizer_times(job: Trainable, modules: list[nn.Module], repeats: int) -> 
         own = [p for p in module.parameters() if p.requires_grad]
         part = sum(p.numel() for p in own) / whole
         state = sum(
-            t.numel() * t.element_size() for p in own for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor)
+            t.numel() * t.element_size()
+            for p in own
+            for t in optimizer.state.get(p, {}).values()
+            if isinstance(t, Tensor)
         )
-        found.append({"seconds": [[c * part, w * part] for c, w in times[_WARM_UP:]], "state_bytes": float(state)})
+        found.append(
+            {"seconds": [[c * part, w * part] for c, w in times[_WARM_UP:]], "state_bytes": float(state)}
+        )
     return found
 
 

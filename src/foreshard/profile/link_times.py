@@ -209,7 +209,15 @@ def local_links(count: int, device: str, *, repeats: int, tell: Tell = lambda te
         raise SpecError(f"{count} ranks on {torch.cuda.device_count()} GPUs", key="--local", value=count,
                         rule="NCCL takes one rank a GPU", fix="Give --local the number of GPUs")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "foreshard.profile.link_times", folder, device, str(repeats), str(count)]
+        command = [
+            sys.executable,
+            "-m",
+            "foreshard.profile.link_times",
+            folder,
+            device,
+            str(repeats),
+            str(count),
+        ]
         others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
         try:
             return _met_in(folder, 0, count, device, repeats, tell)

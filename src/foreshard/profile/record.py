@@ -19,13 +19,14 @@ Tell = Callable[[str], None]
 
 
 def record(
-    job: Trainable, *, out: Path, through: Through, device: str = "cpu", samples: Sequence[int] = (1, 2, 4, 8),
-    repeats: int = 15, local: int = 1, links: bool = True, threads: int = 1, tell: Tell = lambda text: None,
+    job: Trainable, *, out: Path, through: Through, device: str = "cpu",
+    samples: Sequence[int] = (1, 2, 4, 8), repeats: int = 15, local: int = 1, links: bool = True,
+    threads: int = 1, tell: Tell = lambda text: None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that wrote nothing.
+    """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that write none.
 
-    Under torchrun all ranks time the layers at once, as they will train; the first of each host writes what it has
-    seen, the first of all to `out` and the others beside it.
+    Under torchrun all ranks time the layers at once, as they will train; the first of each host writes what
+    it has seen, the first of all to `out` and the others beside it.
 
     Parameters
     ----------
@@ -51,14 +52,16 @@ def record(
     SpecError
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("no CUDA device here", key="--device", value=device, rule="the device is on this machine")
+        raise SpecError(
+            "no CUDA device here", key="--device", value=device, rule="the device is on this machine"
+        )
     torch.set_num_threads(threads)
     ranks = torchrun_ranks(device)
     here = ranks.device if ranks is not None else torch.device(device)
     writes = ranks is None or int(os.environ.get("LOCAL_RANK", "0")) == 0
     made = profile_layers(
-        job, samples=samples, repeats=repeats, out=_own(out, ranks) if writes else None, device=here, through=through,
-        tell=tell if writes else lambda text: None, beside=ranks.size if ranks else local,
+        job, samples=samples, repeats=repeats, out=_own(out, ranks) if writes else None, device=here,
+        through=through, tell=tell if writes else lambda text: None, beside=ranks.size if ranks else local,
         busy=_busy(job, device, samples, threads, 0 if ranks else local - 1),
     )  # fmt: skip
     if links and "links" not in made and (ranks is not None or local > 1):

@@ -57,8 +57,8 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
     for name, link in (costs["links"] or {}).items():
         if link is not None:
             notes.insert(0, (
-                f"Links {name} a host: messages {seconds(link['floor_s'])} or {_rate(link['bytes_per_s'])}, sums "
-                f"{seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
+                f"Links {name} a host: messages {seconds(link['floor_s'])} or {_rate(link['bytes_per_s'])}, "
+                f"sums {seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
                 f"{percent(link['relative_error'])} off (median)."
             ))  # fmt: skip
     columns = (">layer", ">fixed", ">a sample", ">optimizer", ">line off")

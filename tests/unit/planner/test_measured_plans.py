@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -23,9 +24,9 @@ def costs(rng, layers, slow, tables=()):
     def table():
         return tuple(
             LayerCost(
-                forward_s=(f, e), backward_s=(f, 2 * e), backward_input_s=(f / 2, e), optimizer_s=float(rng.uniform(0, 1e-3)),
-                parameter_bytes=float(rng.uniform(0, 1e6)), state_bytes=1e5, saved_bytes_per_sample=1e5,
-                boundary_bytes_per_sample=1e4,
+                forward_s=(f, e), backward_s=(f, 2 * e), backward_input_s=(f / 2, e),
+                optimizer_s=float(rng.uniform(0, 1e-3)), parameter_bytes=float(rng.uniform(0, 1e6)),
+                state_bytes=1e5, saved_bytes_per_sample=1e5, boundary_bytes_per_sample=1e4,
             )
             for f, e in rng.uniform(1e-4, 3e-3, (layers, 2)).tolist()
         )  # fmt: skip
@@ -89,12 +90,13 @@ def test_one_table_and_the_program_over_tables_give_one_bound():
     told = costs(rng, 5, {"a": 1.0, "b": 3.0})
     cluster = lab("aab")
     b = tuple(
-        LayerCost(**{name: tuple(3 * v for v in getattr(layer, name)) for name in ("forward_s", "backward_s", "backward_input_s")},
-                  optimizer_s=0, parameter_bytes=0, state_bytes=0, saved_bytes_per_sample=0, boundary_bytes_per_sample=0)
+        replace(
+            layer, forward_s=tuple(3 * v for v in layer.forward_s),
+            backward_s=tuple(3 * v for v in layer.backward_s),
+        )
         for layer in told.layers
     )  # fmt: skip
-    both = MeasuredCosts(layers=told.layers, tables={"b": b}, slow={"a": 1.0, "b": 1.0}, spread=(1, 1), clock="cpu",
-                         tokens_per_sample=1, path="c")  # fmt: skip
+    both = replace(told, tables={"b": b}, slow={"a": 1.0, "b": 1.0})
     assert work_bound_s(both, cluster, (2, 4), 12) == pytest.approx(work_bound_s(told, cluster, (2, 4), 12))
 
 

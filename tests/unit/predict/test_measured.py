@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,13 +40,13 @@ def costs(layers=4, **more):
 
 def lab(devices="abc", memory_bytes=None):
     return Lab(
-        clock="cpu", slow=(1.0,) * len(devices), devices=tuple(devices), bandwidth_bytes_per_s=RATE, latency_s=LATENCY,
-        memory_bytes=(memory_bytes,) * len(devices),
+        clock="cpu", slow=(1.0,) * len(devices), devices=tuple(devices), bandwidth_bytes_per_s=RATE,
+        latency_s=LATENCY, memory_bytes=(memory_bytes,) * len(devices),
     ).cluster()  # fmt: skip
 
 
 def pipeline(cuts, ranks, share=6, micro_batch=2, schedule="1f1b", chunks=1):
-    spans = [(lo, hi) for lo, hi in zip(cuts[:-1], cuts[1:], strict=True)]
+    spans = list(pairwise(cuts))
     stages = tuple(
         Stage(ranks=(rank,), layers=tuple(spans[s + c * len(ranks)] for c in range(chunks)), zero=0)
         for s, rank in enumerate(ranks)
@@ -63,7 +64,10 @@ def played(told, cluster, group):
     count, chunks = len(group.stages), group.num_chunks
     sizes = [min(group.micro_batch, group.share - lo) for lo in range(0, group.share, group.micro_batch)]
     orders = [
-        o.tolist() for o in stage_order(group.schedule, num_stages=count, num_micro_batches=len(sizes), num_chunks=chunks)
+        o.tolist()
+        for o in stage_order(
+            group.schedule, num_stages=count, num_micro_batches=len(sizes), num_chunks=chunks
+        )
     ]
     clock, done, free, arrived = [0.0] * count, [0] * count, {}, {}
     last = count * chunks - 1
@@ -90,7 +94,9 @@ def played(told, cluster, group):
                 continue
             clock[s] = max(clock[s], arrived.get(need, 0.0))
             device, span = cluster.device_of(stage.ranks[0]).name, stage.layers[chunk]
-            whole, inputs = (told.work_s(device, span, n, sizes[m]) for n in ("backward_s", "backward_input_s"))
+            whole, inputs = (
+                told.work_s(device, span, n, sizes[m]) for n in ("backward_s", "backward_input_s")
+            )
             inputs = inputs if virtual else 0.0
             clock[s] += {
                 Op.FORWARD: told.work_s(device, span, "forward_s", sizes[m]), Op.BACKWARD: whole,
@@ -157,7 +163,10 @@ def test_ranks_of_a_stage_share_its_samples():
     stage = Stage(ranks=(0, 1), layers=((0, 4),), zero=0, rank_shares=(2, 1))
     step = plan(Group(share=6, micro_batch=3, stages=(stage,)))
     found = rank_times(told, lab(), step)
-    alone = [rank_times(told, lab(), plan(pipeline([0, 4], [r], share=n, micro_batch=n // 2)))[0] for r, n in ((0, 4), (1, 2))]
+    alone = [
+        rank_times(told, lab(), plan(pipeline([0, 4], [r], share=n, micro_batch=n // 2)))[0]
+        for r, n in ((0, 4), (1, 2))
+    ]
     for together, one in zip(found, alone, strict=True):
         assert together.compute_s == pytest.approx(one.compute_s)
 
@@ -230,7 +239,10 @@ def test_links_that_were_measured_win_over_the_cluster_on_the_same_side():
         (plan(pipeline([0, 3], [0])), "3 layers"),
         (plan(pipeline([0, 4], [7])), "rank 7"),
         (plan(Group(share=2, micro_batch=2, stages=(Stage(ranks=(0, 1), layers=((0, 4),), tp=2),))), "tp"),
-        (plan(Group(share=2, micro_batch=2, stages=(Stage(ranks=(0, 1), layers=((0, 4),), zero=3),))), "zero 3"),
+        (
+            plan(Group(share=2, micro_batch=2, stages=(Stage(ranks=(0, 1), layers=((0, 4),), zero=3),))),
+            "zero 3",
+        ),
     ],
 )
 def test_plans_that_were_not_measured_are_refused(step, what):
@@ -245,19 +257,23 @@ def test_an_unknown_device_is_refused_by_name():
 
 def good_file():
     row = {
-        "forward_s": [1e-3, 1e-3], "backward_s": [1e-3, 1e-3], "backward_input_s": [0, 0], "optimizer_s": 1e-4,
-        "parameter_bytes": 8, "frozen_bytes": 0, "state_bytes": 16, "saved_bytes_per_sample": 4,
-        "boundary_bytes_per_sample": 4,
+        "forward_s": [1e-3, 1e-3], "backward_s": [1e-3, 1e-3], "backward_input_s": [0, 0],
+        "optimizer_s": 1e-4, "parameter_bytes": 8, "frozen_bytes": 0, "state_bytes": 16,
+        "saved_bytes_per_sample": 4, "boundary_bytes_per_sample": 4,
     }  # fmt: skip
-    return {"schema_version": 1, "kind": "measured costs", "layers": [row, row], "tables": {}, "devices": {"a": 1.0},
-            "spread": [0.9, 1.1], "clock": "cpu", "tokens_per_sample": 1, "links": None, "samples": [1, 2]}  # fmt: skip
+    return {
+        "schema_version": 1, "kind": "measured costs", "layers": [row, row], "tables": {},
+        "devices": {"a": 1.0}, "spread": [0.9, 1.1], "clock": "cpu", "tokens_per_sample": 1, "links": None,
+        "samples": [1, 2],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"kind": "profile"}, {"schema_version": 2}, {"layers": []}, {"layers": [{}]}, {"devices": {"a": 0}},
-        {"devices": []}, {"spread": [1]}, {"samples": []}, {"tables": {"b": []}}, {"links": {"within": {"x": 1}}},
+        {"devices": []}, {"spread": [1]}, {"samples": []}, {"tables": {"b": []}},
+        {"links": {"within": {"x": 1}}},
         {"layers": [good_file()["layers"][0] | {"optimizer_s": float("nan")}]},
         {"layers": [good_file()["layers"][0] | {"forward_s": [-1, 0]}]},
     ],

@@ -23,9 +23,10 @@ CPU = torch.device("cpu")
 def job():
     widths = (6, 5, 4)
     return SimpleNamespace(
-        path="made.py", num_layers=2, tied=(), dataset=[torch.ones(6) * i for i in range(3)], collate=torch.stack,
-        layer=lambda i: nn.Sequential(nn.Linear(widths[i], widths[i + 1]), nn.Tanh()), inputs=lambda batch: batch,
-        loss=lambda output, batch: (output.sum(), batch.shape[0] * 7), optimizer=lambda p: torch.optim.AdamW(p),
+        path="made.py", num_layers=2, tied=(), dataset=[torch.ones(6) * i for i in range(3)],
+        collate=torch.stack, inputs=lambda batch: batch, optimizer=lambda p: torch.optim.AdamW(p),
+        layer=lambda i: nn.Sequential(nn.Linear(widths[i], widths[i + 1]), nn.Tanh()),
+        loss=lambda output, batch: (output.sum(), batch.shape[0] * 7),
     )  # fmt: skip
 
 
@@ -38,7 +39,10 @@ def measured(tmp_path, samples, out="profile.json", told=None):
 def test_a_profile_holds_what_the_layers_are(tmp_path):
     made = measured(tmp_path, (1, 4))
     assert [row["parameter_bytes"] for row in made["bytes"]] == [4 * (6 * 5 + 5), 4 * (5 * 4 + 4)]
-    assert [row["state_bytes"] for row in made["optimizer"]] == [2 * 140 + 2 * 4, 2 * 96 + 2 * 4]  # two moments, a step
+    assert [row["state_bytes"] for row in made["optimizer"]] == [
+        2 * 140 + 2 * 4,
+        2 * 96 + 2 * 4,
+    ]  # two moments, a step
     four = made["passes"]["4"]
     assert four["boundary_bytes"] == [4 * 4 * 5, 4 * 4 * 4]
     assert four["saved_bytes"][0] == 4 * 4 * (6 + 5)  # input of the linear, output of the tanh
@@ -69,6 +73,7 @@ def test_no_other_file_is_overwritten(tmp_path, text):
 
 def made_up(lines=((1e-3, 2e-3), (0.0, 5e-3)), noise=(1.0,), job="j", device="cpu", **more):
     """Return a profile whose wall times lie on lines (fixed, per sample); processor time is half of it."""
+
     def rows(part, size):
         return [[[n * part * (a + b * size) / 2, n * part * (a + b * size)] for a, b in lines] for n in noise]
 
@@ -80,7 +85,8 @@ def made_up(lines=((1e-3, 2e-3), (0.0, 5e-3)), noise=(1.0,), job="j", device="cp
     told = {"job": job, "layers": 2, "device": device, "processor": "p", "accelerator": ""}
     return {
         "schema_version": 1, "kind": "profile", "complete": True, "date": "2026-01-01", "fingerprint": told,
-        "passes": passes, "bytes": [{"parameter_bytes": 4.0, "frozen_bytes": 0.0}] * 2, "tokens_per_sample": 3.0, "tied": [],
+        "passes": passes, "bytes": [{"parameter_bytes": 4.0, "frozen_bytes": 0.0}] * 2,
+        "tokens_per_sample": 3.0, "tied": [],
         "optimizer": [{"seconds": [[1e-4, 2e-4]], "state_bytes": 8.0}] * 2,
     } | more  # fmt: skip
 
@@ -98,7 +104,9 @@ def test_lines_are_found_again_by_clock():
 def test_no_line_has_a_part_below_zero():
     bent = made_up(lines=((0.0, 1e-3), (0.0, 1e-3)))
     for size in ("4", "8"):
-        bent["passes"][size]["forward"] = [[[2 * c, 2 * w] for c, w in one] for one in bent["passes"][size]["forward"]]
+        bent["passes"][size]["forward"] = [
+            [[2 * c, 2 * w] for c, w in one] for one in bent["passes"][size]["forward"]
+        ]
     made = calibrate(bent)
     assert min(made["layers"][0]["forward_s"]) >= 0
     assert made["layers"][0]["relative_error"] > 0.05
@@ -111,7 +119,9 @@ def test_the_interval_is_how_passes_spread():
 
 
 def test_devices_of_their_own_have_tables_and_names_have_factors():
-    made = calibrate(made_up(), slow={"a": 1.0, "half": 2.0}, others={"b": made_up(lines=((1e-3, 1e-3),) * 2)})
+    made = calibrate(
+        made_up(), slow={"a": 1.0, "half": 2.0}, others={"b": made_up(lines=((1e-3, 1e-3),) * 2)}
+    )
     assert made["devices"] == {"a": 1.0, "half": 2.0, "b": 1.0}
     assert made["tables"]["b"][1]["forward_s"] == pytest.approx([1e-3, 1e-3])
 
@@ -122,7 +132,9 @@ def test_what_does_not_belong_together_is_refused(other, clock):
         calibrate(made_up(), clock=clock, others={"b": made_up(**other)})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"kind": "profile", "schema_version": 1, "fingerprint": {"a": 1}})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"kind": "profile", "schema_version": 1, "fingerprint": {"a": 1}})]
+)
 def test_what_is_no_finished_profile_is_refused(tmp_path, text):
     file = tmp_path / "p.json"
     file.write_text(text)
@@ -151,9 +163,15 @@ def test_one_wild_time_does_not_bend_the_fit():
 
 def test_links_within_and_across_hosts_are_fitted_apart():
     def rows(apart, rate, ranks):
-        return [{"ranks": ranks, "apart": apart, "bytes": s, "seconds": [max(1e-4, s / rate)]} for s in (8, 2**20, 2**24)]
+        return [
+            {"ranks": ranks, "apart": apart, "bytes": s, "seconds": [max(1e-4, s / rate)]}
+            for s in (8, 2**20, 2**24)
+        ]
 
-    links = {"messages": rows(False, 1e10, [0, 1]) + rows(True, 1e9, [0, 2]), "sums": rows(True, 1e9, [0, 1, 2])}
+    links = {
+        "messages": rows(False, 1e10, [0, 1]) + rows(True, 1e9, [0, 2]),
+        "sums": rows(True, 1e9, [0, 1, 2]),
+    }
     made = fitted_links(links)
     assert made["within"]["bytes_per_s"] == pytest.approx(1e10)
     assert made["across"]["bytes_per_s"] == pytest.approx(1e9)
