@@ -14,8 +14,13 @@ from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen, table
 
-_PLACES = {"cluster": "foreshard.catalog", "plan": "foreshard.report", "prediction": "foreshard.report"}
-_PLACES |= {"scenario": "foreshard.report"}
+_PLACES = {
+    "cluster": "foreshard.catalog",
+    "plan": "foreshard.report",
+    "lab": "foreshard.report",
+    "prediction": "foreshard.report",
+}
+_PLACES |= {"scenario": "foreshard.report", "lab": "foreshard.report"}
 NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
 
@@ -23,7 +28,7 @@ _SOURCES = "Flags win over FORESHARD_* environment variables, these over --confi
 @click.command("schema")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """Describe a file format (cluster, plan, prediction, scenario, config), or list the frameworks."""
+    """Describe a file format (cluster, plan, prediction, scenario, lab, config), or list the frameworks."""
     if name is None:
         formats = [(one, read(one)["title"]) for one in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}

@@ -22,6 +22,7 @@ CLOCKS = ("wall", "cpu", "table")
 _KEYS = ("name", "clock", "ranks", "network", "change", "table")
 _RANK_KEYS = ("count", "device", "slow", "memory", "usd_per_h")
 _CHANGE_KEYS = ("at_step", "rank", "slow", "bandwidth", "latency")
+_NETWORK_KEYS = ("bandwidth", "latency")
 _TABLE_KEYS = ("forward", "backward", "optimizer")
 MAX_RANKS = 1024
 _LEAST_BYTES_PER_S = 1e3
@@ -209,7 +210,7 @@ class _Reader:
         rows = [row for i, rank in enumerate(ranks) for row in self.rank(rank, f"ranks[{i}]")]
         if not 1 <= len(rows) <= MAX_RANKS:
             raise self.fail(f"{len(rows)} ranks", "ranks", len(rows), f"a lab has 1 to {MAX_RANKS} ranks")
-        network = self.known(data.get("network", {}), "network", ("bandwidth", "latency"))
+        network = self.known(data.get("network", {}), "network", _NETWORK_KEYS)
         told = self.tables(data.get("change", []), "change")
         changes = [self.change(change, f"change[{i}]", len(rows)) for i, change in enumerate(told)]
         return Lab(

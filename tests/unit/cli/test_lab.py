@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.runtime import lab_network
+from foreshard.runtime import lab, lab_network
 
 LABS = Path(__file__).parents[3] / "examples" / "labs"
 JOB = LABS.parent / "jobs" / "gpt_job.py"
@@ -20,6 +20,15 @@ def test_a_lab_is_shown(shell):
     assert [rank["slow"] for rank in found["lab"]["ranks"]] == [1, 2, 4, 8]
     text = shell("lab", LABS / "links_change.toml").out
     assert "cpu-2x" in text and "6.25 MB/s" in text
+
+
+def test_the_schema_lists_exactly_the_keys_of_the_parser(shell):
+    keys = shell("schema", "lab", "--json").json["keys"]
+    assert set(keys["lab"]) == set(lab._KEYS)
+    assert set(keys["ranks"]) == set(lab._RANK_KEYS)
+    assert set(keys["change"]) == set(lab._CHANGE_KEYS)
+    assert set(keys["table"]) == set(lab._TABLE_KEYS)
+    assert set(keys["network"]) == set(lab._NETWORK_KEYS)
 
 
 def test_a_machine_that_cannot_enforce_a_lab_says_why(shell, monkeypatch, tmp_path):
