@@ -30,11 +30,10 @@ FIRST_LESSON, LESSON = 25, 250
 class Lyapunov(_Simple):
     """In each slot the subset with the least weighted time and cost; queues of measured cost set the weights.
 
-    A better subset than the one in use replaces it when the advantage, added up since the last
-    change, has reached what the change costs, or the part of it that `patience` says (ski rental: with all of
-    it, of two plans never more than twice the best possible). Shares follow the speeds last seen. Queues start
-    from place-holder backlogs: V times the multipliers of the dual problem with the frequencies of the states
-    seen so far.
+    A better subset replaces the one in use when its advantage, summed since the last change, has reached what
+    the change costs, or the part of it that `patience` says (ski rental: with all of it, of two plans never
+    more than twice the best possible). Shares follow the speeds last seen. Queues start from place-holder
+    backlogs: V times the multipliers of the dual problem with the frequencies of the states seen so far.
 
     Parameters
     ----------

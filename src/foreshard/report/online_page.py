@@ -104,7 +104,7 @@ def _uneven(swept: Sweeps) -> str:
     )  # fmt: skip
     lines.append(Line(name=f"paper: {100 * PAPER_CUT:.2f} %", points=[(PAPER_FACTOR, PAPER_CUT)]))
     said += (
-        f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler in four equal workers that "
+        f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler among four that "
         f"is {PAPER_FACTOR} times slower gives as much."
     )
     rows = [

@@ -22,7 +22,7 @@ def arena_of(seed=0, slots=200):
     state = State(
         speed=np.ones(WIDTH), available=np.ones(WIDTH, bool), bandwidth_bytes_per_s=1e7 * square,
         latency_s=1e-4 * square, usd_per_h=np.array([1.0, 1.0, 3.0, 3.0]), busy_w=np.full(WIDTH, 300.0),
-        idle_w=np.full(WIDTH, 100.0), usd_per_byte=0.0 * square, kg_per_j=np.zeros(WIDTH),
+        idle_w=np.full(WIDTH, 100.0), usd_per_byte=0.0 * square, kg_per_j=np.full(WIDTH, 1e-7),
     )  # fmt: skip
     conditions = 3
     path = Path(

@@ -136,3 +136,17 @@ def test_a_subset_that_is_gone_runs_on_what_is_left():
     assert devices(Seen(slot=0, condition=0, pattern=0)) == (1,)
     assert devices(Seen(slot=0, condition=0, pattern=1)) == (0, 2, 3)
     assert WIDTH == 4
+
+
+def test_the_controller_of_the_runtime_plays_too():
+    from foreshard.control.told import controller_rule
+    from foreshard.spec.scenario import Scenario
+
+    arena = arena_of(seed=1, slots=120)
+    budget = budget_of(arena)
+    rule = controller_rule(arena, (budget,), Scenario(model="gpt2", cluster="x", global_batch=64))
+    run = run_of(rule, arena, sees_now=False)
+    rule.policy.check_invariants()
+    assert np.isfinite(run.time_s).all() and rule.policy.queues.steps == 120
+    assert rule.policy.queues["usd"].spent == pytest.approx(run.costs["usd"].sum())
+    assert rule._structure == rule.policy.choice.structure
