@@ -20,7 +20,7 @@ _PLACES = {
     "lab": "foreshard.report",
     "prediction": "foreshard.report",
 }
-_PLACES |= {"scenario": "foreshard.report", "lab": "foreshard.report"}
+_PLACES |= {"scenario": "foreshard.report"}
 NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
 
