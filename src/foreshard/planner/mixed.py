@@ -38,11 +38,12 @@ SPACE = (
 _JUDGED = 24
 _LEAST_S = 0.5
 _SEARCHING = 0.88
-_FIRST = 0.6
-_LATER = 0.12
+_FIRST = 0.5
+_LATER = 0.2
 _SLACK = 2.0
-_NEAR = 1.3
+_NEAR = 1.55
 _JUDGING = 0.05
+_AIM = 0.003
 _GAP = 0.15
 """Gap above which plans are looked for again at less hopeful prices."""
 _MANY_GROUPS = 6
@@ -87,7 +88,8 @@ def search_mixed(request: Request) -> PlanResult:
         # The first set has most devices; each later one as long as the others leave it, and what they do not need.
         share = max(1.0 - _LATER * _rivals(request, sets), _FIRST) if i == 0 else _SLACK / (len(sets) - i)
         _search_set(request, use, found, now + min(share, 1.0) * (deadline - now), every=price)
-    if not found.judged or price or found.best_s > min(found.bounds) * (1.0 + _GAP):
+    above = found.best_s / max(min(found.bounds), 1e-12) - 1.0
+    if not found.judged or price or above > _GAP:
         _offer_published(request, sets[0], found, deadline)
         _search_apart(request, sets[0], found, deadline)
     predictions = _predictions(request, found, deadline)
@@ -190,7 +192,7 @@ def _search_set(
         found.interrupted |= simple < best
         return
     solution = solve(
-        problem, budget_s=max(left, 0.05), target_gap=0.008, beat_s=best, columns=_known(problem, found)
+        problem, budget_s=max(left, 0.05), target_gap=_AIM, beat_s=best, columns=_known(problem, found)
     )
     found.columns.update(_named(problem, solution))
     found.evaluated += solution.evaluated
@@ -244,9 +246,10 @@ def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadlin
     if time.perf_counter() >= deadline:
         return
     problem = capped(price_stages(request, use, apart=True), request.max_devices)
-    solution = solve(problem, budget_s=deadline - time.perf_counter(), target_gap=0.008)
+    left = deadline - time.perf_counter()
+    solution = solve(problem, budget_s=left, target_gap=_AIM, columns=_known(problem, found))
     found.evaluated += solution.evaluated
-    found.judged.extend(_judge(request, problem, solution, deadline))
+    found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
 
 
 def _search_roomier(request: Request, use: tuple[int, ...], found: _Found) -> None:

@@ -38,7 +38,9 @@ _CLOSER = 4
 _CLOSE = 1.002
 _MIXED = 96
 _MIX_S = 0.2
-_TOLERANCES = (5e-3, 1e-3)
+_TOLERANCES = (5e-3, 1e-3, 2e-4)
+_VARIED = 0.12
+_VARIANTS = 24
 _FEW_DEVICES = 10
 _FEW_LAYERS = 10
 
@@ -178,6 +180,7 @@ def solve(
             return _solve_small(search, small, ranges, ladder)
         _seed(search, start, columns)
         _bound_ranges(search, ranges, ladder["compute"], bounds)
+        _vary(search, bounds)
     except KeyboardInterrupt:
         search.interrupted = True
     lower = min(bounds.values(), default=np.inf) * _factor(search)
@@ -235,6 +238,34 @@ def _bound_ranges(
             fineness[one] += 1
         else:
             pending.remove(one)
+
+
+def _vary(search: _Search, bounds: dict[tuple[int, int], float]) -> None:
+    """Look for better whole numbers with the time left: among pipelines that other prices of devices call for."""
+    if search.best is None or not bounds:
+        return
+    rng, ranges = np.random.default_rng(0), sorted(bounds, key=bounds.__getitem__)
+    for i in range(_VARIANTS):
+        if search.late or search.near(min(bounds.values())):
+            return
+        size = len(search.best.templates)
+        own = [one for one in ranges if one[0] <= size <= one[1]]
+        pipelines = (own or ranges)[0] if i % 2 == 0 else ranges[i // 2 % len(ranges)]
+        mix = _priced(search, pipelines, bounds[pipelines])
+        if mix is None:
+            continue
+        prices = mix[1] * np.exp(rng.normal(0.0, _VARIED, len(mix[1])))
+        pricing = search.pricing(pipelines, prices)
+        pricing.start()
+        goal = _goal(search.problem, prices, pipelines)
+        _, good = pricing.earliest(
+            goal, known_s=np.inf, aim_s=np.inf, tolerance=_TOLERANCES[0], deadline=search.deadline
+        )
+        search.evaluated += pricing.solved
+        before = len(search.columns)
+        search.columns.update(dict.fromkeys(_varied(search.problem, good)))
+        if len(search.columns) > before:
+            _whole(search, pipelines, bounds[pipelines])
 
 
 def _is_small(problem: Problem) -> bool:
