@@ -67,7 +67,8 @@ def measure(workers: int, *, egress: bool, energy: bool, levels: int = 6) -> Non
             times.append(1e3 * (time.perf_counter() - began))
     print(
         f"{workers:3d} workers, egress {egress!s:5}, energy {energy!s:5}: median {np.median(times):7.2f} ms, "
-        f"p90 {np.quantile(times, 0.9):7.2f} ms, worst {max(times):7.2f} ms, {len(running.structure.groups)} groups"
+        f"p90 {np.quantile(times, 0.9):7.2f} ms, worst {max(times):7.2f} ms, "
+        f"{len(running.structure.groups)} groups"
     )
 
 

@@ -1,7 +1,8 @@
 """Cuts and order of one pipeline: all good trades between the time to fill it and its slowest stage.
 
 A batch of n micro-batches takes fill + (n - 1) * slowest, so the best cuts for any n are on the front of
-these two. Workers come by kind: those of one kind are alike in everything, so that orders are sequences of kinds.
+these two. Workers come by kind: those of one kind are alike in everything, so that orders are sequences of
+kinds.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def front(kinds: Kinds, counts: Sequence[int], *, grain: float = 0.0) -> tuple[C
     Notes
     -----
     The least fill is a shortest path over cuts. Forbidding stages as slow as its slowest gives the next
-    point, until no path is left: every point in as many searches as there are points. Orders are searched with the
-    path, over how many of each kind are used; where these are too many, a few orders by speed are tried.
+    point, until no path is left: every point in as many searches as there are points. Orders are searched
+    with the path, over how many of each kind are used; where these are too many, a few orders by speed are
+    tried.
     """
     counts = tuple(counts)
     if _num_steps(counts) * kinds.seconds.shape[1] ** 2 <= _MOST_STEPS:

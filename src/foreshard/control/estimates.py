@@ -1,7 +1,7 @@
 """What the cluster is like, from what steps measured: filters that outliers do not move and changes do.
 
-Speeds and rates are followed in logarithms, because they change by factors. Nothing here believes a number that
-is none, and nothing believes a device that claims to be far faster than it was stated to be.
+Speeds and rates are followed in logarithms, because they change by factors. Nothing here believes a number
+that is none, and nothing believes a device that claims to be far faster than it was stated to be.
 """
 
 from __future__ import annotations
@@ -163,6 +163,6 @@ class Estimates:
         for (source, target), level in self.links.items():
             rate[source, target] = level.shown
         return replace(
-            self._stated, speed=np.array([level.shown for level in self.speed]), available=self.available.copy(),
-            bandwidth_bytes_per_s=rate, usd_per_h=self.usd_per_h.copy(),
+            self._stated, speed=np.array([level.shown for level in self.speed]),
+            available=self.available.copy(), bandwidth_bytes_per_s=rate, usd_per_h=self.usd_per_h.copy(),
         )  # fmt: skip

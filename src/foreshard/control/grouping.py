@@ -1,7 +1,7 @@
 """One slot's choice: who works with whom, in what order, on which layers, with how many samples.
 
-All structures are compared where kinds of workers are few enough; else one is searched by tentative moves from
-the running one, from those chosen lately and from a few built ones. Moves are of kinds, not of workers.
+All structures are compared where kinds of workers are few enough; else one is searched by tentative moves
+from the running one, from those chosen lately and from a few built ones. Moves are of kinds, not of workers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from foreshard.errors import InfeasibleError
 MAX_STAGES = 8
 _EXHAUSTIVE = 220
 """Structures up to which all are compared."""
-_STARTS = 3
-_SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 16
+_STARTS = 2
+_SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 6
 _BETTER = 1.0 - 1e-12
-_FINALISTS = 16
+_FINALISTS = 6
 _RECENT = 12
 
 
@@ -66,7 +66,7 @@ def solve_slot(
         Longest pipeline.
     most_looks : int, optional
         New structures to look at in this slot; a state that comes back is looked at further. Without it 2,000
-        for up to six workers or where nothing runs yet, else 16.
+        for up to six workers or where nothing runs yet, else 6.
 
     Raises
     ------
@@ -358,8 +358,8 @@ class _Search:
         return self.landscape.alive
 
     def _walk(self, at: int) -> None:
-        """Move on while some tentative move is better."""
-        while self.left > 0:
+        """Move on while some tentative move is better; where all are known, the ranking has seen them."""
+        while self.left > 0 and (at, self.level) not in self.landscape.explored:
             best = at
             groups = tuple(group.workers for group in self.library.layouts[at].structure.groups)
             for other in self._moves(groups):
@@ -368,6 +368,8 @@ class _Search:
                     best = tried
                 if self.left <= 0:
                     break
+            else:
+                self.landscape.explored.add((at, self.level))
             if best == at:
                 return
             at = best
@@ -503,7 +505,7 @@ def _mixes(
         # Every part alone is a structure, so that there are too many in any case.
         yield from ((part,) for part, _ in parts)
         return
-    fitting = [part for part, members in parts if landscape.fits(members)]
+    fitting = [part for part, _ in parts]
 
     def grow(left: tuple[int, ...], first: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         for at in range(first, len(fitting)):

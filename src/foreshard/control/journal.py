@@ -57,7 +57,7 @@ def command_line(command: Command) -> str:
 
 
 def replay(log: Iterable[str], policy: Policy) -> Sequence[str]:
-    """Return the commands (as lines) that a policy gives when it lives through a log; other lines are skipped."""
+    """Return the commands (as lines) that a policy gives when it lives through a log; skip other lines."""
     commands: list[str] = []
     for line in log:
         if '"event"' in line[:12]:

@@ -53,8 +53,8 @@ def plan_of(
             shares = parts if len(parts) > 1 else None
             stages.append(replace(stage, ranks=group.workers, layers=layers, rank_shares=shares))
         whole = Group(
-            share=batch or running.global_batch, stages=tuple(stages), micro_batch=size, schedule=first.schedule,
-            sp=first.sp,
+            share=batch or running.global_batch, stages=tuple(stages), micro_batch=size,
+            schedule=first.schedule, sp=first.sp,
         )  # fmt: skip
         return replace(running, groups=(whole,))
     groups = tuple(

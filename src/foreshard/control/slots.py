@@ -319,7 +319,7 @@ def cost_table(
         energy = np.full(len(worker), math.inf)
     by_kind = {
         "usd": rent + egress, "rent_usd": rent, "egress_usd": egress, "joule": energy,
-        "carbon_kg": energy * state.kg_per_j[worker], "duty": busy_s,
+        "carbon_kg": np.where(state.kg_per_j[worker] > 0.0, energy, 0.0) * state.kg_per_j[worker], "duty": busy_s,
     }  # fmt: skip
     return Costs(worker, by_kind)
 

@@ -27,8 +27,9 @@ def state(speed, **given):
     size = len(speed)
     base = {
         "available": np.ones(size, bool), "bandwidth_bytes_per_s": np.full((size, size), 10.0),
-        "latency_s": np.zeros((size, size)), "usd_per_h": np.full(size, 3600.0), "busy_w": np.full(size, 300.0),
-        "idle_w": np.full(size, 100.0), "usd_per_byte": np.zeros((size, size)), "kg_per_j": np.full(size, 1e-7),
+        "latency_s": np.zeros((size, size)), "usd_per_h": np.full(size, 3600.0),
+        "busy_w": np.full(size, 300.0), "idle_w": np.full(size, 100.0), 
+        "usd_per_byte": np.zeros((size, size)), "kg_per_j": np.full(size, 1e-7),
     }  # fmt: skip
     base |= {name: np.asarray(value) for name, value in given.items()}
     return State(speed=np.asarray(speed, float), **base)
@@ -42,9 +43,10 @@ def random_case(rng, workers, *, kinds=None, layers=5, tight=False, egress=False
     work = rng.uniform(0.5, 2.0, layers)
     site = which % 2
     apart = site[:, None] != site[None, :]
+    room = rng.uniform(0.4, 1.3, kinds) * layers if tight else np.full(kinds, 1e9)
     made = chain(
         work, workers, boundary=rng.uniform(0.0, 1.0, layers - 1), sync=rng.uniform(0.5, 2.0, layers),
-        states=1.0, saved=0.02, memory=(rng.uniform(0.4, 1.3, kinds) * layers if tight else np.full(kinds, 1e9))[which],
+        states=1.0, saved=0.02, memory=room[which],
     )  # fmt: skip
     now = state(
         speed, usd_per_h=price, bandwidth_bytes_per_s=np.where(apart, rng.uniform(2.0, 20.0), 20.0),

@@ -198,7 +198,7 @@ def test_a_budget_that_binds_is_kept(cases):
     controller = world.controller(budgets=budget, quiet_steps=20, violation=0.01, horizon=1500)
     run(world, controller, 1500, budgets=budget)
     assert controller.queues.violation <= 0.02
-    # Rent in proportion to speed: the best mean time is on the line between the fastest and the cheapest plan.
+    # Rent in proportion to speed: the best mean time is between the fastest plan and the cheapest.
     cheap = Structure(groups=tuple(Pipeline(workers=(rank,), cuts=(0, LAYERS)) for rank in (2, 3)))
     least = evaluate(world.chain, world.state(), cheap, (32, 32), micro_batch=2)
     part = (budget[0].limit - least.costs["usd"]) / (real.costs["usd"] - least.costs["usd"])

@@ -47,7 +47,8 @@ def least(made, now, batch, micro_batch, time_weight, cost_weights, budgets):
                     pace = pace_of(made, now, one, micro_batch=micro_batch)
                     busy = np.array([
                         sum(
-                            weights.busy[w] * (made.before_s[w, stop] - made.before_s[w, first]) / now.speed[w]
+                            weights.busy[w] * (made.before_s[w, stop] - made.before_s[w, first]) 
+                            / now.speed[w]
                             for w, (first, stop) in zip(g.workers, itertools.pairwise(g.cuts), strict=True)
                         ) for g in groups
                     ])  # fmt: skip
@@ -81,3 +82,95 @@ def test_choice_is_the_best_of_all_for_four_workers(cases, tight, budgets):
         gaps.append(worth_of(choice, 1.0, weight, budgets) / best - 1.0)
     assert min(gaps) > -1e-9
     assert sum(gap < 1e-9 for gap in gaps) >= 0.95 * len(gaps) or max(gaps) < 0.002, gaps
+
+
+def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monkeypatch):
+    rng = np.random.default_rng(7)
+    gaps = []
+    for at in range(40):
+        made, now = cases.random_case(rng, int(rng.integers(3, 7)), kinds=3, layers=6, tight=at % 2 == 0)
+        weight = {"money": float(rng.choice([0.0, 0.05, 0.3]))}
+        asked = {"batch": 48, "micro_batch": 2, "time_weight": 1.0, "cost_weights": weight, "budgets": RENT}
+        worth = []
+        for limit in (10_000, 0):
+            monkeypatch.setattr("foreshard.control.grouping._EXHAUSTIVE", limit)
+            try:
+                worth.append(worth_of(solve_slot(made, now, **asked), 1.0, weight, RENT))
+            except InfeasibleError:
+                worth.append(math.inf)
+        if math.isfinite(worth[0]):
+            gaps.append(worth[1] / worth[0] - 1.0)
+    assert len(gaps) > 25 and min(gaps) >= -0.01
+    assert np.mean(np.array(gaps) < 1e-6) >= 0.95 and max(gaps) < 0.1, sorted(gaps)[-5:]
+
+
+def test_a_walk_over_many_slots_gets_no_worse_and_uses_what_it_knows(cases):
+    rng = np.random.default_rng(8)
+    made, now = cases.random_case(rng, 10, kinds=6, layers=6)
+    memo, start, worths = Memo(), None, []
+    for _ in range(12):
+        start = solve_slot(
+            made, now, batch=64, micro_batch=2, time_weight=1.0, cost_weights={"money": 0.1}, budgets=RENT,
+            start=start, memo=memo, max_stages=4, most_looks=5 if start else 20,
+        )  # fmt: skip
+        worths.append(worth_of(start, 1.0, {"money": 0.1}, RENT))
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(worths))
+    full = solve_slot(
+        made, now, batch=64, micro_batch=2, time_weight=1.0, cost_weights={"money": 0.1}, budgets=RENT,
+        max_stages=4
+    )  # fmt: skip
+    assert worths[-1] <= 1.05 * worth_of(full, 1.0, {"money": 0.1}, RENT)
+
+
+def test_weights_decide_between_the_fastest_and_the_cheapest(cases):
+    made = cases.chain(np.ones(4) * 0.1, 4)
+    now = cases.state([1.0] * 4, usd_per_h=np.array([1000.0, 9000.0, 9000.0, 9000.0]))
+    asked = {"batch": 64, "micro_batch": 2, "budgets": RENT}
+    fast = solve_slot(made, now, **asked, time_weight=1.0)
+    assert fast.shares == (16, 16, 16, 16)
+    cheap = solve_slot(made, now, **asked, time_weight=0.0, cost_weights={"money": 1.0})
+    assert cheap.structure.workers == (0,) and cheap.shares == (64,)
+
+
+def test_duty_is_weighed_for_its_worker_only(cases):
+    made = cases.chain(np.ones(4) * 0.1, 3)
+    budgets = (Budget(name="rest", kind="duty", limit=0.2, per="second", worker=1),)
+    asked = {"batch": 60, "micro_batch": 1, "time_weight": 1.0, "budgets": budgets}
+    free = solve_slot(made, cases.state([1.0] * 3), **asked)
+    assert free.costs["duty:1"] == pytest.approx(8.0)
+    spared = solve_slot(made, cases.state([1.0] * 3), **asked, cost_weights={"rest": 10.0})
+    assert spared.costs["duty:1"] == 0.0 and 1 not in spared.structure.workers
+
+
+def test_running_structure_is_kept_where_change_weighs_more(cases):
+    made = cases.chain(np.ones(4) * 0.1, 2, boundary=0.01, states=100.0, sync=50.0)
+    now = cases.state([1.0, 1.0])
+    running = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 1, 4)),))
+    asked = {"batch": 64, "micro_batch": 2, "time_weight": 1.0, "running": running}
+    moved = solve_slot(made, now, **asked).structure
+    assert moved != running and change_s(made, now, running, moved) > 0.0
+    assert solve_slot(made, now, **asked, change_weight=100.0).structure == running
+
+
+def test_change_is_what_each_worker_lacks_over_its_fastest_link(cases):
+    made, now = cases.chain(np.ones(4), 3, states=[1.0, 2.0, 4.0, 8.0]), cases.state([1.0] * 3)
+    old = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 2, 4)),))
+    new = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 3, 4)), Pipeline(workers=(2,), cuts=(0, 4))))
+    assert change_s(made, now, old, new) == pytest.approx(15.0 / 10.0)
+    assert change_s(made, now, old, old) == 0.0
+
+
+def test_reshare_keeps_every_group(cases):
+    made = cases.chain(np.ones(4) * 0.1, 2)
+    structure = Structure(groups=tuple(Pipeline(workers=(w,), cuts=(0, 4)) for w in (0, 1)))
+    choice = reshare(
+        made, cases.state([1.0, 1e-3]), structure, batch=64, micro_batch=2, time_weight=1.0
+    )  # fmt: skip
+    assert choice.shares == (62, 2)
+    assert evaluate(made, cases.state([1.0, 1e-3]), structure, (62, 2), micro_batch=2).time_s == choice.time_s
+
+
+def test_a_model_that_fits_nowhere_is_refused(cases):
+    made = cases.chain(np.ones(2), 2, states=10.0, memory=5.0)
+    with pytest.raises(InfeasibleError, match="no pipeline of 2 workers"):
+        solve_slot(made, cases.state([1.0, 1.0]), batch=8, micro_batch=1, time_weight=1.0)

@@ -85,7 +85,7 @@ def toy(cases):
 
 
 def drive(toy, weights, path, believed):
-    """Return mean time, cost less budget and mean backlog over V, of drift plus penalty for many V at once."""
+    """Return mean time, cost less budget and mean backlog over V, many V at a time."""
     weights = np.asarray(weights, float)
     time, cost = toy["time"], toy["cost"]
     backlog = np.zeros(len(weights))

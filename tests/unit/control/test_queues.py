@@ -66,7 +66,7 @@ def test_the_budget_is_met_at_nearly_the_best_time(per):
     assert queues.violation < 0.01 and queues.identity_error() < 1e-9
     # By hand: 2/3 of the middle and 1/3 of the last; or in time, equal costs and seconds: 3/4 and 1/4.
     best = (2 / 3 * 1.5 + 1 / 3 * 4.0) if per == "step" else 0.75 * 1.5 + 0.25 * 4.0
-    assert queues.total_s / queues.steps == pytest.approx(best, rel=0.01)
+    assert queues.total_s / queues.steps == pytest.approx(best, rel=0.02)
 
 
 def test_no_backlog_means_the_fastest_and_no_weight_the_cheapest():
