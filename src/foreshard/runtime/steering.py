@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ POLICIES = ("static", "lyapunov")
 BUDGETS = ("usd_per_h", "usd_per_step")
 _QUIET_STEPS = 20
 _LONGEST_PIPELINE = 4
+_PIECES = 64
+"""Pieces that the batch is shared out in at least, if it has as many samples."""
 _LEAST_HORIZON = 1000
 """Steps: over fewer than these a budget is held by swinging between extremes, which serves nobody."""
 
@@ -129,15 +131,44 @@ class Wheel:
                             fix="Add usd_per_h to [[ranks]]")  # fmt: skip
         self.controller(None)
 
+    @property
+    def grain(self) -> int:
+        """Samples that shares are counted in."""
+        return max(1, min(self.plan.groups[0].micro_batch, self.plan.global_batch // _PIECES))
+
+    def as_run(self, plan: Plan) -> Plan:
+        """Return a plan of the controller with the micro-batches of the run where a pipeline is of one stage.
+
+        There a micro-batch is only a pause; between stages it is what fills the pipeline, and stays small.
+        """
+        size = self.plan.groups[0].micro_batch
+        groups = [
+            replace(group, micro_batch=min(size, group.share)) if len(group.stages) == 1 else group
+            for group in plan.groups
+        ]
+        return replace(plan, groups=tuple(groups))
+
     def controller(self, log: Any) -> Controller:
         """Return a controller that has seen nothing."""
         costs, cluster = load_costs(self.costs), load_lab(self.lab).cluster()
         chain = chain_of(costs, cluster, self.plan.groups[0].micro_batch)
+        fine = replace(self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups))
         return Controller(
-            chain, stated_of(costs, cluster), self.plan, budgets=tuple(budget_of(text) for text in self.budgets),
+            chain, stated_of(costs, cluster), fine, budgets=tuple(budget_of(text) for text in self.budgets),
             horizon=max(self.steps, _LEAST_HORIZON), max_stages=min(_LONGEST_PIPELINE, cluster.num_devices), quiet_steps=_QUIET_STEPS,
             log=log,
         )  # fmt: skip
+
+
+class _Appended:
+    """A log whose lines are on disk when they are written: the next to steer reads them."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def write(self, text: str) -> None:
+        with self._path.open("a") as file:
+            file.write(text)
 
 
 class Steering:
@@ -165,7 +196,7 @@ class Steering:
             for line in lived:
                 if '"event"' in line[:12] and line.endswith("}"):
                     self._live(event_of(line))
-            self._controller._log = self._wheel.log.open("a", buffering=1)
+            self._controller._log = _Appended(self._wheel.log)  # type: ignore[assignment]
         return self._controller
 
     def _live(self, event: Event) -> None:
@@ -193,25 +224,29 @@ class Steering:
         stage_s : dict of rank to seconds per sample
         generation : int
         """
-        controller = self.controller
+        controller, wheel = self.controller, self._wheel
         events: list[Event] = [
             RankLost(step=step, rank=rank, reason="left the run") for rank in sorted(self._there - set(ranks))
         ]
         events += [DeviceSeen(step=step, rank=rank) for rank in sorted(set(ranks) - self._there)]
         self._there = frozenset(ranks)
-        if running.groups == controller.plan.groups and time_s is not None:
+        steers = _same(running, wheel.as_run(controller.plan)) or _same(running, wheel.plan)
+        if steers and time_s is not None:
             costs = {name: self._spent(step, time_s, running) for name in controller.queues.backlog}
             events.append(StepMeasured(step=step, time_s=time_s, stage_s=stage_s, costs=costs))
         for event in events:
             for command in controller.on(event):
                 self._order(command, generation)
-        if running.groups != controller.plan.groups and self._proposed != (generation, controller.plan):
+        wanted = wheel.as_run(controller.plan)
+        untouched = controller.step < 0 or _same(running, wheel.plan)
+        if not untouched and not _same(running, wanted) and self._proposed != (generation, wanted):
             self._order(Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation)
 
     def _order(self, command: Command, generation: int) -> None:
         if command.plan is not None:
-            self._proposed = (generation, command.plan)
-            self._propose(command)
+            plan = self._wheel.as_run(command.plan)
+            self._proposed = (generation, plan)
+            self._propose(replace(command, plan=plan))
 
     def _spent(self, step: int, time_s: float, plan: Plan) -> float:
         """Return the dollars of a step: the rent of the ranks that the plan uses."""
@@ -226,6 +261,17 @@ class Steering:
             **{f"budget/{name}/over": queues[name].violation for name in queues.backlog},
             "controller/reconfigurations": self.controller.reconfigurations,
         }
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Return whether two plans give every rank the same layers and samples."""
+
+    def told(plan: Plan) -> set[tuple[Any, ...]]:
+        return {
+            (group.share, *((stage.ranks, stage.layers) for stage in group.stages)) for group in plan.groups
+        }
+
+    return told(one) == told(other)
 
 
 def wheel_of(told: str, plan: Plan, out: Path) -> Wheel:

@@ -1,0 +1,125 @@
+"""The controller at the wheel: what it is built from, how it follows speeds, who takes over when its rank is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+from foreshard.errors import SpecError
+from foreshard.runtime.steering import Steering, Wheel, budget_of, chain_of
+from foreshard.spec.plan import parse_plan
+
+LAYER = {
+    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3], "optimizer_s": 1e-4,
+    "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4, "boundary_bytes_per_sample": 1e4,
+    "frozen_bytes": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """Two fast and two slow ranks, replicas with even shares."""
+    costs = {
+        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
+        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8, "samples": [1, 4],
+    }  # fmt: skip
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    (tmp_path / "lab.toml").write_text(
+        'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nslow = 1.0\nusd_per_h = 4.0\n'
+        '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
+    )
+    groups = [
+        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank in range(4)
+    ]
+    plan = parse_plan({"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups})
+    return Wheel(plan=plan, costs=str(tmp_path / "costs.json"), lab=str(tmp_path / "lab.toml"), budgets=(),
+                 steps=100, log=tmp_path / "controller.jsonl")  # fmt: skip
+
+
+def lived(steering: Steering, orders: list, plan, steps: range, sample_s: dict[int, float], ranks=range(4)):
+    """Let steps pass in which orders are obeyed at once; return the plan in the end."""
+    for step in steps:
+        by_rank = {rank: group.share for group in plan.groups for rank in group.stages[0].ranks}
+        steering.stepped(
+            step=step, time_s=max(sample_s[r] * n for r, n in by_rank.items()), running=plan, ranks=ranks,
+            stage_s={r: sample_s[r] for r in by_rank}, generation=0,
+        )  # fmt: skip
+        if orders:
+            plan = orders[-1].plan
+            orders.clear()
+    return plan
+
+
+def shares(plan) -> dict[int, int]:
+    return {group.stages[0].ranks[0]: group.share for group in plan.groups}
+
+
+def test_shares_follow_the_speeds(wheel):
+    orders: list = []
+    sample_s = {0: 0.026, 1: 0.026, 2: 0.052, 3: 0.052}
+    plan = lived(Steering(wheel, orders.append), orders, wheel.plan, range(10), sample_s)
+    even, found = max(16 * s for s in sample_s.values()), max(sample_s[r] * n for r, n in shares(plan).items())
+    assert sum(shares(plan).values()) == 64
+    assert found < 0.75 * even, "balanced shares take about 2/3 of the time of even ones"
+
+
+def test_a_rank_that_is_gone_gets_no_samples_and_gets_some_again(wheel):
+    orders: list = []
+    steering = Steering(wheel, orders.append)
+    sample_s = {0: 0.026, 1: 0.026, 2: 0.052, 3: 0.052}
+    plan = lived(steering, orders, wheel.plan, range(5), sample_s)
+    plan = lived(steering, orders, plan, range(5, 8), sample_s, ranks=(0, 2, 3))
+    assert 1 not in shares(plan)
+    plan = lived(steering, orders, plan, range(8, 60), sample_s)
+    assert shares(plan).get(1, 0) > 0
+
+
+def test_a_successor_knows_what_the_log_knows(wheel):
+    orders: list = []
+    first = Steering(wheel, orders.append)
+    plan = lived(first, orders, wheel.plan, range(12), {0: 0.1, 1: 0.026, 2: 0.052, 3: 0.052})
+    second = Steering(wheel, lambda command: None)
+    assert second.controller.plan == first.controller.plan
+    assert wheel.as_run(second.controller.plan).groups == plan.groups
+    assert second.controller.step == first.controller.step
+
+
+def test_a_step_cut_in_two_measures_nothing(wheel):
+    steering = Steering(wheel, lambda command: None)
+    steering.stepped(step=0, time_s=None, running=wheel.plan, ranks=range(4), stage_s={}, generation=1)
+    assert steering.controller.queues.steps == 0
+
+
+def test_the_chain_is_the_measured_layers(wheel):
+    from foreshard.predict.measured_costs import load_costs
+    from foreshard.runtime.lab import load_lab
+
+    chain = chain_of(load_costs(wheel.costs), load_lab(wheel.lab).cluster(), 4)
+    assert chain.layer_s.shape == (4, 4)
+    assert chain.layer_s[0, 0] == pytest.approx((1e-3 + 1e-3) / 4 + 6e-3)
+
+
+@pytest.mark.parametrize("text", ["euro_per_h=3", "usd_per_h=", "usd_per_h=much", "usd_per_h=-1", "usd_per_h"])
+def test_budgets_are_refused_kindly(text):
+    with pytest.raises(SpecError):
+        budget_of(text)
+
+
+def test_a_stage_of_several_ranks_is_not_steered(wheel):
+    from dataclasses import replace
+
+    stage = replace(wheel.plan.groups[0].stages[0], ranks=(0, 1))
+    plan = replace(wheel.plan, groups=(replace(wheel.plan.groups[0], share=64, stages=(stage,)),))
+    with pytest.raises(SpecError, match="stage of several ranks"):
+        replace(wheel, plan=plan).check()
+
+
+def test_a_budget_needs_prices(wheel, tmp_path):
+    from dataclasses import replace
+
+    (tmp_path / "free.toml").write_text('clock = "cpu"\n[[ranks]]\ncount = 4\ndevice = "fast"\nslow = 1.0\n')
+    with pytest.raises(SpecError, match="no prices"):
+        replace(wheel, lab=str(tmp_path / "free.toml"), budgets=("usd_per_h=3",)).check()
