@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Controller:
         self._changed_at, self._seen_change = -quiet_steps, True
         self._told = ""
 
-    def _asked(self) -> dict[str, int]:
+    def _asked(self) -> dict[str, Any]:
         return {"batch": self._batch, "micro_batch": self._micro_batch, "max_stages": self._max_stages}
 
     def _running(self, structure: Structure, plan: Plan, state: State) -> Choice:
@@ -187,7 +187,7 @@ class Controller:
     def _decide(self, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
         time_weight, cost_weights = self.queues.weights()
-        asked = {
+        asked: dict[str, Any] = {
             "batch": self._batch, "micro_batch": self._micro_batch, "time_weight": time_weight,
             "cost_weights": cost_weights, "budgets": self.queues.budgets, "memo": self._memo,
         }  # fmt: skip

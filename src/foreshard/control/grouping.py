@@ -325,7 +325,8 @@ class _Search:
         """Return groups without workers that are gone; what then holds no model is taken apart."""
         landscape = self.landscape
         alive = set(landscape.alive)
-        kept, loose = [], []
+        kept: list[tuple[int, ...]] = []
+        loose: list[int] = []
         for group in groups:
             rest = tuple(worker for worker in group if worker in alive)
             if rest and landscape.fits(rest):
