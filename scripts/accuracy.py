@@ -105,7 +105,8 @@ def read_crossed() -> dict[str, Any]:
 def head(args: argparse.Namespace, crossed: Mapping[str, Any]) -> list[str]:
     """Return the paragraphs before the first table."""
     sealed = (
-        "was opened once, after the last fit; no constant and no term was changed after it"
+        "was opened after the first fit that shipped; terms that came later (what XLA recomputes and "
+        "reduces, the width of what offload moves) were asked for by other families; it takes part in no fit"
         if args.open_sealed
         else "is sealed: not read, not fitted"
     )

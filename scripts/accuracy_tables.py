@@ -14,9 +14,10 @@ from fit_training import HOLD, SPREAD, Runs, weights
 
 from foreshard.catalog.training import term_metadata, training_constants
 from foreshard.profile.rows import Row, Skipped
-from foreshard.profile.scoring import LEAST_IN_GROUP, distinct, summarise
+from foreshard.profile.scoring import LEAST_IN_GROUP, distinct, kendall_tau_b, summarise
 
 MOVE = 0.2  # of a constant's range
+SAME = 1e-9  # log difference of predictions of one configuration
 REPEATS = 0.05  # log difference within which repeats of one configuration fall
 
 Sets = dict[str, list[Run]]
@@ -115,15 +116,24 @@ def memory_table(runs: Sequence[Run]) -> list[str]:
 
 
 def order_line(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return tau of all families but vTrain: of all pairs, and of pairs further apart than repeats are."""
+    """Return tau of all families but vTrain: of all pairs, and of pairs further apart than repeats are.
+
+    `most` is what a prediction could reach that is right on average wherever ours are equal: releases and
+    submitters that measured one configuration differ, and a tie counts half.
+    """
     rows = [r.outcome for r in runs if r.row.family != APART]
     groups: dict[Any, list[tuple[float, float]]] = {}
     for one in distinct(rows):
         if one.rank_key is not None and one.measured_s and one.predicted_s:
             groups.setdefault(one.rank_key, []).append((one.measured_s, one.predicted_s))
-    signs = []
+    signs, most, equal = [], [], 0
     for group in (np.log(g) for g in groups.values() if len(g) >= LEAST_IN_GROUP):
         first, second = np.triu_indices(len(group), 1)
+        same = np.abs(group[:, 1, None] - group[:, 1]) < SAME
+        equal += int(same[first, second].sum())
+        best = kendall_tau_b(group[:, 0], np.round((same * group[:, 0]).sum(1) / same.sum(1), 12))
+        if best is not None:
+            most.append((best, len(first)))
         apart = group[first] - group[second]
         apart = apart[np.abs(apart[:, 0]) > REPEATS]
         signs.append(np.sign(apart[:, 0] * apart[:, 1]))
@@ -131,6 +141,9 @@ def order_line(runs: Sequence[Run]) -> dict[str, Any]:
         "tau": summarise(rows)["kendall_tau"],
         "tau_apart": float(np.mean(np.concatenate(signs))) if signs else None,
         "groups": len(signs),
+        "most": sum(best * n for best, n in most) / sum(n for _, n in most) if most else None,
+        "equal": equal,
+        "pairs": sum(pairs for _, pairs in most),
     }
 
 

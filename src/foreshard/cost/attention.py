@@ -176,7 +176,7 @@ def unfused_attention_s(
     count = np.asarray(batch, dtype=np.float64) * num_heads
     products_s = _score_products_s(q_len, kv_len, head_dim, kernels, count)
     scores = count * q_len * kv_len * (np.asarray(bytes_per_element) / 2.0)
-    dropped_s = 0.0
+    dropped_s: Any = 0.0
     if np.count_nonzero(dropout):
         dropped_s = np.where(dropout, stream_s(scores * _DROPOUT_BYTES, kernels), 0.0)
     forward_s = products_s + (stream_s(scores * _SOFTMAX_FORWARD_BYTES, kernels) + dropped_s)

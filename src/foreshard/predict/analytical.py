@@ -98,7 +98,7 @@ def stage_times(batch: Batch) -> StageTimes:
     every = every + matrices * table
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
     later += _add_tables(parts, batch, table, ends, dense)
-    device = sum(parts.values())
+    device = np.asarray(sum(parts.values()))
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     total = _join(device, host, machine.constants.host_sharpness)
     waits = total - device
@@ -181,7 +181,10 @@ def _add_tables(
 
 
 def _messages(batch: Batch) -> Any:
-    """Return the seconds of the stage-to-stage messages of a micro-batch that nothing hides; the host waits for them."""
+    """Return the seconds of a micro-batch's messages between stages that nothing hides.
+
+    The host waits for them.
+    """
     p, machine = batch.pipeline, batch.machine
     c = machine.constants
     one = message_s(p.hidden, p.crosses_node, machine)

@@ -38,15 +38,19 @@ def host_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> tup
 def offload_s(layer: LayerShape, machine: Machine, busy: Any) -> Any:
     """Return what compute does not hide of moving a layer's saved activations over the host link, one way.
 
-    Source: tensors a fused layer saves, 12 h + 2 kv + 4 or 6 f bytes a token in 16 bit (docs/derivations/memory.md).
+    Source: tensors a fused layer saves, 12 h + 2 kv + 4 or 6 f bytes a token in 16 bit; inputs of matrix
+    products at the width of the product, of attention's output both (docs/derivations/memory.md).
     """
     rank = machine.rank
     if not np.count_nonzero(rank.offload_activations):
         return 0.0
     tp = np.where(rank.sp > 0, rank.tp, 1.0)
     inner = layer.ffn + layer.shared_ffn + layer.top_k * layer.expert_ffn
-    saved = 6.0 * layer.hidden + layer.kv_width + (2.0 + layer.gated) * inner * tp / rank.tp
-    moved = rank.element_bytes * own_tokens(machine) * saved / machine.traits.host_link_bytes_per_s
+    inner = inner * tp / rank.tp
+    inputs = (2.0 + rank.low) * layer.hidden + inner
+    others = 4.0 * layer.hidden + layer.kv_width + (1.0 + layer.gated) * inner
+    saved = rank.matrix_bytes * inputs + rank.element_bytes * others
+    moved = own_tokens(machine) * saved / machine.traits.host_link_bytes_per_s
     return rank.offload_activations * np.maximum(moved - busy, 0.0)
 
 
@@ -58,7 +62,7 @@ def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machi
     traits, count = machine.traits, dense + experts
     update = stream_s(traits.optimizer_bytes * count, machine.kernels)
     if np.count_nonzero(rank.offload_optimizer):
-        # Gradients go to the host, its cores update, weights come back; the devices of a node share its memory.
+        # Gradients go to the host, its cores update, weights come back; a node's devices share its memory.
         link = count * (traits.grad_reduce_bytes + traits.param_bytes) / traits.host_link_bytes_per_s
         on_host = link + traits.optimizer_bytes * count * machine.fabric.per_node / HOST_MEMORY_BYTES_PER_S
         update = np.where(rank.offload_optimizer > 0, on_host, update)

@@ -56,12 +56,12 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
     if np.count_nonzero(layer.ffn):
         sizes += [
             (tokens, (1.0 + layer.gated) * layer.ffn / tp, h, "mlp"),
-            (tokens, h, layer.ffn / tp, "mlp"),
+            (tokens, h, layer.ffn / tp, "mlp_output"),
         ]
     if np.count_nonzero(layer.shared_ffn):
         sizes += [
             (tokens, (1.0 + layer.gated) * layer.shared_ffn / tp, h, "shared"),
-            (tokens, h, layer.shared_ffn / tp, "shared"),
+            (tokens, h, layer.shared_ffn / tp, "shared_output"),
         ]
     if np.count_nonzero(layer.num_experts):
         sizes.append((own, layer.num_experts, h, "router"))
@@ -79,7 +79,10 @@ def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Matrix-product seconds of a layer, total and of the groups that recomputation names."""
+    """Matrix-product seconds of a layer, total and of the groups that recomputation names.
+
+    No gradient needs the output of an MLP: a compiler that sees the whole layer does not compute it again.
+    """
 
     forward: Any
     input_gradient: Any
@@ -97,6 +100,7 @@ def linear_times(layer: LayerShape, machine: Machine) -> Linear:
     time = _matrix(sizes + swapped + weights, machine)
     count = len(sizes)
     trained = 1.0 - np.asarray(layer.frozen, dtype=float)
+    again = 1.0 - machine.traits.pruned
 
     def of(group: str) -> Any:
         return sum((time[i] for i in range(count) if sizes[i][3] == group), np.zeros(()))
@@ -105,8 +109,8 @@ def linear_times(layer: LayerShape, machine: Machine) -> Linear:
         forward=time[:count].sum(0),
         input_gradient=time[count : 2 * count].sum(0),
         weight_gradient=time[2 * count :].sum(0) * trained * wide_gradient(machine),
-        mlp=of("mlp"),
-        shared=of("shared"),
+        mlp=of("mlp") + again * of("mlp_output"),
+        shared=of("shared") + again * of("shared_output"),
         latent=of("latent"),
     )
 
@@ -209,7 +213,7 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
 
 
 def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
-    """Return forward and backward seconds of memory-bound kernels; of norms and expert activations forward."""
+    """Return seconds of memory-bound kernels, forward and backward; of norms and expert activations forward."""
     rank, traits, c = machine.rank, machine.traits, machine.constants
     tokens, own = tokens_of(machine), own_tokens(machine)
     gate = 1.0 + np.asarray(layer.gated, dtype=float)

@@ -55,6 +55,7 @@ class Traits:
     param_bytes: Any  # of a gathered weight
     optimizer_bytes: Any  # moved per parameter of an optimizer step
     vocab_multiple: Any
+    pruned: Any  # 1 where a compiler drops what is recomputed and nobody reads
     host_link_bytes_per_s: Any  # between a device and its host, one direction
 
 
@@ -121,6 +122,7 @@ def traits_of(
         param_bytes=1.0 if framework.fp8_params and precision in _NARROW else wide,
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
+        pruned=float(framework.elementwise == "compiled"),
         host_link_bytes_per_s=_host_link(device),
         **options,
     )

@@ -16,7 +16,7 @@ from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.collective_tasks import message_s, region_s, shard_times, sync_times
 from foreshard.predict.flops import model_flops, recomputed_flops
 from foreshard.predict.formula import end_times, layer_times
-from foreshard.predict.host_tasks import optimizer_s
+from foreshard.predict.host_tasks import offload_s, optimizer_s
 from foreshard.predict.kernel_tasks import attention_times, linear_sizes
 
 CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
@@ -262,3 +262,26 @@ def test_every_task_is_finite_and_not_negative():
                 for field in times.__slots__:
                     value = np.asarray(getattr(times, field))
                     assert np.all(np.isfinite(value)) and np.all(value >= 0.0), (name, choices, field)
+
+
+def test_a_compiler_does_not_recompute_what_no_gradient_reads():
+    rule = "selective:mlp"
+    eager, compiled = (batch_of("llama3-8b", "1x1xh100-sxm", name)[1] for name in ("megatron-core", "maxtext"))
+    whole, pruned = times_of(eager, rule=rule).recompute.item(), times_of(compiled, rule=rule).recompute.item()
+    up, down = (linear_sizes(eager.kinds[0], eager.machine)[i] for i in (2, 3))
+    work = [m.item() * np.max(n) * np.max(k) for m, n, k, _ in (up, down)]
+    assert work[0] == 2.0 * work[1]
+    assert pruned == pytest.approx(whole * 2.0 / 3.0, rel=0.05)
+
+
+def test_what_offload_moves_has_the_width_it_is_saved_in():
+    wide, narrow = (batch_of("llama3-8b", "1x8xh100-sxm", tp=1, dp=8, offload="activations", precision=name)[1]
+                    for name in ("bf16", "fp8"))  # fmt: skip
+    layer = wide.kinds[0]
+    h, kv, f = 4096.0, 2.0 * 1024.0, 14336.0
+    link = wide.machine.traits.host_link_bytes_per_s.item()
+    tokens = tokens_of(wide)
+    saved_16 = 2.0 * (6.0 * h + kv + 3.0 * f)
+    saved_8 = 2.0 * (4.0 * h + kv + 2.0 * f) + 1.0 * (3.0 * h + f)
+    assert offload_s(layer, wide.machine, 0.0).item() == pytest.approx(tokens * saved_16 / link, rel=1e-12)
+    assert offload_s(layer, narrow.machine, 0.0).item() == pytest.approx(tokens * saved_8 / link, rel=1e-12)
