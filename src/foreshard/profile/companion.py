@@ -11,6 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _ENDLESS = 1_000_000
+_UNTIL_ALONE = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+from foreshard.cli.program import run
+run(sys.argv[1:])
+"""
+"""The command line, ended when the process that started it is gone, however it went."""
 
 
 @contextmanager
@@ -28,9 +35,10 @@ def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "foreshard", "profile", job, "-o", str(Path(folder) / f"{n}.json"),
+                [sys.executable, "-c", _UNTIL_ALONE, "profile", job, "-o", str(Path(folder) / f"{n}.json"),
                  "--samples", samples, "--threads", str(threads), "--repeats", str(_ENDLESS)],
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ},
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={**os.environ},
             )
             for n in range(count)
         ]  # fmt: skip
@@ -40,4 +48,4 @@ def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[
             for process in processes:
                 process.kill()
             for process in processes:
-                process.wait()
+                process.communicate()
