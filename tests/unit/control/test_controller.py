@@ -239,3 +239,18 @@ def test_plans_that_are_not_controlled_are_refused(cases):
         world.controller(plan)
     with pytest.raises(SpecError, match="no event"):
         replay(['{"event": "Party"}'], world.controller())
+
+
+def test_wrong_beliefs_cost_time_but_not_the_budget(cases):
+    prices = {"usd_per_h": np.array([9000.0, 9000.0, 1800.0, 1800.0])}
+    world = World(cases, [0.4, 0.7, 0.5, 0.9], **prices)
+    budget = (Budget(name="money", kind="usd", limit=75.0),)
+    controller = world.controller(budgets=budget, quiet_steps=10, weight=1.0)
+    for number in range(600):
+        event = world.step(number, controller.plan, budget)
+        # Nothing is heard of any device, only what the step took and cost.
+        controller.on(StepMeasured(step=number, time_s=event.time_s, costs=event.costs))
+        controller.check_invariants()
+    assert controller.estimates.state().speed.tolist() == [1.0] * 4
+    assert controller.queues["money"].violation <= controller.queues["money"].backlog / 600 + 1e-12
+    assert controller.queues.violation < 0.05
