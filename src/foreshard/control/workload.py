@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -61,13 +60,13 @@ class Workload:
         )  # fmt: skip
 
 
-def cluster_of(scenario: Scenario, load: Any = load_cluster) -> Cluster:
+def cluster_of(scenario: Scenario) -> Cluster:
     """Return the cluster that a scenario names: a file beside it, or what `load_cluster` knows."""
     if not isinstance(scenario.cluster, str):
         return _inline(scenario)
     if scenario.cluster.endswith(".toml"):
-        return load(str(scenario.path_of(scenario.cluster)))  # type: ignore[no-any-return]
-    return load(scenario.cluster)  # type: ignore[no-any-return]
+        return load_cluster(str(scenario.path_of(scenario.cluster)))
+    return load_cluster(scenario.cluster)
 
 
 def _inline(scenario: Scenario) -> Cluster:
@@ -186,7 +185,7 @@ def _sizes(request: Request, micro_batch: int) -> Mapping[str, np.ndarray]:
             micro_batch=float(micro_batch), seq_len=float(request.seq_len), dp=2.0, expert_dp=2.0, zero=0.0,
             activation_bytes_per_element=4.0 if request.precision in ("fp32", "tf32") else 2.0,
             state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
-            outer_params=float(model.learned_positions * model.hidden),
+            outer_params=model.learned_positions * model.hidden * ends[0],
             embedding_trainable=float(not model.embedding_frozen),
             head_trainable=float(not model.head_frozen),
         )  # fmt: skip
