@@ -1,8 +1,8 @@
 """What time it is: of the wall, or on a virtual machine that is slower than this one.
 
-A virtual rank computes for real and waits for nobody's sake: its clock adds what its own work would have cost on
-the device it stands for, messages carry the time at which they would have arrived. Many ranks on few cores then
-tell the step time of a cluster that is not there.
+A virtual rank computes for real and waits for nobody's sake: its clock adds what its own work would have
+cost on the device it stands for, messages carry the time at which they would have arrived. Many ranks on
+few cores then tell the step time of a cluster that is not there.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ class VirtualClock:
     link : callable of (source, target)
         Bytes/s and latency.
     work_s : callable of (action, samples, layers), optional
-        Seconds of an action from a table; without one, the processor time that this thread used for the action, the
-        median of the last few of its kind: what other processes do to the caches is not the device's.
+        Seconds of an action from a table; without one, the processor time that this thread used for the
+        action, the median of the last few of its kind: what other processes do to the caches is not the
+        device's.
 
     Source
     ------
-    Transfers: latency + bytes/rate after the link is free. All-reduce: a ring over the slowest link of its owners,
-    2 (m - 1) latencies and 2 (m - 1)/m of the bytes (Thakur et al. 2005).
+    Transfers: latency + bytes/rate after the link is free. All-reduce: a ring over the slowest link of its
+    owners, 2 (m - 1) latencies and 2 (m - 1)/m of the bytes (Thakur et al. 2005).
     """
 
     virtual = True

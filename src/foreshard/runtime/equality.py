@@ -38,7 +38,9 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
 
     def body(rank: int) -> None:
         try:
-            trainer = Trainer(job, membership=FixedMembership(store, rank, plan, plan.ranks, timeout_s=timeout_s))
+            trainer = Trainer(
+                job, membership=FixedMembership(store, rank, plan, plan.ranks, timeout_s=timeout_s)
+            )
             trainer.train_step()
             for bucket in trainer.holding.buckets:
                 for key, parameter in zip(bucket.segment.names, bucket.parameters, strict=True):
@@ -58,10 +60,10 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
 
 
 def gradient_error(job: Job, plan: Plan) -> float:
-    """Return the largest error of a layer's gradient: norm of the difference over norm of the single process's.
+    """Return the largest error of a layer's gradient, relative to its norm in the single process.
 
-    A layer's gradient is one vector: gradients of single biases and norms are what is left of large sums, and two
-    orders of summation differ there by more than a part in a million in any framework.
+    A layer's gradient is one vector: gradients of single biases and norms are what is left of large sums,
+    and two orders of summation differ there by more than a part in a million in any framework.
     """
     wanted, found = gradients(job, alone(plan, job.num_layers)), gradients(job, plan)
     if set(wanted) != set(found):

@@ -1,8 +1,8 @@
 """Tensors from the ranks of one stage to the ranks of the next, cut by sample.
 
-The samples of a micro-batch are split over the ranks of a stage, evenly or not, and the next stage may split them
-in another way: every rank sends the rows that the other side takes. What shape arrives is told once for each
-number of samples, again with every message where shapes change.
+The samples of a micro-batch are split over the ranks of a stage, evenly or not, and the next stage may
+split them in another way: every rank sends the rows that the other side takes. What shape arrives is told
+once for each number of samples, again with every message where shapes change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from foreshard.errors import SpecError
 from foreshard.runtime.clock import Clock
 
 _DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8,
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool,
+    torch.uint8,
 )  # fmt: skip
 _MAX_TENSORS, _MAX_DIMS = 8, 6
 _HEADER = 2 + _MAX_TENSORS * (2 + _MAX_DIMS)
@@ -42,8 +43,8 @@ class Exchange:
     group : ProcessGroup
         Of all ranks that train, place i being ``ranks[i]``; tells shapes.
     carriers : (ProcessGroup, ProcessGroup)
-        Of the same ranks, for tensors of even and of odd routes: forwards and backwards must not wait for each
-        other where a group keeps one order for all it carries.
+        Of the same ranks, for tensors of even and of odd routes: forwards and backwards must not wait for
+        each other where a group keeps one order for all it carries.
     ranks : sequence of int
     rank : int
         This rank.
@@ -64,7 +65,9 @@ class Exchange:
         self._sending: list[tuple[Any, Tensor]] = []
         self.seen: dict[tuple[int, int], list[float]] = {}  # bytes and seconds by link, where time is virtual
 
-    def send(self, tensors: Sequence[Tensor], mine: Span, peers: Sequence[Peer], *, route: int, tag: int) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], mine: Span, peers: Sequence[Peer], *, route: int, tag: int
+    ) -> None:
         """Send the rows that each peer holds of the tensors' rows `mine`.
 
         Parameters
@@ -121,7 +124,8 @@ class Exchange:
         if self._fixed and key in self._told:
             if self._told[key] != shapes:
                 raise SpecError(
-                    f"a layer's output changed from {_text(self._told[key])} to {_text(shapes)}", key="fixed_shapes",
+                    f"a layer's output changed from {_text(self._told[key])} to {_text(shapes)}",
+                    key="fixed_shapes",
                     rule="rows of a boundary keep their shape", fix="Set fixed_shapes = False in the job",
                 )  # fmt: skip
             return
@@ -134,7 +138,9 @@ class Exchange:
             total[1] += stamp - self._clock.now()
         self._isend(self._group, _header(shapes, stamp), target, tag * (_MAX_TENSORS + 1))
 
-    def _receive_part(self, source: int, count: int, route: int, tag: int, device: torch.device) -> list[Tensor]:
+    def _receive_part(
+        self, source: int, count: int, route: int, tag: int, device: torch.device
+    ) -> list[Tensor]:
         key = (source, count, route)
         if not self._fixed or key not in self._heard:
             header = torch.empty(_HEADER, dtype=torch.int64)

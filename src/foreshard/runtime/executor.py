@@ -1,8 +1,8 @@
 """One step of one rank: the actions of its schedule, in order, on its own layers.
 
-An action is a forward or a backward of one chunk for one micro-batch. Before it the rank receives what the action
-needs, after it sends what it made; all waiting happens there. Gradients of all samples are summed, so that nothing
-depends on how samples were cut into micro-batches.
+An action is a forward or a backward of one chunk for one micro-batch. Before it the rank receives what the
+action needs, after it sends what it made; all waiting happens there. Gradients of all samples are summed,
+so that nothing depends on how samples were cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ Hook = Callable[[str], None]
 
 @dataclass(slots=True)
 class StepSums:
-    """What a rank adds to a step: sums over its samples of the loss and of what it is divided by, and its work."""
+    """What a rank adds to a step.
+
+    Sums over its samples of the loss and of what it is divided by, and its work.
+    """
 
     loss: float = 0.0
     count: float = 0.0
@@ -110,7 +113,10 @@ class Executor:
         return len(self.group.stages) * self.group.num_chunks
 
     def reads(self, step: int) -> list[range]:
-        """Return the positions of the batches that this rank reads in a step, in the order of its forwards."""
+        """Return the positions of the batches that this rank reads in a step.
+
+        In the order of its forwards.
+        """
         if self.seat.stage not in (0, len(self.group.stages) - 1):
             return []
         found = [self._positions(step, batch) for op, _, batch in self.order if op == Op.FORWARD]
@@ -204,7 +210,9 @@ class Executor:
                 span, self._peers(virtual + 1, batch), route=virtual * 2 + 1,
                 tag=self._tag(virtual, batch, 1), device=self.device,
             )  # fmt: skip
-        outputs = [passing.loss] if passing.loss is not None else [t for t in passing.made if t.is_floating_point()]
+        outputs = (
+            [passing.loss] if passing.loss is not None else [t for t in passing.made if t.is_floating_point()]
+        )
         inputs = [t for t in passing.received if t.is_floating_point() and t.requires_grad]
         delayed = inputs_only and bool(inputs)
         with self._work("backward_input" if delayed else "backward", chunk, batch, span, sums):
@@ -237,6 +245,7 @@ class Executor:
         start, stop = self.stage.layers[chunk]
         values: Any = tuple(received)
         for lo, hi, again in _recomputed(self.stage.recompute, start, stop):
+
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
                     given = through(self.modules[layer], layer, given, positions, seed=self.seed, step=step)
@@ -256,7 +265,9 @@ class Executor:
 
     def _weights(self, chunk: int) -> list[nn.Parameter]:
         start, stop = self.stage.layers[chunk]
-        return [p for layer in range(start, stop) for p in self.modules[layer].parameters() if p.requires_grad]
+        return [
+            p for layer in range(start, stop) for p in self.modules[layer].parameters() if p.requires_grad
+        ]
 
     @contextmanager
     def _work(self, name: str, chunk: int, batch: int, span: Span, sums: StepSums) -> Iterator[None]:

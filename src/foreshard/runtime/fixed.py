@@ -48,7 +48,13 @@ class FixedMembership:
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, plan: Plan, ranks: Sequence[int], *, timeout_s: float = 60.0
+        self,
+        store: dist.Store | None,
+        rank: int,
+        plan: Plan,
+        ranks: Sequence[int],
+        *,
+        timeout_s: float = 60.0,
     ):
         self.store, self.rank = store, rank
         self.generation = Generation(number=0, plan=plan, ranks=tuple(ranks))

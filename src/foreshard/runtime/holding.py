@@ -1,8 +1,8 @@
 """What a rank holds: modules of its layers, one optimizer over them, gradients in one flat buffer a segment.
 
-Everything that could move to another rank is an *item*: the value of a parameter, a buffer, or the optimizer's
-state of a parameter, keyed by (kind, layer, name). Items have the same names on every rank, under every plan and
-in a checkpoint.
+Everything that could move to another rank is an *item*: the value of a parameter, a buffer, or the
+optimizer's state of a parameter, keyed by (kind, layer, name). Items have the same names on every rank,
+under every plan and in a checkpoint.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class Holding:
                 self._tie_to_held(layer)
 
     def items_of(self, piece: Item) -> list[tuple[Item, Tensor]]:
-        """Return the tensors of a piece: a trained parameter's value, its optimizer state, or a layer's frame.
+        """Return the tensors of a piece: a parameter's value, its optimizer state, or a layer's frame.
 
-        `remember` first: the state is the one remembered. An entry of a state is ('state', layer, 'NAME/KEY').
+        `remember` first: the state is the one remembered. An entry of a state is ('state', layer,
+        'NAME/KEY').
         """
         kind, layer, name = piece
         if kind == "value":
@@ -89,7 +90,8 @@ class Holding:
             state = self._states.get((layer, name), {})
             return [
                 (("state", layer, f"{name}/{key}"), _as_tensor(value))
-                for key, value in sorted(state.items()) if value is not None
+                for key, value in sorted(state.items())
+                if value is not None
             ]
         module = self.modules[layer]
         frozen = [(("frozen", layer, n), p.data) for n, p in module.named_parameters() if not p.requires_grad]
@@ -131,7 +133,9 @@ class Holding:
         kept = set(layout.layers_of(self.rank))
         self.modules = {layer: module for layer, module in sorted(self.modules.items()) if layer in kept}
         self._tie()
-        held = sorted({self.first_name(layer, n) for layer in self.modules for n in self.trainable_names(layer)})
+        held = sorted(
+            {self.first_name(layer, n) for layer in self.modules for n in self.trainable_names(layer)}
+        )
         self._fill_buckets(segments_of({key: summed_by(key) for key in held}))
         self.updated = {key: self.parameter(*key) for key in held if updates(key)}
         self._states = {key: state for key, state in self._states.items() if key in self.updated}
@@ -163,7 +167,10 @@ class Holding:
                 self._states[key] = dict(state)
 
     def _tie_to_held(self, new: int) -> None:
-        """Let a new layer use the parameters that it shares with layers held: their values are the trained ones."""
+        """Let a new layer use the parameters that it shares with layers held.
+
+        Their values are the trained ones.
+        """
         for group in self._tied:
             names = [name for layer, name in group if layer == new]
             others = [(layer, name) for layer, name in group if layer != new and layer in self.modules]
@@ -208,7 +215,8 @@ class Holding:
             return
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise SpecError(
-                f"optimizer(params) gave {type(self.optimizer).__name__}", file=self.job.path, key="optimizer",
+                f"optimizer(params) gave {type(self.optimizer).__name__}", file=self.job.path,
+                key="optimizer",
                 rule="It returns a torch.optim.Optimizer over the parameters it is given",
             )  # fmt: skip
         for key, parameter in self.updated.items():

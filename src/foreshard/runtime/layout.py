@@ -146,7 +146,9 @@ def segments_of(summed_by: Mapping[tuple[int, str], tuple[int, ...]]) -> tuple[S
     found: dict[tuple[int, ...], list[tuple[int, str]]] = {}
     for name, owners in summed_by.items():
         found.setdefault(tuple(sorted(owners)), []).append(name)
-    return tuple(Segment(owners=owners, names=tuple(sorted(names))) for owners, names in sorted(found.items()))
+    return tuple(
+        Segment(owners=owners, names=tuple(sorted(names))) for owners, names in sorted(found.items())
+    )
 
 
 def _refuse(plan: Plan) -> None:
@@ -170,8 +172,10 @@ def _refuse_stage(stage: Stage, where: str) -> None:
     if stage.offload != "none":
         raise _unsupported(f"{where}.offload", stage.offload, "the runtime keeps everything on the device")
     if stage.recompute.startswith("selective"):
-        raise _unsupported(f"{where}.recompute", stage.recompute,
-                           "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N")  # fmt: skip
+        raise _unsupported(
+            f"{where}.recompute", stage.recompute,
+            "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N",
+        )  # fmt: skip
     if stage.shard_size not in (None, stage.inner_dp):
         raise _unsupported(f"{where}.shard_size", stage.shard_size,
                            "the runtime shards over all data-parallel ranks of a stage")  # fmt: skip

@@ -1,7 +1,7 @@
 """Layers on the move: who sends which items to whom when a plan changes, and the sending.
 
-Every rank reads the same table of who holds what and works out the same moves, so nothing is negotiated. A layer
-comes from the holder that has sent the least so far; what a rank has already stays.
+Every rank reads the same table of who holds what and works out the same moves, so nothing is negotiated. A
+layer comes from the holder that has sent the least so far; what a rank has already stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from foreshard.runtime.holding import Holding, Item
 _TAG = 1 << 24
 Key = tuple[int, str]
 Piece = tuple[str, int, str]
-"""('frame', layer, ''): buffers and frozen parameters; ('value' or 'state', layer, name): of a trained parameter."""
+"""('frame', layer, ''): buffers and frozen parameters.
+
+('value' or 'state', layer, name): of a trained parameter.
+"""
 Held = frozenset[Piece]
 """What a rank has, or is to have, at the step that training goes on from."""
 
@@ -97,9 +100,7 @@ def moves_of(
     return moves, frozenset(missing)
 
 
-def migrate(
-    holding: Holding, moves: Sequence[Move], group: Any, ranks: Sequence[int], clock: Clock
-) -> Moved:
+def migrate(holding: Holding, moves: Sequence[Move], group: Any, ranks: Sequence[int], clock: Clock) -> Moved:
     """Send and receive what the moves say; the layers received must have been built.
 
     Raises

@@ -21,7 +21,8 @@ class Outcome:
     steps : int
     first_loss, last_loss : float or None
     median_step_s, mean_step_s : float or None
-        On the clock, the first step of the run and of each generation left out (they warm up) where more are there.
+        On the clock, the first step of the run and of each generation left out (they warm up) where more
+        are there.
     clock : str
     restarts : int
         Ranks started again.
@@ -70,11 +71,14 @@ def kept_steps(path: Path) -> list[dict[str, Any]]:
 def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: int) -> Outcome:
     times = settled_times(lines)
     return Outcome(
-        out=str(out), steps=checked.steps, first_loss=lines[0]["loss_metrics/global_avg_loss"] if lines else None,
+        out=str(out), steps=checked.steps,
+        first_loss=lines[0]["loss_metrics/global_avg_loss"] if lines else None,
         last_loss=lines[-1]["loss_metrics/global_avg_loss"] if lines else None,
-        median_step_s=median(times) if times else None, mean_step_s=sum(times) / len(times) if times else None,
+        median_step_s=median(times) if times else None,
+        mean_step_s=sum(times) / len(times) if times else None,
         clock=lines[-1]["clock"] if lines else "", restarts=restarts,
-        generations=len({line["generation"] for line in lines}), samples=checked.samples, lost=len(checked.lost),
+        generations=len({line["generation"] for line in lines}), samples=checked.samples,
+        lost=len(checked.lost),
         repeated=len(checked.repeated),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The controller at the wheel of a run: what ranks measured goes in, the next plan comes out.
 
-The least rank that is there has the controller. When it is lost, the next one builds a new controller and lets it
-live through the log of the old one: it then knows what that knew.
+The least rank that is there has the controller. When it is lost, the next one builds a new controller and
+lets it live through the log of the old one: it then knows what that knew.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def budget_of(text: str) -> Budget:
     """
     name, _, value = text.partition("=")
     if name not in BUDGETS:
-        raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, rule=f"Budgets are {', '.join(BUDGETS)}",
-                        fix="Write it like usd_per_h=3.5")  # fmt: skip
+        raise SpecError(
+            f"unknown budget {name!r}", key="--budget", value=text, rule=f"Budgets are {', '.join(BUDGETS)}",
+            fix="Write it like usd_per_h=3.5",
+        )  # fmt: skip
     try:
         limit = float(value)
     except ValueError:
@@ -62,7 +64,9 @@ def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
         return line[0] / micro_batch + line[1]
 
     return Chain(
-        layer_s=np.array([[sample_s(one.forward_s) + sample_s(one.backward_s) for one in table] for table in tables]),
+        layer_s=np.array([
+            [sample_s(one.forward_s) + sample_s(one.backward_s) for one in table] for table in tables
+        ]),
         boundary_bytes=np.array([2 * one.boundary_bytes_per_sample for one in costs.layers[:-1]]),
         sync_bytes=np.array([one.parameter_bytes for one in costs.layers]),
         state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in costs.layers]),
@@ -127,7 +131,8 @@ class Wheel:
                     )  # fmt: skip
         bed = load_lab(self.lab)
         if self.budgets and not any(price for price in bed.usd_per_h):
-            raise SpecError("no prices", file=self.lab, key="ranks.usd_per_h", rule="a budget of money needs prices",
+            raise SpecError("no prices", file=self.lab, key="ranks.usd_per_h",
+            rule="a budget of money needs prices",
                             fix="Add usd_per_h to [[ranks]]")  # fmt: skip
         self.controller(None)
 
@@ -152,10 +157,13 @@ class Wheel:
         """Return a controller that has seen nothing."""
         costs, cluster = load_costs(self.costs), load_lab(self.lab).cluster()
         chain = chain_of(costs, cluster, self.plan.groups[0].micro_batch)
-        fine = replace(self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups))
+        fine = replace(
+            self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
+        )
         return Controller(
             chain, stated_of(costs, cluster), fine, budgets=tuple(budget_of(text) for text in self.budgets),
-            horizon=max(self.steps, _LEAST_HORIZON), max_stages=min(_LONGEST_PIPELINE, cluster.num_devices), quiet_steps=_QUIET_STEPS,
+            horizon=max(self.steps, _LEAST_HORIZON), max_stages=min(_LONGEST_PIPELINE,
+            cluster.num_devices), quiet_steps=_QUIET_STEPS,
             log=log,
         )  # fmt: skip
 
@@ -208,7 +216,8 @@ class Steering:
             self._there |= {event.rank}
 
     def stepped(
-        self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int], stage_s: dict[int, float],
+        self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int], stage_s: dict[int,
+        float],
         generation: int,
     ) -> None:  # fmt: skip
         """Take in a step and who is there, and propose what follows from it.
@@ -240,7 +249,9 @@ class Steering:
         wanted = wheel.as_run(controller.plan)
         untouched = controller.step < 0 or _same(running, wheel.plan)
         if not untouched and not _same(running, wanted) and self._proposed != (generation, wanted):
-            self._order(Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation)
+            self._order(
+                Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation
+            )
 
     def _order(self, command: Command, generation: int) -> None:
         if command.plan is not None:

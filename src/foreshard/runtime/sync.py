@@ -100,7 +100,10 @@ class AllReduceSync:
 
 
 def _groups(buckets: Sequence[Bucket], group_of: GroupOf, name: str) -> dict[tuple[int, ...], Any]:
-    """Return a group per set of owners; all ranks make them in one order, or they would wait for each other."""
+    """Return a group per set of owners.
+
+    All ranks make them in one order, or they would wait for each other.
+    """
     owners = sorted({bucket.segment.owners for bucket in buckets if len(bucket.segment.owners) > 1})
     return {ranks: group_of(ranks, name) for ranks in owners}
 

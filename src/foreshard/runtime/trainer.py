@@ -199,7 +199,8 @@ class Trainer:
         wanted = self.membership.wanted()
         number = max(self._next_plans, default=0) if self._conducts else 0
         return cast(
-            self._world, self._ranks, self.rank, loss=sums.loss, count=sums.count, square_norm=self._square_norm(),
+            self._world, self._ranks, self.rank, loss=sums.loss, count=sums.count,
+            square_norm=self._square_norm(),
             boundary=wanted, plan_number=number, work_s=sums.work_s, samples=float(sums.samples),
         )  # fmt: skip
 
@@ -222,7 +223,8 @@ class Trainer:
 
     def _done(self, vote: Vote, norm: float | None, time_s: float | None) -> StepDone:
         return StepDone(
-            step=self.step - 1, loss=vote.loss / max(vote.count, 1e-300), count=vote.count, gradient_norm=norm,
+            step=self.step - 1, loss=vote.loss / max(vote.count, 1e-300), count=vote.count,
+            gradient_norm=norm,
             time_s=time_s, vote=vote,
         )  # fmt: skip
 
@@ -244,7 +246,10 @@ class Trainer:
         return norm
 
     def _spread_values(self) -> None:
-        """Get the parameters that other ranks of the stage have updated; until then this rank does not have them."""
+        """Get the parameters that other ranks of the stage have updated.
+
+        Until then this rank does not have them.
+        """
         if self._shards is None:
             return
         whole, self._held = self._held, self._kept
@@ -281,7 +286,9 @@ class Trainer:
     def _ask(self, done: StepDone) -> None:
         """Ask the policy; its plan is announced with the next vote and adopted after it."""
         stage_s = {
-            rank: done.vote.work_s[rank] / samples for rank, samples in done.vote.samples.items() if samples > 0
+            rank: done.vote.work_s[rank] / samples
+            for rank, samples in done.vote.samples.items()
+            if samples > 0
         }
         event: Event = StepMeasured(step=done.step, time_s=done.time_s or 0.0, stage_s=stage_s)
         for command in self.policy.on(event):  # type: ignore[union-attr]
@@ -346,13 +353,16 @@ class Trainer:
             self.step = target
         self._settle(generation.plan, held)
         if not first:
-            self.on_event("rebuilt", f"generation {generation.number}: ranks {list(self._ranks)}", step=self.step)
+            self.on_event(
+                "rebuilt", f"generation {generation.number}: ranks {list(self._ranks)}", step=self.step
+            )
 
     def _check(self, plan: Plan) -> None:
         count = layout_of(plan).num_layers
         if count != self.job.num_layers:
             raise SpecError(
-                f"the plan splits {count} layers, the job has {self.job.num_layers}", key="groups.stages.layers",
+                f"the plan splits {count} layers, the job has {self.job.num_layers}",
+                key="groups.stages.layers",
                 value=count, rule="a plan holds every layer of the model once per group",
                 fix=f"Cut 0..{self.job.num_layers} in every group",
             )  # fmt: skip
@@ -435,7 +445,9 @@ class Trainer:
         updated = {piece[1:] for piece in wanted if piece[0] == "state"}
         self._kept = frozenset(piece for piece in wanted if piece[0] != "value" or piece[1:] in updated)
         self.holding.arrange(layout, lambda key: key in updated, deal.summed_by)
-        self._base_lr = [g["lr"] for g in self.holding.optimizer.param_groups] if self.holding.optimizer else []
+        self._base_lr = (
+            [g["lr"] for g in self.holding.optimizer.param_groups] if self.holding.optimizer else []
+        )
         self._sync = gradient_sync(
             self.options.sync, self.holding.buckets, self.membership.group, self.clock
         )  # fmt: skip
@@ -446,7 +458,9 @@ class Trainer:
     def _make_feed(self, plan: Plan) -> Feed:
         if self.feed is not None and self.feed.global_batch == plan.global_batch:
             return self.feed
-        return Feed(self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=self.options.seed)
+        return Feed(
+            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=self.options.seed
+        )
 
     def _make_executor(self, layout: Layout) -> Executor:
         carriers = (self._world, self._world)
@@ -458,7 +472,8 @@ class Trainer:
         return Executor(
             self.job, self.feed, layout, self.rank, self.holding.modules, exchange, self.clock,  # type: ignore[arg-type]
             device=self.device, seed=self.options.seed, on_action=self.on_action,
-            on_gradients=None if self._sync is None else self._sync.passed, phase=self.phase, shards=self._shards,
+            on_gradients=None if self._sync is None else self._sync.passed, phase=self.phase,
+            shards=self._shards,
         )  # fmt: skip
 
     def _make_shards(self, layout: Layout, deal: Deal) -> Shards | None:
@@ -490,12 +505,14 @@ class Trainer:
         self.holding.remember()
         tensors = {
             _checkpoint_key(*item): tensor
-            for piece in sorted(self._first_of_mine()) for item, tensor in self.holding.items_of(piece)
+            for piece in sorted(self._first_of_mine())
+            for item, tensor in self.holding.items_of(piece)
         }
         meta = {"plan": self._layout.plan.to_dict(), "seed": self.options.seed}
         try:
             checkpoint.save(
-                self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank, group=self._world,  # type: ignore[arg-type]
+                self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank,
+                group=self._world,  # type: ignore[arg-type]
                 lead=self._conducts,
             )  # fmt: skip
         except checkpoint.CheckpointFault as fault:

@@ -1,7 +1,7 @@
 """The small all-reduce that ends a step: what everybody must know before anybody updates.
 
-Who comes out of it knows that all gradients have been summed everywhere; a rank that was cut off in the middle of
-it can finish the step with the result of any other.
+Who comes out of it knows that all gradients have been summed everywhere; a rank that was cut off in the
+middle of it can finish the step with the result of any other.
 """
 
 from __future__ import annotations
@@ -41,8 +41,17 @@ class Vote:
 
 
 def cast(
-    group: Any, ranks: Sequence[int], rank: int, *, loss: float, count: float, square_norm: float, boundary: bool,
-    plan_number: int, work_s: float, samples: float,
+    group: Any,
+    ranks: Sequence[int],
+    rank: int,
+    *,
+    loss: float,
+    count: float,
+    square_norm: float,
+    boundary: bool,
+    plan_number: int,
+    work_s: float,
+    samples: float,
 ) -> Vote:
     """Return the sums over all ranks; `group` is None for a rank alone.
 
@@ -53,13 +62,16 @@ def cast(
     """  # fmt: skip
     place, size = list(ranks).index(rank), len(ranks)
     ballot = torch.zeros(5 + 2 * size, dtype=torch.float64)
-    ballot[:5] = torch.tensor([loss, count, square_norm, float(boundary), float(plan_number)], dtype=torch.float64)
+    ballot[:5] = torch.tensor(
+        [loss, count, square_norm, float(boundary), float(plan_number)], dtype=torch.float64
+    )
     ballot[5 + place], ballot[5 + size + place] = work_s, samples
     if group is not None:
         group.allreduce([ballot]).wait()
     values = ballot.tolist()
     return Vote(
-        loss=values[0], count=values[1], square_norm=values[2], boundary=values[3] > 0, plan_number=round(values[4]),
+        loss=values[0], count=values[1], square_norm=values[2], boundary=values[3] > 0,
+        plan_number=round(values[4]),
         work_s=dict(zip(ranks, values[5 : 5 + size], strict=True)),
         samples=dict(zip(ranks, values[5 + size :], strict=True)),
     )  # fmt: skip

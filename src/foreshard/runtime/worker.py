@@ -1,4 +1,4 @@
-"""One rank of `foreshard run`: a process that trains until the steps are done, whatever happens to the others."""
+"""One rank of `foreshard run`: a process that trains until the steps are done, whatever else happens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Worker:
             rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s()
         ) if work.trace else None  # fmt: skip
         cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        )
         self.membership = Membership(
             store, rank, secret, timeout_s=work.detect_s,
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
@@ -67,7 +69,9 @@ class Worker:
 
     def _make_trainer(self) -> Trainer:
         work, plan = self.work, self.membership.generation.plan
-        index = Feed(self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=work.seed, prefetch=0)
+        index = Feed(
+            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=work.seed, prefetch=0
+        )
         return Trainer(
             self.job, membership=self.membership, clock=self.clock, device=self.device,
             options=Options(seed=work.seed, clip_norm=work.clip_norm, checkpoint_every=work.checkpoint_every,
@@ -134,9 +138,11 @@ class Worker:
             )  # fmt: skip
             more = self.steering.told() | {"shares": [group.share for group in plan.groups]}
         self.metrics.step(
-            step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm, time_s=done.time_s,
+            step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm,
+            time_s=done.time_s,
             clock=self.clock.name, devices=len(plan.ranks), samples=plan.global_batch,
-            generation=self.membership.generation.number, work_s_by_rank={str(r): w for r, w in done.vote.work_s.items()},
+            generation=self.membership.generation.number, work_s_by_rank={str(r): w for r,
+            w in done.vote.work_s.items()},
             **more,
         )  # fmt: skip
 
@@ -147,8 +153,8 @@ class Worker:
 def _trouble(body: Callable[[], Any]) -> str | None:
     """Run the body; return what torch.distributed says when a peer is gone.
 
-    The exception ends here: its frames hold process groups, and peers only learn of a rank that has left when its
-    groups are gone.
+    The exception ends here: its frames hold process groups, and peers only learn of a rank that has left
+    when its groups are gone.
     """
     try:
         body()
@@ -162,8 +168,8 @@ def _trouble(body: Callable[[], Any]) -> str | None:
 def phase_hook(rank: int) -> Callable[[str], None]:
     """Return what the trainer tells its phase to: nothing, unless a fault is asked for (FORESHARD_FAULT).
 
-    FORESHARD_FAULT is ``FILE``: a JSON object {rank: {phase, nth}}; the rank kills itself when it comes to the
-    phase for the nth time. Chaos tests use it to hit a phase for sure.
+    FORESHARD_FAULT is ``FILE``: a JSON object {rank: {phase, nth}}; the rank kills itself when it comes to
+    the phase for the nth time. Chaos tests use it to hit a phase for sure.
     """
     path = os.environ.get("FORESHARD_FAULT")
     if not path:

@@ -1,7 +1,7 @@
 """Which rank of a stage updates which parameter, and how the others get the new values (ZeRO).
 
-Parameters are dealt out whole, largest first, to the rank that is least loaded for its room: any optimizer works
-on whole parameters, and rooms may be uneven.
+Parameters are dealt out whole, largest first, to the rank that is least loaded for its room: any optimizer
+works on whole parameters, and rooms may be uneven.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def is_dealt(stage: Stage) -> bool:
 class Shards:
     """What the ranks of a stage send each other because each keeps a part only.
 
-    Level 1: after the update, new values. Level 2: after each backward, gradients to the rank that keeps them. Level
-    3: before each use, values, whose storage is given back after it.
+    Level 1: after the update, new values. Level 2: after each backward, gradients to the rank that keeps
+    them. Level 3: before each use, values, whose storage is given back after it.
 
     Parameters
     ----------
@@ -157,7 +157,8 @@ class Shards:
     """
 
     def __init__(
-        self, group: Any, stage: Stage, rank: int, updaters: Mapping[Key, int], parameters: Mapping[Key, nn.Parameter],
+        self, group: Any, stage: Stage, rank: int, updaters: Mapping[Key, int], parameters: Mapping[Key,
+        nn.Parameter],
         users: Mapping[Key, Sequence[int]],
     ):  # fmt: skip
         self._group, self._level, self._place = group, stage.zero, stage.ranks.index(rank)
@@ -206,7 +207,9 @@ class Shards:
         for place, parameters in dealt:
             mine = place == self._place
             parts = [
-                torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if mine or p.grad is None else p.grad.reshape(-1)
+                torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+                if mine or p.grad is None
+                else p.grad.reshape(-1)
                 for p in parameters
             ]
             flat = torch.cat(parts)
@@ -233,7 +236,9 @@ def _by_place(
     found = []
     for place, rank in enumerate(stage.ranks):
         for dtype in sorted({parameters[key].dtype for key in keys}, key=str):
-            chosen = [parameters[k] for k in sorted(keys) if updaters[k] == rank and parameters[k].dtype == dtype]
+            chosen = [
+                parameters[k] for k in sorted(keys) if updaters[k] == rank and parameters[k].dtype == dtype
+            ]
             if chosen:
                 found.append((place, chosen))
     return found
