@@ -11,25 +11,25 @@ from foreshard.runtime.membership import Membership
 
 
 def work(rank: int, port: int, secret: bytes, timeout_s: float, told: Any) -> None:
-    """Sum in every generation; tell (rank, kind, when, what) through a queue."""
+    """Sum in every generation; tell (rank, kind, when, what) through a pipe of its own."""
     torch.set_num_threads(1)
 
     def tell(kind: str, what: Any) -> None:
-        told.put((rank, kind, time.monotonic(), what))
+        told.send((rank, kind, time.monotonic(), what))
 
     member = Membership(("127.0.0.1", port), rank, secret, timeout_s=timeout_s, interface="127.0.0.1", beat_s=0.1)
     while True:
         generation, said = member.generation, False
         try:
             group = member.group(generation.ranks, "world") if len(generation.ranks) > 1 else None
-            while not member.wanted():
+            while True:
                 total = torch.tensor([1.0, float(member.wanted())])
                 if group is not None:
                     group.allreduce([total]).wait()
                 if not said:
                     tell("sum", (generation.number, generation.ranks, float(total[0])))
                     said = True
-                if total[1]:
+                if total[1]:  # all leave in step, or a peer would wait for who has left
                     break
                 time.sleep(0.01)
             reason = "boundary"

@@ -15,6 +15,8 @@ from foreshard.runtime.rank_store import RankStore
 from foreshard.runtime.store import Client
 from foreshard.spec.plan import parse_plan
 
+BOUNDARY = "boundary"
+"""Reason of a rank that leaves a generation in step with all others."""
 _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
 
@@ -96,8 +98,10 @@ class Membership:
         SystemExit
             When the others have done all steps without this rank.
         """
-        self._drop_groups()
+        if reason != BOUNDARY:
+            self._drop_groups()  # peers that wait for this rank learn by it that it has left
         self.generation = self._next(self.generation.number, reason)
+        self._drop_groups()  # at a boundary only now: a peer may still be receiving what ended the step
         return self.generation
 
     def _next(self, after: int, reason: str, *, resume: bool = False) -> Generation:
