@@ -170,6 +170,15 @@ def test_pairs_as_close_as_repeats_have_no_order():
     found = accuracy_tables.order_line(runs)
     assert found["tau"] == pytest.approx(1 / 3)
     assert found["tau_apart"] == 1.0
+    assert found["most"] == pytest.approx(1.0) and found["equal"] == 0
+
+
+def test_no_order_is_found_among_equal_predictions():
+    runs = [run_of(i, t, p) for i, (t, p) in enumerate([(1.0, 3.0), (1.2, 3.0), (2.0, 2.0)])]
+    found = accuracy_tables.order_line(runs)
+    assert found["most"] == pytest.approx(2.0 / 6.0**0.5)  # one of three pairs is equal
+    assert found["tau"] == pytest.approx(-2.0 / 6.0**0.5)
+    assert (found["equal"], found["pairs"]) == (1, 3)
 
 
 def test_residuals_name_each_point_once():
