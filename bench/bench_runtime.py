@@ -35,7 +35,7 @@ def even(kind: str, layers: int):
         groups = [{"share": BATCH, "micro_batch": MICRO, "stages": [
             {"ranks": [0], "layers": [[0, half]]}, {"ranks": [1], "layers": [[half, layers]]}]}]  # fmt: skip
     elif kind == "sharded":
-        groups = [{"share": BATCH, "micro_batch": BATCH, "zero": 1, "stages": [{"ranks": [0, 1], "layers": [[0, layers]]}]}]
+        groups = [{"share": BATCH, "micro_batch": BATCH, "zero": 3, "stages": [{"ranks": [0, 1], "layers": [[0, layers]]}]}]
     else:
         groups = [{"share": BATCH // 2, "micro_batch": BATCH // 2, "stages": [{"ranks": [r], "layers": [[0, layers]]}]}
                   for r in range(RANKS)]  # fmt: skip
@@ -75,8 +75,8 @@ def replicas(rank: int, *, sharded: bool):
 
         mesh = init_device_mesh("cpu", (RANKS,))
         for block in model:
-            fully_shard(block, mesh=mesh, reshard_after_forward=False)
-        wrapped = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        wrapped = fully_shard(model, mesh=mesh, reshard_after_forward=True)
     else:
         wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = gpt_job.optimizer(wrapped.parameters())

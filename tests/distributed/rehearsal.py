@@ -38,6 +38,7 @@ def rehearse(
     steps: int,
     changes: Mapping[int, Plan] | None = None,
     ranks: Sequence[int] | None = None,
+    resume: bool = False,
     after: Callable[[Trainer], Any] = lambda trainer: None,
     **more: Any,
 ) -> dict[int, Any]:
@@ -52,7 +53,7 @@ def rehearse(
 
     def body(rank: int) -> None:
         try:
-            membership = FixedMembership(store, rank, plan, ranks, timeout_s=30)
+            membership = FixedMembership(store, rank, plan, ranks, timeout_s=30, resume=resume)
             trainer = Trainer(job, membership=membership, **{k: v() if callable(v) else v for k, v in more.items()})
             losses = []
             for step in range(steps):
@@ -78,10 +79,11 @@ def rehearse(
 
 
 def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
-    """Every parameter that a rank holds."""
+    """Every parameter that a rank holds; of a sharded stage the rest is with others."""
     return {
         (layer, name): p.detach().clone()
         for layer, module in trainer.holding.modules.items() for name, p in module.named_parameters()
+        if p.untyped_storage().size()
     }
 
 

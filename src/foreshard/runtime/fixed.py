@@ -45,6 +45,8 @@ class FixedMembership:
     ranks : sequence of int
     timeout_s : float
         After which a peer that does not answer is an error.
+    resume : bool
+        Go on from the latest checkpoint.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class FixedMembership:
         ranks: Sequence[int],
         *,
         timeout_s: float = 60.0,
+        resume: bool = False,
     ):
         self.store, self.rank = store, rank
-        self.generation = Generation(number=0, plan=plan, ranks=tuple(ranks))
+        self.generation = Generation(number=0, plan=plan, ranks=tuple(ranks), resume=resume)
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
