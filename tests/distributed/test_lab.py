@@ -1,0 +1,70 @@
+"""A lab from the command line to its files: the table's clock, a change on the way, the ranks' trace."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parents[2] / "examples" / "jobs" / "gpt_job.py"
+LAB = """
+clock = "table"
+[[ranks]]
+slow = 1
+[[ranks]]
+slow = 2
+[network]
+bandwidth = "100 Gb/s"
+latency = "10 us"
+[table]
+forward = "1 ms"
+backward = "2 ms"
+optimizer = "1 ms"
+[[change]]
+at_step = 2
+rank = 1
+slow = 4
+"""
+GROUPS = [
+    {"share": share, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank, share in enumerate((2, 1))
+]  # fmt: skip
+PLAN = {"global_batch": 3, "seq_len": 64, "precision": "fp32", "groups": GROUPS}
+
+
+def test_a_lab_of_two_ranks(tmp_path):
+    """Four layers: 3 ms a sample and layer, 1 ms a layer for the optimizer, which the slower rank ends last.
+
+    Both ranks compute 24 ms in the first two steps and the slower one updates in 8 ms; from step 2 on it
+    computes 48 ms and updates in 16 ms. Sums and the vote add less than a millisecond on these links.
+    """
+    (tmp_path / "lab.toml").write_text(LAB)
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    words = [
+        sys.executable, "-m", "foreshard", "lab", "lab.toml", "--plan", "plan.json", "--steps", "4",
+        "--out", "out", "--trace", "trace.json.gz", "--json", str(JOB),
+    ]  # fmt: skip
+    env = os.environ | {"GPT_WIDTH": "16", "GPT_BLOCKS": "2"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["clock"], answer["steps"], answer["lost"], answer["repeated"]) == ("table", 4, 0, 0)
+    lines = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    times = [line["time_metrics/end_to_end(s)"] for line in lines]
+    assert times == pytest.approx([0.032, 0.032, 0.064, 0.064], abs=1e-3)
+    assert times[0] == pytest.approx(times[1], rel=1e-9) and times[2] == pytest.approx(times[3], rel=1e-9)
+    _check_trace(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())))
+
+
+def _check_trace(trace):
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    assert len(kernels) == 4 * (2 + 1) * 2  # steps, micro-batches of both ranks, forward and backward
+    slow = [event["dur"] for event in kernels if event["pid"] == 1 and event["name"] == "backward"]
+    assert slow == pytest.approx([16e3, 16e3, 32e3, 32e3])
+    steps = [e for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep#") and e["pid"] == 0]
+    assert [e["name"] for e in steps] == [f"ProfilerStep#{step}" for step in range(4)]
+    assert trace["otherData"]["clock"] == "table"
