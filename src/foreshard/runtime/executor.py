@@ -215,7 +215,7 @@ class Executor:
         )
         inputs = [t for t in passing.received if t.is_floating_point() and t.requires_grad]
         delayed = inputs_only and bool(inputs)
-        with self._work("backward_input" if delayed else "backward", chunk, batch, span, sums):
+        with self._work("backward_input" if inputs_only else "backward", chunk, batch, span, sums):
             if delayed:
                 weights = iter(self._weights(chunk))
                 _, passing.delayed = stage_backward_input(outputs, grads, inputs, weights)
