@@ -15,15 +15,27 @@ import numpy as np
 
 from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
 from foreshard.control.shares import whole_shares
-from foreshard.control.slots import Budget, Chain, Choice, Pipeline, State, Structure, evaluate, runs
+from foreshard.control.slots import (
+    Budget,
+    Chain,
+    Choice,
+    Pipeline,
+    State,
+    Structure,
+    evaluate,
+    runs,
+    slowest_link,
+)
 from foreshard.errors import InfeasibleError
 
 MAX_STAGES = 8
 _EXHAUSTIVE = 220
 """Structures up to which all are compared."""
 _STARTS = 2
-_SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 6
+_SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 12
 _BETTER = 1.0 - 1e-12
+_VISITS = 3
+"""Slots of a state in which built structures are looked at; later ones only walk."""
 _FINALISTS = 6
 _RECENT = 12
 
@@ -66,7 +78,7 @@ def solve_slot(
         Longest pipeline.
     most_looks : int, optional
         New structures to look at in this slot; a state that comes back is looked at further. Without it 2,000
-        for up to six workers or where nothing runs yet, else 6.
+        for up to six workers or where nothing runs yet, else 12.
 
     Raises
     ------
@@ -225,12 +237,38 @@ class _Search:
                 self.look(groups)
             self._ranked()
             return
-        if self.landscape.looked < 1 or not self.library.layouts:
-            for groups in itertools.chain(self.landscape.memo.recent, self._built()):
-                self.look(self._repaired(groups))
-            self.landscape.looked = 1
+        spare = self.left // 3
+        for groups in self._promising() if self.landscape.visits < _VISITS else ():
+            if self.left <= spare:
+                break
+            self.look(groups)
+        self.landscape.visits += 1
         for at in self._ranked():
             self._walk(at)
+
+    def _promising(self) -> list[Groups]:
+        """Return structures chosen lately and built ones, the most promising first."""
+        known: dict[object, Groups] = {}
+        for groups in itertools.chain(self.landscape.memo.recent, self._built()):
+            alive = self._repaired(groups)
+            if alive:
+                known.setdefault(self.landscape.signature(alive), alive)
+        return sorted(known.values(), key=self._guess)
+
+    def _guess(self, groups: Groups) -> float:
+        """Return a rough worth: work over all speeds, the fill of equal stages, one ring."""
+        land = self.landscape
+        workers = [worker for group in groups for worker in group]
+        if not land.state.available[workers].all():
+            return math.inf
+        speed = float((land.state.speed[workers] / land.chain.before_s[workers, -1]).sum())
+        depth, count = len(workers) / len(groups), len(groups)
+        rounds = land.batch / land.micro_batch / count
+        seconds = land.batch / speed * (1.0 + (depth - 1.0) / rounds)
+        if count > 1:
+            rate, _ = slowest_link(land.state, workers)
+            seconds += 2.0 * (count - 1) / count * float(land.chain.sync_bytes.sum()) / depth / rate
+        return (self.weights.time + float(self.weights.active[workers].sum())) * seconds
 
     def _ranked(self) -> list[int]:
         """Weigh the best of the library in full; return the best few."""

@@ -220,7 +220,7 @@ class Landscape:
         self.kind = _kinds(chain, state, apart, memo)
         self.egress = bool(state.usd_per_byte.any())
         self.everything: list[Groups] | None = None
-        self.looked = 0
+        self.visits = 0
         self.explored: set[tuple[int, int]] = set()
         self.library = Library(chain.num_workers, batch)
         self._layouts: dict[object, Layout] = {}
