@@ -1,9 +1,10 @@
-"""The long chaos: a run that is killed, stopped, slowed, starved of disk and left without a supervisor, and is right.
+"""The long chaos: a run that is killed, stopped, slowed, starved of disk, left alone, and still right.
 
     python scripts/soak.py --out soak [--minutes 10] [--faults 200] [--seed 0]
 
-Four ranks train a small GPT in float64 while seeded faults hit them, then every sample must have counted once and
-the final parameters must equal those of the same run left in peace. Exit code 0 if all holds, 1 if not.
+Four ranks train a small GPT in float64 while seeded faults hit them, then every sample must have counted
+once and the final parameters must equal those of the same run left in peace. Exit code 0 if all holds, 1 if
+not.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ KINDS = ("kill", "two kills", "phase", "phase", "phase", "stop", "slow", "superv
 DETECT_S = 4.0
 SAVE_EVERY = 10
 CALM_STEPS = 40  # at the end, so that the last checkpoint is there to be compared
-FILE_BYTES = 400_000  # under a full disk: more than a ledger of the soak, less than a rank's part of a checkpoint
+FILE_BYTES = (
+    400_000  # under a full disk: more than a ledger of the soak, less than a rank's part of a checkpoint
+)
 LIMIT = 1e-9
 
 JOB = '''
@@ -60,6 +63,7 @@ def dataset():
 
 def soak_plan() -> Plan:
     """Return two pipelines of uneven cuts and shares, on four ranks."""
+
     def stage(rank: int, lo: int, hi: int) -> dict[str, Any]:
         return {"ranks": [rank], "layers": [[lo, hi]], "zero": 0}
 
@@ -137,7 +141,7 @@ class Chaos:
             self._due_s, self._seen = now + self.random.uniform(*self.gap_s), self._progress()
 
     def _progress(self) -> int:
-        """Return how much the run has told: faster than it can train even a step nobody is hurt again."""
+        """Return how much the run has told: nobody is hurt again before a step was trained."""
         with suppress(OSError):
             return (self.agent.out / "metrics.jsonl").stat().st_size
         return 0
@@ -242,8 +246,16 @@ def trained(
     work = Work(job=str(job), out=str(out), steps=steps, checkpoint_every=SAVE_EVERY, detect_s=DETECT_S,
                 interface="127.0.0.1")  # fmt: skip
     ranks = range(max(plan.ranks) + 1)
-    agent = Agent(out=out, plan=plan, work=work, ranks=ranks, expected=ranks, secret_file=make_secret(out / "secret"),
-                  max_starts=10**6, restart_s=0.3)  # fmt: skip
+    agent = Agent(
+        out=out,
+        plan=plan,
+        work=work,
+        ranks=ranks,
+        expected=ranks,
+        secret_file=make_secret(out / "secret"),
+        max_starts=10**6,
+        restart_s=0.3,
+    )
     hurting = chaos(agent) if chaos is not None else None
     restarts = agent.run(hurting.watch if hurting is not None else lambda: None)
     return outcome_of(out, global_batch=plan.global_batch, steps=steps, restarts=restarts), hurting
@@ -260,12 +272,20 @@ def worst_difference(one: Path, other: Path, step: int) -> float:
 def worst_loss(one: Path, other: Path) -> float:
     """Return the largest relative difference of the loss of any step."""
     name = "loss_metrics/global_avg_loss"
-    mine, theirs = ({line["step"]: line[name] for line in kept_steps(p / "metrics.jsonl")} for p in (one, other))
+    mine, theirs = (
+        {line["step"]: line[name] for line in kept_steps(p / "metrics.jsonl")} for p in (one, other)
+    )
     return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
 def compared(
-    out: Path, *, steps: int, seed: int, faults: int, gap_s: tuple[float, float], pace_s: float,
+    out: Path,
+    *,
+    steps: int,
+    seed: int,
+    faults: int,
+    gap_s: tuple[float, float],
+    pace_s: float,
     calm: int = CALM_STEPS,
 ) -> dict[str, Any]:
     """Run in peace and under faults; return what is to be judged."""
@@ -276,16 +296,26 @@ def compared(
     assert chaos is not None
     counts = dict(sorted(chaos.counts.items()))
     return {
-        "seed": seed, "wall_s": time.monotonic() - began_s, "faults": chaos.total, "kinds": counts,
-        "restarts": hurt.restarts, "generations": hurt.generations, "steps": hurt.steps, "samples": hurt.samples,
-        "lost": hurt.lost, "repeated": hurt.repeated, "peace_samples": peace.samples,
+        "seed": seed,
+        "wall_s": time.monotonic() - began_s,
+        "faults": chaos.total,
+        "kinds": counts,
+        "restarts": hurt.restarts,
+        "generations": hurt.generations,
+        "steps": hurt.steps,
+        "samples": hurt.samples,
+        "lost": hurt.lost,
+        "repeated": hurt.repeated,
+        "peace_samples": peace.samples,
         "parameters_max_rel_difference": worst_difference(out / "chaos", out / "peace", steps),
         "loss_max_rel_difference": worst_loss(out / "chaos", out / "peace"),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("soak"))
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=200)
@@ -297,10 +327,12 @@ def main() -> int:
     found = compared(asked.out.resolve(), steps=asked.steps, seed=asked.seed, faults=10**6,
                      gap_s=(0.5 * gap_s, 1.3 * gap_s), pace_s=asked.pace_s)  # fmt: skip
     wanted = {
-        "faults": found["faults"] >= asked.faults, "minutes": found["wall_s"] >= asked.minutes * 60,
+        "faults": found["faults"] >= asked.faults,
+        "minutes": found["wall_s"] >= asked.minutes * 60,
         "samples": found["lost"] == found["repeated"] == 0 and found["samples"] == found["peace_samples"],
-        "parameters": found["parameters_max_rel_difference"] <= LIMIT, "loss": found["loss_max_rel_difference"] <= LIMIT,
-    }  # fmt: skip
+        "parameters": found["parameters_max_rel_difference"] <= LIMIT,
+        "loss": found["loss_max_rel_difference"] <= LIMIT,
+    }
     print(json.dumps({"schema_version": 1, **found, "holds": wanted}, indent=2))
     return 0 if all(wanted.values()) else 1
 

@@ -17,7 +17,9 @@ def work(rank: int, port: int, secret: bytes, timeout_s: float, told: Any) -> No
     def tell(kind: str, what: Any) -> None:
         told.send((rank, kind, time.monotonic(), what))
 
-    member = Membership(("127.0.0.1", port), rank, secret, timeout_s=timeout_s, interface="127.0.0.1", beat_s=0.1)
+    member = Membership(
+        ("127.0.0.1", port), rank, secret, timeout_s=timeout_s, interface="127.0.0.1", beat_s=0.1
+    )
     while True:
         generation, said = member.generation, False
         try:

@@ -1,4 +1,4 @@
-"""The short form of `make soak`: a run that is hurt trains every sample once and ends where one in peace does."""
+"""The short form of `make soak`: a hurt run trains every sample once and ends where one in peace does."""
 
 import importlib.util
 import os

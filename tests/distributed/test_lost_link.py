@@ -1,4 +1,4 @@
-"""A link between two ranks that live is lost: one of them stays out, the others train on, no sample is lost."""
+"""A link between two ranks that live is lost: one stays out, the others train on, no sample is lost."""
 
 import json
 import subprocess
@@ -15,10 +15,16 @@ from foreshard.spec.plan import parse_plan
 
 LACKS = missing()
 STEPS, DETECT_S = 30, 1.5
-PLAN = parse_plan({
-    "global_batch": 3, "seq_len": 8, "precision": "fp32",
-    "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 3]], "zero": 0}]} for rank in range(3)],
-})  # fmt: skip
+PLAN = parse_plan(
+    {
+        "global_batch": 3,
+        "seq_len": 8,
+        "precision": "fp32",
+        "groups": [
+            {"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 3]], "zero": 0}]} for rank in range(3)
+        ],
+    }
+)
 JOB = """
 import time, torch
 from torch import nn
@@ -48,8 +54,16 @@ def test_one_end_of_a_lost_link_stays_out(tmp_path):
     with LabNetwork(lab) as bed:
         work = Work(job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=DETECT_S,
                     interface=bed.address)  # fmt: skip
-        agent = Agent(out=out, plan=PLAN, work=work, ranks=ranks, expected=ranks,
-                      secret_file=make_secret(out / "secret"), address=bed.address, command=bed.command)  # fmt: skip
+        agent = Agent(
+            out=out,
+            plan=PLAN,
+            work=work,
+            ranks=ranks,
+            expected=ranks,
+            secret_file=make_secret(out / "secret"),
+            address=bed.address,
+            command=bed.command,
+        )
 
         def cut():
             """Let nothing pass between ranks 1 and 2 from the fifth step on."""

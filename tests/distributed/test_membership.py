@@ -1,4 +1,4 @@
-"""Ranks as processes under a supervisor: killed, stopped, come back, and left without a supervisor for a while."""
+"""Ranks as processes under a supervisor: killed, stopped, back again, left without it for a while."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
+from member import work
 
 from foreshard.runtime.store import Client, StoreServer
 from foreshard.runtime.supervisor import Supervisor
 from foreshard.spec.plan import parse_plan
-from member import work
 
 SECRET = b"of this test only"
 DETECT_S, TIMEOUT_S, PATIENCE_S = 1.5, 20.0, 60.0
@@ -23,11 +23,13 @@ PLAN = parse_plan({
 
 
 class Host:
-    """Three ranks, their supervisor in this process, and what an agent does: tell of deaths, kill who is doomed."""
+    """Three ranks, their supervisor in this process, and what an agent does."""
 
     def __init__(self, folder):
         self.folder, self.made, self.told = folder, multiprocessing.get_context("forkserver"), []
-        self.made.set_forkserver_preload(["foreshard.runtime.membership"])  # torch is loaded once for all ranks
+        self.made.set_forkserver_preload(
+            ["foreshard.runtime.membership"]
+        )  # torch is loaded once for all ranks
         self.pipes, self.ranks, self.port, self.since = {}, {}, 0, 0
         self.open = True
         self.start_supervisor()
@@ -60,7 +62,10 @@ class Host:
 
     def wait_for(self, matches, count=1):
         """Return what so many ranks have told that matches since something was done to them."""
-        found, until = [line for line in self.told[self.since :] if matches(line)], time.monotonic() + PATIENCE_S
+        found, until = (
+            [line for line in self.told[self.since :] if matches(line)],
+            time.monotonic() + PATIENCE_S,
+        )
         while len(found) < count:
             ready = multiprocessing.connection.wait(self.pipes.values(), timeout=0.2)
             assert ready or time.monotonic() < until, f"{len(found)} of {count}; told: {self.told[-12:]}"
@@ -95,7 +100,8 @@ class Host:
         while self.open:
             time.sleep(0.05)
             died = [
-                [rank, process.pid, "dead"] for rank, process in list(self.ranks.items())
+                [rank, process.pid, "dead"]
+                for rank, process in list(self.ranks.items())
                 if process.exitcode is not None and process.pid not in told
             ]
             try:

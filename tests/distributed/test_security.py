@@ -71,7 +71,9 @@ def test_more_silent_strangers_than_there_are_places_delay_a_rank_but_do_not_sto
         link.close()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(5000), b"\x80\x04\x95pickle" * 20])
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(5000), b"\x80\x04\x95pickle" * 20]
+)
 def test_garbage_ends_only_the_connection_it_came_by(server, garbage):
     with socket.create_connection((server.address, server.port)) as link, contextlib.suppress(OSError):
         link.sendall(garbage)

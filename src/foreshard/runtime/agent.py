@@ -1,7 +1,7 @@
 """Keeps the ranks of a host going: starts them, starts them again, and keeps the supervisor alive.
 
-Ranks are children of the agent, not of torchrun or the supervisor: when one dies the others live, and when the
-supervisor dies nobody does.
+Ranks are children of the agent, not of torchrun or the supervisor: when one dies the others live, and when
+the supervisor dies nobody does.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Agent:
                 process.kill()
 
     def _end_stopped(self) -> None:
-        """Kill ranks that stand still before the supervisor knows them, and those left when the run is over."""
+        """Kill ranks that stand still before the supervisor knows them, and those left after the end."""
         now = time.monotonic()
         late = self._over_s is not None and now - self._over_s > _LATE_S
         for started in self._ranks.values():
@@ -244,14 +244,24 @@ class Agent:
         }  # fmt: skip
         words = [*self.command(rank), sys.executable, "-m", "foreshard.runtime.worker"]
         with self._log(rank).open("ab") as log:
-            return subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            return subprocess.Popen(
+                words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, at the port it had; it finds what it decided in the run's folder."""
         (self.out / "plan.json").write_text(json.dumps(self.plan.to_dict()))
         (self.out / "ranks.json").write_text(json.dumps(list(self.expected)))
-        words = [sys.executable, "-m", "foreshard.runtime.supervisor", str(self.out), self.address, str(self.port),
-                 str(self.secret_file), str(self.work.detect_s)]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "foreshard.runtime.supervisor",
+            str(self.out),
+            self.address,
+            str(self.port),
+            str(self.secret_file),
+            str(self.work.detect_s),
+        ]
         told = self.out / "supervisor.port"
         for _ in range(_SUPERVISOR_STARTS):
             told.unlink(missing_ok=True)

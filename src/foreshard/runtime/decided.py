@@ -77,7 +77,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def reopen(folder: Path, plan: Plan, expected: list[int]) -> None:
-    """Prepare a folder for a run that goes on: numbers rise from where they were, so that ledgers stay readable."""
+    """Prepare a folder for a run that goes on: numbers rise from where they were, as ledgers need it."""
     before = recalled(folder)
     number = before.number if before is not None else -1
     remember(folder, Decided(plan=plan.to_dict(), expected=sorted(expected), number=number))

@@ -144,7 +144,7 @@ class Membership:
         self._client.ask({"ask": "plan", "plan": plan})
 
     def finish(self) -> bool:
-        """Return True when all are done; False when a peer needs this rank once more: adopt the next generation."""
+        """Return whether all are done; if not, a peer needs this rank: adopt the next generation."""
         while True:
             try:
                 told = self._client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)

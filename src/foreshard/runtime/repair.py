@@ -1,7 +1,7 @@
 """The plan for those who are left: what the running plan becomes when ranks are gone, and nothing cleverer.
 
-Layers of a stage that is gone go to its neighbours, in proportion to what those hold; a pipeline without ranks is
-dropped; samples follow the ranks that remain. A planner or the controller may find better later.
+Layers of a stage that is gone go to its neighbours, in proportion to what those hold; a pipeline without
+ranks is dropped; samples follow the ranks that remain. A planner or the controller may find better later.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
             before = sum(len(stage.ranks) for stage in group.stages)
             weights.append(group.share * sum(len(stage.ranks) for stage in left.stages) / before)
     if not groups:
-        raise InfeasibleError("no rank of the plan is left", key="ranks", rule="training needs at least one rank",
-                              fix="Start ranks again; training goes on from the latest checkpoint")  # fmt: skip
+        raise InfeasibleError(
+            "no rank of the plan is left",
+            key="ranks",
+            rule="training needs at least one rank",
+            fix="Start ranks again; training goes on from the latest checkpoint",
+        )
     shares = _shares(plan.global_batch, weights)
     kept = [_plain(replace(group, share=share)) for group, share in zip(groups, shares, strict=True) if share]
     return replace(plan, groups=tuple(kept))
@@ -92,7 +96,7 @@ def _rescaled(stage: Stage, micro_batch: int) -> Stage:
 
 
 def _pieces(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Return the layers of the stages that are left: a gap is split between its neighbours by what they hold."""
+    """Return the layers of the stages left: a gap is split between its neighbours by what they hold."""
     if len(there) == len(stages):
         return [stage.layers for stage in stages]
     first, last = stages[0].layers[0][0], stages[-1].layers[-1][1]

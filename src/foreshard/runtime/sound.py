@@ -1,4 +1,4 @@
-"""Rules that a plan keeps before ranks are started for it; those of models and clusters are in `spec.checks`."""
+"""Rules that a plan keeps before ranks start for it; those of models and clusters are in `spec.checks`."""
 
 from __future__ import annotations
 
@@ -76,9 +76,13 @@ def _layers_once(group: Group, where: str, first: Group) -> None:
         reached = stop
     last = max(stop for _, stop in _passed(first))
     if reached != last:
-        raise SpecError(f"layers end at {reached}, those of groups[0] at {last}", key=f"{where}.stages.layers",
-                        value=reached, rule="every group holds every layer",
-                        fix=f"End the last interval at {last}")  # fmt: skip
+        raise SpecError(
+            f"layers end at {reached}, those of groups[0] at {last}",
+            key=f"{where}.stages.layers",
+            value=reached,
+            rule="every group holds every layer",
+            fix=f"End the last interval at {last}",
+        )
 
 
 def _passed(group: Group) -> list[tuple[int, int]]:
@@ -91,9 +95,11 @@ def _rank_shares_split(stage: Stage, micro_batch: int, where: str) -> None:
     if shares is not None and (len(shares) != len(stage.ranks) or sum(shares) != micro_batch):
         raise SpecError(
             f"{list(shares)} does not split micro_batch {micro_batch} over {len(stage.ranks)} ranks",
-            key=f"{where}.rank_shares", value=str(list(shares)), rule="one entry per rank, sums to micro_batch",
+            key=f"{where}.rank_shares",
+            value=str(list(shares)),
+            rule="one entry per rank, sums to micro_batch",
             fix=f"Give {len(stage.ranks)} numbers that sum to {micro_batch}",
-        )  # fmt: skip
+        )
 
 
 def _ordered(group: Group) -> None:

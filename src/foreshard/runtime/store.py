@@ -1,7 +1,7 @@
 """The place where ranks meet: keys and values over TCP, for those who know the secret.
 
-Both sides prove that they know it before anything is said (HMAC-SHA256 over fresh nonces). A message is a length
-and JSON; nothing is ever unpickled. The server listens on the address it is given and on no other.
+Both sides prove that they know it before anything is said (HMAC-SHA256 over fresh nonces). A message is a
+length and JSON; nothing is ever unpickled. The server listens on the address it is given and on no other.
 """
 
 from __future__ import annotations
@@ -311,7 +311,9 @@ class Client:
             except (OSError, ValueError) as error:
                 self._drop()
                 if time.monotonic() > until:
-                    raise RuntimeError(f"the rendezvous at {self.address} does not answer: {error}") from error
+                    raise RuntimeError(
+                        f"the rendezvous at {self.address} does not answer: {error}"
+                    ) from error
                 time.sleep(0.05)
                 continue
             if "error" in reply:
@@ -326,7 +328,9 @@ class Client:
 
     def _connected(self) -> _Line:
         line = _Line(socket.create_connection(self.address, timeout=HANDSHAKE_S))
-        if line.link.getsockname() == line.link.getpeername():  # nobody listens: the kernel led us to ourselves
+        if (
+            line.link.getsockname() == line.link.getpeername()
+        ):  # nobody listens: the kernel led us to ourselves
             raise ConnectionRefusedError("nobody listens")
         _introduce(line.link, self._secret)
         line.link.settimeout(ANSWER_S)

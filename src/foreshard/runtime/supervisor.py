@@ -1,9 +1,9 @@
 """Who is there: a process apart from all ranks that hosts the rendezvous and decides on generations.
 
-A generation is a set of ranks and a plan. Ranks ask for the next one when they start, when a peer is gone and when
-they are told that somebody waits at the door; it is made when every rank that is alive has asked. A rank whose
-heart stops is taken out after a bound. What was decided is on disk before anybody hears it, so that a supervisor
-that is killed goes on where it was.
+A generation is a set of ranks and a plan. Ranks ask for the next one when they start, when a peer is gone
+and when they are told that somebody waits at the door; it is made when every rank that is alive has asked.
+A rank whose heart stops is taken out after a bound. What was decided is on disk before anybody hears it, so
+that a supervisor that is killed goes on where it was.
 """
 
 from __future__ import annotations
@@ -80,9 +80,12 @@ class Supervisor:
             return self._beat(int(message["rank"]), int(message["pid"]), int(message.get("number", -1)))
         if ask == "join":
             return self._join(
-                int(message["rank"]), int(message["pid"]), int(message["after"]),
-                reason=str(message.get("reason", ""))[:300], timeout_s=min(float(message["timeout_s"]), _ASK_S),
-            )  # fmt: skip
+                int(message["rank"]),
+                int(message["pid"]),
+                int(message["after"]),
+                reason=str(message.get("reason", ""))[:300],
+                timeout_s=min(float(message["timeout_s"]), _ASK_S),
+            )
         if ask == "finished":
             return self._finished(int(message["rank"]), int(message["pid"]))
         if ask == "agent":
@@ -106,7 +109,8 @@ class Supervisor:
                 return {"wanted": False, "broken": False, "number": self.decided.number}
             known.beat_s, known.pid = self._now(), pid
             door = any(
-                k.waits and r not in self.decided.ranks and not self._held_out(r) for r, k in self._known.items()
+                k.waits and r not in self.decided.ranks and not self._held_out(r)
+                for r, k in self._known.items()
             )
             return {"wanted": door, "broken": self._broken(), "number": self.decided.number}
 
@@ -127,7 +131,7 @@ class Supervisor:
         self.log("rank heard again", rank=rank)
 
     def _join(self, rank: int, pid: int, after: int, *, reason: str, timeout_s: float) -> dict[str, Any]:
-        """Note that a rank asks for the next generation; answer when there is one with it, or nothing in time."""
+        """Note that a rank asks for the next generation; answer when it is there, or nothing in time."""
         with self._changed:
             if self.decided.over:
                 return {"generation": None, "over": True}
@@ -231,7 +235,9 @@ class Supervisor:
                 if self._now() - known.beat_s > self._detect_s:
                     self._lose(rank)
                     self._doomed[rank] = known.pid
-                    self.log("rank silent", rank=rank, pid=known.pid, for_s=round(self._now() - known.beat_s, 3))
+                    self.log(
+                        "rank silent", rank=rank, pid=known.pid, for_s=round(self._now() - known.beat_s, 3)
+                    )
             self._decide()
 
     def _held_out(self, rank: int) -> bool:
@@ -255,7 +261,7 @@ class Supervisor:
         self._begin(waiting, plan)
 
     def _may_begin(self, waiting: set[int]) -> bool:
-        """Return whether the first generation has waited for all who should come; later ones wait for nobody."""
+        """Return whether all who should come are there; only the first generation waits for them."""
         began = bool(self.decided.ranks) or self._now() - self._began_s > START_S
         return began or waiting.issuperset(self.decided.expected)
 

@@ -1,7 +1,7 @@
 """Links that are lost while both ends live: who stays out so that the others can train.
 
-Both ends of a lost link wait until their timeout; everybody else is cut off by them. A generation of the same ranks
-that ends so twice in a row will not do better the third time.
+Both ends of a lost link wait until their timeout; everybody else is cut off by them. A generation of the
+same ranks that ends so twice in a row will not do better the third time.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Suspicion:
     def judged(self, number: int, waiting: Collection[int], now_s: float) -> int | None:
         """Return the rank to leave out of the generation after `number`, if its link is to blame.
 
-        That is the one that timed out most often in generations of the same ranks that failed in a row, each soon
-        after it began; of equals the highest, so that rank 0 stays. One failure is enough with a rank that was
-        suspected before.
+        That is the one that timed out most often in generations of the same ranks that failed in a row,
+        each soon after it began; of equals the highest, so that rank 0 stays. One failure is enough with a
+        rank that was suspected before.
         """
         known = any(self._times_out[rank] for rank in waiting)
         row = range(number if known else number - _IN_A_ROW + 1, number + 1)

@@ -34,7 +34,10 @@ CASES = {
     "rank twice": (changed(*FIRST, "stages", 0, "ranks", to=[1]), "rank 1 is used twice"),
     "more ranks than started": (changed(*FIRST, "stages", 0, "ranks", to=[7]), "the plan uses rank 7"),
     "layers left out": (changed(*FIRST, "stages", 1, "layers", to=[[4, 8]]), "layer 3 is not next"),
-    "layers missing at the end": (changed("groups", 1, "stages", 0, "layers", to=[[0, 7]]), "layers end at 7"),
+    "layers missing at the end": (
+        changed("groups", 1, "stages", 0, "layers", to=[[0, 7]]),
+        "layers end at 7",
+    ),
     "samples missing": (changed(*FIRST, "share", to=2), "shares sum to 3"),
     "rank shares": (changed(*FIRST, "stages", 0, "rank_shares", to=[2]), "does not split micro_batch 1"),
     "precision": (changed("precision", to="fp8"), "'fp8' is not run"),

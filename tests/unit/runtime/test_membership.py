@@ -41,10 +41,14 @@ class Told:
         return [self.join(rank, after) for rank in ranks]
 
     def beat(self, rank, number=0, pid=None):
-        return self.supervisor.answer({"ask": "beat", "rank": rank, "pid": pid or 100 + rank, "number": number})
+        return self.supervisor.answer(
+            {"ask": "beat", "rank": rank, "pid": pid or 100 + rank, "number": number}
+        )
 
     def agent(self, died=(), gone=(), ranks=(0, 1, 2)):
-        return self.supervisor.answer({"ask": "agent", "ranks": ranks, "died": list(died), "gone": list(gone)})
+        return self.supervisor.answer(
+            {"ask": "agent", "ranks": ranks, "died": list(died), "gone": list(gone)}
+        )
 
     def finished(self, rank, pid=None):
         return self.supervisor.answer({"ask": "finished", "rank": rank, "pid": pid or 100 + rank})
@@ -237,7 +241,11 @@ def test_nobody_left_is_waited_out_and_told_once(told, tmp_path):
 def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
     told.all_join([0, 1, 2])
     for number in (0, 1):
-        for rank, reason in ((0, "closed by peer"), (1, "Timed out waiting 2000ms"), (2, "timed out connecting")):
+        for rank, reason in (
+            (0, "closed by peer"),
+            (1, "Timed out waiting 2000ms"),
+            (2, "timed out connecting"),
+        ):
             told.join(rank, number, reason=reason)
     assert told.join(0, 1)["ranks"] == [0, 1]
     assert not told.beat(0, 2)["wanted"]

@@ -13,10 +13,13 @@ from foreshard.spec.plan import parse_plan
 
 def plan_of(*groups, **more):
     told = [
-        {"share": share, "stages": [{"ranks": ranks, "layers": layers, **rest} for ranks, layers, rest in stages],
-         **settings}
+        {
+            "share": share,
+            "stages": [{"ranks": ranks, "layers": layers, **rest} for ranks, layers, rest in stages],
+            **settings,
+        }
         for share, settings, stages in groups
-    ]  # fmt: skip
+    ]
     batch = sum(group["share"] for group in told)
     return parse_plan({"global_batch": batch, "seq_len": 8, "precision": "fp32", "groups": told, **more})
 
@@ -34,7 +37,10 @@ def test_nobody_gone_changes_nothing():
 def test_a_lost_stage_goes_to_its_neighbour_and_samples_follow_the_ranks():
     left = repaired(TWO, [0, 2, 3])
     assert [stage.layers for stage in left.groups[0].stages] == [((0, 8),)]
-    assert [group.share for group in left.groups] == [5, 3]  # 6/2 of the samples for 1 and 2 of 2 ranks: 3 to 2
+    assert [group.share for group in left.groups] == [
+        5,
+        3,
+    ]  # 6/2 of the samples for 1 and 2 of 2 ranks: 3 to 2
 
 
 def test_a_lost_pipeline_is_dropped():
@@ -94,7 +100,9 @@ def plans(draw):
             rank += len(ranks)
             shares = None
             if draw(st.booleans()):
-                places = draw(st.lists(st.integers(0, len(ranks) - 1), min_size=micro_batch, max_size=micro_batch))
+                places = draw(
+                    st.lists(st.integers(0, len(ranks) - 1), min_size=micro_batch, max_size=micro_batch)
+                )
                 shares = [places.count(place) for place in range(len(ranks))]
             stages.append((ranks, [[lo, hi]], {"rank_shares": shares}))
         groups.append((draw(st.integers(1, 20)), {"micro_batch": micro_batch}, stages))
