@@ -55,7 +55,12 @@ _FAMILIES = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "phi3": _LLAMA,
+    "olmo": _LLAMA,
     "olmo2": _LLAMA,
+    "olmo3": _LLAMA,
+    "smollm3": _LLAMA,
+    "stablelm": _LLAMA,
+    "glm": _LLAMA,
     "gpt2": _Family(inner="transformer", words="wte", places="wpe", drop="drop", blocks="h", norm="ln_f"),
     "gpt_neox": _Family(
         inner="gpt_neox", words="embed_in", drop="emb_dropout", blocks="layers", norm="final_layer_norm",
