@@ -9,7 +9,7 @@ import click
 
 from foreshard.cli.answer import answering, give, say, wants_json
 from foreshard.cli.settings import configurable
-from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
 
 if TYPE_CHECKING:
     from foreshard.runtime.outcome import Outcome
@@ -64,6 +64,11 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         return  # a rank of torchrun that does not lead; the first one answers
     tell(outcome, predicted_s)
     say(f"written to {options['out']}/")
+    if outcome.lost or outcome.repeated:
+        raise ForeshardError(
+            f"{outcome.lost} samples lost, {outcome.repeated} repeated", file=f"{options['out']}/samples.jsonl",
+            rule="every sample of a step is trained once", fix="Report it with the folder of the run",
+        )  # fmt: skip
 
 
 def check(options: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.schedules import Op, stage_order
@@ -104,6 +103,8 @@ class Executor:
             self.group.schedule, num_stages=len(self.group.stages), num_micro_batches=len(self.batches),
             num_chunks=self.group.num_chunks,
         )[self.seat.stage].tolist()  # fmt: skip
+        if self.group.schedule == "zb-h1":  # before the first step, not in it
+            import torch.distributed.pipelining._backward  # noqa: F401
         self._last_of = self._last_backward()
         self._passing: dict[tuple[int, int], _Passing] = {}
 
@@ -217,6 +218,9 @@ class Executor:
         delayed = inputs_only and bool(inputs)
         with self._work("backward_input" if inputs_only else "backward", chunk, batch, span, sums):
             if delayed:
+                # loads dynamo, which takes seconds: only where a schedule splits the backward
+                from torch.distributed.pipelining._backward import stage_backward_input
+
                 weights = iter(self._weights(chunk))
                 _, passing.delayed = stage_backward_input(outputs, grads, inputs, weights)
             elif inputs_only:
@@ -239,6 +243,8 @@ class Executor:
             if isinstance(passing.delayed, tuple):
                 _run_backward(*passing.delayed)
             else:
+                from torch.distributed.pipelining._backward import stage_backward_weight
+
                 stage_backward_weight(iter(self._weights(chunk)), passing.delayed)
 
     def _through(self, step: int, chunk: int, received: list[Tensor], positions: range) -> list[Tensor]:
