@@ -23,6 +23,7 @@ from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solve import Solution, solve
 from foreshard.planner.stage_prices import price_stages
+from foreshard.predict.batch import domain_block
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -39,6 +40,7 @@ _JUDGED = 24
 _LEAST_S = 0.5
 _SEARCHING = 0.88
 _FIRST = 0.5
+_ALONE = 0.8
 _LATER = 0.2
 _SLACK = 2.0
 _NEAR = 1.55
@@ -65,6 +67,7 @@ class _Found:
     pruned: int = 0
     interrupted: bool = False
     columns: dict[NamedTemplate, None] = field(default_factory=dict)
+    searched: dict[int, tuple[Problem, Solution]] = field(default_factory=dict)
 
     @property
     def best_s(self) -> float:
@@ -86,8 +89,16 @@ def search_mixed(request: Request) -> PlanResult:
     for i, use in enumerate(sets):
         now = time.perf_counter()
         # The first set has most devices; each later one as long as the others leave it, and what they do not need.
-        share = max(1.0 - _LATER * _rivals(request, sets), _FIRST) if i == 0 else _SLACK / (len(sets) - i)
+        share = (
+            min(max(1.0 - _LATER * _rivals(request, sets), _FIRST), _ALONE)
+            if i == 0
+            else _SLACK / (len(sets) - i)
+        )
         _search_set(request, use, found, now + min(share, 1.0) * (deadline - now), every=price)
+    if not price:
+        _search_again(found, request, deadline)
+    if price:
+        _search_one_domain(request, sets, found)
     above = found.best_s / max(min(found.bounds), 1e-12) - 1.0
     if not found.judged or price or above > _GAP:
         _offer_published(request, sets[0], found, deadline)
@@ -201,9 +212,40 @@ def _search_set(
     # Fewer devices than the set has can be chosen in other ways than the one searched.
     fewer = request.max_devices is not None and sum(problem.counts) >= request.max_devices
     bound = simple if fewer else solution.lower_bound_s
+    if not fewer:
+        found.searched[len(found.bounds)] = problem, solution
     found.bounds.append(bound)
     found.ladder = found.ladder or dict(solution.ladder)
     found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
+
+
+def _search_one_domain(request: Request, sets: Sequence[tuple[int, ...]], found: _Found) -> None:
+    """Look for plans inside one link domain of each kind, which are often the cheapest, whatever the time."""
+    for use in sets:
+        if len(use) == 1:
+            most = min(
+                domain_block(request.cluster.nodes[use[0]]),
+                request.max_devices or request.cluster.num_devices,
+            )
+            problem = capped(price_stages(request, use, by_domain=True), most)
+            solution = solve(problem, budget_s=_LEAST_S, target_gap=_AIM)
+            found.judged.extend(_judge(request, problem, solution, time.perf_counter() + _LEAST_S))
+
+
+def _search_again(found: _Found, request: Request, deadline: float) -> None:
+    """Spend the time that is left on the set that holds the bound down, from where its search stood."""
+    while found.judged and deadline - time.perf_counter() > _LEAST_S:
+        low = int(np.argmin(found.bounds))
+        if found.best_s <= found.bounds[low] * (1.0 + _AIM) or low not in found.searched:
+            return
+        problem, before = found.searched.pop(low)
+        solution = solve(
+            problem, budget_s=deadline - time.perf_counter(), target_gap=_AIM, beat_s=found.best_s,
+            start=before.arrangement, columns=before.columns, bounds=before.bounds,
+        )  # fmt: skip
+        found.evaluated += solution.evaluated
+        found.bounds[low] = max(found.bounds[low], solution.lower_bound_s)
+        found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
 
 
 def _named(problem: Problem, solution: Solution) -> dict[NamedTemplate, None]:

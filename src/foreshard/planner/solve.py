@@ -7,7 +7,7 @@ whole numbers of those and exact shares make the plan. What is not proven by the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +62,8 @@ class Solution:
         What the search generated; a later search may start from them.
     evaluated : int
         Pipelines priced as columns or as shortest paths.
+    bounds : dict of (fewest, most) pipelines to float
+        What is proven of steps with so many, spread apart; a later search may go on from there.
     """
 
     arrangement: Arrangement | None
@@ -73,6 +75,7 @@ class Solution:
     evaluated: int
     excluded: int
     interrupted: bool
+    bounds: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
@@ -148,6 +151,7 @@ def solve(
     start: Arrangement | None = None,
     columns: Sequence[Template] = (),
     beat_s: float = np.inf,
+    bounds: Mapping[tuple[int, int], float] | None = None,
 ) -> Solution:
     """Return the best arrangement found and a bound that no arrangement beats.
 
@@ -164,12 +168,14 @@ def solve(
         Pipelines to begin with, such as those of an earlier solution.
     beat_s : float
         A step time known from elsewhere: what cannot beat it is not worked out.
+    bounds : mapping, optional
+        Of an earlier solution of the same problem.
     """
     search = _Search(
         beat_s=beat_s, problem=problem, deadline=time.perf_counter() + budget_s, target_gap=target_gap
     )
     ranges = _ranges(search)
-    bounds = dict.fromkeys(ranges, 0.0)
+    bounds = dict(bounds or {})
     ladder = {"compute": 0.0, "sync": 0.0}
     if not ranges:
         return _nothing(search)
@@ -183,8 +189,7 @@ def solve(
         _vary(search, bounds)
     except KeyboardInterrupt:
         search.interrupted = True
-    lower = min(bounds.values(), default=np.inf) * _factor(search)
-    lower = max(lower, ladder["compute"])
+    lower = max(min(bounds.values(), default=0.0) * _factor(search), ladder["compute"])
     if search.best is None and not np.isfinite(lower):
         lower = 0.0
     ladder["configuration"] = min(lower, search.best_s)
@@ -199,6 +204,7 @@ def solve(
         evaluated=search.evaluated,
         excluded=0,
         interrupted=search.interrupted or (search.late and search.best is not None),
+        bounds=bounds,
     )
 
 
@@ -210,16 +216,19 @@ def _bound_ranges(
     A range of several rows of tails is bounded with the least of them, so that every number of pipelines has a
     bound at any time.
     """
-    bounds.clear()
     whole = [ranges[:1], ranges[1:]] if len(ranges) > 1 else [ranges]
     rows = {(some[0][0], some[-1][1]): some for some in whole}
-    bounds |= {one: compute_s + _least_tail(search.problem, one) for one in rows}
+    if bounds:
+        rows = {one: [row for row in ranges if one[0] <= row[0] <= one[1]] for one in bounds}
+    for one in rows:
+        bounds[one] = max(bounds.get(one, 0.0), compute_s + _least_tail(search.problem, one))
     fineness = dict.fromkeys(bounds, 0)
     pending = set(bounds)
     if not search.columns:
         _first_columns(search, compute_s)
     while pending and not (search.late and search.best is not None):
-        one = min(pending, key=bounds.__getitem__)
+        # The widest range first: most plans are of several pipelines.
+        one = min(pending, key=bounds.__getitem__) if search.best is not None else max(pending)
         if search.near(bounds[one]):
             break
         found = _search_range(search, one, bounds[one], _TOLERANCES[fineness[one]])
@@ -229,11 +238,11 @@ def _bound_ranges(
             pending.remove(one)
         elif len(some) > 1:
             pending.remove(one)
-            floor = bounds.pop(one)
             for half in (some[: len(some) // 2], some[len(some) // 2 :]):
                 part = half[0][0], half[-1][1]
-                rows[part], bounds[part], fineness[part] = half, floor, 0
+                rows[part], bounds[part], fineness[part] = half, bounds[one], 0
                 pending.add(part)
+            del bounds[one]
         elif fineness[one] + 1 < len(_TOLERANCES):
             fineness[one] += 1
         else:
