@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jobs import JOBS, gpt
-from plans import ALONE, PLANS
+from small_jobs import JOBS, gpt
+from small_plans import ALONE, PLANS
 from rehearsal import gradients, rehearse, values, worst_error
 
 from foreshard.runtime.trainer import Options

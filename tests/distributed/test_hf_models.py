@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
-from plans import PLANS
+from small_plans import PLANS
 
 from foreshard.runtime.equality import gradient_error
 from foreshard.runtime.job import load_job

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from plans import ALONE, PLANS
+from small_plans import ALONE, PLANS
 from rehearsal import rehearse, values, worst_error
 from torch import Tensor, nn
 from torch.nn import functional

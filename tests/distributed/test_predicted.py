@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import gpt
-from plans import PLANS
+from small_jobs import gpt
+from small_plans import PLANS
 
 from foreshard.predict.measured import predict_measured
 from foreshard.predict.measured_costs import load_costs

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jobs import JOBS
-from plans import ALONE, PLANS
+from small_jobs import JOBS
+from small_plans import ALONE, PLANS
 from rehearsal import rehearse, values, worst_error
 
 from foreshard.runtime.trainer import Options

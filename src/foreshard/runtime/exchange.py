@@ -102,7 +102,7 @@ class Exchange:
                 parts.append(self._receive_part(peer.rank, hi - lo, route, tag, device))
         if len(parts) == 1:
             return parts[0]
-        return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+        return [_joined(rows) for rows in zip(*parts, strict=True)]
 
     def settle(self) -> None:
         """Wait until everything sent has left."""
@@ -184,3 +184,13 @@ def _parsed(header: Tensor) -> tuple[Shapes, float]:
 
 def _text(shapes: Shapes) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in shapes)
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows of several ranks as one tensor."""
+    if len({tuple(row.shape[1:]) for row in rows}) > 1:
+        told = ", ".join(str(list(row.shape[1:])) for row in rows)
+        raise SpecError(f"ranks of one stage made rows of different shapes: {told}", key="collate",
+                        rule="where a plan splits the samples of a stage all rows have one shape",
+                        fix="Pad to one length in collate")  # fmt: skip
+    return torch.cat(list(rows))
