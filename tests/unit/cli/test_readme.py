@@ -8,9 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = sorted(
-    {line.removeprefix("$ ") for line in README.splitlines() if re.match(r"(\$ )?foreshard ", line)}
-)
+LINES = [line.removeprefix("$ ") for line in README.splitlines() if re.match(r"(\$ )?foreshard ", line)]
+TRAINING = [line for line in LINES if "job.py" in line or line.startswith("foreshard calibrate")]
+COMMANDS = sorted(set(LINES) - set(TRAINING))
+FIRST = "foreshard run --plan plan.json"
 
 
 @pytest.fixture
@@ -39,6 +40,25 @@ def test_there_are_commands():
 def test_command(command, place, shell):
     answer = shell(*shlex.split(command)[1:])
     assert answer.code in (0, 3) and answer.out, answer.err
+
+
+def test_the_training_chapter_runs_from_top_to_bottom(tmp_path, monkeypatch, shell):
+    """The job of the chapter, timed, planned and trained by its commands; the first needs the plan of a later one."""
+    pytest.importorskip("torch")
+    pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    job = next(code for code in re.findall(r"```python\n(.*?)```", README, re.S) if "def model" in code)
+    (tmp_path / "job.py").write_text(job)
+    order = [line for line in TRAINING if not line.startswith(FIRST)]
+    order += [line for line in TRAINING if line.startswith(FIRST)]
+    assert len(order) == 6
+    for line in order:
+        short = ["--steps", "6"] if " run " in line else []
+        answer = shell(*shlex.split(line)[1:], *short)
+        assert answer.code == 0, (line, answer.err)
+    for out in ("run", "planned", "steered"):
+        assert len((tmp_path / out / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_files_named_by_options_are_written(place, shell):
