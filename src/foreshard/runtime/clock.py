@@ -16,6 +16,8 @@ from typing import Protocol
 _WINDOW = 9
 LinkRate = Callable[[int, int], tuple[float, float]]
 """(source, target) -> (bytes/s, latency in seconds)."""
+Carried = dict[tuple[int, int], tuple[float, float, float]]
+"""(source, target) -> messages, their bytes and the seconds that they were on the link."""
 
 
 class Clock(Protocol):
@@ -48,6 +50,10 @@ class Clock(Protocol):
         """Return how long an all-reduce among the owners takes, once all are there."""
         ...
 
+    def carried(self) -> Carried:
+        """Return what the links have carried since the last time this was asked, as far as it was timed."""
+        ...
+
 
 class WallClock:
     """The time of the machine."""
@@ -75,6 +81,10 @@ class WallClock:
     def reduced_s(self, num_bytes: int, owners: tuple[int, ...]) -> float:
         """Return nothing: it has taken its time."""
         return 0.0
+
+    def carried(self) -> Carried:
+        """Return nothing: who waits for a message does not know how long it was on its way."""
+        return {}
 
 
 class VirtualClock:
@@ -105,6 +115,7 @@ class VirtualClock:
         self._began_s = 0.0
         self._seen: dict[tuple[str, int, int], deque[float]] = {}
         self._free_s: dict[tuple[int, int], float] = {}
+        self._carried: Carried = {}
 
     def now(self) -> float:
         """Return the virtual time."""
@@ -128,6 +139,7 @@ class VirtualClock:
         bytes_per_s, latency_s = self.link(source, target)
         leaves_s = max(self._time_s, self._free_s.get((source, target), 0.0)) + num_bytes / bytes_per_s
         self._free_s[source, target] = leaves_s
+        self._note(source, target, 1, num_bytes, latency_s + num_bytes / bytes_per_s)
         return leaves_s + latency_s
 
     def received(self, stamp: float) -> None:
@@ -139,7 +151,24 @@ class VirtualClock:
         m = len(owners)
         if m < 2:
             return 0.0
-        links = [self.link(a, b) for a, b in zip(owners, owners[1:] + owners[:1], strict=True)]
+        pairs = list(zip(owners, owners[1:] + owners[:1], strict=True))
+        links = [self.link(a, b) for a, b in pairs]
+        messages, size = 2 * (m - 1), num_bytes / m
+        for (a, b), (rate, own_s) in zip(pairs, links, strict=True):
+            self._note(a, b, messages, messages * size, messages * (own_s + size / rate))
         slowest = min(rate for rate, _ in links)
         latency_s = max(latency for _, latency in links)
         return 2 * (m - 1) * latency_s + 2 * (m - 1) / m * num_bytes / slowest
+
+    def _note(self, source: int, target: int, messages: int, num_bytes: float, seconds: float) -> None:
+        if num_bytes > 0:
+            before = self._carried.get((source, target), (0.0, 0.0, 0.0))
+            self._carried[source, target] = (before[0] + messages, before[1] + num_bytes, before[2] + seconds)
+
+    def carried(self) -> Carried:
+        """Return what the links have carried since the last time this was asked.
+
+        A part of a ring counts as long as it was on its own link, not as long as the ring's slowest.
+        """
+        told, self._carried = self._carried, {}
+        return told

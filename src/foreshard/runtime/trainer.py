@@ -202,7 +202,13 @@ class Trainer:
             self._world, self._ranks, self.rank, loss=sums.loss, count=sums.count,
             square_norm=self._square_norm(),
             boundary=wanted, plan_number=number, work_s=sums.work_s, samples=float(sums.samples),
+            carried=self._carried() if self.clock.virtual else None,
         )  # fmt: skip
+
+    def _carried(self) -> dict[int, tuple[float, float, float]]:
+        """Return what this rank has sent since the last vote, by target."""
+        told = self.clock.carried().items()
+        return {target: amounts for (source, target), amounts in told if source == self.rank}
 
     def _square_norm(self) -> float:
         """Return the squares of the gradients that this rank answers for: each parameter is counted once."""
@@ -290,7 +296,9 @@ class Trainer:
             for rank, samples in done.vote.samples.items()
             if samples > 0
         }
-        event: Event = StepMeasured(step=done.step, time_s=done.time_s or 0.0, stage_s=stage_s)
+        event: Event = StepMeasured(
+            step=done.step, time_s=done.time_s or 0.0, stage_s=stage_s, link_s=done.vote.links
+        )
         for command in self.policy.on(event):  # type: ignore[union-attr]
             self.propose(command)
 

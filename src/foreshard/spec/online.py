@@ -25,7 +25,7 @@ class StepMeasured:
     stage_s : mapping of rank to seconds per sample
         Compute of a rank's own layers, forward and backward, per sample; ranks that did nothing are absent.
     link_s : mapping of (source, target) to (bytes, seconds)
-        Transfers seen between two ranks in the step, summed.
+        The mean transfer seen between two ranks in the step.
     costs : mapping of budget name to cost
         What the step cost of every budget, measured: dollars, joules, bytes.
     """
