@@ -28,7 +28,8 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
     ]  # fmt: skip
     tables = [table("", ("rank", "device", ">slow", ">memory"), ranks)]
     if changes:
-        tables.append(table("changes", (">step", "rank", ">slow", ">bandwidth", ">latency"), changes))
+        head = (">step", "rank", ">slow", ">bandwidth", ">latency", "")
+        tables.append(table("changes", head, changes))
     notes = [f"Clock: {_CLOCKS[lab['clock']]}."]
     if missing is not None:
         notes.append(f"This machine cannot enforce it: {missing}.")
@@ -40,10 +41,11 @@ def _memory(size_bytes: float | None) -> str | None:
     return None if size_bytes is None else format_bytes(size_bytes)
 
 
-def _told(change: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+def _told(change: Mapping[str, Any]) -> tuple[str | None, ...]:
     slow, rate, latency = change["slow"], change["bandwidth_bytes_per_s"], change["latency_s"]
     return (
         None if slow is None else f"{slow:g}",
         None if rate is None else format_rate(rate),
         None if latency is None else format_seconds(latency),
+        {None: None, True: "joins", False: "is lost"}[change["there"]],
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foreshard.cost.energy import WAITING_POWER
 from foreshard.errors import SpecError
 from foreshard.runtime.clock import Clock, VirtualClock, WallClock
 from foreshard.spec.cluster import Cluster, NodeGroup
@@ -20,11 +21,12 @@ from foreshard.units import parse
 
 CLOCKS = ("wall", "cpu", "table")
 _KEYS = ("name", "clock", "ranks", "network", "change", "table")
-_RANK_KEYS = ("count", "device", "slow", "memory", "usd_per_h")
-_CHANGE_KEYS = ("at_step", "rank", "slow", "bandwidth", "latency")
+_RANK_KEYS = ("count", "device", "slow", "memory", "usd_per_h", "power", "idle_power", "carbon_kg_per_kwh")
+_CHANGE_KEYS = ("at_step", "rank", "slow", "bandwidth", "latency", "there")
 _NETWORK_KEYS = ("bandwidth", "latency")
 _TABLE_KEYS = ("forward", "backward", "optimizer")
 MAX_RANKS = 1024
+_Row = tuple[str, float, float | None, float | None, float | None, float | None, float | None]
 _LEAST_BYTES_PER_S = 1e3
 _MEMORY_BYTES = 8.0 * 2**30
 """Of a rank that states none."""
@@ -32,13 +34,17 @@ _MEMORY_BYTES = 8.0 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From a step on, a rank is slower or faster, or the links are (of one rank, or of all)."""
+    """From a step on, a rank is slower or faster, or the links are (of one rank, or of all).
+
+    Or a rank is killed as the step begins (`there` false), or back at it; one away from step 0 joins later.
+    """
 
     at_step: int
     rank: int | None = None
     slow: float | None = None
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
+    there: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,9 @@ class Lab:
         Clock 'table': seconds per sample and layer of a forward and a backward, per layer of the optimizer.
     memory_bytes, usd_per_h : tuple
         By rank; None where not stated.
+    busy_w, idle_w, kg_per_kwh : tuple
+        By rank: power while it computes and while it waits, and the carbon of its electricity; None where
+        not stated.
     """
 
     clock: str
@@ -71,17 +80,21 @@ class Lab:
     table_s: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: tuple[float | None, ...] = ()
     usd_per_h: tuple[float | None, ...] = ()
+    busy_w: tuple[float | None, ...] = ()
+    idle_w: tuple[float | None, ...] = ()
+    kg_per_kwh: tuple[float | None, ...] = ()
     name: str = "lab"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `lab --json` prints it."""
-        memory = self.memory_bytes or (None,) * len(self.slow)
+        stated = ("memory_bytes", "usd_per_h", "busy_w", "idle_w", "kg_per_kwh")
         return {
             "name": self.name,
             "clock": self.clock,
             "ranks": [
-                {"rank": rank, "device": device, "slow": slow, "memory_bytes": memory[rank]}
-                for rank, (device, slow) in enumerate(zip(self.devices, self.slow, strict=True))
+                {"rank": rank, "device": self.devices[rank], "slow": self.slow[rank]}
+                | {key: (getattr(self, key) or (None,) * len(self.slow))[rank] for key in stated}
+                for rank in range(len(self.slow))
             ],
             "network": {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, "latency_s": self.latency_s},
             "changes": [asdict(change) for change in self.changes],
@@ -95,6 +108,34 @@ class Lab:
             if change.at_step <= step and change.rank == rank and change.slow is not None:
                 now = change.slow
         return now
+
+    def there_at(self, step: int, rank: int) -> bool:
+        """Return whether a rank is there in a step."""
+        now = True
+        for change in self.changes:
+            if change.at_step <= step and change.rank == rank and change.there is not None:
+                now = change.there
+        return now
+
+    @property
+    def has_comings(self) -> bool:
+        """Return whether ranks come or go."""
+        return any(change.there is not None for change in self.changes)
+
+    def comings(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """Return who is lost and who joins when, as (rank, step); one away from step 0 only joins."""
+        lost, joins = [], []
+        away = {rank for rank in range(len(self.slow)) if not self.there_at(0, rank)}
+        for change in self.changes:
+            if change.there is None or change.rank is None or change.at_step == 0:
+                continue
+            if change.there and change.rank in away:
+                joins.append((change.rank, change.at_step))
+                away.discard(change.rank)
+            elif not change.there and change.rank not in away:
+                lost.append((change.rank, change.at_step))
+                away.add(change.rank)
+        return tuple(lost), tuple(joins)
 
     def link_at(self, step: int, source: int, target: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) of a link in a step."""
@@ -213,14 +254,20 @@ class _Reader:
         network = self.known(data.get("network", {}), "network", _NETWORK_KEYS)
         told = self.tables(data.get("change", []), "change")
         changes = [self.change(change, f"change[{i}]", len(rows)) for i, change in enumerate(told)]
-        return Lab(
+        made = Lab(
             name=str(data.get("name", Path(self.file).stem)), clock=clock,
             devices=tuple(row[0] for row in rows), slow=tuple(row[1] for row in rows),
             memory_bytes=tuple(row[2] for row in rows), usd_per_h=tuple(row[3] for row in rows),
+            busy_w=tuple(row[4] for row in rows), idle_w=tuple(row[5] for row in rows),
+            kg_per_kwh=tuple(row[6] for row in rows),
             bandwidth_bytes_per_s=self.rate(network.get("bandwidth", "10 Gb/s"), "network.bandwidth"),
             latency_s=self.quantity(network.get("latency", "50 us"), "network.latency", "s"),
             changes=tuple(sorted(changes, key=lambda c: c.at_step)), table_s=self.table(data, clock),
         )  # fmt: skip
+        for step in sorted({change.at_step for change in changes}):
+            if not any(made.there_at(step, rank) for rank in range(len(rows))):
+                raise self.fail("nobody is left", "change", step, "at every step some rank is there")
+        return made
 
     def table(self, data: dict[str, Any], clock: str) -> dict[str, float]:
         table = self.known(data.get("table", {}), "table", _TABLE_KEYS)
@@ -231,7 +278,7 @@ class _Reader:
             raise self.fail("a table for another clock", "table", clock, "only the clock 'table' reads it")
         return {name: self.quantity(value, f"table.{name}", "s") for name, value in table.items()}
 
-    def rank(self, data: Any, key: str) -> list[tuple[str, float, float | None, float | None]]:
+    def rank(self, data: Any, key: str) -> list[_Row]:
         self.known(data, key, _RANK_KEYS)
         slow = self.number(data.get("slow", 1.0), f"{key}.slow", 1e-3)
         count = self.whole(data.get("count", 1), f"{key}.count", 1, MAX_RANKS)
@@ -239,16 +286,30 @@ class _Reader:
         if not isinstance(device, str) or not device.strip():
             raise self.fail(f"{device!r} is not valid", f"{key}.device", device, "a device has a name")
         memory = self.quantity(data["memory"], f"{key}.memory", "bytes", 1.0) if "memory" in data else None
-        price = self.number(data["usd_per_h"], f"{key}.usd_per_h", 0.0) if "usd_per_h" in data else None
-        return [(device, slow, memory, price)] * count
+        price, carbon = (
+            self.number(data[name], f"{key}.{name}", 0.0) if name in data else None
+            for name in ("usd_per_h", "carbon_kg_per_kwh")
+        )
+        busy, idle = (
+            self.quantity(data[name], f"{key}.{name}", "w") if name in data else None
+            for name in ("power", "idle_power")
+        )
+        if idle is None and busy is not None:
+            idle = WAITING_POWER * busy
+        return [(device, slow, memory, price, busy, idle, carbon)] * count
 
     def change(self, data: Any, key: str, num_ranks: int) -> Change:
         self.known(data, key, _CHANGE_KEYS)
         rank = self.whole(data["rank"], f"{key}.rank", 0, num_ranks - 1) if "rank" in data else None
-        if "slow" in data and rank is None:
-            raise self.fail("no rank", f"{key}.rank", None, "a change of slow names its rank")
-        if not {"slow", "bandwidth", "latency"} & set(data):
-            raise self.fail("nothing changes", key, None, "a change says slow, bandwidth or latency")
+        for name in ("slow", "there"):
+            if name in data and rank is None:
+                raise self.fail("no rank", f"{key}.rank", None, f"a change of {name} names its rank")
+        if not {"slow", "bandwidth", "latency", "there"} & set(data):
+            raise self.fail("nothing changes", key, None, "a change says slow, bandwidth, latency or there")
+        if not isinstance(data.get("there", True), bool):
+            raise self.fail(
+                f"{data['there']!r} is not valid", f"{key}.there", data["there"], "is true or false"
+            )
         return Change(
             at_step=self.whole(data.get("at_step"), f"{key}.at_step", 0, 10**9), rank=rank,
             slow=self.number(data["slow"], f"{key}.slow", 1e-3) if "slow" in data else None,
@@ -256,6 +317,7 @@ class _Reader:
                 self.rate(data["bandwidth"], f"{key}.bandwidth") if "bandwidth" in data else None
             ),
             latency_s=self.quantity(data["latency"], f"{key}.latency", "s") if "latency" in data else None,
+            there=data.get("there"),
         )  # fmt: skip
 
     def rate(self, value: Any, key: str) -> float:

@@ -91,10 +91,12 @@ def _local(
     plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int, bed: LabNetwork | None
 ) -> Agent:
     secret = make_secret(Path(work.out) / "secret")
+    lab = load_lab(work.lab) if work.lab is not None else None
+    expected = [rank for rank in range(local) if lab is None or lab.there_at(0, rank)]
     address = bed.address if bed is not None else interface or "127.0.0.1"
     return Agent(
         out=Path(work.out), plan=plan, work=replace(work, interface=address), ranks=range(local),
-        expected=range(local), secret_file=secret, address=address, port=port, max_starts=max_starts,
+        expected=expected, secret_file=secret, address=address, port=port, max_starts=max_starts,
         command=bed.command if bed is not None else lambda rank: [],
     )  # fmt: skip
 

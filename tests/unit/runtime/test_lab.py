@@ -36,6 +36,27 @@ def test_a_file_says_ranks_links_and_changes(tmp_path):
     assert lab.slow_at(100, 1) == 1
 
 
+def test_ranks_come_and_go(tmp_path):
+    lab = lab_of(tmp_path, RANKS + (
+        "[[change]]\nat_step = 0\nrank = 2\nthere = false\n[[change]]\nat_step = 5\nrank = 2\nthere = true\n"
+        "[[change]]\nat_step = 8\nrank = 1\nthere = false\n[[change]]\nat_step = 9\nrank = 1\nthere = true\n"
+    ))  # fmt: skip
+    assert [lab.there_at(step, 2) for step in (0, 4, 5, 99)] == [False, False, True, True]
+    assert [lab.there_at(step, 1) for step in (0, 7, 8, 9)] == [True, True, False, True]
+    assert lab.there_at(8, 0)
+    assert lab.comings() == (((1, 8),), ((2, 5), (1, 9)))
+
+
+def test_power_and_carbon_of_a_rank(tmp_path):
+    lab = lab_of(tmp_path, (
+        '[[ranks]]\npower = "0.4 kW"\nidle_power = "100 W"\ncarbon_kg_per_kwh = 0.5\n'
+        '[[ranks]]\npower = "200 W"\n[[ranks]]\n'
+    ))  # fmt: skip
+    assert (lab.busy_w, lab.kg_per_kwh) == ((400, 200, None), (0.5, None, None))
+    assert lab.idle_w[0] == 100 and 0 < lab.idle_w[1] < 200 and lab.idle_w[2] is None
+    assert lab.to_dict()["ranks"][0]["busy_w"] == 400
+
+
 def test_links_take_the_slower_of_their_ends_and_the_latest_change():
     lab = Lab(
         clock="cpu", slow=(1.0,) * 3, devices=("a",) * 3, bandwidth_bytes_per_s=100.0, latency_s=1.0,
@@ -133,6 +154,11 @@ def test_the_mixed_labs_are_of_1_2_4_8():
     (RANKS + "[[change]]\nslow = 2\nrank = 0", "change[0].at_step"),
     (RANKS + "[[change]]\nat_step = 1\nslow = 2", "a change of slow names its rank"),
     (RANKS + "[[change]]\nat_step = 1\nslow = 2\nrank = 3", "whole number, 0 to 2"),
+    (RANKS + "[[change]]\nat_step = 1\nthere = false", "a change of there names its rank"),
+    (RANKS + "[[change]]\nat_step = 1\nthere = 0\nrank = 0", "is true or false"),
+    ("[[ranks]]\n[[change]]\nat_step = 4\nthere = false\nrank = 0", "nobody is left"),
+    ("[[ranks]]\npower = 300", "has no unit"),
+    ("[[ranks]]\ncarbon_kg_per_kwh = -1", "at least 0"),
     ("ranks = [", "not TOML"),
 ])  # fmt: skip
 def test_what_is_no_lab_is_refused_with_its_rule(tmp_path, text, said):
