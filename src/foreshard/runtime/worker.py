@@ -14,6 +14,7 @@ import torch
 
 from foreshard.errors import ForeshardError
 from foreshard.runtime.clock import Clock, WallClock
+from foreshard.runtime.comings import await_turn, come_and_go
 from foreshard.runtime.data import Feed
 from foreshard.runtime.job import load_job
 from foreshard.runtime.lab import Lab, load_lab
@@ -44,6 +45,7 @@ class Worker:
         self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
         self.lab: Lab | None = load_lab(work.lab) if work.lab else None
         self.job = load_job(work.job, seed=work.seed)
+        await_turn(self.lab, rank, self.out / "metrics.jsonl", work.steps)
         self._at = [0]
         self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
         self.timeline = Timeline(
@@ -110,6 +112,10 @@ class Worker:
 
     def _before(self, step: int) -> None:
         self._at[0] = step
+        if self.lab is not None and self.lab.has_comings:
+            waits = self.clock.virtual
+            if not come_and_go(self.lab, self.rank, step, self.membership, waits=waits):
+                self._event("late", "a rank that is due has not come", step=step)
         if self.timeline is not None:
             self.timeline.begin_step(step, self.trainer.plan, self.clock.now())
         if self.lab is not None and hasattr(self.clock, "slow"):
