@@ -7,7 +7,7 @@ lets it live through the log of the old one: it then knows what that knew.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,43 +16,23 @@ import numpy as np
 
 from foreshard.control.controller import Controller
 from foreshard.control.journal import event_of
-from foreshard.control.slots import Budget, Chain, State
+from foreshard.control.slots import Chain, State
 from foreshard.errors import SpecError
 from foreshard.predict.measured_costs import MeasuredCosts, load_costs
+from foreshard.runtime.budgets import J_PER_KWH, budget_of, check_budgets, spent
 from foreshard.runtime.lab import Lab, load_lab
+from foreshard.runtime.rivals import RIVALS, Rival
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
 from foreshard.spec.plan import Plan
 
-POLICIES = ("static", "lyapunov")
-BUDGETS = ("usd_per_h", "usd_per_step")
+POLICIES = ("static", "lyapunov", *RIVALS)
 _QUIET_STEPS = 20
 _LONGEST_PIPELINE = 4
 _PIECES = 64
 """Pieces that the batch is shared out in at least, if it has as many samples."""
 _LEAST_HORIZON = 1000
 """Steps: over fewer than these a budget is held by swinging between extremes, which serves nobody."""
-
-
-def budget_of(text: str) -> Budget:
-    """Return a budget from ``usd_per_h=3.5``.
-
-    Raises
-    ------
-    SpecError
-    """
-    name, _, value = text.partition("=")
-    if name not in BUDGETS:
-        raise SpecError(
-            f"unknown budget {name!r}", key="--budget", value=text, rule=f"Budgets are {', '.join(BUDGETS)}",
-            fix="Write it like usd_per_h=3.5",
-        )  # fmt: skip
-    try:
-        limit = float(value)
-    except ValueError:
-        raise SpecError(f"{value!r} is not a number", key="--budget", value=text, rule="a budget is above 0",
-                        fix="Write it like usd_per_h=3.5") from None  # fmt: skip
-    return Budget(name=name, kind="usd", limit=limit, per="hour" if name == "usd_per_h" else "step")
 
 
 def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
@@ -75,8 +55,8 @@ def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
     )  # fmt: skip
 
 
-def stated_of(costs: MeasuredCosts, cluster: Cluster) -> State:
-    """Return the cluster as it is stated before anything is measured."""
+def stated_of(costs: MeasuredCosts, cluster: Cluster, lab: Lab | None = None) -> State:
+    """Return the cluster as it is stated before anything is measured, and what the lab's ranks draw."""
     count = cluster.num_devices
     rate, latency_s = np.full((count, count), np.inf), np.zeros((count, count))
     for a in range(count):
@@ -86,12 +66,17 @@ def stated_of(costs: MeasuredCosts, cluster: Cluster) -> State:
                 rate[a, b] = min(end.nic_bytes_per_s for end in ends)
                 latency_s[a, b] = max(end.nic_latency_s for end in ends)
     usd = [cluster.node_group_of(rank) for rank in range(count)]
+
+    def drawn(field: str) -> np.ndarray:
+        found = getattr(lab, field) if lab is not None else ()
+        return np.array([one or 0.0 for one in found or (None,) * count])
+
     return State(
         speed=np.array([1.0 / costs.slow_of(cluster.device_of(rank).name) for rank in range(count)]),
         available=np.ones(count, dtype=bool), bandwidth_bytes_per_s=rate, latency_s=latency_s,
         usd_per_h=np.array([(node.usd_per_h or 0.0) / node.per_node for node in usd]),
-        busy_w=np.zeros(count), idle_w=np.zeros(count), usd_per_byte=np.zeros((count, count)),
-        kg_per_j=np.zeros(count),
+        busy_w=drawn("busy_w"), idle_w=drawn("idle_w"), usd_per_byte=np.zeros((count, count)),
+        kg_per_j=drawn("kg_per_kwh") / J_PER_KWH,
     )  # fmt: skip
 
 
@@ -110,6 +95,8 @@ class Wheel:
     steps : int
         Of the run: the horizon over which budgets are to be kept.
     log : Path
+    policy : str
+        Of `POLICIES`, but static.
     """
 
     plan: Plan
@@ -118,6 +105,7 @@ class Wheel:
     budgets: tuple[str, ...]
     steps: int
     log: Path
+    policy: str = "lyapunov"
 
     def check(self) -> None:
         """Raise for what the controller cannot steer."""
@@ -129,11 +117,7 @@ class Wheel:
                         rule="the controller steers pipelines of one rank and one piece a stage",
                         fix="Use --policy static, or another plan",
                     )  # fmt: skip
-        bed = load_lab(self.lab)
-        if self.budgets and not any(price for price in bed.usd_per_h):
-            raise SpecError("no prices", file=self.lab, key="ranks.usd_per_h",
-            rule="a budget of money needs prices",
-                            fix="Add usd_per_h to [[ranks]]")  # fmt: skip
+        check_budgets([budget_of(text) for text in self.budgets], load_lab(self.lab), self.lab)
         self.controller(None)
 
     @property
@@ -153,18 +137,22 @@ class Wheel:
         ]
         return replace(plan, groups=tuple(groups))
 
-    def controller(self, log: Any) -> Controller:
-        """Return a controller that has seen nothing."""
-        costs, cluster = load_costs(self.costs), load_lab(self.lab).cluster()
+    def controller(self, log: Any) -> Controller | Rival:
+        """Return a controller that has seen nothing, or the rule that takes its place."""
+        costs, lab = load_costs(self.costs), load_lab(self.lab)
+        cluster = lab.cluster()
         chain = chain_of(costs, cluster, self.plan.groups[0].micro_batch)
+        stated = stated_of(costs, cluster, lab)
         fine = replace(
             self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
         )
+        budgets = tuple(budget_of(text) for text in self.budgets)
+        longest = min(_LONGEST_PIPELINE, cluster.num_devices)
+        if self.policy in RIVALS:
+            return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
-            chain, stated_of(costs, cluster), fine, budgets=tuple(budget_of(text) for text in self.budgets),
-            horizon=max(self.steps, _LEAST_HORIZON), max_stages=min(_LONGEST_PIPELINE,
-            cluster.num_devices), quiet_steps=_QUIET_STEPS,
-            log=log,
+            chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
+            quiet_steps=_QUIET_STEPS, log=log,
         )  # fmt: skip
 
 
@@ -191,12 +179,13 @@ class Steering:
     def __init__(self, wheel: Wheel, propose: Callable[[Command], None]):
         self._wheel, self._propose = wheel, propose
         self._lab: Lab = load_lab(wheel.lab)
-        self._controller: Controller | None = None
+        self._controller: Controller | Rival | None = None
         self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
         self._proposed: tuple[int, Plan] | None = None
+        self._last = ""
 
     @property
-    def controller(self) -> Controller:
+    def controller(self) -> Controller | Rival:
         """The controller, brought up to what its log knows."""
         if self._controller is None:
             lived = self._wheel.log.read_text().splitlines() if self._wheel.log.exists() else []
@@ -216,9 +205,9 @@ class Steering:
             self._there |= {event.rank}
 
     def stepped(
-        self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int], stage_s: dict[int,
-        float],
-        generation: int,
+        self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int],
+        stage_s: Mapping[int, float], generation: int,
+        link_s: Mapping[tuple[int, int], tuple[float, float]] | None = None,
     ) -> None:  # fmt: skip
         """Take in a step and who is there, and propose what follows from it.
 
@@ -230,8 +219,10 @@ class Steering:
         running : Plan
         ranks : sequence of int
             That are there, idle ones too.
-        stage_s : dict of rank to seconds per sample
+        stage_s : mapping of rank to seconds per sample
         generation : int
+        link_s : mapping of (source, target) to (bytes, seconds), optional
+            The mean message of links that were timed.
         """
         controller, wheel = self.controller, self._wheel
         events: list[Event] = [
@@ -239,10 +230,11 @@ class Steering:
         ]
         events += [DeviceSeen(step=step, rank=rank) for rank in sorted(set(ranks) - self._there)]
         self._there = frozenset(ranks)
-        steers = _same(running, wheel.as_run(controller.plan)) or _same(running, wheel.plan)
-        if steers and time_s is not None:
-            costs = {name: self._spent(step, time_s, running) for name in controller.queues.backlog}
-            events.append(StepMeasured(step=step, time_s=time_s, stage_s=stage_s, costs=costs))
+        if time_s is not None:
+            events.append(StepMeasured(
+                step=step, time_s=time_s, stage_s=self._of_choice(running, stage_s), link_s=link_s or {},
+                costs=self._spent(time_s, running, stage_s),
+            ))  # fmt: skip
         for event in events:
             for command in controller.on(event):
                 self._order(command, generation)
@@ -253,25 +245,76 @@ class Steering:
                 Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation
             )
 
+    def _of_choice(self, running: Plan, stage_s: Mapping[int, float]) -> dict[int, float]:
+        """Return seconds per sample of the layers that the controller gives each rank, from those it ran.
+
+        A plan that was ordered runs two steps later; until then ranks may hold other layers.
+        """
+        before_s = self.controller.chain.before_s
+        ordered = _spans(self.controller.plan)
+        found = {}
+        for rank, (first, stop) in _spans(running).items():
+            if rank in ordered and rank in stage_s:
+                low, high = ordered[rank]
+                nominal = before_s[rank, high] - before_s[rank, low]
+                found[rank] = stage_s[rank] * float(nominal / (before_s[rank, stop] - before_s[rank, first]))
+        return found
+
     def _order(self, command: Command, generation: int) -> None:
         if command.plan is not None:
             plan = self._wheel.as_run(command.plan)
             self._proposed = (generation, plan)
+            self._last = f"{command.kind}: {command.reason}"
             self._propose(replace(command, plan=plan))
 
-    def _spent(self, step: int, time_s: float, plan: Plan) -> float:
-        """Return the dollars of a step: the rent of the ranks that the plan uses."""
-        return sum(self._lab.usd_per_h[rank] or 0.0 for rank in plan.ranks) * time_s / 3600.0
+    def _spent(self, time_s: float, plan: Plan, stage_s: Mapping[int, float]) -> dict[str, float]:
+        work_s = {
+            rank: stage_s.get(rank, 0.0) * group.share
+            for group in plan.groups for stage in group.stages for rank in stage.ranks
+        }  # fmt: skip
+        budgets = self.controller.queues.budgets
+        return {budget.name: spent(budget, self._lab, plan, time_s, work_s) for budget in budgets}
 
-    def told(self) -> dict[str, Any]:
+    def told(self, running: Plan) -> dict[str, Any]:
         """Return what the dashboard shows."""
-        queues = self.controller.queues
-        return {
+        controller = self.controller
+        queues = controller.queues
+        told: dict[str, Any] = {
+            "controller/policy": self._wheel.policy,
             "controller/weight": queues.weight,
-            **{f"budget/{name}/backlog": backlog for name, backlog in queues.backlog.items()},
-            **{f"budget/{name}/over": queues[name].violation for name in queues.backlog},
-            "controller/reconfigurations": self.controller.reconfigurations,
+            "controller/reconfigurations": controller.reconfigurations,
+            "controller/order": self._last,
+            "controller/bound_s": self._bound_s(),
+            "shares": [group.share for group in running.groups],
+            "pipelines": [
+                [[*stage.ranks, *stage.layers[0]] for stage in group.stages] for group in running.groups
+            ],
         }
+        for budget in queues.budgets:
+            queue = queues[budget.name]
+            told |= {
+                f"budget/{budget.name}/backlog": queue.backlog,
+                f"budget/{budget.name}/over": queue.violation,
+                f"budget/{budget.name}/limit": budget.limit,
+                f"budget/{budget.name}/mean": budget.limit * (1.0 + queue.violation),
+            }
+        return told
+
+    def _bound_s(self) -> float:
+        """Return the step of all ranks that are there if none ever waited: no plan is faster."""
+        controller = self.controller
+        ranks = sorted(self._there)
+        rate = _speeds(controller)[ranks] / controller.chain.before_s[ranks, -1]
+        return self._wheel.plan.global_batch / float(rate.sum())
+
+
+def _speeds(controller: Controller | Rival) -> np.ndarray:
+    return controller.speed if isinstance(controller, Rival) else controller.estimates.state().speed
+
+
+def _spans(plan: Plan) -> dict[int, tuple[int, int]]:
+    """Return the layers of every rank."""
+    return {rank: stage.layers[0] for group in plan.groups for stage in group.stages for rank in stage.ranks}
 
 
 def _same(one: Plan, other: Plan) -> bool:
@@ -290,5 +333,5 @@ def wheel_of(told: str, plan: Plan, out: Path) -> Wheel:
     data = json.loads(told)
     return Wheel(
         plan=plan, costs=data["costs"], lab=data["lab"], budgets=tuple(data["budgets"]), steps=data["steps"],
-        log=out / "controller.jsonl",
+        log=out / "controller.jsonl", policy=data.get("policy", "lyapunov"),
     )  # fmt: skip

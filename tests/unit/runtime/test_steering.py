@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
-from foreshard.runtime.steering import Steering, Wheel, budget_of, chain_of
+from foreshard.runtime.budgets import budget_of
+from foreshard.runtime.steering import Steering, Wheel, chain_of
 from foreshard.spec.plan import parse_plan
 
 LAYER = {

@@ -1,0 +1,89 @@
+"""Long-term budgets of a run: their names on the command line, and what a step has cost of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from foreshard.control.slots import Budget
+from foreshard.errors import SpecError
+from foreshard.runtime.lab import Lab
+from foreshard.spec.plan import Plan
+
+_QUANTITIES = {"usd": "usd", "energy_j": "joule", "carbon_kg": "carbon_kg"}
+_PERIODS = {"h": "hour", "step": "step"}
+NAMES = tuple(f"{quantity}_per_{period}" for quantity in _QUANTITIES for period in _PERIODS)
+_STATED = {
+    "usd": (("usd_per_h", "usd_per_h"),), "joule": (("busy_w", "power"),),
+    "carbon_kg": (("busy_w", "power"), ("kg_per_kwh", "carbon_kg_per_kwh")),
+}  # fmt: skip
+J_PER_KWH = 3.6e6
+_RULE = f"Budgets are {', '.join(NAMES)}, and duty:RANK, the part of the time that a rank may be busy"
+
+
+def budget_of(text: str) -> Budget:
+    """Return a budget from ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5``.
+
+    Raises
+    ------
+    SpecError
+    """
+    name, _, value = text.partition("=")
+    kind, _, rank = name.partition(":")
+    if name not in NAMES and not (kind == "duty" and rank.isdecimal()):
+        raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, rule=_RULE,
+                        fix="Write it like usd_per_h=3.5")  # fmt: skip
+    try:
+        limit = float(value)
+    except ValueError:
+        raise SpecError(f"{value!r} is not a number", key="--budget", value=text, rule="a budget is above 0",
+                        fix=f"Write it like {name}=3.5") from None  # fmt: skip
+    if kind == "duty":
+        if not 0.0 < limit <= 1.0:
+            raise SpecError(
+                f"a duty of {limit:g}", key="--budget", value=text, rule="duty is above 0, at most 1"
+            )
+        return Budget(name=name, kind="duty", limit=limit, per="second", worker=int(rank))
+    quantity, _, period = name.rpartition("_per_")
+    return Budget(name=name, kind=_QUANTITIES[quantity], limit=limit, per=_PERIODS[period])
+
+
+def check_budgets(budgets: Sequence[Budget], lab: Lab, file: str) -> None:
+    """Raise for what the lab does not state for every rank, and for ranks it does not have."""
+    for budget in budgets:
+        if budget.worker is not None and budget.worker >= len(lab.slow):
+            raise SpecError(f"rank {budget.worker} of {len(lab.slow)}", file=file, key="--budget",
+                            value=budget.name, rule="duty is of a rank of the lab")  # fmt: skip
+        for field, key in _STATED.get(budget.kind, ()):
+            stated = getattr(lab, field)
+            if any(one is None for one in stated) or not any(stated):
+                what = "prices" if key == "usd_per_h" else key
+                raise SpecError(f"no {what}", file=file, key=f"ranks.{key}", value=budget.name,
+                                rule=f"a budget of {budget.name} needs {what} of all ranks, not all 0",
+                                fix=f"Add {key} to all [[ranks]]")  # fmt: skip
+
+
+def spent(budget: Budget, lab: Lab, plan: Plan, time_s: float, work_s: Mapping[int, float]) -> float:
+    """Return what a step has cost: of the ranks that the plan uses, those that wait included.
+
+    Parameters
+    ----------
+    budget : Budget
+    lab : Lab
+    plan : Plan
+    time_s : float
+        Of the step.
+    work_s : mapping of rank to seconds
+        In which it computed.
+    """
+    if budget.kind == "duty":
+        return work_s.get(budget.worker or 0, 0.0)
+    if budget.kind == "usd":
+        return sum(lab.usd_per_h[rank] or 0.0 for rank in plan.ranks) * time_s / 3600.0
+    joule = {
+        rank: (lab.busy_w[rank] or 0.0) * work_s.get(rank, 0.0)
+        + (lab.idle_w[rank] or 0.0) * max(time_s - work_s.get(rank, 0.0), 0.0)
+        for rank in plan.ranks
+    }
+    if budget.kind == "joule":
+        return sum(joule.values())
+    return sum(joule[rank] * (lab.kg_per_kwh[rank] or 0.0) / J_PER_KWH for rank in plan.ranks)
