@@ -134,15 +134,16 @@ class Worker:
         return told
 
     def _tell(self, done: StepDone) -> None:
-        plan, more = self.trainer.plan, {}
+        plan = self.trainer.plan
+        more: dict[str, Any] = {"clock_s": self.clock.now()}
         if self.steering is not None:
             work_s, samples = done.vote.work_s, done.vote.samples
             self.steering.stepped(
                 step=done.step, time_s=done.time_s, running=plan, ranks=self.membership.generation.ranks,
                 stage_s={rank: work_s[rank] / count for rank, count in samples.items() if count > 0},
-                generation=self.membership.generation.number,
+                generation=self.membership.generation.number, link_s=done.vote.links,
             )  # fmt: skip
-            more = self.steering.told() | {"shares": [group.share for group in plan.groups]}
+            more |= self.steering.told(plan)
         self.metrics.step(
             step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm,
             time_s=done.time_s,
