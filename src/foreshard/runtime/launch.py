@@ -75,13 +75,14 @@ def _steering(
     if policy == "static":
         if budgets:
             raise SpecError("a budget without a controller", key="--budget", value=budgets[0],
-                            rule="budgets are kept by --policy lyapunov", fix="Add --policy lyapunov")  # fmt: skip
+                            rule="budgets are kept by a policy", fix="Add --policy lyapunov")  # fmt: skip
         return None
     if costs is None or lab is None:
         raise SpecError(f"--policy {policy} without measured costs of a lab", key="--policy", value=policy,
                         rule="the controller starts from measured layers and stated devices",
                         fix="Give --costs costs.json and --lab LAB.toml")  # fmt: skip
-    told = {"costs": str(Path(costs).resolve()), "lab": str(Path(lab).resolve()), "budgets": list(budgets), "steps": steps}
+    told = {"costs": str(Path(costs).resolve()), "lab": str(Path(lab).resolve()), "budgets": list(budgets), "steps": steps,
+            "policy": policy}  # fmt: skip
     text = json.dumps(told)
     wheel_of(text, plan, folder).check()
     return text
