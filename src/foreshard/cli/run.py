@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @click.option("--costs", metavar="FILE", help="Measured costs: the predicted step beside the measured; with a lab.")
-@click.option("--policy", type=click.Choice(["static", "lyapunov"]), default="static", show_default=True,
-              help="Keep the plan, or let the controller change it.")
-@click.option("--budget", "budgets", multiple=True, metavar="NAME=VALUE", help="Long-term mean: usd_per_h=3.5")
+@click.option("--policy", type=click.Choice(["static", "lyapunov", "lb-bsp", "greedy"]), default="static",
+              show_default=True, help="Keep the plan, let the controller change it, or a rule to compare it with.")
+@click.option("--budget", "budgets", multiple=True, metavar="NAME=VALUE",
+              help="Long-term mean: usd_per_h, energy_j_per_h, carbon_kg_per_h, the same per_step, or duty:RANK.")
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
     """Train JOB.py under a plan, and survive what happens to the ranks.
