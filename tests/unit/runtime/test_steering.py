@@ -1,4 +1,4 @@
-"""The controller at the wheel: what it is built from, how it follows speeds, who takes over when its rank is lost."""
+"""The controller at the wheel: what it is built from, how it follows speeds, who takes over when it is lost."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
-from foreshard.runtime.budgets import budget_of
 from foreshard.runtime.steering import Steering, Wheel, chain_of
 from foreshard.spec.plan import parse_plan
 
 LAYER = {
-    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3], "optimizer_s": 1e-4,
-    "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4, "boundary_bytes_per_sample": 1e4,
-    "frozen_bytes": 0.0,
+    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
+    "optimizer_s": 1e-4, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
+    "boundary_bytes_per_sample": 1e4, "frozen_bytes": 0.0,
 }  # fmt: skip
 
 
@@ -25,7 +24,8 @@ def wheel(tmp_path):
     """Two fast and two slow ranks, replicas with even shares."""
     costs = {
         "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
-        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8, "samples": [1, 4],
+        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8,
+        "samples": [1, 4],
     }  # fmt: skip
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     (tmp_path / "lab.toml").write_text(
@@ -33,7 +33,8 @@ def wheel(tmp_path):
         '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
     )
     groups = [
-        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank in range(4)
+        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
+        for rank in range(4)
     ]
     plan = parse_plan({"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups})
     return Wheel(plan=plan, costs=str(tmp_path / "costs.json"), lab=str(tmp_path / "lab.toml"), budgets=(),
@@ -62,7 +63,10 @@ def test_shares_follow_the_speeds(wheel):
     orders: list = []
     sample_s = {0: 0.026, 1: 0.026, 2: 0.052, 3: 0.052}
     plan = lived(Steering(wheel, orders.append), orders, wheel.plan, range(10), sample_s)
-    even, found = max(16 * s for s in sample_s.values()), max(sample_s[r] * n for r, n in shares(plan).items())
+    even, found = (
+        max(16 * s for s in sample_s.values()),
+        max(sample_s[r] * n for r, n in shares(plan).items()),
+    )
     assert sum(shares(plan).values()) == 64
     assert found < 0.75 * even, "balanced shares take about 2/3 of the time of even ones"
 
@@ -101,12 +105,6 @@ def test_the_chain_is_the_measured_layers(wheel):
     chain = chain_of(load_costs(wheel.costs), load_lab(wheel.lab).cluster(), 4)
     assert chain.layer_s.shape == (4, 4)
     assert chain.layer_s[0, 0] == pytest.approx((1e-3 + 1e-3) / 4 + 6e-3)
-
-
-@pytest.mark.parametrize("text", ["euro_per_h=3", "usd_per_h=", "usd_per_h=much", "usd_per_h=-1", "usd_per_h"])
-def test_budgets_are_refused_kindly(text):
-    with pytest.raises(SpecError):
-        budget_of(text)
 
 
 def test_a_stage_of_several_ranks_is_not_steered(wheel):

@@ -1,0 +1,117 @@
+"""The controller beside real ranks in virtual time: what links carried reaches it, and plans follow."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from small_jobs import gpt
+
+from foreshard.control.controller import Controller
+from foreshard.control.slots import Chain, State
+from foreshard.runtime.fixed import FixedMembership
+from foreshard.runtime.lab import Change, Lab
+from foreshard.runtime.trainer import Trainer
+from foreshard.spec.plan import parse_plan
+
+LAYERS, RANKS, BATCH = 8, 4, 32
+FAST, SLOW = 4e6, 4e5
+LAB = Lab(
+    clock="table", slow=(1.0,) * RANKS, devices=("x",) * RANKS, bandwidth_bytes_per_s=FAST, latency_s=1e-4,
+    table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 1e-4},
+    changes=(Change(at_step=8, bandwidth_bytes_per_s=SLOW),),
+)  # fmt: skip
+
+
+def replicas(shares):
+    groups = [
+        {"share": share, "micro_batch": 2, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]}
+        for rank, share in enumerate(shares)
+    ]  # fmt: skip
+    return parse_plan({"global_batch": BATCH, "seq_len": 8, "precision": "fp32", "groups": groups})
+
+
+def controller_of(job, plan):
+    """Return a controller that knows the table, and the job's bytes."""
+    sizes = np.array([
+        sum(p.numel() * p.element_size() for p in job.layer(layer).parameters()) for layer in range(LAYERS)
+    ], float)  # fmt: skip
+    chain = Chain(
+        layer_s=np.full((RANKS, LAYERS), 3e-3), boundary_bytes=np.full(LAYERS - 1, 2.0 * 8 * 16 * 8),
+        sync_bytes=sizes, state_bytes=4 * sizes, saved_bytes=np.zeros(LAYERS),
+        memory_bytes=np.full(RANKS, 1e12),
+    )  # fmt: skip
+    nobody = np.zeros(RANKS)
+    rate, apart = np.full((RANKS, RANKS), FAST), np.zeros((RANKS, RANKS))
+    stated = State(
+        speed=np.ones(RANKS), available=np.ones(RANKS, bool), bandwidth_bytes_per_s=rate,
+        latency_s=np.full((RANKS, RANKS), 1e-4), usd_per_h=nobody, busy_w=nobody, idle_w=nobody,
+        usd_per_byte=apart, kg_per_j=nobody,
+    )  # fmt: skip
+    return Controller(chain, stated, plan, quiet_steps=5)
+
+
+def trained(plan, steps, policy_of=None):
+    """Return, by rank, the losses and times, the plans at the ends, and what was told of links."""
+    store, found, job = dist.HashStore(), {}, gpt(torch.float64)
+
+    def body(rank):
+        at = [0]
+
+        def before(step):
+            at[0] = step
+
+        policy = policy_of(job) if policy_of is not None and rank == 0 else None
+        trainer = Trainer(
+            job, membership=FixedMembership(store, rank, plan, range(RANKS), timeout_s=30),
+            clock=LAB.make_clock(at), before_step=before, policy=policy,
+        )  # fmt: skip
+        done = [trainer.train_step() for _ in range(steps)]
+        found[rank] = (done, trainer.plan, policy)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == RANKS, "a rank is missing"
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs():
+    plan = replicas((8,) * RANKS)
+    return trained(plan, 20, lambda job: controller_of(job, plan)), trained(plan, 20)
+
+
+def test_every_rank_hears_the_same_of_all_links(runs):
+    _, still = runs
+    for step in range(20):
+        told = [still[rank][0][step].vote.links for rank in range(RANKS)]
+        assert all(one == told[0] for one in told)
+        assert sorted(told[0]) == [(0, 1), (1, 2), (2, 3), (3, 0)], "the ring of four replicas"
+        for size, seconds in told[0].values():
+            assert seconds == pytest.approx(1e-4 + size / (FAST if step < 8 else SLOW), rel=1e-9)
+
+
+def test_links_that_fade_are_noticed_and_the_plan_avoids_them(runs):
+    steered, still = runs
+    _, plan, controller = steered[0]
+    rates = controller.estimates.state().bandwidth_bytes_per_s
+    seen = [rates[a, b] for a, b in steered[0][0][-1].vote.links]
+    assert seen and np.allclose(seen, SLOW, rtol=0.1)
+    assert controller.reconfigurations >= 1
+    assert len(plan.groups) < RANKS, "rings over slow links were to be avoided"
+    last = [run[0][0][-1].time_s for run in runs]
+    assert last[0] < 0.7 * last[1], "and are"
+    assert still[0][0][4].time_s == pytest.approx(steered[0][0][4].time_s, rel=0.05), (
+        "as long as they are fast"
+    )
+
+
+def test_losses_are_those_of_the_plan_that_stayed(runs):
+    steered, still = ([step.loss for step in run[0][0]] for run in runs)
+    assert steered == pytest.approx(still, rel=1e-9)
