@@ -65,9 +65,10 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         return  # a rank of torchrun that does not lead; the first one answers
     tell(outcome, predicted_s)
     say(f"written to {options['out']}/")
-    if outcome.lost or outcome.repeated:
+    if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
-            f"{outcome.lost} samples lost, {outcome.repeated} repeated", file=f"{options['out']}/samples.jsonl",
+            f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks",
+            file=f"{options['out']}/samples.jsonl",
             rule="every sample of a step is trained once", fix="Report it with the folder of the run",
         )  # fmt: skip
 

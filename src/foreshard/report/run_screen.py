@@ -20,8 +20,9 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
         against = f"predicted {format_seconds(predicted_s)}, {100 * error:+.1f} %"
     loss = "-" if outcome.last_loss is None else f"{outcome.last_loss:.6g}"
     began = "" if outcome.first_loss is None else f"from {outcome.first_loss:.6g}"
-    wrong = outcome.lost + outcome.repeated
-    ledger = "every one once" if not wrong else f"{outcome.lost} lost, {outcome.repeated} repeated"
+    wrong = outcome.lost + outcome.repeated + outcome.misread
+    told = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks"
+    ledger = told if wrong else "every one once"
     return Screen(
         header=(f"{outcome.steps} steps, {outcome.clock} clock",),
         boxes=(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.store import Client
-from foreshard.runtime.work import JOB_FAULT, Work
+from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
 from foreshard.spec.plan import Plan
 
 _GRACE_S = 5.0
@@ -31,13 +32,15 @@ _STALLED_S = 10.0
 _LATE_S = 20.0
 _LOST_S = 300.0
 _SUPERVISOR_STARTS = 5
+_SUPERVISOR_S = 60.0
 
 
 @dataclass(slots=True)
 class Started:
-    """A rank's process."""
+    """A rank's process; `told` is where it says what is wrong."""
 
     process: subprocess.Popen[bytes]
+    told: int
     starts: int = 1
     due_s: float | None = None
     done: bool = False
@@ -110,7 +113,7 @@ class Agent:
                     self._start_supervisor()
                 self._heard_s = time.monotonic()
                 for rank in self.ranks:
-                    self._ranks[rank] = Started(self._spawn(rank))
+                    self._ranks[rank] = Started(*self._spawn(rank))
                 while not all(started.done for started in self._ranks.values()):
                     self._look()
                     watch()
@@ -129,6 +132,11 @@ class Agent:
                 process.kill()
         for process in processes:
             process.wait(_GRACE_S)
+        for started in self._ranks.values():
+            os.close(started.told)
+        self._ranks.clear()
+        if self._client is not None:
+            self._client.close()
 
     def pid_of(self, rank: int) -> int:
         """Return the process of a rank."""
@@ -151,7 +159,8 @@ class Agent:
             if code is not None and started.due_s is None:
                 self._ended(rank, started, code)
             if started.due_s is not None and time.monotonic() >= started.due_s:
-                started.process, started.due_s = self._spawn(rank), None
+                os.close(started.told)
+                (started.process, started.told), started.due_s = self._spawn(rank), None
                 started.starts += 1
         if time.monotonic() - self._tended_s > _TEND_S or self._died:
             self._tend()
@@ -161,7 +170,7 @@ class Agent:
             started.done = True
             return
         if code == JOB_FAULT:
-            raise self._told_fault(rank)
+            raise self._told_fault(rank, started)
         self._died.append((rank, started.process.pid, f"exit code {code}"))
         if self.restart_s < 0 or started.starts >= self.max_starts:
             started.done = started.lost = True
@@ -228,57 +237,70 @@ class Agent:
             self._look()
             time.sleep(0.05)
 
-    def _told_fault(self, rank: int) -> ForeshardError:
-        told = json.loads((self.out / "errors" / f"rank-{rank}.json").read_text())
-        told.pop("code", None)
-        return SpecError(told.pop("what"), **told)
+    def _told_fault(self, rank: int, started: Started) -> ForeshardError:
+        try:
+            told = json.loads(os.read(started.told, 1 << 16))
+        except (OSError, ValueError):
+            return ForeshardError(
+                f"rank {rank} gave up", file=str(self._log(rank)), fix="The end of the file says why"
+            )
+        kind = SpecError if told.pop("code") == SpecError.exit_code else ForeshardError
+        return kind(told.pop("what"), **told)
 
     def _log(self, rank: int) -> Path:
         return self.out / "logs" / f"rank-{rank}.log"
 
-    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int) -> tuple[subprocess.Popen[bytes], int]:
+        """Return the process of a rank, and the end of the pipe on which it says what is wrong."""
+        told, tell = os.pipe()
+        os.set_blocking(told, False)
         env = {
             **os.environ, "FORESHARD_RANK": str(rank), "FORESHARD_STORE": f"{self.address}:{self.port}",
             "FORESHARD_SECRET_FILE": str(self.secret_file), "FORESHARD_JOB": self.work.to_json(),
             "OMP_NUM_THREADS": str(self.work.threads), "FORESHARD_AGENT": str(os.getpid()),
+            TELL_FD: str(tell),
         }  # fmt: skip
         words = [*self.command(rank), sys.executable, "-m", "foreshard.runtime.worker"]
-        with self._log(rank).open("ab") as log:
-            return subprocess.Popen(
-                words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-            )
+        try:
+            with self._log(rank).open("ab") as log:
+                return subprocess.Popen(
+                    words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    pass_fds=[tell],
+                ), told  # fmt: skip
+        finally:
+            os.close(tell)
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, at the port it had; it finds what it decided in the run's folder."""
-        (self.out / "plan.json").write_text(json.dumps(self.plan.to_dict()))
-        (self.out / "ranks.json").write_text(json.dumps(list(self.expected)))
-        words = [
-            sys.executable,
-            "-m",
-            "foreshard.runtime.supervisor",
-            str(self.out),
-            self.address,
-            str(self.port),
-            str(self.secret_file),
-            str(self.work.detect_s),
-        ]
-        told = self.out / "supervisor.port"
+        if self._supervisor is None:  # written once: a disk that has filled up since must not take them away
+            (self.out / "plan.json").write_text(json.dumps(self.plan.to_dict()))
+            (self.out / "ranks.json").write_text(json.dumps(list(self.expected)))
         for _ in range(_SUPERVISOR_STARTS):
-            told.unlink(missing_ok=True)
-            with (self.out / "logs" / "supervisor.log").open("ab") as log:
-                self._supervisor = subprocess.Popen(
-                    words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-                )
-            until = time.monotonic() + 60
-            while self._supervisor.poll() is None and time.monotonic() < until:
-                if told.exists():
-                    self.port, self._heard_s = int(told.read_text()), time.monotonic()
-                    return
-                time.sleep(0.02)
+            self._supervisor, port = self._spawn_supervisor()
+            if port is not None:
+                self.port, self._heard_s = port, time.monotonic()
+                return
             self._supervisor.kill()
             self._supervisor.wait(_GRACE_S)
         raise ForeshardError("the supervisor did not start", file=str(self.out / "logs" / "supervisor.log"),
                              fix="The end of the file says why")  # fmt: skip
+
+    def _spawn_supervisor(self) -> tuple[subprocess.Popen[bytes], int | None]:
+        """Return its process, and the port it listens on once it does."""
+        told, tell = os.pipe()
+        told_it = [self.out, self.address, self.port, self.secret_file, self.work.detect_s]
+        words = [sys.executable, "-m", "foreshard.runtime.supervisor", *map(str, told_it)]
+        try:
+            with (self.out / "logs" / "supervisor.log").open("ab") as log:
+                process = subprocess.Popen(
+                    words, env={**os.environ, TELL_FD: str(tell)}, stdout=log, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, pass_fds=[tell],
+                )  # fmt: skip
+        finally:
+            os.close(tell)
+        with open(told, "rb", buffering=0) as pipe:  # nothing comes from one that ends at once
+            said = pipe.read(8) if select.select([pipe], [], [], _SUPERVISOR_S)[0] else b""
+        return process, int(said) if said else None
 
 
 def make_secret(path: Path) -> Path:

@@ -81,7 +81,7 @@ class _JsonReader(dcp.FileSystemReader):
 
 def save(
     folder: Path, *, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], rank: int = 0,
-    group: Any = None, lead: bool = True,
+    group: Any = None, lead: bool = True, before: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a rank's items of a step; returns when the checkpoint is whole.
 
@@ -100,6 +100,8 @@ def save(
         All ranks that write.
     lead : bool
         Whether this rank gives the folder its name; one does.
+    before : callable
+        Writes what has to be on disk before the checkpoint is; its OSError is the checkpoint's.
 
     Raises
     ------
@@ -113,7 +115,7 @@ def save(
     # what ranks of an attempt that was cut off have left must not get a name
     faults = [_tried(_cleared, part) if lead else None]
     _summed(group, 0.0)
-    faults.append(_tried(_write_items, mine, tensors))
+    faults.append(_tried(before) or _tried(_write_items, mine, tensors))
     failed, all_bytes = _summed(group, float(any(faults)), float(wanted))
     if not failed and lead:
         faults.append(_tried(_name_it, part, final, {"step": step, **meta}))

@@ -97,6 +97,11 @@ class Feed:
         self._coming: deque[range] = deque()
         self._lock = threading.Lock()
 
+    @property
+    def size(self) -> int | None:
+        """Samples of the dataset; None of an iterable."""
+        return self._size
+
     def index(self, position: int) -> int:
         """Return which sample is at a position of the training; of an iterable the position itself."""
         if self._size is None:

@@ -21,7 +21,7 @@ _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
 
 
-DEVICE_GROUPS = ("forward", "backward", "sync", "stage")
+DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
 """Groups that carry tensors of the device; votes, clocks, shapes and migrations go from host to host."""
 
 
@@ -47,8 +47,8 @@ class Membership:
         self, address: tuple[str, int], rank: int, secret: bytes, *, timeout_s: float = 30.0,
         interface: str | None = None, backend: str = "gloo", resume: bool = False, beat_s: float = 0.5,
     ):  # fmt: skip
-        self.rank, self._client = rank, Client(address, secret, patience_s=_PATIENCE_S)
-        self.store: dist.Store = RankStore(self._client, timeout_s=timeout_s, abandoned=self._abandoned)
+        self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S)
+        self.store: dist.Store = RankStore(self.client, timeout_s=timeout_s, abandoned=self._abandoned)
         self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._me = {"rank": rank, "pid": os.getpid()}
@@ -107,7 +107,7 @@ class Membership:
     def _next(self, after: int, reason: str, *, resume: bool = False) -> Generation:
         question = {"ask": "join", "after": after, "reason": reason[:300], "timeout_s": 5.0, **self._me}
         while True:
-            told = self._client.ask(question)
+            told = self.client.ask(question)
             if told["over"]:
                 self._done.set()
                 raise SystemExit(0)
@@ -137,17 +137,17 @@ class Membership:
     def report(self, kind: str, **facts: Any) -> None:
         """Tell the supervisor's log; a supervisor that is away misses it."""
         with contextlib.suppress(RuntimeError):
-            self._client.ask({"ask": "report", "kind": kind, "facts": facts}, patience_s=0.0)
+            self.client.ask({"ask": "report", "kind": kind, "facts": facts}, patience_s=0.0)
 
     def plan_adopted(self, plan: dict[str, Any]) -> None:
         """Tell the supervisor what later generations are made from."""
-        self._client.ask({"ask": "plan", "plan": plan})
+        self.client.ask({"ask": "plan", "plan": plan})
 
     def finish(self) -> bool:
         """Return whether all are done; if not, a peer needs this rank: adopt the next generation."""
         while True:
             try:
-                told = self._client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
+                told = self.client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
             except RuntimeError:
                 told = {"end": True}  # no supervisor comes back: the others were done, or their host is lost
             if told["end"]:
@@ -165,7 +165,7 @@ class Membership:
                 os._exit(1)  # nobody looks after this rank any more
             number = self._number
             try:
-                told = self._client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
+                told = self.client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
             except RuntimeError:
                 continue  # the supervisor comes back
             if told["number"] == number == self._number:

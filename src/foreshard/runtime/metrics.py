@@ -1,13 +1,12 @@
 """What a run tells: a line of numbers per step under torchtitan's names, and the operator's log.
 
 The names are those of torchtitan's MetricsProcessor (components/metrics.py, 2026-08-21), so that what reads
-its logs reads these. What is not measured is left out. A disk that is full costs lines, never the run.
+its logs reads these. What is not measured is left out. Lines wait in memory while a disk takes none; beyond a
+bound the oldest are given up, and the log counts them: numbers never stop a run.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import resource
 import time
 from importlib.util import find_spec
@@ -15,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.errors import ExtraMissingError
+from foreshard.runtime.lines import Lines, whole_lines
 
 GIB = 2**30
+KEPT_BYTES = 16 * 2**20
+"""Of lines that wait for a disk, in each of the two files."""
 
 
 class Metrics:
@@ -36,7 +38,8 @@ class Metrics:
 
     def __init__(self, out: Path, rank: int, *, tensorboard: bool = False):
         out.mkdir(parents=True, exist_ok=True)
-        self._metrics, self._events = out / "metrics.jsonl", out / "events.jsonl"
+        self._events = Lines(out / "events.jsonl", self.event)
+        self._metrics = Lines(out / "metrics.jsonl", self.event)
         self._rank, self._board_folder = rank, out / "tensorboard" if tensorboard else None
         self._board: Any = None
         self._tokens: dict[int, float] = {}
@@ -47,8 +50,17 @@ class Metrics:
                                     fix="pip install tensorboard")  # fmt: skip
 
     def step(
-        self, *, step: int, loss: float, count: float, gradient_norm: float | None, time_s: float | None,
-        clock: str, devices: int, samples: int, **more: Any,
+        self,
+        *,
+        step: int,
+        loss: float,
+        count: float,
+        gradient_norm: float | None,
+        time_s: float | None,
+        clock: str,
+        devices: int,
+        samples: int,
+        **more: Any,
     ) -> None:
         """Write a step's line.
 
@@ -83,29 +95,41 @@ class Metrics:
             "time": time.time(),
             **more,
         }
-        if self._append(self._metrics, line):
-            self._size_bytes = self._metrics.stat().st_size
+        self._add(self._metrics, line)
+        if not self._metrics.waiting:
+            self._size_bytes = self._metrics.path.stat().st_size
         self._show(line)
 
     def event(self, kind: str, text: str, **facts: Any) -> None:
         """Write a line of the operator's log."""
         told = {"missed_lines": self._missed} if self._missed else {}
-        line = {"time": time.time(), "rank": self._rank, "kind": kind, "text": text, **facts, **told}
-        self._append(self._events, line)
+        self._add(
+            self._events,
+            {"time": time.time(), "rank": self._rank, "kind": kind, "text": text, **facts, **told},
+        )
 
-    def _append(self, path: Path, line: dict[str, Any]) -> bool:
-        """Add a line and return whether it fitted; one that does not is taken back and counted."""
-        try:
-            _add_line(path, json.dumps(line).encode() + b"\n")
-        except OSError:
+    @property
+    def lines(self) -> list[Lines]:
+        """The two files, events last: they tell of the other."""
+        return [self._metrics, self._events]
+
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        for lines in self.lines:
+            lines.flush()
+
+    def _add(self, lines: Lines, line: dict[str, Any]) -> None:
+        lines.add(line)
+        while lines.waiting_bytes > KEPT_BYTES:
+            lines.drop_oldest()
             self._missed += 1
-            return False
-        return True
 
     def _seen(self, step: int, count: float) -> float:
         """Return the tokens up to and with a step, also those of before this process wrote."""
-        if not self._metrics.exists() or self._metrics.stat().st_size != self._size_bytes:
-            self._tokens = _tokens_of(self._metrics)
+        path = self._metrics.path
+        others = not path.exists() or path.stat().st_size != self._size_bytes
+        if others and not self._metrics.waiting:
+            self._tokens = _tokens_of(path)
         self._tokens = {s: n for s, n in self._tokens.items() if s < step}
         base = sum(self._tokens.values())
         self._tokens = {step: base + count}
@@ -114,34 +138,25 @@ class Metrics:
     def _show(self, line: dict[str, Any]) -> None:
         if self._board_folder is None:
             return
-        if self._board is None:
-            self._board = _board(self._board_folder)
-        for name, value in line.items():
-            if isinstance(value, float) and name != "time":
-                self._board.add_scalar(name, value, line["step"])
-        self._board.flush()
-
-
-def _add_line(path: Path, data: bytes) -> None:
-    with path.open("ab", buffering=0) as file:
-        begin = file.tell()
         try:
-            whole = file.write(data) == len(data)
-        except OSError:
-            file.truncate(begin)
-            raise
-        if not whole:
-            file.truncate(begin)
-            raise OSError(errno.ENOSPC, "the line did not fit", str(path))
+            if self._board is None:
+                self._board = _board(self._board_folder)
+            for name, value in line.items():
+                if isinstance(value, float) and name != "time":
+                    self._board.add_scalar(name, value, line["step"])
+            self._board.flush()
+        except OSError as error:
+            self._board_folder = None
+            self.event(
+                "board given up",
+                f"TensorBoard's files end here: {error.strerror or error}",
+                step=line["step"],
+            )
 
 
 def _tokens_of(path: Path) -> dict[int, float]:
     """Return the tokens of each step that a run's metrics tell of; of a step trained twice the last."""
-    found: dict[int, float] = {}
-    for text in path.read_text().splitlines() if path.exists() else []:
-        line = json.loads(text)
-        found[int(line["step"])] = float(line["n_tokens"])
-    return found
+    return {int(line["step"]): float(line["n_tokens"]) for line in whole_lines(path)}
 
 
 def _memory() -> dict[str, float]:

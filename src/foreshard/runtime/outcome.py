@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from foreshard.errors import ForeshardError
 from foreshard.runtime.ledger import Audit, audit, merge
+from foreshard.runtime.lines import whole_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class Outcome:
         Ranks started again.
     generations : int
         Times the ranks came together anew.
-    samples, lost, repeated : int
-        By the ledgers.
+    samples, lost, repeated, misread : int
+        By the ledgers; misread are positions at which ranks read different samples of the dataset.
     """
 
     out: str
@@ -44,6 +45,7 @@ class Outcome:
     samples: int
     lost: int
     repeated: int
+    misread: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `run --json` prints it."""
@@ -51,9 +53,21 @@ class Outcome:
 
 
 def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Outcome:
-    """Read a run's files, join its ledgers into samples.jsonl, and check them."""
+    """Read a run's files, join its ledgers into samples.jsonl, and check them.
+
+    Raises
+    ------
+    ForeshardError
+        When the disk does not take samples.jsonl.
+    """
     ledgers = sorted((out / "ledger").glob("rank-*.jsonl"))
-    merge(ledgers, out / "samples.jsonl")
+    try:
+        merge(ledgers, out / "samples.jsonl")
+    except OSError as error:
+        raise ForeshardError(
+            f"not written: {error.strerror or error}", file=str(out / "samples.jsonl"),
+            rule="it is the ledgers of all ranks put together, they are whole", fix=f"See {out / 'ledger'}",
+        ) from None  # fmt: skip
     checked = audit(ledgers, global_batch=global_batch, steps=steps)
     lines = kept_steps(out / "metrics.jsonl")
     return _outcome(out, lines, checked, restarts)
@@ -62,9 +76,11 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ou
 def kept_steps(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of the steps that count: of a step trained twice the last."""
     found: dict[int, dict[str, Any]] = {}
-    for text in path.read_text().splitlines() if path.exists() else []:
-        line = json.loads(text)
-        found[line["step"]] = line
+    for line in whole_lines(path):
+        if (
+            line["generation"] >= found.get(line["step"], line)["generation"]
+        ):  # lines may have waited for a disk
+            found[line["step"]] = line
     return [found[step] for step in sorted(found)]
 
 
@@ -78,8 +94,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: i
         mean_step_s=sum(times) / len(times) if times else None,
         clock=lines[-1]["clock"] if lines else "", restarts=restarts,
         generations=len({line["generation"] for line in lines}), samples=checked.samples,
-        lost=len(checked.lost),
-        repeated=len(checked.repeated),
+        lost=len(checked.lost), repeated=len(checked.repeated), misread=len(checked.misread),
     )  # fmt: skip
 
 

@@ -337,5 +337,12 @@ class Client:
         line.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return line
 
+    def close(self) -> None:
+        """Hang up, in this thread."""
+        line: _Line | None = getattr(self._local, "line", None)
+        if line is not None:
+            line.link.close()
+        self._drop()
+
     def _drop(self) -> None:
         self._local.line = None

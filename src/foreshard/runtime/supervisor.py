@@ -23,6 +23,7 @@ from foreshard.runtime.decided import Decided, recalled, remember
 from foreshard.runtime.repair import repaired
 from foreshard.runtime.store import StoreServer
 from foreshard.runtime.suspicion import Suspicion
+from foreshard.runtime.work import TELL_FD
 from foreshard.spec.plan import Plan, parse_plan
 
 START_S = 600.0
@@ -310,9 +311,8 @@ def main(argv: Sequence[str]) -> int:
     supervisor = Supervisor(path, plan, expected, detect_s=float(detect_s))
     secret = Path(secret_file).read_bytes().strip()
     supervisor.server = StoreServer(address, int(port), secret, supervisor.answer)
-    told = path / "supervisor.port.new"
-    told.write_text(str(supervisor.server.port))
-    told.replace(path / "supervisor.port")
+    if TELL_FD in os.environ:
+        os.write(int(os.environ[TELL_FD]), str(supervisor.server.port).encode())
     supervisor.log("supervisor", address=address, port=supervisor.server.port, pid=os.getpid())
     while os.getppid() == parent:  # its agent is gone: so is the run on this host
         time.sleep(min(0.2, float(detect_s) / 5))

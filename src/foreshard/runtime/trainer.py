@@ -521,7 +521,7 @@ class Trainer:
             checkpoint.save(
                 self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank,
                 group=self._world,  # type: ignore[arg-type]
-                lead=self._conducts,
+                lead=self._conducts, before=self.ledger.flush if self.ledger is not None else lambda: None,
             )  # fmt: skip
         except checkpoint.CheckpointFault as fault:
             self.on_event("checkpoint failed", str(fault), step=self.step)

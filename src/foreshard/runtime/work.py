@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from foreshard.runtime.ledger import KEPT_BYTES
+
 JOB_FAULT = 2
-"""Exit code of a rank whose job is at fault: starting it again would not help."""
+"""Exit code of a rank that has told its agent what is wrong: starting it again would not help."""
+TELL_FD = "FORESHARD_TELL_FD"
+"""Where a rank tells it: a pipe, since the disk may be what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,7 @@ class Work:
     threads: int = 1
     trace: bool = False
     steering: str | None = None
+    kept_bytes: int = KEPT_BYTES
 
     def to_json(self) -> str:
         """Return it as text."""

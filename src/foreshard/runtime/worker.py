@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -19,13 +20,19 @@ from foreshard.runtime.data import Feed
 from foreshard.runtime.job import load_job
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.ledger import Ledger
+from foreshard.runtime.lines import settle
 from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
+from foreshard.runtime.spare import Spare
 from foreshard.runtime.steering import Steering, wheel_of
 from foreshard.runtime.timeline import Timeline, wall_epoch_s
 from foreshard.runtime.trainer import Options, StepDone, Trainer
-from foreshard.runtime.work import JOB_FAULT, Work
+from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
 from foreshard.spec.plan import load_plan
+
+_LAST_LINES_S = 60.0
+"""How long a run that is done waits for its disk."""
+_TOLD_BYTES = 60_000  # a pipe holds 64 KiB without a reader
 
 
 class Worker:
@@ -80,7 +87,10 @@ class Worker:
                             track_norm=True),
             checkpoints=self.out / "ckpt", phase=self._phases(), on_event=self._event,
             on_action=self.timeline.add if self.timeline is not None else None,
-            ledger=Ledger(self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index),
+            ledger=Ledger(
+                self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index, size=index.size,
+                tell=self._event, copies=Spare(self.membership.client, self.rank), kept_bytes=work.kept_bytes,
+            ),
             before_step=self._before, on_step=self._tell,
         )  # fmt: skip
 
@@ -88,12 +98,20 @@ class Worker:
         """Train until the steps are done."""
         while True:
             self._train()
-            if self.timeline is not None:
-                self.timeline.close(self.clock.now())
-                self.timeline.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
+            self._write_trace()
+            settle([self.trainer.ledger.lines, *self.metrics.lines], _LAST_LINES_S)
             if self.membership.finish():
                 return
             self._rebuild("a peer has to finish its step")
+
+    def _write_trace(self) -> None:
+        if self.timeline is None:
+            return
+        self.timeline.close(self.clock.now())
+        try:
+            self.timeline.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
+        except OSError as error:
+            self._event("trace given up", error.strerror or str(error), step=self.trainer.step)
 
     def _train(self) -> None:
         while self.trainer.step < self.work.steps:
@@ -202,16 +220,23 @@ def main() -> int:
     try:
         Worker(work, rank, (host, int(port)), secret).run()
     except ForeshardError as error:
-        told = Path(work.out) / "errors"
-        told.mkdir(parents=True, exist_ok=True)
-        (told / f"rank-{rank}.json").write_text(json.dumps(error.to_dict()))
-        traceback.print_exc()
+        _tell(error)
         return JOB_FAULT
     return 0
 
 
+def _tell(error: ForeshardError) -> None:
+    """Tell the agent what is wrong, and the log if its disk takes it."""
+    told = json.dumps({**error.to_dict(), "what": error.what[: _TOLD_BYTES // 4]}).encode()
+    if TELL_FD in os.environ and len(told) <= _TOLD_BYTES:
+        os.write(int(os.environ[TELL_FD]), told)
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # threads of torch may still wait for peers that are gone

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreshard.errors import ForeshardError
 from foreshard.runtime.ledger import Ledger, audit, counting_lines, merge
 
 BATCH, RANKS, STEPS = 6, 3, 5
@@ -180,4 +182,85 @@ def test_empty_spans_leave_no_line() -> None:
     with folder() as paths:
         with Ledger(paths[0], 0) as ledger:
             ledger.trained(0, 0, [range(3, 3)])
-        assert paths[0].read_text() == ""
+        assert not paths[0].exists()
+
+
+class Kept:
+    """What a rendezvous keeps for a rank."""
+
+    def __init__(self, lines=()):
+        self.lines = list(lines)
+
+    def keep(self, data):
+        self.lines.append(data)
+
+    def clear(self):
+        self.lines.clear()
+
+    def left(self):
+        return list(self.lines)
+
+
+def test_a_full_disk_loses_no_sample(tmp_path, disk) -> None:
+    path, copies = tmp_path / "rank-0.jsonl", Kept()
+    ledger = Ledger(path, 0, index, size=10, copies=copies)
+    for step in range(STEPS):
+        disk.room = 20 if step in (1, 2) else None
+        if step == 3:
+            assert ledger.lines.waiting == 4 and len(copies.lines) == 4
+            ledger.flush()
+            assert copies.lines == []
+        ledger.trained(step, 0, [range(step * BATCH, step * BATCH + BATCH)])
+        ledger.commit(step, 0)
+    assert (check([path]).lost, check([path]).repeated, check([path]).misread) == ((), (), ())
+
+
+def test_a_checkpoint_is_refused_while_lines_wait(tmp_path, disk) -> None:
+    ledger = Ledger(tmp_path / "rank-0.jsonl", 0)
+    disk.room = 0
+    ledger.commit(0, 0)
+    with pytest.raises(OSError, match=r"1 lines of rank-0\.jsonl wait: No space left"):
+        ledger.flush()
+
+
+def test_a_rank_killed_while_its_lines_wait_loses_none(tmp_path, disk) -> None:
+    """Its next process writes them; what had reached the disk before it died does not come twice."""
+    path, copies = tmp_path / "rank-0.jsonl", Kept()
+    first = Ledger(path, 0, copies=copies)
+    first.trained(0, 0, [range(6)])
+    disk.room = 0
+    first.commit(0, 0)
+    first.trained(1, 0, [range(6, 12)])
+    disk.room = None
+    with path.open("ab") as file:
+        file.write(copies.lines[0] + b"\n")  # killed in the middle of writing them
+    again = Ledger(path, 0, copies=copies)
+    assert copies.lines == []
+    again.commit(1, 0)
+    found = audit([path], global_batch=6, steps=2)
+    assert (found.steps, found.samples, found.lost, found.repeated) == (2, 12, (), ())
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_too_many_waiting_lines_stop_the_run_and_say_which(tmp_path, disk) -> None:
+    ledger = Ledger(tmp_path / "rank-0.jsonl", 0, kept_bytes=300)
+    ledger.trained(0, 0, [range(6)])
+    disk.room = 0
+    with pytest.raises(
+        ForeshardError, match=r"No space left.* at most 300 bytes .* of steps 1 to \d+\. .*--resume"
+    ) as found:
+        for step in range(1, 100):
+            ledger.trained(step, 0, [range(step * 6, step * 6 + 6)])
+            ledger.commit(step, 0)
+    assert found.value.exit_code == 1
+    assert ledger.lines.waiting < 10
+
+
+def test_a_dataset_of_another_length_on_a_rank_is_found(tmp_path) -> None:
+    paths = [tmp_path / "rank-0.jsonl", tmp_path / "rank-1.jsonl"]
+    for rank, (path, size) in enumerate(zip(paths, (10, 11), strict=True)):
+        with Ledger(path, rank, index, size=size) as ledger:
+            ledger.trained(0, 0, [range(rank * 3, rank * 3 + 3)])
+            ledger.commit(0, 0)
+    found = audit(paths, global_batch=6, steps=1)
+    assert (found.lost, found.repeated, found.misread) == ((), (), (3, 4, 5))

@@ -1,8 +1,8 @@
 """A run's lines: their names, what they count, and a disk that is full."""
 
-import errno
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -63,39 +63,37 @@ def test_events_say_who_and_what(tmp_path):
     assert line == {"rank": 3, "kind": "peer gone", "text": "connection reset", "step": 7}
 
 
-class Full:
-    """A file on a disk that takes ten more bytes."""
+def test_a_full_disk_delays_lines_and_the_log_says_since_when(tmp_path, disk):
+    disk.room, metrics = 10, Metrics(tmp_path, 0)
+    for step in range(3):
+        write(metrics, step, count=10.0)
+    metrics.event("checkpoint failed", "no room")
+    assert lines(tmp_path / "metrics.jsonl") == lines(tmp_path / "events.jsonl") == []
+    disk.room = None
+    metrics.flush()
+    write(metrics, 3, count=10.0)
+    told = lines(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["n_tokens_seen"]) for line in told] == [(0, 10), (1, 20), (2, 30), (3, 40)]
+    events = lines(tmp_path / "events.jsonl")
+    assert [line["kind"] for line in events] == [
+        "disk refuses", "disk refuses", "checkpoint failed", "disk takes again", "disk takes again",
+    ]  # fmt: skip
+    assert {Path(line["file"]).name for line in events if "file" in line} == {"metrics.jsonl", "events.jsonl"}
+    assert "No space left" in events[0]["text"] and events[-1]["after_s"] >= 0
 
-    def __init__(self, file):
-        self.file = file
 
-    def write(self, data):
-        self.file.write(data[:10])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *told):
-        self.file.close()
-
-
-def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, monkeypatch):
-    """What was written of the line is taken back: the file stays readable, and the log tells of the loss."""
-    metrics = Metrics(tmp_path, 0)
-    write(metrics, 0)
-    opened = type(tmp_path).open
-    monkeypatch.setattr(type(tmp_path), "open", lambda path, *how, **more: Full(opened(path, *how, **more)))
-    write(metrics, 1)
-    write(metrics, 2)
-    monkeypatch.undo()
-    write(metrics, 3)
-    metrics.event("checkpoint", "after step 3")
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 3]
-    assert lines(tmp_path / "events.jsonl")[0]["missed_lines"] == 2
+def test_numbers_never_stop_a_run_the_oldest_are_given_up_and_counted(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_BYTES", 2000)
+    disk.room, metrics = 10, Metrics(tmp_path, 0)
+    for step in range(20):
+        write(metrics, step)
+    disk.room = None
+    metrics.event("checkpoint", "after step 19")
+    metrics.flush()
+    kept = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
+    assert 0 < len(kept) < 20 and kept == list(range(20 - len(kept), 20))
+    told = [line for line in lines(tmp_path / "events.jsonl") if line["kind"] == "checkpoint"]
+    assert told[0]["missed_lines"] == 20 - len(kept)
 
 
 def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypatch):
