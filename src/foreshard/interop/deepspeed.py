@@ -1,6 +1,6 @@
 """Plans as ``ds_config.json`` of DeepSpeed.
 
-Source: deepspeedai/DeepSpeed 0.19.6 at edaa722 (runtime/constants.py, runtime/config.py, runtime/zero/config.py).
+Source: DeepSpeed 0.19.8 (runtime/constants.py, runtime/config.py, runtime/zero/config.py), which has no MiCS.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 TARGET = "deepspeed"
-VERSION = "DeepSpeed 0.19.6"
+VERSION = "DeepSpeed 0.19.8"
 
 
 def export(
@@ -51,8 +51,8 @@ def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
         yield f"precision {plan.precision}"
     if plan.optimizer != "adamw":
         yield f"optimizer {plan.optimizer}"
-    if degrees.shard_size < degrees.dp and degrees.zero != 3:
-        yield f"shards of {degrees.shard_size} among {degrees.dp} ranks with zero {degrees.zero} (MiCS is zero 3)"
+    if degrees.zero and degrees.shard_size < degrees.dp:
+        yield f"shards of {degrees.shard_size} among {degrees.dp} ranks (since 0.19.8 it shards over all)"
     if degrees.offload in ("activations", "all") and degrees.recompute != "full":
         yield f"offload {degrees.offload} without full recompute (it offloads checkpoints)"
     if degrees.offload == "optimizer" and degrees.zero == 0:
@@ -79,8 +79,6 @@ def _zero(plan: Plan, degrees: Uniform) -> dict[str, Any]:
     made: dict[str, Any] = {"stage": degrees.zero}
     if "grad_overlap" in plan.comm:
         made["overlap_comm"] = plan.comm["grad_overlap"]
-    if degrees.zero == 3 and degrees.shard_size < degrees.dp:
-        made["mics_shard_size"] = degrees.shard_size
     if degrees.offload in ("optimizer", "all"):
         made["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return made
@@ -92,8 +90,6 @@ def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
         notes.append(
             f"recompute {degrees.recompute} is model code (gradient_checkpointing_enable() in transformers)."
         )
-    if "mics_shard_size" in _zero(plan, degrees):
-        notes.append("mics_shard_size needs the model built under deepspeed.zero.MiCS_Init.")
     notes.append("The learning rate is a placeholder; sequence length and data are the script's.")
     if load_framework(plan.framework).name != "deepspeed":
         notes.append(f"The plan was made for {plan.framework}: under DeepSpeed its time and memory differ.")

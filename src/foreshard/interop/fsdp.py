@@ -49,7 +49,7 @@ def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
         if value > 1:
             yield f"{name} {value}"
     if degrees.zero not in (2, 3):
-        yield f"zero {degrees.zero} (FSDP shards weights too: zero 2 keeps them after the forward, zero 3 does not)"
+        yield f"zero {degrees.zero} (FSDP shards weights too: zero 2 keeps them gathered, zero 3 does not)"
     if plan.precision not in _PRECISIONS:
         yield f"precision {plan.precision}"
     if degrees.shard_size % degrees.cp:
@@ -97,7 +97,8 @@ def _notes(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> tuple[str, 
     if cluster is None:
         notes.append("No CLUSTER was given: add num_machines, and on each machine machine_rank.")
     notes.append(
-        f"In the script: Accelerator(gradient_accumulation_steps={degrees.num_micro_batches}), a data loader of "
-        f"batch size {degrees.micro_batch} per rank and sequences of {plan.seq_len}, optimizer {plan.optimizer}."
+        f"In the script: Accelerator(gradient_accumulation_steps={degrees.num_micro_batches}), a data loader "
+        f"of batch size {degrees.micro_batch} per rank and sequences of {plan.seq_len}, optimizer "
+        f"{plan.optimizer}."
     )
     return tuple(notes)

@@ -23,7 +23,6 @@ VERSION = "Megatron-LM core_v0.19.0"
 Flag = tuple[str, ...]
 
 _SCHEDULES = ("1f1b", "interleaved")
-_RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
 _OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 _PRECISIONS: dict[str, tuple[Flag, ...]] = {
     "fp32": (),
@@ -55,7 +54,8 @@ def export(
     if degrees is None:
         refuse(TARGET, reasons)
         raise AssertionError("refused")
-    refuse(TARGET, (*_gaps(plan, degrees), *(model_gaps(model) if model else ())))
+    of_model = (*model_gaps(model), *_module_gaps(degrees, model)) if model else ()
+    refuse(TARGET, (*_gaps(plan, degrees), *_expert_gaps(plan, degrees, model), *of_model))
     flags = [*_degree_flags(degrees, model), *_batch_flags(plan, degrees), *_option_flags(plan, degrees)]
     flags += model_flags(model) if model else []
     return Exported(
@@ -85,7 +85,7 @@ def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
     if degrees.offload in ("activations", "all"):
         yield f"offload {degrees.offload} (it offloads the optimizer, or some modules' activations)"
     if degrees.offload == "optimizer" and degrees.zero != 1:
-        yield f"offload of the optimizer with zero {degrees.zero} (it needs the distributed optimizer, zero 1)"
+        yield f"offload of the optimizer with zero {degrees.zero} (the distributed optimizer, zero 1, has it)"
     if degrees.sp and degrees.tp == 1:
         yield "sequence parallelism without tensor parallelism"
     hidden = overlaps(plan)
@@ -93,6 +93,44 @@ def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
         yield "param_gather_overlap without grad_overlap and zero 1 or more"
     if hidden["tp_overlap"] and degrees.tp > 1 and not degrees.sp:
         yield "tp_overlap without sp"
+    if degrees.pp == 2 and degrees.vpp > 1 and not hidden["p2p_overlap"]:
+        yield "two stages with virtual ones and no p2p_overlap"
+    again = sorted({"moe_act", "layernorm"} & set(_modules(degrees.recompute)))
+    if plan.precision == "fp8" and again:
+        yield f"recompute of {' and '.join(again)} with fp8 (its scaling is delayed; mxfp8 can)"
+
+
+def _expert_gaps(plan: Plan, degrees: Uniform, model: Model | None) -> Iterator[str]:
+    """Yield what forbids to overlap the messages of experts (transformer_config.py, __post_init__)."""
+    if degrees.ep == 1 or not overlaps(plan)["expert_overlap"]:
+        return
+    if degrees.pp > 1 and degrees.vpp == 1:
+        yield "expert_overlap in a pipeline without virtual stages"
+    if degrees.recompute.startswith("full") or "moe" in _modules(degrees.recompute):
+        yield f"expert_overlap with recompute {degrees.recompute}"
+    if plan.precision in ("fp32", "tf32"):
+        yield f"expert_overlap in {plan.precision}"
+    if model and model.num_next_token > 1:
+        yield f"expert_overlap with {model.num_next_token} next-token layers"
+
+
+def _module_gaps(degrees: Uniform, model: Model) -> Iterator[str]:
+    """Yield recomputed modules that the model does not have."""
+    kinds = [block for block, _ in model.block_kinds()]
+    has = {
+        "mla_up_proj": any(block.kv_lora for block in kinds),
+        "shared_experts": any(block.shared_ffn for block in kinds),
+        **dict.fromkeys(("moe", "moe_act"), any(block.num_experts for block in kinds)),
+    }
+    for name in _modules(degrees.recompute):
+        if not has.get(name, True):
+            yield f"recompute of {name}, which {model.name} has not"
+
+
+def _modules(rule: str) -> tuple[str, ...]:
+    """Return the modules that a selective rule recomputes."""
+    kind, _, rest = rule.partition(":")
+    return tuple(rest.split("+")) if kind == "selective" else ()
 
 
 def _degree_flags(degrees: Uniform, model: Model | None) -> list[Flag]:
@@ -113,7 +151,7 @@ def _degree_flags(degrees: Uniform, model: Model | None) -> list[Flag]:
 
 
 def layout(degrees: Uniform, model: Model | None = None) -> str:
-    """Return the stages as Megatron writes them: ``Et*5|t*6|t*5L``, E embedding, t block, m next-token, L loss.
+    """Return the stages as Megatron writes them, ``Et*5|t*6|t*5L``: embedding, blocks, (m) next-token, loss.
 
     Stages come in the order in which a sample passes them, virtual ones after all first ones.
     """
@@ -161,9 +199,9 @@ def _sharding_flags(degrees: Uniform) -> list[Flag]:
 
 
 def _recompute_flags(rule: str) -> list[Flag]:
+    if _modules(rule):
+        return [("--recompute-granularity", "selective"), ("--recompute-modules", *_modules(rule))]
     kind, _, rest = rule.partition(":")
-    if kind == "selective":
-        return [("--recompute-granularity", "selective"), ("--recompute-modules", *rest.split("+"))]
     if kind == "full":
         method, _, count = rest.partition(":") if rest else ("uniform", "", "1")
         return [
@@ -195,8 +233,9 @@ def _script(plan: Plan, degrees: Uniform, flags: list[Flag]) -> str:
         else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # orders tensor-parallel collectives before Blackwell"
     )
     lines = [
-        f"# {VERSION}, world size {world} = tp {degrees.tp} x cp {degrees.cp} x dp {degrees.dp} x pp {degrees.pp}",
-        '# source megatron_args.sh; torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" (data, tokenizer, rate)',
+        f"# {VERSION}, world size {world} = "
+        f"tp {degrees.tp} x cp {degrees.cp} x dp {degrees.dp} x pp {degrees.pp}",
+        '# source this; torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" (data, tokenizer, rate)',
         connections,
         "MEGATRON_ARGS=(",
         *(f"  {' '.join(_quoted(word) for word in flag)}" for flag in flags),

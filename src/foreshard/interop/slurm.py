@@ -1,7 +1,7 @@
 """Plans as an sbatch script that starts torchrun on every node, in the order of the plan's ranks.
 
-Source: Slurm 25.05 sbatch and heterogeneous job support (slurm.schedmd.com/sbatch.html, heterogeneous_jobs.html);
-torchrun of torch 2.13 (torch/distributed/run.py).
+Source: Slurm 25.05 sbatch and heterogeneous job support (slurm.schedmd.com/sbatch.html,
+heterogeneous_jobs.html); torchrun of torch 2.13 (torch/distributed/run.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans for torchtitan: the TOML file of releases up to 0.2, the recipe module of 0.3.
 
-Source: pytorch/torchtitan v0.2.2 (torchtitan/config/job_config.py, distributed/pipeline_parallel.py) and b5bcd76
-(0.3: torchtitan/config/configs.py, trainer.py, distributed/activation_checkpoint.py, models/*/__init__.py).
+Source: torchtitan 0.2.2 (torchtitan/config/job_config.py, distributed/pipeline_parallel.py) and 0.3.0
+(torchtitan/config/configs.py, trainer.py, distributed/activation_checkpoint.py, models/*/__init__.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
-V02, V03 = "torchtitan v0.2.2", "torchtitan 0.3 (b5bcd76)"
+V02, V03 = "torchtitan 0.2.2", "torchtitan 0.3.0"
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 # Blocks, hidden, heads, key-value heads, vocabulary -> family, flavor; models/llama3 and models/qwen3.
 _LLAMA = {
@@ -232,12 +232,14 @@ def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:
     passes = degrees.num_micro_batches if degrees.pp > 1 else 1
     parallelism = _parallelism(plan, degrees, "lm_head")
     parallelism["enable_sequence_parallel"] = degrees.sp
-    parallelism["num_pp_microbatches"] = passes
+    if degrees.pp > 1:
+        parallelism["pipeline_parallel_microbatch_size"] = degrees.micro_batch
     training = {
-        "num_tokens_per_microbatch_per_dp_rank": degrees.micro_batch * plan.seq_len,
-        "num_tokens_per_train_step": plan.tokens,
-        "max_context_length": plan.seq_len,
+        "local_batch_size": degrees.micro_batch * passes,
+        "global_batch_size": plan.global_batch,
+        "seq_len": plan.seq_len,
         "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
+        "disable_cuda_graphs": not _graphs(plan, degrees),
     }
     checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
     compiled = _async_tp(plan, degrees)
@@ -277,6 +279,11 @@ def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:
     )
     head = [title, "", *imports, "", "", "def planned() -> Trainer.Config:"]
     return "\n".join([*head, *body]) + "\n"
+
+
+def _graphs(plan: Plan, degrees: Uniform) -> bool:
+    """Return whether steps run as CUDA graphs: as predicted, and never with pipelines or spread experts."""
+    return load_framework(plan.framework).cuda_graphs == "full" and degrees.pp == degrees.ep == 1
 
 
 def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:

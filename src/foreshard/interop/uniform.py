@@ -1,8 +1,8 @@
 """A plan as most frameworks can say it: one set of degrees for every replica and every stage.
 
 Frameworks lay ranks out with tp fastest, then cp, then dp, and pp slowest, and give every replica the same
-samples. `uniform` finds the degrees of a plan that is so, in one group or in several equal ones, and names all
-that is not.
+samples. `uniform` finds the degrees of a plan that is so, in one group or in several equal ones, and names
+all that is not.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def placement_note(ranks: tuple[int, ...]) -> tuple[str, ...]:
     if sorted(ranks) == list(range(len(ranks))):
         return (
             "The plan places ranks on devices in another order than launchers do: rank r runs on device "
-            f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}. Order the hosts accordingly, or "
-            "the run trains the same at another speed.",
+            f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}. Order the hosts "
+            "accordingly, or the run trains the same at another speed.",
         )
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)

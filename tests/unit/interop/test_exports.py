@@ -28,9 +28,9 @@ def schema(name: str) -> dict:
     return json.loads((SCHEMA / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def plan(**degrees) -> Plan:
+def plan(*, comm=None, **degrees) -> Plan:
     sizes = {"global_batch": 64, "seq_len": 8192, **degrees}
-    return plan_from_degrees(MODEL.num_layers, 16, **sizes)
+    return replace(plan_from_degrees(MODEL.num_layers, 16, **sizes), comm=comm or {})
 
 
 def files(target: str, made: Plan) -> dict[str, str]:
@@ -198,12 +198,45 @@ def test_uneven_shares_are_refused_with_the_reason(target):
         ("torchtitan@0.3", {"zero": 1}, "zero 1"),
         ("deepspeed", {"tp": 2}, "tp 2"),
         ("fsdp", {"pp": 2, "zero": 3}, "pp 2|pipeline"),
+        ("deepspeed", {"zero": 3, "shard_size": 4}, "shards of 4 among 16"),
+        ("deepspeed", {"zero": 1, "offload": "activations"}, "offload activations"),
+        ("fsdp", {"zero": 3, "offload": "all"}, "offload all"),
+        ("fsdp", {"zero": 3, "recompute": "full:block:1"}, "full:block:1"),
+        ("torchtitan@0.3", {"zero": 3, "recompute": "every-2"}, "every-2"),
+        ("torchtitan@0.2", {"zero": 3, "recompute": "selective:core_attn"}, "selective:core_attn"),
+        ("torchtitan@0.2", {"zero": 0, "cp": 2}, "zero 0 with context"),
         ("megatron", {"zero": 1, "pp": 2, "schedule": "zb-h1"}, "zb-h1"),
+        ("megatron", {"offload": "activations"}, "offload activations"),
+        ("megatron", {"zero": 3, "offload": "optimizer"}, "offload of the optimizer with zero 3"),
+        ("megatron", {"recompute": "every-2"}, "every-2"),
+        ("megatron", {"recompute": "selective:moe"}, "recompute of moe, which llama3-8b has not"),
+        ("megatron", {"recompute": "selective:layernorm", "precision": "fp8"}, "layernorm with fp8"),
+        ("megatron", {"pp": 2, "vpp": 2, "comm": {"p2p_overlap": False}}, "no p2p_overlap"),
+        ("megatron", {"tp": 2, "sp": False, "comm": {"tp_overlap": True}}, "tp_overlap without sp"),
+        ("megatron", {"comm": {"param_gather_overlap": True}}, "param_gather_overlap without grad_overlap"),
     ],
 )
 def test_what_a_target_cannot_say_is_refused(target, degrees, reason):
     with pytest.raises(SpecError, match=reason):
         export(plan(**degrees), target, model=MODEL, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "reason"),
+    [
+        ({"ep": 8, "pp": 2}, "without virtual stages"),
+        ({"ep": 8, "recompute": "full"}, "expert_overlap with recompute full"),
+        ({"ep": 8, "recompute": "selective:moe"}, "expert_overlap with recompute selective:moe"),
+        ({"ep": 8, "precision": "fp32"}, "expert_overlap in fp32"),
+    ],
+)
+def test_megatron_names_what_forbids_to_overlap_experts(degrees, reason):
+    model = load_model("mixtral-8x7b")
+    made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=4096, **degrees)
+    made = replace(made, comm={"expert_overlap": True})
+    with pytest.raises(SpecError, match=reason):
+        export(made, "megatron", model=model)
+    assert export(replace(made, comm={}), "megatron", model=model).files
 
 
 def test_unknown_targets_list_the_known_ones():
