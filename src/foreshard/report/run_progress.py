@@ -1,4 +1,4 @@
-"""A run as it goes: a line on a terminal, nothing in a pipe."""
+"""A run as it goes: on a terminal a line, or a board where a controller steers; nothing in a pipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from foreshard.report.run_board import Board
 from foreshard.units import format_seconds
 
 _EVERY_S = 0.5
+Draw = Callable[[list[dict[str, Any]]], None]
 
 
 class Follow:
@@ -22,15 +24,19 @@ class Follow:
 
     def latest(self, metrics: Path) -> dict[str, Any] | None:
         """Return the newest whole line that came since the last look."""
+        lines = self.lines(metrics)
+        return lines[-1] if lines else None
+
+    def lines(self, metrics: Path) -> list[dict[str, Any]]:
+        """Return the whole lines that came since the last look."""
         if not metrics.exists():
-            return None
+            return []
         with metrics.open("rb") as file:
             file.seek(self._read_bytes)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        lines = whole.splitlines()
-        return dict(json.loads(lines[-1])) if lines else None
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def told(line: dict[str, Any], predicted_s: float | None = None) -> str:
@@ -55,6 +61,25 @@ def progress(steps: int, predicted_s: float | None = None) -> Callable[[Path], N
     """
     if not sys.stderr.isatty():
         return None
+    follow, looked_s = Follow(), [0.0]
+    draw: list[Draw] = []
+
+    def look(metrics: Path) -> None:
+        now = time.monotonic()
+        if now - looked_s[0] < _EVERY_S:
+            return
+        looked_s[0] = now
+        lines = follow.lines(metrics)
+        if lines and not draw:
+            draw.append(_board(steps) if "controller/policy" in lines[-1] else _bar(steps, predicted_s))
+        if lines:
+            draw[0](lines)
+
+    return look
+
+
+def _bar(steps: int, predicted_s: float | None) -> Draw:
+    """Return what draws a line with a bar."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -63,19 +88,30 @@ def progress(steps: int, predicted_s: float | None = None) -> Callable[[Path], N
         TextColumn("{task.fields[told]}"), transient=True, console=Console(stderr=True),
     )  # fmt: skip
     task = bar.add_task("run", total=steps, told="")
-    follow, looked_s = Follow(), [0.0]
 
-    def look(metrics: Path) -> None:
-        now = time.monotonic()
-        if now - looked_s[0] < _EVERY_S:
-            return
-        looked_s[0] = now
-        line = follow.latest(metrics)
-        if line is None:
-            return
+    def draw(lines: list[dict[str, Any]]) -> None:
         bar.start()
-        bar.update(task, completed=line["step"] + 1, told=told(line, predicted_s))
-        if line["step"] + 1 >= steps:
+        bar.update(task, completed=lines[-1]["step"] + 1, told=told(lines[-1], predicted_s))
+        if lines[-1]["step"] + 1 >= steps:
             bar.stop()
 
-    return look
+    return draw
+
+
+def _board(steps: int) -> Draw:
+    """Return what draws the board of a controller; the last one stays on the screen."""
+    from rich.console import Console
+    from rich.live import Live
+
+    board = Board(steps)
+    live = Live(console=Console(stderr=True), auto_refresh=False)
+
+    def draw(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            board.take(line)
+        live.start()
+        live.update(board.render(), refresh=True)
+        if lines[-1]["step"] + 1 >= steps:
+            live.stop()
+
+    return draw

@@ -182,7 +182,7 @@ class Steering:
         self._controller: Controller | Rival | None = None
         self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
         self._proposed: tuple[int, Plan] | None = None
-        self._last = ""
+        self._last, self._orders = "", 0
 
     @property
     def controller(self) -> Controller | Rival:
@@ -264,7 +264,7 @@ class Steering:
         if command.plan is not None:
             plan = self._wheel.as_run(command.plan)
             self._proposed = (generation, plan)
-            self._last = f"{command.kind}: {command.reason}"
+            self._last, self._orders = f"{command.kind}: {command.reason}", self._orders + 1
             self._propose(replace(command, plan=plan))
 
     def _spent(self, time_s: float, plan: Plan, stage_s: Mapping[int, float]) -> dict[str, float]:
@@ -284,6 +284,7 @@ class Steering:
             "controller/weight": queues.weight,
             "controller/reconfigurations": controller.reconfigurations,
             "controller/order": self._last,
+            "controller/orders": self._orders,
             "controller/bound_s": self._bound_s(),
             "shares": [group.share for group in running.groups],
             "pipelines": [

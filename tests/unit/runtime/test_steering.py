@@ -1,4 +1,4 @@
-"""The controller at the wheel: what it is built from, how it follows speeds, who takes over when it is lost."""
+"""The controller at the wheel: what it is built from, how it follows speeds, who takes over from it."""
 
 from __future__ import annotations
 

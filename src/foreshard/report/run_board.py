@@ -1,0 +1,138 @@
+"""A steered run as it goes: plan, budgets, step time against its bound, the last orders; drawn with rich."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from foreshard.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_ORDERS, _TIMES, _BACKLOG = 5, 60, 20
+_BARS = "▁▂▃▄▅▆▇█"
+_MEAN = "time_metrics/end_to_end(s)"
+
+
+class Board:
+    """What is drawn of a run, from the lines of its metrics.
+
+    Parameters
+    ----------
+    steps : int
+        Of the whole run.
+    """
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.line: Mapping[str, Any] = {}
+        self._times: deque[float] = deque(maxlen=_TIMES)
+        self._orders: deque[str] = deque(maxlen=_ORDERS)
+        self._told, self._changes = "", 0
+        self._most_backlog: dict[str, float] = {}
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Take in a step."""
+        self.line = line
+        if line.get(_MEAN):
+            self._times.append(line[_MEAN])
+        order = (line.get("controller/order", ""), line.get("controller/orders", 0))
+        if order[0] and order != (self._told, self._changes):
+            self._orders.append(f"step {line['step']}  {order[0]}")
+        self._told, self._changes = order
+        for name, values in self._budgets():
+            self._most_backlog[name] = max(self._most_backlog.get(name, 0.0), values["backlog"])
+
+    def _budgets(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Return the numbers of each budget."""
+        for key in self.line:
+            if key.startswith("budget/") and key.endswith("/backlog"):
+                name = key.split("/")[1]
+                yield (
+                    name,
+                    {
+                        what: self.line[f"budget/{name}/{what}"]
+                        for what in ("backlog", "over", "limit", "mean")
+                    },
+                )
+
+    def head(self) -> str:
+        """Return the line of the step: loss, its time, the bound."""
+        line = self.line
+        words = [f"step {line['step'] + 1}/{self.steps}", f"loss {line['loss_metrics/global_avg_loss']:.4g}"]
+        if line.get(_MEAN):
+            words.append(f"{format_seconds(line[_MEAN])} a step")
+            bound_s = line["controller/bound_s"]
+            words.append(f"bound {format_seconds(bound_s)} (+{100 * (line[_MEAN] / bound_s - 1):.0f} %)")
+            words.append(f"{line['n_tokens'] / line[_MEAN]:.3g} tokens/s")
+        return "  ".join(words)
+
+    def pipelines(self) -> list[tuple[str, str]]:
+        """Return the share and the stages of every pipeline: ranks with their layers."""
+        total = sum(self.line["shares"])
+        rows = []
+        for share, stages in zip(self.line["shares"], self.line["pipelines"], strict=True):
+            told = "  >  ".join(_stage(stage) for stage in stages)
+            rows.append((f"{share} ({100 * share / total:.0f} %)", told))
+        return rows
+
+    def budgets(self) -> list[tuple[str, str, str, str, str]]:
+        """Return what was spent of every budget so far, beside what it allows, and its queue."""
+        return [
+            (
+                name, f"{one['limit']:.4g}", f"{one['mean']:.4g}", f"{100 * one['over']:+.1f} %",
+                f"{one['backlog']:8.3g} {_bar(one['backlog'], self._most_backlog[name])}",
+            )
+            for name, one in self._budgets()
+        ]  # fmt: skip
+
+    def foot(self) -> str:
+        """Return what the controller has done so far."""
+        line = self.line
+        return (
+            f"policy {line['controller/policy']}  weight of time {line['controller/weight']:.3g}  "
+            f"reconfigurations {line['controller/reconfigurations']}  generation {line['generation']}"
+        )
+
+    def render(self) -> RenderableType:
+        """Return the board for rich to draw."""
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        plan = Table("share", "ranks: layers", box=None, pad_edge=False, header_style="dim")
+        for share, stages in self.pipelines():
+            plan.add_row(share, stages)
+        parts: list[RenderableType] = [Text(self.head()), Text(sparks(self._times), style="cyan"), plan]
+        budgets = self.budgets()
+        if budgets:
+            table = Table(
+                "budget", "limit", "mean", "over", "queue", box=None, pad_edge=False, header_style="dim"
+            )
+            for row in budgets:
+                table.add_row(*row)
+            parts.append(table)
+        parts.append(Text(self.foot(), style="dim"))
+        parts += [Text(order) for order in self._orders]
+        return Panel(Group(*parts), title="foreshard run", title_align="left", expand=False)
+
+
+def sparks(times: Sequence[float]) -> str:
+    """Return times as bars of eight heights, from 0 to the longest."""
+    longest = max(times, default=0.0)
+    if longest <= 0.0:
+        return ""
+    return "".join(_BARS[min(int(8 * one / longest), 7)] for one in times)
+
+
+def _bar(value: float, most: float) -> str:
+    return "█" * round(_BACKLOG * value / most) if most > 0 else ""
+
+
+def _stage(stage: Sequence[int]) -> str:
+    """Return ranks and layers, given as ranks, first layer, end."""
+    *ranks, first, stop = stage
+    return f"{', '.join(map(str, ranks))}: {first}-{stop - 1}"
