@@ -12,7 +12,6 @@ from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
 from foreshard.control.clairvoyant import Bound, bound_of
 from foreshard.control.hindsight import best_subset, violation
-from foreshard.control.lyapunov import Lyapunov
 from foreshard.control.policies import BY_SHARES, Banked, Fleet, Greedy, on_subset
 from foreshard.control.slots import Budget
 from foreshard.control.subsets import COSTS
@@ -31,8 +30,6 @@ POLICIES = (
     "sailor-like", "greedy-fastest", "greedy-cheapest", "greedy-banked", "static-best", *HELD,
 )  # fmt: skip
 """All policies, ours first. `static-best` is lb-bsp on the best fixed subset of devices: lb-bsp@budget."""
-ASKED = ("controller",)
-"""Run only when named: the controller of the runtime, event by event, which solves anew in every slot."""
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
@@ -190,10 +187,10 @@ def contest(
 
 
 def _known(name: str, scenario: Scenario) -> None:
-    if name not in POLICIES + ASKED:
+    if name not in POLICIES:
         raise SpecError(
             f"unknown policy {name!r}", file=scenario.file, key="policy", value=name,
-            rule=f"Policies are {', '.join(POLICIES + ASKED)}",
+            rule=f"Policies are {', '.join(POLICIES)}",
         )  # fmt: skip
 
 
@@ -250,8 +247,6 @@ def _rule(name: str, arena: Arena, budgets: Sequence[Budget], scenario: Scenario
     if name in _FREE:
         return _FREE[name](arena)
     if name == "lyapunov":
-        return Lyapunov(arena, budgets)
-    if name == "controller":
         return controller_rule(arena, budgets, scenario)
     if name == "sailor-like":
         return Fleet(arena, budgets)

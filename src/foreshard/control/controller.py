@@ -14,17 +14,28 @@ import numpy as np
 
 from foreshard.control import journal, orders
 from foreshard.control.estimates import Estimates
-from foreshard.control.grouping import change_s, reshare, solve_slot, worth_of
-from foreshard.control.landscape import Memo
+from foreshard.control.grouping import reshare, worth_of
+from foreshard.control.lessons import Lessons, weight_for
+from foreshard.control.moves import move, move_costs
 from foreshard.control.queues import Queues
-from foreshard.control.slots import Budget, Chain, Choice, State, Structure
-from foreshard.control.tuning import Tuner
+from foreshard.control.replicas import Compared, Pipelines, Replicas
+from foreshard.control.slots import Budget, Chain, Choice, State, Structure, evaluate
 from foreshard.errors import InfeasibleError, SpecError
-from foreshard.spec.online import Command, DeviceSeen, Event, PriceChanged, RankLost, StepMeasured
+from foreshard.spec.online import (
+    Command,
+    Event,
+    LinkSeen,
+    PriceChanged,
+    RankLost,
+    StepMeasured,
+    Together,
+)
 from foreshard.spec.plan import Plan
 
 _DEAD_ZONE = 0.02
 """Part of a slot's worth below which a better structure is not better: estimates are no finer."""
+_SAME_SHARES = 0.005
+"""Part of a step that new shares must gain."""
 _LONGEST_DWELL = 20.0
 _CHECK_EVERY = 25
 
@@ -42,16 +53,19 @@ class Controller:
         That runs: pipelines of one rank per stage.
     budgets : sequence of Budget
     weight : float or None
-        V; None finds it for `violation` over `horizon`.
+        V; None takes it from `violation` and `horizon`.
     violation : float
         Wanted excess of mean cost over budget after `horizon` steps.
     horizon : int, steps
     pause_s : float
         What every change of layers or groups costs besides what moves.
     max_stages : int
-        Longest pipeline.
+        Longest pipeline; with 1 all subsets of replicas are compared.
     quiet_steps : int
         Without any change seen, layers and groups stay at least so long.
+    patience : float
+        Part of what a change costs that staying must have lost before it is made. With all of it, of two
+        plans never more than twice the best possible is lost (ski rental).
     log : text stream, optional
         Gets every event and command as a line; `journal.replay` reads it.
     """
@@ -69,24 +83,34 @@ class Controller:
         pause_s: float = 0.0,
         max_stages: int = 4,
         quiet_steps: int = 200,
+        patience: float = 0.3,
         log: TextIO | None = None,
     ):
         self.chain, self.plan, self._log = chain, plan, log
-        self._memo, self._max_stages, self._pause_s = Memo(), max_stages, pause_s
-        self._batch, self._micro_batch = plan.global_batch, plan.groups[0].micro_batch
+        self.budgets = tuple(budgets)
+        self._pause_s, self._patience, self.quiet_steps = pause_s, patience, quiet_steps
+        self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
+        self._slots: Replicas | Pipelines = (
+            Replicas(chain, budgets, **self._asked)
+            if max_stages == 1
+            else Pipelines(chain, budgets, max_stages=max_stages, **self._asked)
+        )
         self.estimates = Estimates(stated)
         self.choice = self._running(orders.structure_of(plan), plan, stated)
-        self.tuner = None if weight is not None else Tuner(violation=violation, horizon=horizon)
-        fastest = solve_slot(chain, stated, time_weight=1.0, memo=self._memo, **self._asked())
-        self.queues = Queues(budgets, weight=1.0 if weight is None else weight, step_s=fastest.time_s)
-        self.step, self.regret, self.quiet_steps = -1, 0.0, quiet_steps
+        free = dict.fromkeys((one.name for one in budgets), 0.0)
+        fastest = self._slots.compare(stated, 1.0, free, None).best
+        step_s = reshare(chain, stated, fastest, time_weight=1.0, **self._asked).time_s
+        weight = weight_for(violation, horizon) if weight is None else weight
+        self.queues = Queues(budgets, weight=weight, step_s=step_s)
+        self.lessons = Lessons(budgets, horizon)
+        self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
         self.ignored = 0
         self._changed_at, self._seen_change = -quiet_steps, True
         self._told = ""
-
-    def _asked(self) -> dict[str, Any]:
-        return {"batch": self._batch, "micro_batch": self._micro_batch, "max_stages": self._max_stages}
+        self._settled: tuple[State | None, Structure | None, int] = (None, None, 0)
+        if budgets:
+            self._learn(self.estimates.state(), 0)
 
     def _running(self, structure: Structure, plan: Plan, state: State) -> Choice:
         if max(structure.workers) >= self.chain.num_workers:
@@ -99,9 +123,7 @@ class Controller:
                 f"a plan of {structure.groups[0].cuts[-1]} layers", key="plan",
                 rule=f"The chain has {self.chain.num_layers}",
             )  # fmt: skip
-        made = reshare(
-            self.chain, state, structure, batch=self._batch, micro_batch=self._micro_batch, time_weight=1.0
-        )
+        made = reshare(self.chain, state, structure, time_weight=1.0, **self._asked)
         return Choice(
             structure=structure, shares=tuple(group.share for group in plan.groups), time_s=made.time_s,
             costs=made.costs,
@@ -122,35 +144,45 @@ class Controller:
             self.ignored += 1
             return (Command(kind="keep", reason=f"step {event.step} came after step {self.step}: ignored"),)
         self.step = max(self.step, event.step)
+        told = [self._heard(one) for one in (event.events if isinstance(event, Together) else (event,))]
+        running = list(self.choice.structure.workers)
+        steps = event.steps if isinstance(event, StepMeasured) else 0
+        unknown = [reason for reason in told if reason]
+        if len(unknown) == len(told):
+            return (Command(kind="keep", reason="; ".join(unknown)),)
+        return self._decide(steps, urgent=not self.estimates.available[running].all())
+
+    def _heard(self, event: Event) -> str:
+        """Take a fact in; return why it is ignored, or nothing."""
         if isinstance(event, StepMeasured):
             self._measured(event)
-            return self._decide(urgent=False)
-        if not 0 <= event.rank < self.chain.num_workers:
-            self.ignored += 1
-            return (Command(kind="keep", reason=f"rank {event.rank} is unknown: ignored"),)
-        self._seen_change = True
-        if isinstance(event, PriceChanged):
-            if 0.0 <= event.usd_per_h < math.inf:
-                self.estimates.usd_per_h[event.rank] = event.usd_per_h
-            return (Command(kind="keep", reason=f"rank {event.rank} costs {event.usd_per_h:g} $/h"),)
-        if isinstance(event, RankLost):
+            return ""
+        assert not isinstance(event, Together)
+        ends = (event.source, event.target) if isinstance(event, LinkSeen) else (event.rank,)
+        for rank in ends:
+            if not 0 <= rank < self.chain.num_workers:
+                self.ignored += 1
+                return f"rank {rank} is unknown: ignored"
+        if isinstance(event, LinkSeen):
+            self.estimates.links.set(event.source, event.target, event.bytes_per_s)
+        elif isinstance(event, PriceChanged):
+            if not 0.0 <= event.usd_per_h < math.inf:
+                self.ignored += 1
+                return f"rank {event.rank} at {event.usd_per_h} $/h: ignored"
+            self.estimates.usd_per_h[event.rank] = event.usd_per_h
+        elif isinstance(event, RankLost):
             self.estimates.available[event.rank] = False
-            return self._decide(urgent=event.rank in self.choice.structure.workers)
-        assert isinstance(event, DeviceSeen)
-        self.estimates.available[event.rank] = True
-        if event.relative_speed is not None:
-            self.estimates.speed[event.rank].set(event.relative_speed)
-        running = set(self.choice.structure.workers)
-        return self._decide(urgent=not all(self.estimates.available[list(running)]))
+        else:
+            self.estimates.available[event.rank] = True
+            if event.relative_speed is not None:
+                self.estimates.speed[event.rank].set(event.relative_speed)
+        self._seen_change = True
+        return ""
 
     def _measured(self, event: StepMeasured) -> None:
         """Take in speeds, rates, seconds and costs; what is no number is replaced by what was expected."""
-        state = self.estimates.state()
-        expected = reshare(
-            self.chain, state, self.choice.structure, batch=self._batch, micro_batch=self._micro_batch,
-            time_weight=1.0, memo=self._memo,
-        )  # fmt: skip
-        took = event.time_s
+        expected = self.choice
+        took, times = event.time_s, max(event.steps, 1)
         if not 0.0 < took < math.inf:
             self.ignored += 1
             took = expected.time_s if math.isfinite(expected.time_s) else self.queues.step_s
@@ -158,13 +190,13 @@ class Controller:
         nominal = self._nominal_s()
         for rank, seconds in sorted(event.stage_s.items()):
             if rank in nominal and 0.0 < seconds < math.inf:
-                changed |= self.estimates.see_speed(rank, nominal[rank] / seconds)
+                changed |= self.estimates.see_speed(rank, nominal[rank] / seconds, times)
             elif rank in nominal:
                 self.estimates.speed[rank].refused += 1
-        changed |= self.estimates.see_links(event.link_s)
+        changed |= self.estimates.links.see(event.link_s, times)
         self._seen_change |= changed
         costs = {}
-        for budget in self.queues.budgets:
+        for budget in self.budgets:
             cost = event.costs.get(budget.name, math.nan)
             if not 0.0 <= cost < math.inf:
                 self.ignored += 1
@@ -172,9 +204,16 @@ class Controller:
                     expected.costs[budget.key] * took / expected.time_s if expected.time_s < math.inf else 0.0
                 )
             costs[budget.name] = cost
-        self.queues.record(took, costs)
-        if self.tuner is not None and self.queues.budgets:
-            self.queues.weight = self.tuner.observe(max(self.queues.backlog.values()))
+        self.queues.record(took, costs, times)
+
+    def _learn(self, state: State, steps: int) -> None:
+        """Count a state, and when a lesson is due place the queues by what is known of all."""
+        key = state.key()
+        if self.lessons.needs(key):
+            self.lessons.rows(key, *self._slots.rows(state))
+        self.lessons.saw(key, steps)
+        if self.lessons.due:
+            self.lessons.teach(self.queues)
 
     def _nominal_s(self) -> dict[int, float]:
         """Return the seconds per sample of each rank's layers at nominal speed."""
@@ -184,57 +223,84 @@ class Controller:
                 found[worker] = float(self.chain.before_s[worker, stop] - self.chain.before_s[worker, first])
         return found
 
-    def _decide(self, *, urgent: bool) -> Sequence[Command]:
+    def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
+        if self.budgets and steps and math.isfinite(self.choice.time_s):
+            self._learn(state, steps)
         time_weight, cost_weights = self.queues.weights()
-        asked: dict[str, Any] = {
-            "batch": self._batch, "micro_batch": self._micro_batch, "time_weight": time_weight,
-            "cost_weights": cost_weights, "budgets": self.queues.budgets, "memo": self._memo,
-        }  # fmt: skip
+        running = self.choice.structure
         try:
-            best = solve_slot(
-                self.chain, state, running=self.choice, max_stages=self._max_stages,
-                change_weight=max(time_weight, 0.0) / self._dwell(), **asked,
-            )  # fmt: skip
+            found = self._slots.compare(
+                state, time_weight, cost_weights, running, max(time_weight, 0.0) / self._dwell()
+            )
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
-        stay = reshare(self.chain, state, self.choice.structure, **asked)
-        worth = [worth_of(one, time_weight, cost_weights, self.queues.budgets) for one in (stay, best)]
-        if urgent or not math.isfinite(worth[0]):
-            return self._change(best, state, "the running plan has lost a rank")
-        gain = worth[0] - worth[1]
-        if best.structure == stay.structure or gain <= _DEAD_ZONE * abs(worth[0]):
+        if urgent or not math.isfinite(found.stay_worth):
+            return self._change(found.best, state, "the running plan has lost a rank")
+        gain = found.stay_worth - found.best_worth
+        if found.best == running or gain <= _DEAD_ZONE * abs(found.stay_worth):
             self.regret = 0.0
-            return self._follow(stay, state)
-        self.regret += gain
-        price_s = self._pause_s + change_s(self.chain, state, stay.structure, best.structure)
-        due = self.regret >= max(time_weight, 0.0) * price_s / self._dwell()
+            return self._follow(state)
+        self.regret += gain * steps
+        # The step to come counts: a change that one step earns back is not put off.
+        price = self._price(found, state, time_weight, cost_weights)
+        due = self.regret + gain >= self._patience * price
         if due and (self._seen_change or self.step - self._changed_at >= self.quiet_steps):
-            return self._change(best, state, f"staying is worse by {gain / abs(worth[0]):.1%} of a step")
-        return self._follow(stay, state)
+            why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
+            return self._change(found.best, state, why)
+        return self._follow(state)
+
+    def _price(
+        self, found: Compared, state: State, time_weight: float, cost_weights: dict[str, float]
+    ) -> float:
+        """Return what the change costs, in the units of what a slot minimises."""
+        done = move(self.chain, state, self.choice.structure, found.best)
+        costs = move_costs(state, found.best, done, pause_s=self._pause_s)
+        spent = sum(cost_weights[one.name] * costs.get(one.key, 0.0) for one in self.budgets)
+        return max(time_weight, 0.0) * (self._pause_s + done.time_s) + spent
+
+    def _shared(self, structure: Structure) -> Choice:
+        """Return a structure with the best shares by the estimates as they are."""
+        time_weight, cost_weights = self.queues.weights()
+        return reshare(
+            self.chain, self.estimates.finest(), structure, time_weight=time_weight,
+            cost_weights=cost_weights, budgets=self.budgets, **self._asked,
+        )  # fmt: skip
 
     def _dwell(self) -> float:
         return min(max(self.estimates.dwell_steps, 1.0), _LONGEST_DWELL)
 
-    def _follow(self, stay: Choice, state: State) -> Sequence[Command]:
+    def _follow(self, state: State) -> Sequence[Command]:
         """Keep the structure; let shares follow."""
-        kind = orders.change_of(self.choice, stay)
-        reason = self._warning(state)
-        self.choice = stay
-        self.counts[kind] += 1
-        if kind == "keep":
+        old, reason = self.choice, self._warning(state)
+        fine = self.estimates.finest()
+        state_then, structure_then, until = self._settled
+        if fine is state_then and old.structure is structure_then and self.queues.steps < until:
+            self.counts["keep"] += 1
             return (Command(kind="keep", reason=reason),)
-        self.plan = orders.plan_of(self.plan, stay, micro_batch=self._micro_batch)
-        return (Command(kind=kind, plan=self.plan, reason=reason or "shares follow the speeds"),)
+        self._settled = fine, old.structure, self.queues.steps + _CHECK_EVERY
+        kept = evaluate(self.chain, fine, old.structure, old.shares, micro_batch=self._asked["micro_batch"])
+        new = self._shared(old.structure)
+        weights = self.queues.weights()
+        worth = [worth_of(one, *weights, self.budgets) for one in (kept, new)]
+        if new.shares == old.shares or worth[0] - worth[1] <= _SAME_SHARES * abs(worth[0]):
+            self.choice = kept
+            self.counts["keep"] += 1
+            return (Command(kind="keep", reason=reason),)
+        self.choice = new
+        self.counts["re-share"] += 1
+        self.plan = orders.plan_of(self.plan, new, micro_batch=self._asked["micro_batch"])
+        return (Command(kind="re-share", plan=self.plan, reason=reason or "shares follow the speeds"),)
 
-    def _change(self, best: Choice, state: State, why: str) -> Sequence[Command]:
-        kind = orders.change_of(self.choice, best)
+    def _change(self, best: Structure, state: State, why: str) -> Sequence[Command]:
+        made = self._shared(best)
+        kind = orders.change_of(self.choice, made)
         warning = self._warning(state)
         if kind not in ("keep", "re-share"):
             self._changed_at, self._seen_change, self.regret = self.step, False, 0.0
-        self.choice = best
+        self.choice = made
         self.counts[kind] += 1
-        self.plan = orders.plan_of(self.plan, best, micro_batch=self._micro_batch)
+        self.plan = orders.plan_of(self.plan, made, micro_batch=self._asked["micro_batch"])
         reason = f"{why}; {warning}" if warning else why
         return (Command(kind=kind, plan=None if kind == "keep" else self.plan, reason=reason),)
 
@@ -242,23 +308,20 @@ class Controller:
         """Return which budget cannot be kept as things are, looked at now and then while it is exceeded."""
         if self.queues.steps % _CHECK_EVERY == 0:
             self._told = ""
-            for budget in self.queues.budgets:
+            for budget in self.budgets:
                 if self.queues[budget.name].violation > 0.0 and self.queues[budget.name].backlog > 1.0:
                     self._told = self._told or self._cannot(budget, state)
         return self._told
 
     def _cannot(self, budget: Budget, state: State) -> str:
-        time_weight = 0.0
-        if budget.per != "step":
-            time_weight = -budget.allowance(1.0)
-        cheapest = solve_slot(
-            self.chain, state, time_weight=time_weight, cost_weights={budget.name: 1.0}, budgets=(budget,),
-            memo=self._memo, start=self.choice, **self._asked(),
-        )  # fmt: skip
-        least, allowed = cheapest.costs[budget.key], budget.allowance(cheapest.time_s)
-        if least <= allowed:
+        time_s, costs = self._slots.rows(state)
+        spent = costs[:, self.budgets.index(budget)]
+        allowed = np.array([budget.allowance(float(one)) for one in time_s])
+        at = int(np.argmin(spent - allowed))
+        if spent[at] <= allowed[at]:
             return ""
-        return f"budget {budget.name!r} cannot be kept: the cheapest plan costs {least:.4g} of {allowed:.4g}"
+        least = f"{spent[at]:.4g} of {allowed[at]:.4g}"
+        return f"budget {budget.name!r} cannot be kept: the cheapest plan costs {least}"
 
     @property
     def reconfigurations(self) -> int:
@@ -270,7 +333,8 @@ class Controller:
         structure, plan = self.choice.structure, self.plan
         workers = structure.workers
         assert len(set(workers)) == len(workers), "a rank is in two places"
-        assert sum(self.choice.shares) == self._batch and min(self.choice.shares) > 0, "samples are lost"
+        assert sum(self.choice.shares) == self._asked["batch"], "samples are lost"
+        assert min(self.choice.shares) > 0, "a group without samples"
         for group in structure.groups:
             assert group.cuts[0] == 0 and group.cuts[-1] == self.chain.num_layers, "layers are missing"
             assert all(np.diff(group.cuts) > 0), "a stage without layers"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreshard.control.slots import State
+from foreshard.control.slots import State, link_kinds
 
 GAIN = 0.1
 """Part of a surprise that the level takes over."""
@@ -22,6 +22,10 @@ _SLACK, _ALARM, _CLIP = 0.5, 8.0, 6.0
 _LEAST_SPREAD, _FIRST_SPREAD = 0.02, 0.1
 GRID = 0.05
 """Estimates are handed out in steps of this size in the logarithm, so that noise does not make new states."""
+MOST_REPEATS = 3
+"""Steps reported at once count as at most so many values: enough to ring the alarm."""
+APART = 0.25
+"""Logarithm by which a link must differ from those like it to go by its own rate."""
 MOST_SPEED = 2.0
 """A device this many times faster than stated is not believed."""
 
@@ -69,8 +73,15 @@ class Level:
         """Return the chance of a change in a step."""
         return 1.0 / self.dwell_steps
 
-    def see(self, value: float) -> bool:
-        """Take a value in; return whether the level was found to have changed."""
+    def see(self, value: float, times: int = 1) -> bool:
+        """Take in a value, or the mean of several; return whether the level was found to have changed."""
+        changed = False
+        for _ in range(min(times, MOST_REPEATS)):
+            changed |= self._see(value)
+        self.steps += max(times - MOST_REPEATS, 0)
+        return changed
+
+    def _see(self, value: float) -> bool:
         if not 0.0 < value < math.inf:
             self.refused += 1
             return False
@@ -110,6 +121,86 @@ class Level:
             self.refused += 1
 
 
+class Links:
+    """Rates between ranks. Links between the same kinds of places are taken to be alike until one is not.
+
+    What is measured on some links is what the others of their kind are expected to have; a link that was
+    measured itself and is far from them goes by its own rate.
+    """
+
+    def __init__(self, stated: State):
+        self._stated = stated
+        kinds = link_kinds(stated)
+        self._class = np.full(stated.bandwidth_bytes_per_s.shape, -1)
+        known: dict[tuple[object, ...], int] = {}
+        size = len(kinds)
+        for a in range(size):
+            for b in range(size):
+                ends = sorted((kinds[a], kinds[b]))
+                if a != b:
+                    alike = (*ends, float(stated.bandwidth_bytes_per_s[a, b]))
+                    self._class[a, b] = known.setdefault(alike, len(known))
+        self.single: dict[tuple[int, int], Level] = {}
+        self.common: dict[int, Level] = {}
+        self._rates = np.array(stated.bandwidth_bytes_per_s, float)
+
+    def see(self, seen: Mapping[tuple[int, int], tuple[float, float]], times: int) -> bool:
+        """Take in bytes and seconds of transfers; return whether some rate changed."""
+        changed = False
+        together: dict[int, list[float]] = {}
+        size = len(self._class)
+        for (source, target), (amount, seconds) in sorted(seen.items()):
+            if not (0 <= source < size and 0 <= target < size and source != target):
+                continue
+            if not (0.0 < amount < math.inf and 0.0 < seconds < math.inf):
+                continue
+            # The stated latency is part of what was measured.
+            moving = max(seconds - float(self._stated.latency_s[source, target]), 0.01 * seconds)
+            rate = amount / moving
+            one = self.single.setdefault((source, target), Level(self._first(source, target, rate)))
+            changed |= one.see(rate, times)
+            together.setdefault(int(self._class[source, target]), []).append(rate)
+        for kind, rates in together.items():
+            middle = float(np.median(rates))
+            pair = np.argwhere(self._class == kind)[0]
+            common = self.common.setdefault(kind, Level(self._first(int(pair[0]), int(pair[1]), middle)))
+            common.see(middle, times)
+        if together:
+            self._refresh()
+        return changed
+
+    def set(self, source: int, target: int, rate: float) -> None:
+        """Take a rate that is known."""
+        if source == target or not 0.0 < rate < math.inf:
+            return
+        self.single.setdefault((source, target), Level(rate)).set(rate)
+        self.common.setdefault(int(self._class[source, target]), Level(rate)).set(rate)
+        self._refresh()
+
+    def _first(self, source: int, target: int, rate: float) -> float:
+        stated = float(self._stated.bandwidth_bytes_per_s[source, target])
+        return stated if 0.0 < stated < math.inf else rate
+
+    def rates(self) -> np.ndarray:
+        """Return bytes per second between all ranks; the same object while none changes."""
+        return self._rates
+
+    def _refresh(self) -> None:
+        rate = np.array(self._stated.bandwidth_bytes_per_s, float)
+        for kind, level in self.common.items():
+            rate[self._class == kind] = level.shown
+        for (source, target), level in self.single.items():
+            if abs(math.log(level.shown / rate[source, target])) > APART:
+                rate[source, target] = level.shown
+        if not np.array_equal(rate, self._rates):
+            self._rates = rate
+
+    @property
+    def change_chance(self) -> float:
+        """Return the chance that some link changes in a step."""
+        return sum(level.change_chance for level in self.common.values())
+
+
 class Estimates:
     """State of the cluster as it seems to be.
 
@@ -122,47 +213,47 @@ class Estimates:
     def __init__(self, stated: State):
         self._stated = stated
         self.speed = [Level(float(speed) if speed > 0 else 1.0) for speed in stated.speed]
-        self.links: dict[tuple[int, int], Level] = {}
+        self.links = Links(stated)
         self.available = np.array(stated.available, bool)
         self.usd_per_h = np.array(stated.usd_per_h, float)
         self.not_believed = 0
+        self._coarse: State | None = None
+        self._fine: State | None = None
 
-    def see_speed(self, rank: int, relative: float) -> bool:
+    def see_speed(self, rank: int, relative: float, times: int = 1) -> bool:
         """Take in a speed relative to the nominal one; return whether it changed."""
         if relative > MOST_SPEED * max(float(self._stated.speed[rank]), 1.0):
             self.not_believed += 1
             return False
-        return self.speed[rank].see(relative)
-
-    def see_links(self, seen: Mapping[tuple[int, int], tuple[float, float]]) -> bool:
-        """Take in bytes and seconds of transfers between ranks; return whether some rate changed."""
-        changed = False
-        size = len(self.available)
-        for (source, target), (amount, seconds) in sorted(seen.items()):
-            if not (0 <= source < size and 0 <= target < size and source != target):
-                continue
-            if not (0.0 < amount < math.inf and 0.0 < seconds < math.inf):
-                continue
-            stated = float(self._stated.bandwidth_bytes_per_s[source, target])
-            if not 0.0 < stated < math.inf:
-                stated = amount / seconds
-            level = self.links.setdefault((source, target), Level(stated))
-            # The stated latency is part of what was measured.
-            moving = max(seconds - float(self._stated.latency_s[source, target]), 0.01 * seconds)
-            changed |= level.see(amount / moving)
-        return changed
+        return self.speed[rank].see(relative, times)
 
     @property
     def dwell_steps(self) -> float:
         """Return for how many steps the cluster is expected to stay as it is."""
-        return 1.0 / min(1.0, sum(level.change_chance for level in [*self.speed, *self.links.values()]))
+        return 1.0 / min(1.0, sum(level.change_chance for level in self.speed) + self.links.change_chance)
 
     def state(self) -> State:
-        """Return the state that decisions are made on."""
-        rate = np.array(self._stated.bandwidth_bytes_per_s, float)
-        for (source, target), level in self.links.items():
-            rate[source, target] = level.shown
+        """Return the state that structures are chosen for: on a grid, the same while little changes."""
+        self._coarse = self._with([level.shown for level in self.speed], self._coarse)
+        return self._coarse
+
+    def finest(self) -> State:
+        """Return the state that shares are chosen for: the estimates as they are."""
+        self._fine = self._with([level.value for level in self.speed], self._fine)
+        return self._fine
+
+    def _with(self, speeds: list[float], last: State | None) -> State:
+        """Return a state, the last one where nothing changed since."""
+        speed, rates = np.array(speeds), self.links.rates()
+        if (
+            last is not None
+            and last.bandwidth_bytes_per_s is rates
+            and np.array_equal(last.speed, speed)
+            and np.array_equal(last.available, self.available)
+            and np.array_equal(last.usd_per_h, self.usd_per_h)
+        ):
+            return last
         return replace(
-            self._stated, speed=np.array([level.shown for level in self.speed]),
-            available=self.available.copy(), bandwidth_bytes_per_s=rate, usd_per_h=self.usd_per_h.copy(),
+            self._stated, speed=speed, available=self.available.copy(), bandwidth_bytes_per_s=rates,
+            usd_per_h=self.usd_per_h.copy(),
         )  # fmt: skip

@@ -14,17 +14,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
+from foreshard.control.moves import move
 from foreshard.control.shares import whole_shares
 from foreshard.control.slots import (
     Budget,
     Chain,
     Choice,
-    Pipeline,
     State,
     Structure,
+    boundary_usd,
     evaluate,
+    pace_of,
     runs,
     slowest_link,
+    stage_s,
+    stage_spans,
 )
 from foreshard.errors import InfeasibleError
 
@@ -121,18 +125,24 @@ def reshare(
     time_weight: float,
     cost_weights: Mapping[str, float] | None = None,
     budgets: Sequence[Budget] = (),
-    memo: Memo | None = None,
 ) -> Choice:
     """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
 
     Every group keeps at least one sample, so that the structure is what it was.
     """
-    memo = Memo() if memo is None else memo
-    landscape = memo.landscape(
-        chain, state, batch=batch, micro_batch=micro_batch, max_stages=MAX_STAGES, apart=frozenset()
-    )
-    layout = landscape.layout([landscape.unit_of(group) for group in structure.groups])
-    shares = _whole(landscape, layout, Weights.of(state, time_weight, cost_weights or {}, budgets))
+    weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
+    pace = pace_of(chain, state, structure, micro_batch=micro_batch)
+    spans = stage_spans(structure)
+    worker, group, first, stop = spans
+    each = weights.busy[worker] * stage_s(chain, state, worker, first, stop)
+    if weights.sent.any():
+        sent_usd = boundary_usd(chain, state, spans, np.ones(len(structure.groups)))
+        each = each + (weights.sent * sent_usd)[worker]
+    shares = whole_shares(
+        pace.start_s, pace.rate_s, batch, micro_batch,
+        time_weight=weights.time + float(weights.active[worker].sum()),
+        sample_weight=np.bincount(group, each, minlength=len(structure.groups)) if each.any() else None,
+    ).shares  # fmt: skip
     for empty in np.flatnonzero(shares == 0):
         given = min(micro_batch, int(shares.max()) - 1)
         shares[int(shares.argmax())] -= given
@@ -148,34 +158,6 @@ def worth_of(
         return math.inf
     cost = sum(cost_weights.get(budget.name, 0.0) * choice.costs[budget.key] for budget in budgets)
     return time_weight * choice.time_s + cost
-
-
-def change_s(chain: Chain, state: State, old: Structure, new: Structure) -> float:
-    """Return the seconds in which every worker gets the states of layers that it lacks.
-
-    Each takes them over its fastest link from a worker that held any; all receive at once.
-    """
-    held = {w: span for g in old.groups for w, span in _spans(g, old)}
-    sources = [worker for worker in held if state.available[worker]]
-    slowest = 0.0
-    for group in new.groups:
-        for worker, (first, stop) in _spans(group, new):
-            low, high = held.get(worker, (0, 0)) if state.available[worker] else (0, 0)
-            size = float(chain.before_state[stop] - chain.before_state[first])
-            low, high = max(low, first), min(high, stop)
-            if high > low:
-                size -= float(chain.before_state[high] - chain.before_state[low])
-            others = [other for other in sources if other != worker]
-            if size > 0.0 and others:
-                rate = float(state.bandwidth_bytes_per_s[others, worker].max())
-                slowest = max(slowest, size / rate)
-    return slowest
-
-
-def _spans(group: Pipeline, structure: Structure) -> Iterator[tuple[int, tuple[int, int]]]:
-    if structure.reading == "mp_over_dp":
-        return ((worker, (group.cuts[0], group.cuts[1])) for worker in group.workers)
-    return zip(group.workers, itertools.pairwise(group.cuts), strict=True)
 
 
 def _groups(structure: Structure) -> Groups:
@@ -283,8 +265,9 @@ class _Search:
             split = layout.split(self.weights, self.landscape.batch)
             worth = split.worth
             if self.running is not None and self.change_weight > 0.0:
-                moved = change_s(self.landscape.chain, self.landscape.state, self.running, layout.structure)
-                worth += self.change_weight * moved
+                land = self.landscape
+                moved = move(land.chain, land.state, self.running, layout.structure)
+                worth += self.change_weight * moved.time_s
             self.found[at] = _Look(worth=worth, layout=layout)
             if (split.shares <= 0.0).any():
                 used = zip(layout.structure.groups, split.shares, strict=True)
@@ -480,7 +463,7 @@ class _Search:
             )  # fmt: skip
             worth = worth_of(choice, weights.time, cost_weights, budgets)
             if self.running is not None and self.change_weight > 0.0:
-                moved = change_s(landscape.chain, landscape.state, self.running, choice.structure)
+                moved = move(landscape.chain, landscape.state, self.running, choice.structure).time_s
                 worth += self.change_weight * moved
             if best is None or worth < best_worth:
                 best, best_worth = choice, worth

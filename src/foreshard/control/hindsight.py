@@ -26,7 +26,7 @@ def best_subset(
     Each is played on stretches of the path; when none keeps the budgets, the one that is least above them.
     """
     stretch = _stretches(arena.path)
-    part = Arena(work=arena.work, path=stretch, pause_s=arena.pause_s, _memo=arena._memo)
+    part = Arena(work=arena.work, path=stretch, pause_s=arena.pause_s, apart=arena.apart, _memo=arena._memo)
     best, least = None, np.inf
     for devices in _candidates(arena, budgets):
         rule = BY_SHARES[name](part, on_subset(part, devices))
@@ -44,12 +44,12 @@ def violation(run: Run, budgets: Sequence[Budget]) -> float:
     over = []
     for one in budgets:
         allowed = float(one.allowance(float(run.time_s.mean())))
-        over.append(float(run.costs[one.kind].mean()) / allowed - 1.0)
+        over.append(float(run.costs[one.key].mean()) / allowed - 1.0)
     return max(over, default=0.0)
 
 
 def _candidates(arena: Arena, budgets: Sequence[Budget]) -> list[tuple[int, ...]]:
-    kinds = Kinds.of(arena.work.chain, _nominal(arena), arena.work.batch)
+    kinds = Kinds.of(arena.work.chain, _nominal(arena), arena.work.batch, apart=arena.apart)
     order = np.lexsort((kinds.costs[:, 0], kinds.time_s))
     front, least = [], np.inf
     for at in order:

@@ -8,15 +8,31 @@ from dataclasses import fields
 from typing import Any
 
 from foreshard.errors import SpecError
-from foreshard.spec.online import Command, DeviceSeen, Event, Policy, PriceChanged, RankLost, StepMeasured
+from foreshard.spec.online import (
+    Command,
+    DeviceSeen,
+    Event,
+    LinkSeen,
+    Policy,
+    PriceChanged,
+    RankLost,
+    StepMeasured,
+    Together,
+)
 
 _EVENTS: dict[str, type] = {
-    kind.__name__: kind for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged)
+    kind.__name__: kind for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged, LinkSeen, Together)
 }
 
 
 def event_line(event: Event) -> str:
     """Return an event as a line."""
+    return json.dumps(_told(event))
+
+
+def _told(event: Event) -> dict[str, Any]:
+    if isinstance(event, Together):
+        return {"event": "Together", "step": event.step, "events": [_told(one) for one in event.events]}
     data: dict[str, Any] = {"event": type(event).__name__}
     for one in fields(event):
         value = getattr(event, one.name)
@@ -25,7 +41,7 @@ def event_line(event: Event) -> str:
         if one.name == "link_s":
             value = [[*pair, *amount] for pair, amount in value.items()]
         data[one.name] = dict(value) if one.name == "costs" else value
-    return json.dumps(data)
+    return data
 
 
 def event_of(line: str) -> Event:
@@ -37,17 +53,22 @@ def event_of(line: str) -> Event:
         When the line holds none.
     """
     try:
-        data = json.loads(line)
-        kind = _EVENTS[data.pop("event")]
-        if "stage_s" in data:
-            data["stage_s"] = {int(rank): float(seconds) for rank, seconds in data["stage_s"].items()}
-        if "link_s" in data:
-            data["link_s"] = {(int(a), int(b)): (float(c), float(d)) for a, b, c, d in data["link_s"]}
-        return kind(**data)  # type: ignore[no-any-return]
+        return _heard(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(
             "no event", key="log", value=line[:60], rule="A line is a JSON object of a known event"
         ) from error
+
+
+def _heard(data: dict[str, Any]) -> Event:
+    kind = _EVENTS[data.pop("event")]
+    if kind is Together:
+        return Together(step=data["step"], events=tuple(_heard(one) for one in data["events"]))  # type: ignore[misc]
+    if "stage_s" in data:
+        data["stage_s"] = {int(rank): float(seconds) for rank, seconds in data["stage_s"].items()}
+    if "link_s" in data:
+        data["link_s"] = {(int(a), int(b)): (float(c), float(d)) for a, b, c, d in data["link_s"]}
+    return kind(**data)  # type: ignore[no-any-return]
 
 
 def command_line(command: Command) -> str:

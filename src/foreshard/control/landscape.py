@@ -162,6 +162,13 @@ class Library:
         weigh = np.concatenate([[weights.time], weights.active, weights.busy, weights.sent])
         return np.asarray(self._rows[: len(self.layouts)] @ weigh)
 
+    def table(self, state: State, budgets: Sequence[Budget]) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds and costs, shape (n, budgets), of all structures with the same shares."""
+        each = [Weights.of(state, 0.0, {one.name: 1.0}, (one,)) for one in budgets]
+        costs = [self.worth(one) for one in each]
+        count = len(self.layouts)
+        return self._rows[:count, 0].copy(), np.stack(costs, 1) if costs else np.zeros((count, 0))
+
 
 @dataclass(slots=True, kw_only=True)
 class Memo:
@@ -371,26 +378,12 @@ def _kinds(chain: Chain, state: State, apart: frozenset[int], memo: Memo) -> lis
 
 
 def _link_kinds(state: State, memo: Memo) -> list[int]:
-    """Return numbers equal for workers whose links to all others, and between them, are the same."""
-    tables = [state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte]
-    key = b"".join(np.ascontiguousarray(table).tobytes() for table in tables)
+    key = b"".join(
+        np.ascontiguousarray(table).tobytes()
+        for table in (state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte)
+    )
     if key not in memo.links:
         if len(memo.links) > _STATES:
             memo.links.clear()
-        both = np.concatenate([*tables, *(table.T for table in tables)], axis=1)
-        size = len(state.speed)
-        columns = np.arange(both.shape[1]) % size
-        first: list[int] = []
-        kinds = []
-        for worker in range(size):
-            for kind, other in enumerate(first):
-                others = (columns != worker) & (columns != other)
-                back = all(table[worker, other] == table[other, worker] for table in tables)
-                if back and np.array_equal(both[worker, others], both[other, others]):
-                    kinds.append(kind)
-                    break
-            else:
-                kinds.append(len(first))
-                first.append(worker)
-        memo.links[key] = kinds
+        memo.links[key] = slots.link_kinds(state)
     return memo.links[key]

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreshard.control.arena import Arena
 from foreshard.control.slots import Budget, Structure
-from foreshard.control.subsets import COSTS, Kinds, balanced_shares, even_shares
+from foreshard.control.subsets import Kinds, balanced_shares, even_shares
 from foreshard.sim.online import Happened, Rule, Seen
 
 Decision = tuple[Structure, tuple[int, ...]]
@@ -153,7 +153,7 @@ class Fleet(_Simple):
                 shares = tuple(even_shares(count, work.batch).tolist())
                 structure = self.arena.structure(workers)
                 time_s, costs = self.arena.price(state, structure, shares)
-                over = max([costs[b.kind] / b.allowance(time_s) - 1.0 for b in self.budgets], default=0.0)
+                over = max([costs[b.key] / b.allowance(time_s) - 1.0 for b in self.budgets], default=0.0)
                 rank = time_s if over <= 0.0 else 1e9 * (1.0 + over)
                 if rank < least:
                     best, least = (structure, shares), rank
@@ -195,8 +195,8 @@ class Greedy(_Simple):
         key = (seen.condition, seen.pattern)
         if key not in self._choice:
             kinds = self.arena.kinds(*key)
-            spent = [kinds.costs[:, COSTS.index(one.kind)] / one.allowance(1.0) for one in self.budgets]
-            rank = np.sum(spent, axis=0) if spent else kinds.time_s
+            spent = kinds.column(self.budgets) / [one.allowance(1.0) for one in self.budgets]
+            rank = spent.sum(1) if self.budgets else kinds.time_s
             workers = kinds.devices(int(np.argmin(rank)))
             self._choice[key] = self.balanced(workers, self.arena.sample_s(seen.condition))
         return self._choice[key]
@@ -231,15 +231,17 @@ class Banked(_Simple):
     def _over(self, kinds: Kinds, saved: np.ndarray) -> np.ndarray:
         """Return by how much of an allowance the batch of each subset is above it and the savings."""
         over = np.full(len(kinds.time_s), -np.inf)
-        for one, spare in zip(self.budgets, saved, strict=True):
+        costs = kinds.column(self.budgets)
+        for i, (one, spare) in enumerate(zip(self.budgets, saved, strict=True)):
             allowed = one.allowance(1.0) * (1.0 if one.per == "step" else kinds.time_s)
-            over = np.maximum(over, (kinds.costs[:, COSTS.index(one.kind)] - spare) / allowed - 1.0)
+            over = np.maximum(over, (costs[:, i] - spare) / allowed - 1.0)
         return over
 
     def learn(self, happened: Happened) -> None:
         """Add up what was saved."""
+        part = happened.batches / happened.of
         for i, one in enumerate(self.budgets):
-            self._saved[i] += one.allowance(happened.time_s) - happened.costs[one.kind]
+            self._saved[i] += part * (one.allowance(happened.time_s) - happened.costs[one.key])
 
 
 def on_subset(arena: Arena, subset: Sequence[int]) -> Devices:

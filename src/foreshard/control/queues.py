@@ -63,9 +63,9 @@ class Queue:
     spent: float = 0.0
     allowed: float = 0.0
 
-    def record(self, time_s: float, cost: float) -> None:
-        """Take in what a step took and cost."""
-        allowance = self.budget.allowance(time_s)
+    def record(self, time_s: float, cost: float, steps: int = 1) -> None:
+        """Take in what a step took and cost, or the mean of several steps."""
+        allowance, cost = steps * self.budget.allowance(time_s), steps * cost
         level, cut = drift(self.backlog, (cost - allowance) / self.unit)
         self.backlog, self.reflected = float(level), self.reflected + float(cut)
         self.spent += cost
@@ -148,14 +148,25 @@ class Queues:
         """Return whether some budget counts per time."""
         return any(queue.budget.per != "step" for queue in self._queues.values())
 
+    @property
+    def mean_s(self) -> float:
+        """Return the seconds that weigh as V: the reference step, or with budgets per time the mean step."""
+        return self.total_s / self.steps if self.renewal and self.steps else self.step_s
+
+    def place(self, name: str, backlog: float) -> None:
+        """Make a backlog the place-holder that a queue started from; what it gathered since stays."""
+        queue = self._queues[name]
+        shift = max(backlog - queue.first_backlog, -queue.backlog)
+        queue.backlog += shift
+        queue.first_backlog += shift
+
     def weights(self) -> tuple[float, dict[str, float]]:
         """Return the weight of a second and, by budget name, the weights of cost: what a slot minimises.
 
         The weight of a second can be negative where budgets per time are far exceeded: then slow is good, as
         long as it is cheap.
         """
-        mean_s = self.total_s / self.steps if self.renewal and self.steps else self.step_s
-        time_weight = self.weight / mean_s
+        time_weight = self.weight / self.mean_s
         costs = {}
         for name, queue in self._queues.items():
             costs[name] = queue.backlog / queue.unit
@@ -163,8 +174,8 @@ class Queues:
                 time_weight -= costs[name] * queue.budget.limit / SECONDS[queue.budget.per]
         return time_weight, costs
 
-    def record(self, time_s: float, costs: Mapping[str, float]) -> None:
-        """Take in the measured seconds and costs (by budget name) of a step.
+    def record(self, time_s: float, costs: Mapping[str, float], steps: int = 1) -> None:
+        """Take in the measured seconds and costs (by budget name) of a step, or the means of several.
 
         Raises
         ------
@@ -179,10 +190,10 @@ class Queues:
                 )
         if not 0.0 <= time_s < math.inf:
             raise SpecError(f"a step of {time_s} s", key="time_s", value=time_s, rule="A step takes time")
-        self.steps += 1
-        self.total_s += time_s
+        self.steps += steps
+        self.total_s += steps * time_s
         for name, queue in self._queues.items():
-            queue.record(time_s, costs[name])
+            queue.record(time_s, costs[name], steps)
 
     @property
     def violation(self) -> float:

@@ -112,6 +112,27 @@ class State:
         return self._key[0]
 
 
+def link_kinds(state: State) -> list[int]:
+    """Return numbers equal for workers whose links to all others, and between them, are the same."""
+    tables = [state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte]
+    both = np.concatenate([*tables, *(table.T for table in tables)], axis=1)
+    size = len(state.speed)
+    columns = np.arange(both.shape[1]) % size
+    first: list[int] = []
+    kinds = []
+    for worker in range(size):
+        for kind, other in enumerate(first):
+            others = (columns != worker) & (columns != other)
+            back = all(table[worker, other] == table[other, worker] for table in tables)
+            if back and np.array_equal(both[worker, others], both[other, others]):
+                kinds.append(kind)
+                break
+        else:
+            kinds.append(len(first))
+            first.append(worker)
+    return kinds
+
+
 STATE_FIELDS = (
     "speed", "available", "bandwidth_bytes_per_s", "latency_s", "usd_per_h", "busy_w", "idle_w",
     "usd_per_byte", "kg_per_j",
@@ -317,9 +338,10 @@ def cost_table(
         energy = state.busy_w[worker] * busy_s + state.idle_w[worker] * np.maximum(time_s - busy_s, 0.0)
     else:
         energy = np.full(len(worker), math.inf)
+    kg_per_j = state.kg_per_j[worker]
     by_kind = {
         "usd": rent + egress, "rent_usd": rent, "egress_usd": egress, "joule": energy,
-        "carbon_kg": np.where(state.kg_per_j[worker] > 0.0, energy, 0.0) * state.kg_per_j[worker], "duty": busy_s,
+        "carbon_kg": np.where(kg_per_j > 0.0, energy, 0.0) * kg_per_j, "duty": busy_s,
     }  # fmt: skip
     return Costs(worker, by_kind)
 

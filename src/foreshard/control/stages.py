@@ -98,9 +98,7 @@ def _starts(
         yield ((cheapest,),)
 
 
-def _near(
-    stages: tuple[tuple[int, ...], ...], alive: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _near(stages: tuple[tuple[int, ...], ...], alive: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Return stages after one worker moved, left or joined."""
     used = {worker for stage in stages for worker in stage}
     for at, to in itertools.permutations(range(len(stages)), 2):

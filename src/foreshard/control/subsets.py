@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.control.slots import Chain, Pipeline, State, Structure
-from foreshard.errors import SpecError
+from foreshard.control.slots import Budget, Chain, Pipeline, State, Structure
+from foreshard.errors import InfeasibleError, SpecError
 
-COSTS = ("usd", "rent_usd", "egress_usd", "joule")
+COSTS = ("usd", "rent_usd", "egress_usd", "joule", "carbon_kg")
 """Columns of :attr:`Kinds.costs`."""
 _MAX_SUBSETS = 200_000
+
+
+class TooManyError(SpecError):
+    """More subsets than can be listed."""
 
 
 def data_parallel(workers: Sequence[int], chain: Chain) -> Structure:
@@ -60,33 +64,73 @@ class Kinds:
     counts : ndarray of int, shape (subsets, kinds)
     time_s : ndarray, shape (subsets,)
         Least seconds of a batch, shares any real numbers.
-    costs : ndarray, shape (subsets, 4)
+    busy_s : ndarray, shape (subsets,)
+        Seconds that each device in use computes.
+    costs : ndarray, shape (subsets, 5)
         At these shares, in the order of `COSTS`.
-    floor : ndarray, shape (subsets, 4)
+    floor : ndarray, shape (subsets, 5)
         No more than at any shares: energy falls further when efficient devices get more samples.
     """
 
     members: tuple[tuple[int, ...], ...]
     counts: np.ndarray
     time_s: np.ndarray
+    busy_s: np.ndarray
     costs: np.ndarray
     floor: np.ndarray
 
     @staticmethod
-    def of(chain: Chain, state: State, batch: int) -> Kinds:
-        """Return the kinds of a state with all their subsets that fit in memory."""
-        members = _members(chain, state)
+    def of(
+        chain: Chain,
+        state: State,
+        batch: int,
+        *,
+        apart: frozenset[int] = frozenset(),
+        most: int = _MAX_SUBSETS,
+    ) -> Kinds:
+        """Return the kinds of a state with all their subsets that fit in memory; some devices apart.
+
+        Raises
+        ------
+        InfeasibleError
+            When no device that is there holds the model.
+        TooManyError
+            For more than `most` subsets.
+        """
+        members = _members(chain, state, apart)
         shape = [len(one) + 1 for one in members]
         number = float(np.prod(shape, dtype=float))
-        if number > _MAX_SUBSETS:
-            raise SpecError(
+        if number > most:
+            raise TooManyError(
                 f"{number:.3g} subsets of {len(members)} kinds of devices", key="process",
-                rule=f"At most {_MAX_SUBSETS} subsets are listed",
+                rule=f"At most {most} subsets are listed",
                 fix="Let devices change together, or at fewer levels",
             )  # fmt: skip
         counts = np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
-        time_s, costs, floor = _priced(chain, state, batch, members, counts)
-        return Kinds(members=members, counts=counts, time_s=time_s, costs=costs, floor=floor)
+        time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
+        return Kinds(members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor)
+
+    def column(self, budgets: Sequence[Budget], *, floor: bool = False) -> np.ndarray:
+        """Return what every subset costs of some budgets, shape (subsets, budgets); or the least of it."""
+        found = np.zeros((len(self.time_s), len(budgets)))
+        for i, one in enumerate(budgets):
+            if one.worker is None:
+                found[:, i] = (self.floor if floor else self.costs)[:, COSTS.index(one.kind)]
+            elif not floor:
+                found[:, i] = self._of_worker(one)
+        return found
+
+    def _of_worker(self, budget: Budget) -> np.ndarray:
+        """Return the busy seconds of one device, which is a kind of its own."""
+        if budget.kind != "duty":
+            raise SpecError(
+                f"a budget of {budget.kind} of one device", key="kind", value=budget.kind,
+                rule="Data-parallel plans count duty by device, all else of all", fix="Leave out the device",
+            )  # fmt: skip
+        for i, kind in enumerate(self.members):
+            if budget.worker in kind:
+                return np.where(self.counts[:, i] > 0, self.busy_s, 0.0)
+        return np.zeros(len(self.time_s))
 
     def devices(self, subset: int, prefer: Sequence[int] = ()) -> tuple[int, ...]:
         """Return devices of a subset, those in `prefer` first within their kind."""
@@ -107,39 +151,50 @@ class Kinds:
         return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
 
 
-def _members(chain: Chain, state: State) -> tuple[tuple[int, ...], ...]:
+def _members(chain: Chain, state: State, apart: frozenset[int]) -> tuple[tuple[int, ...], ...]:
     """Group the available devices that hold the model and that no subset can tell apart."""
     found: dict[tuple[object, ...], list[int]] = {}
     holds = chain.before_state[-1] + chain.before_saved[-1] <= chain.memory_bytes
     there = np.flatnonzero(state.available & holds)
     if not len(there):
-        raise SpecError(
+        raise InfeasibleError(
             "no device that is there holds the model", key="model",
             rule="Each device of a subset holds a whole replica", fix="Name a smaller model",
         )  # fmt: skip
+    places = _places(state)
     for rank in there:
         key = (
-            _place(state, int(rank)), chain.layer_s[rank].tobytes(), float(state.speed[rank]),
+            places[rank], chain.layer_s[rank].tobytes(), float(state.speed[rank]),
             float(state.usd_per_h[rank]), float(state.busy_w[rank]), float(state.idle_w[rank]),
+            float(state.kg_per_j[rank]), int(rank) if rank in apart else -1,
         )  # fmt: skip
         found.setdefault(key, []).append(int(rank))
     return tuple(tuple(ranks) for ranks in found.values())
 
 
-def _place(state: State, rank: int) -> tuple[object, ...]:
-    """Return what tells where a device is: its nearest neighbours, if some are nearer, and its site."""
-    others = np.arange(len(state.speed)) != rank
-    rate, free = state.bandwidth_bytes_per_s[rank], state.usd_per_byte[rank] == 0.0
-    delay = state.latency_s[rank]
-    if len(np.unique(rate[others])) <= 1 and len(np.unique(delay[others])) <= 1:
-        return (free.tobytes(),)
-    near = ~others | (rate >= rate[others].max())
-    return (free.tobytes(), near.tobytes(), tuple(np.unique(rate[others])), tuple(np.unique(delay[others])))
+def _places(state: State) -> list[tuple[object, ...]]:
+    """Return what tells where each device is: its nearest neighbours, if some are nearer, and its site."""
+    apart = ~np.eye(len(state.speed), dtype=bool)
+    rates, delays = state.bandwidth_bytes_per_s, state.latency_s
+    flat = apart.any() and np.ptp(rates[apart]) == 0.0 and np.ptp(delays[apart]) == 0.0
+    if flat and not state.usd_per_byte.any():
+        return [()] * len(state.speed)
+    found: list[tuple[object, ...]] = []
+    for rank, others in enumerate(apart):
+        rate, delay, free = rates[rank], delays[rank], state.usd_per_byte[rank] == 0.0
+        if len(np.unique(rate[others])) <= 1 and len(np.unique(delay[others])) <= 1:
+            found.append((free.tobytes(),))
+            continue
+        near = ~others | (rate >= rate[others].max())
+        found.append(
+            (free.tobytes(), near.tobytes(), tuple(np.unique(rate[others])), tuple(np.unique(delay[others])))
+        )
+    return found
 
 
 def _priced(
     chain: Chain, state: State, batch: int, members: tuple[tuple[int, ...], ...], counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     first = np.array([kind[0] for kind in members])
     total = counts.sum(1)
     each_s = sample_s(chain, state)[first]
@@ -150,11 +205,14 @@ def _priced(
     time_s = compute_s + sync_s
     rent = counts @ (state.usd_per_h[first] / 3600.0) * time_s
     egress = _hop_usd(state, members, counts) * 2.0 * (total - 1.0) / total * size
-    busy, idle = counts @ state.busy_w[first], counts @ state.idle_w[first]
-    more = (state.busy_w - state.idle_w)[first] * each_s
-    least = np.where(counts > 0, more, np.inf).min(1) * batch
-    costs = np.stack([rent + egress, rent, egress, busy * compute_s + idle * sync_s], axis=1)
-    return time_s, costs, np.column_stack([costs[:, :3], idle * time_s + least])
+    used = counts > 0
+    costs, floor = [rent + egress, rent, egress], [rent + egress, rent, egress]
+    for scale in (np.ones(len(first)), state.kg_per_j[first]):
+        busy, idle = counts @ (scale * state.busy_w[first]), counts @ (scale * state.idle_w[first])
+        more = scale * (state.busy_w - state.idle_w)[first] * each_s
+        costs.append(busy * compute_s + idle * sync_s)
+        floor.append(idle * time_s + np.where(used, more, np.inf).min(1) * batch)
+    return time_s, compute_s, np.stack(costs, axis=1), np.stack(floor, axis=1)
 
 
 def _rings(

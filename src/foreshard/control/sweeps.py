@@ -9,8 +9,8 @@ from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
 from foreshard.control.contest import Contest, contest
 from foreshard.control.hindsight import violation
-from foreshard.control.lyapunov import Lyapunov
 from foreshard.control.subsets import COSTS
+from foreshard.control.told import controller_rule
 from foreshard.control.workload import workload
 from foreshard.errors import SpecError
 from foreshard.sim.dynamics import draw
@@ -132,7 +132,7 @@ def front(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     arena = Arena(work=work, path=path, pause_s=scenario.pause)
     rows = []
     for weight in WEIGHTS:
-        rule = Lyapunov(arena, first.budgets, weight=weight)
+        rule = controller_rule(arena, first.budgets, scenario, weight=weight)
         run = play(rule, arena, path, kinds=COSTS, sees_now=scenario.sees_now, batches=scenario.batches)
         rows.append({
             "weight": weight,

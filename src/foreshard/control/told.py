@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,17 @@ from foreshard.control.policies import Decision
 from foreshard.control.slots import Budget, Structure
 from foreshard.control.subsets import balanced_shares
 from foreshard.sim.online import Happened, Seen
-from foreshard.spec.online import DeviceSeen, Event, Policy, PriceChanged, RankLost, StepMeasured
+from foreshard.spec.online import (
+    DeviceSeen,
+    Event,
+    Fact,
+    LinkSeen,
+    Policy,
+    PriceChanged,
+    RankLost,
+    StepMeasured,
+    Together,
+)
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.scenario import Scenario
 
@@ -22,15 +33,21 @@ class Told:
     """Tells a policy what changed before a slot and what was measured in it, and follows its last plan.
 
     Losses and returns of devices are told when they happen; prices, and speeds of idle devices, when they are
-    seen; a step with the seconds per sample of every device in use, the slowest transfer of the ring, and the
-    costs. A plan that still names a device that is gone is a fault of the policy.
+    seen; steps with the seconds per sample of every device in use, a transfer over each link between racks,
+    and the costs. With `sees_now` speeds and rates are told before the step instead. A plan that still names
+    a device that is gone is a fault of the policy.
     """
 
-    def __init__(self, arena: Arena, policy: Policy, plan: Plan, budgets: Sequence[Budget]):
-        self.arena, self.policy, self.budgets = arena, policy, budgets
+    def __init__(
+        self, arena: Arena, policy: Policy, plan: Plan, budgets: Sequence[Budget], *, sees_now: bool = False
+    ):
+        self.arena, self.policy, self.budgets, self._sees_now = arena, policy, budgets, sees_now
         self._there = np.ones(arena.work.num_devices, dtype=bool)
         self._price = arena.work.state.usd_per_h.copy()
         self._speed = np.ones(arena.work.num_devices)
+        self._batches = 0
+        self._probed = _probed(arena)
+        self._rate: dict[tuple[int, int], float] = {}
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
@@ -45,23 +62,33 @@ class Told:
     def decide(self, seen: Seen) -> Decision:
         """Tell what changed; return the structure and the shares that are ordered."""
         path, work = self.arena.path, self.arena.work
+        facts: list[Fact] = []
+        step = self._batches
         prices = work.state.usd_per_h * path.price[seen.condition]
         for rank in np.flatnonzero(prices != self._price).tolist():
-            self._tell(PriceChanged(step=seen.slot, rank=rank, usd_per_h=float(prices[rank])))
+            facts.append(PriceChanged(step=step, rank=rank, usd_per_h=float(prices[rank])))
         self._price = prices
-        there = path.available[seen.pattern]
-        # Returns first, so that a policy never has to do with fewer devices than there are.
-        for rank in np.flatnonzero(there & ~self._there).tolist():
-            self._tell(DeviceSeen(step=seen.slot, rank=rank))
+        there, speed = path.available[seen.pattern], path.speed[seen.condition]
+        used = list(self._structure.workers)
         for rank in np.flatnonzero(~there & self._there).tolist():
-            self._tell(RankLost(step=seen.slot, rank=rank, reason="taken away"))
-        self._there = there
-        speed = path.speed[seen.condition]
-        idle = np.setdiff1d(np.flatnonzero(there & (speed != self._speed)), self._structure.workers)
-        for rank in idle.tolist():
-            self._tell(DeviceSeen(step=seen.slot, rank=rank, relative_speed=float(speed[rank])))
-        self._speed = speed
+            facts.append(RankLost(step=step, rank=rank, reason="taken away"))
+        fresh = there & ~self._there
+        moved = there & (speed != self._speed)
+        if not self._sees_now:
+            moved[used] = False
+        for rank in np.flatnonzero(fresh | moved).tolist():
+            facts.append(DeviceSeen(step=step, rank=rank, relative_speed=float(speed[rank])))
+        self._there, self._speed = there, speed
+        facts += self._links_now(seen, step) if self._sees_now else []
+        if facts:
+            self._tell(Together(step=step, events=tuple(facts)))
         return self._structure, self._shares
+
+    def _links_now(self, seen: Seen, step: int) -> list[Fact]:
+        rate = self.arena.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
+        moved = [pair for pair in self._probed if self._rate.get(pair) != rate[pair]]
+        self._rate |= {pair: float(rate[pair]) for pair in moved}
+        return [LinkSeen(step=step, source=u, target=v, bytes_per_s=float(rate[u, v])) for u, v in moved]
 
     def learn(self, happened: Happened) -> None:
         """Tell what was measured."""
@@ -71,18 +98,26 @@ class Told:
             for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
                 nominal = self.arena.work.chain.before_s[worker]
                 stages[worker] = float((nominal[stop] - nominal[first]) / state.speed[worker])
-        ring = sorted(self._structure.workers)
-        for u, v in zip(ring, [*ring[1:], *ring[:1]], strict=True):
-            if u != v:
-                # One gibibyte each way, so that rates, not delays, are what is seen.
-                size = 2.0**30
-                links[u, v] = (size, size / float(state.bandwidth_bytes_per_s[u, v]))
-        costs = {one.name: happened.costs[one.kind] for one in self.budgets}
+        for u, v in self._probed:
+            # A gibibyte: the rate, not the delay, is what is seen.
+            size = 2.0**30
+            links[u, v] = (
+                size, size / float(state.bandwidth_bytes_per_s[u, v]) + float(state.latency_s[u, v])
+            )  # fmt: skip
+        costs = {one.name: happened.costs[one.key] for one in self.budgets}
+        self._batches += happened.batches
         self._tell(
             StepMeasured(
-                step=happened.slot, time_s=happened.time_s, stage_s=stages, link_s=links, costs=costs
+                step=self._batches - 1, time_s=happened.time_s, stage_s=stages, link_s=links, costs=costs,
+                steps=happened.batches,
             )
-        )
+        )  # fmt: skip
+
+
+def _probed(arena: Arena) -> tuple[tuple[int, int], ...]:
+    """Return a pair of devices at the ends of every link between racks."""
+    link_of = arena.work.link_of
+    return tuple(tuple(np.argwhere(link_of == k)[0].tolist()) for k in range(arena.path.link.shape[1]))  # type: ignore[return-value]
 
 
 def first_plan(arena: Arena, scenario: Scenario) -> Plan:
@@ -103,11 +138,12 @@ def first_plan(arena: Arena, scenario: Scenario) -> Plan:
     )  # fmt: skip
 
 
-def controller_rule(arena: Arena, budgets: Sequence[Budget], scenario: Scenario) -> Told:
-    """Return the controller of the runtime, kept to data-parallel plans."""
+def controller_rule(arena: Arena, budgets: Sequence[Budget], scenario: Scenario, **asked: Any) -> Told:
+    """Return the controller of the runtime, kept to data-parallel plans; more options are its own."""
     plan = first_plan(arena, scenario)
     controller = Controller(
-        arena.work.chain, arena.work.state, plan, budgets=budgets, horizon=arena.path.num_slots,
-        pause_s=arena.pause_s, max_stages=1, quiet_steps=0,
+        arena.work.chain, arena.work.state, plan, budgets=budgets,
+        horizon=arena.path.num_slots * scenario.batches, pause_s=arena.pause_s, max_stages=1,
+        **asked,
     )  # fmt: skip
-    return Told(arena, controller, plan, budgets)
+    return Told(arena, controller, plan, budgets, sees_now=scenario.sees_now)

@@ -137,8 +137,7 @@ def _stated(scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]) -
         busy_w=watts,
         idle_w=WAITING_POWER * watts,
         usd_per_byte=np.where(link_of >= 0, scenario.egress_usd_per_gb / 1e9, 0.0),
-        # No carbon is counted; not zero: zero times the infinite energy of a lost device is no number.
-        kg_per_j=np.full(len(groups), np.finfo(float).tiny),
+        kg_per_j=np.zeros(len(groups)),
     )
     return state, link_of
 

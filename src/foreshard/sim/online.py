@@ -27,11 +27,22 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """What a slot took: all in all, and the costs by kind."""
+    """What some batches in a row took and cost: the mean of them, with the change before the first.
+
+    Attributes
+    ----------
+    slot, condition, pattern : int
+    batches, of : int
+        How many, and how many the slot has.
+    time_s : float
+    costs : mapping of kind to cost
+    """
 
     slot: int
     condition: int
     pattern: int
+    batches: int
+    of: int
     time_s: float
     costs: Mapping[str, float]
 
@@ -40,11 +51,11 @@ class Rule(Protocol):
     """A policy in the simulator."""
 
     def decide(self, seen: Seen) -> tuple[Any, tuple[int, ...]]:
-        """Return a structure and its shares for this slot."""
+        """Return a structure and its shares for the next batches."""
         ...
 
     def learn(self, happened: Happened) -> None:
-        """Take in what the slot took and cost."""
+        """Take in what the batches took and cost."""
         ...
 
 
@@ -108,18 +119,20 @@ def play(
     sees_now : bool
         Whether decisions know the condition of their own slot. At the first slot they do.
     batches : int
-        Of a slot. After the first batch of a slot that differs from the one before, the policy decides again.
+        Of a slot. After the first two batches of a slot that differs from the one before, the policy decides
+        again.
     """
     game = _Game(rule=rule, judge=judge, path=path, kinds=kinds)
     for t in range(path.num_slots):
         now = int(path.condition[t])
         known = now if sees_now else int(path.condition[max(t - 1, 0)])
-        if known == now or batches == 1:
-            game.act(t, known, batches, batches)
-        else:
-            game.act(t, known, 1, batches)
-            game.act(t, now, batches - 1, batches)
-        game.close(t)
+        changed = t > 0 and (now != path.condition[t - 1] or path.pattern[t] != path.pattern[t - 1])
+        left = batches
+        while left:
+            fresh = changed and left > batches - 2
+            game.act(t, known, 1 if fresh else left, batches)
+            left -= 1 if fresh else left
+            known = now
     return game.run()
 
 
@@ -137,31 +150,28 @@ class _Game:
         self.shares: tuple[int, ...] = ()
 
     def act(self, t: int, known: int, batches: int, of: int) -> None:
-        """Let the policy decide, and count some batches of a slot."""
+        """Let the policy decide, count some batches of a slot, and tell it what they took."""
         now, pattern = int(self.path.condition[t]), int(self.path.pattern[t])
         structure, shares = self.rule.decide(Seen(slot=t, condition=known, pattern=pattern))
-        took_s, costs = self.judge.batch(structure, shares, now, pattern)
-        self.time_s[t] += took_s * (batches / of)
-        self.spent[t] += [costs[kind] * (batches / of) for kind in self.kinds]
+        took_s, batch_costs = self.judge.batch(structure, shares, now, pattern)
+        spent = np.array([batch_costs[kind] for kind in self.kinds])
         if self.old is not None and structure != self.old:
             pause_s, more = self.judge.change(self.old, structure, now, pattern)
             self.change_s[t] += pause_s / of
-            self.time_s[t] += pause_s / of
-            self.spent[t] += [more[kind] / of for kind in self.kinds]
+            took_s += pause_s / batches
+            spent += np.array([more.get(kind, 0.0) for kind in self.kinds]) / batches
             self.changes[t] += 1
             self.forced += not self.path.available[pattern, list(self.old.workers)].all()
         elif self.old is not None and shares != self.shares:
             self.reshares += 1
         self.old, self.shares = structure, shares
         self.used[t] = len(structure.workers)
-
-    def close(self, t: int) -> None:
-        """Tell the policy what the slot took."""
-        costs = {kind: float(self.spent[t, i]) for i, kind in enumerate(self.kinds)}
+        self.time_s[t] += took_s * (batches / of)
+        self.spent[t] += spent * (batches / of)
         self.rule.learn(
             Happened(
-                slot=t, condition=int(self.path.condition[t]), pattern=int(self.path.pattern[t]),
-                time_s=float(self.time_s[t]), costs=costs,
+                slot=t, condition=now, pattern=pattern, batches=batches, of=of, time_s=took_s,
+                costs=dict(zip(self.kinds, spent.tolist(), strict=True)),
             )
         )  # fmt: skip
 

@@ -15,13 +15,16 @@ from foreshard.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured:
-    """A step ended.
+    """A step ended, or several in a row that were alike.
 
     Attributes
     ----------
     step : int
+        The last one.
     time_s : float
-        Of the step, as the slowest rank saw it.
+        Of the step, as the slowest rank saw it; of several the mean, as all else here.
+    steps : int
+        How many.
     stage_s : mapping of rank to seconds per sample
         Compute of a rank's own layers, forward and backward, per sample; ranks that did nothing are absent.
     link_s : mapping of (source, target) to (bytes, seconds)
@@ -35,6 +38,7 @@ class StepMeasured:
     stage_s: Mapping[int, float] = field(default_factory=dict)
     link_s: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,28 @@ class PriceChanged:
     usd_per_h: float
 
 
-Event = StepMeasured | DeviceSeen | RankLost | PriceChanged
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSeen:
+    """A probe found how fast a link is."""
+
+    step: int
+    source: int
+    target: int
+    bytes_per_s: float
+
+
+Fact = StepMeasured | DeviceSeen | RankLost | PriceChanged | LinkSeen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Facts that came at the same time: one decision follows from all of them."""
+
+    step: int
+    events: tuple[Fact, ...]
+
+
+Event = Fact | Together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ def test_the_object_has_what_the_contract_names(capsys):
     for name in ("lyapunov", "equal-share"):
         one = found["policies"][name]
         assert one["mean_step_time_s"] > 0 and one["steps"] == 600 and one["violation"] >= 0
-        assert set(one["mean_cost"]) == {"usd", "rent_usd", "egress_usd", "joule"}
+        assert set(one["mean_cost"]) == {"usd", "rent_usd", "egress_usd", "joule", "carbon_kg"}
         assert set(one["budget"]) == {"usd"} and len(one["series"]["step_time_s"]) == 60
         assert {"reconfigurations", "reshares"} <= set(one)
     fastest = found["policies"]["greedy-fastest"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from foreshard.control.arena import Arena
-from foreshard.control.clairvoyant import bound_of, multipliers_so_far
+from foreshard.control.clairvoyant import bound_of
 from foreshard.control.slots import Budget, Chain, State
 from foreshard.control.workload import Workload
 from foreshard.sim.dynamics import Path
@@ -105,7 +105,6 @@ def test_two_budgets_bind_below_the_program():
 def test_a_budget_that_nobody_can_keep_is_said():
     found = bound_of(arena_of(), (Budget(name="usd", kind="usd", limit=1e-9),))
     assert not found.feasible and found.multipliers == (0.0,)
-    assert multipliers_so_far(arena_of(), (Budget(name="usd", kind="usd", limit=1e-9),), 50) == (np.inf,)
 
 
 def test_a_wide_budget_costs_nothing():

@@ -41,6 +41,39 @@ def test_dwell_is_learnt():
 def test_links_lose_their_stated_latency_and_strangers_are_left_out(cases):
     estimates = Estimates(cases.state([1.0, 1.0], latency_s=np.full((2, 2), 1.0)))
     for _ in range(40):
-        estimates.see_links({(0, 1): (20.0, 5.0), (0, 9): (1.0, 1.0), (1, 0): (float("nan"), 1.0)})
+        estimates.links.see({(0, 1): (20.0, 5.0), (0, 9): (1.0, 1.0), (1, 0): (float("nan"), 1.0)}, 1)
     rate = estimates.state().bandwidth_bytes_per_s
-    assert rate[0, 1] == pytest.approx(5.0, rel=0.05) and rate[1, 0] == 10.0
+    assert rate[0, 1] == pytest.approx(5.0, rel=0.05) and rate[1, 0] == rate[0, 1], "links that are alike"
+
+
+def test_a_link_that_is_far_from_those_like_it_goes_by_its_own_rate(cases):
+    estimates = Estimates(cases.state([1.0] * 4))
+    everyone = {(a, b): (10.0, 1.0) for a in range(3) for b in range(3) if a != b}
+    for _ in range(20):
+        estimates.links.see({**everyone, (0, 1): (10.0, 4.0)}, 1)
+    rate = estimates.state().bandwidth_bytes_per_s
+    assert rate[0, 1] == pytest.approx(2.5, rel=0.05)
+    assert rate[2, 3] == rate[1, 2] == pytest.approx(10.0, rel=0.05), "the one never measured is as most are"
+    estimates.links.set(0, 1, 20.0)
+    assert estimates.state().bandwidth_bytes_per_s[0, 1] == pytest.approx(20.0, rel=0.03)
+
+
+def test_means_of_several_steps_count_as_several():
+    level = Level(1.0)
+    for _ in range(30):
+        level.see(1.0)
+    assert not level.see(0.25) and level.see(0.25)
+    at_once = Level(1.0)
+    for _ in range(30):
+        at_once.see(1.0)
+    assert at_once.see(0.25, times=9) and at_once.value == pytest.approx(0.25, rel=1e-6)
+    assert at_once.steps == 39
+
+
+def test_the_state_is_one_object_while_nothing_changes(cases):
+    estimates = Estimates(cases.state([1.0, 0.5]))
+    first = estimates.state()
+    estimates.see_speed(0, 1.01)
+    assert estimates.state() is first and estimates.finest() is not first
+    estimates.usd_per_h[1] = 99.0
+    assert estimates.state() is not first and first.usd_per_h[1] != 99.0

@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.grouping import change_s, reshare, solve_slot, worth_of
+from foreshard.control.grouping import reshare, solve_slot, worth_of
 from foreshard.control.landscape import Memo, Weights
+from foreshard.control.moves import move
 from foreshard.control.shares import whole_shares
 from foreshard.control.slots import Budget, Pipeline, Structure, evaluate, pace_of, runs
 from foreshard.errors import InfeasibleError
@@ -148,7 +149,7 @@ def test_running_structure_is_kept_where_change_weighs_more(cases):
     running = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 1, 4)),))
     asked = {"batch": 64, "micro_batch": 2, "time_weight": 1.0, "running": running}
     moved = solve_slot(made, now, **asked).structure
-    assert moved != running and change_s(made, now, running, moved) > 0.0
+    assert moved != running and move(made, now, running, moved).time_s > 0.0
     assert solve_slot(made, now, **asked, change_weight=100.0).structure == running
 
 
@@ -156,8 +157,8 @@ def test_change_is_what_each_worker_lacks_over_its_fastest_link(cases):
     made, now = cases.chain(np.ones(4), 3, states=[1.0, 2.0, 4.0, 8.0]), cases.state([1.0] * 3)
     old = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 2, 4)),))
     new = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 3, 4)), Pipeline(workers=(2,), cuts=(0, 4))))
-    assert change_s(made, now, old, new) == pytest.approx(15.0 / 10.0)
-    assert change_s(made, now, old, old) == 0.0
+    assert move(made, now, old, new).time_s == pytest.approx(15.0 / 10.0)
+    assert move(made, now, old, old).time_s == 0.0
 
 
 def test_reshare_keeps_every_group(cases):

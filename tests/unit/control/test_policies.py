@@ -6,11 +6,17 @@ from tests.unit.control.test_clairvoyant import WIDTH, arena_of
 
 from foreshard.control.clairvoyant import bound_of
 from foreshard.control.hindsight import best_subset, violation
-from foreshard.control.lyapunov import Lyapunov
 from foreshard.control.policies import BY_SHARES, Banked, EqualShare, Fleet, Greedy, on_subset
 from foreshard.control.slots import Budget
 from foreshard.control.subsets import COSTS
+from foreshard.control.told import controller_rule
 from foreshard.sim.online import Seen, play
+from foreshard.spec.scenario import Scenario
+
+
+def ours_of(arena, budgets, *, sees_now=True, **asked):
+    scenario = Scenario(model="gpt2", cluster="x", global_batch=64, sees_now=sees_now)
+    return controller_rule(arena, budgets, scenario, **asked)
 
 
 def run_of(rule, arena, **more):
@@ -27,7 +33,7 @@ def test_every_policy_uses_only_devices_that_are_there_and_trains_the_whole_batc
     budget = budget_of(arena)
     rules = [made(arena, None) for made in BY_SHARES.values()]
     rules += [Fleet(arena), Fleet(arena, (budget,)), Greedy(arena), Greedy(arena, (budget,))]
-    rules += [Banked(arena, (budget,)), Lyapunov(arena, (budget,))]
+    rules += [Banked(arena, (budget,)), ours_of(arena, (budget,))]
     for rule in rules:
         for t in range(arena.path.num_slots):
             condition, pattern = int(arena.path.condition[t]), int(arena.path.pattern[t])
@@ -93,14 +99,14 @@ def test_greedy_bounds_the_others():
 def test_ours_keeps_the_budget_near_the_bound_and_the_books_close():
     arena = arena_of(seed=1, slots=4000)
     budget = budget_of(arena)
-    ours = Lyapunov(arena, (budget,))
+    ours = ours_of(arena, (budget,))
     free = type(arena)(work=arena.work, path=arena.path, pause_s=0.0, _memo={})
     run = run_of(ours, arena)
     bound = bound_of(arena, (budget,))
     assert violation(run, (budget,)) <= 0.01
     # States change in every slot here, and every change costs a pause.
     assert run.time_s.mean() - run.change_s.mean() <= 1.10 * bound.mean_step_time_s
-    assert ours.queues.identity_error() < 1e-9
+    assert ours.policy.queues.identity_error() < 1e-9
     assert free.path is arena.path
     other = run_of(
         BY_SHARES["lb-bsp"](arena, on_subset(arena, best_subset(arena, "lb-bsp", (budget,), sees_now=True))),
@@ -111,11 +117,11 @@ def test_ours_keeps_the_budget_near_the_bound_and_the_books_close():
 
 def test_without_budgets_ours_is_the_fastest_and_with_a_small_weight_the_cheapest():
     arena = arena_of()
-    rule = Lyapunov(arena, (), patience=0.0)
+    rule = ours_of(arena, (), patience=0.0)
     fastest = run_of(Greedy(arena), arena)
     assert (run_of(rule, arena).time_s - fastest.time_s).mean() == pytest.approx(0.0, abs=0.05)
     budget = budget_of(arena, 0.3)
-    thrifty = run_of(Lyapunov(arena, (budget,), weight=1e-6, patience=0.0), arena)
+    thrifty = run_of(ours_of(arena, (budget,), weight=1e-6, patience=0.0), arena)
     cheapest = run_of(Greedy(arena, (budget,)), arena)
     batch_usd = lambda run: float(run.costs["usd"][50:].mean())  # noqa: E731
     assert batch_usd(thrifty) == pytest.approx(batch_usd(cheapest), rel=0.05)
@@ -139,12 +145,9 @@ def test_a_subset_that_is_gone_runs_on_what_is_left():
 
 
 def test_the_controller_of_the_runtime_plays_too():
-    from foreshard.control.told import controller_rule
-    from foreshard.spec.scenario import Scenario
-
     arena = arena_of(seed=1, slots=120)
     budget = budget_of(arena)
-    rule = controller_rule(arena, (budget,), Scenario(model="gpt2", cluster="x", global_batch=64))
+    rule = ours_of(arena, (budget,), sees_now=False)
     run = run_of(rule, arena, sees_now=False)
     rule.policy.check_invariants()
     assert np.isfinite(run.time_s).all() and rule.policy.queues.steps == 120

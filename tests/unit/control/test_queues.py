@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from foreshard.control.queues import Queues
 from foreshard.control.slots import Budget
-from foreshard.control.tuning import Tuner, weight_for
 from foreshard.errors import SpecError
 
 STEP = Budget(name="money", kind="usd", limit=2.0)
@@ -76,21 +75,6 @@ def test_no_backlog_means_the_fastest_and_no_weight_the_cheapest():
     assert choose(Queues((STEP,), weight=0.0, step_s=1.0, backlog=start), times, costs, "money") == 1
 
 
-@pytest.mark.parametrize("wanted", [0.002, 0.01, 0.05])
-def test_weight_is_found_for_a_wanted_excess(wanted):
-    rng = np.random.default_rng(0)
-    queues = Queues((STEP,), weight=1.0, step_s=1.0)
-    tuner = Tuner(violation=wanted, horizon=5000)
-    for _ in range(5000):
-        slow = rng.choice([1.0, 2.0])
-        choose(queues, slow * np.array([1.0, 1.5, 4.0]), np.array([4.0, 2.5, 1.0]), "money")
-        queues.weight = tuner.observe(queues["money"].backlog)
-    assert 0.2 * wanted < queues.violation <= 1.1 * wanted
-    assert queues.violation * 5000 == pytest.approx(
-        queues["money"].backlog - queues["money"].reflected, rel=1e-6
-    )
-
-
 def test_place_holders_spend_the_excess_beforehand():
     times, costs = np.array([1.0, 1.5, 4.0]), np.array([4.0, 2.5, 1.0])
     ends = []
@@ -109,8 +93,6 @@ def test_what_is_no_budget_is_refused():
         Queues((STEP,), weight=math.nan, step_s=1.0)
     with pytest.raises(SpecError, match="cost of nan"):
         Queues((STEP,), weight=1.0, step_s=1.0).record(1.0, {})
-    with pytest.raises(SpecError, match="excess"):
-        weight_for(0.0, 100, 1.0)
     for bad in (
         {"kind": "love"},
         {"kind": "duty"},

@@ -8,7 +8,7 @@ import pytest
 
 from foreshard.control.slots import Chain, State, evaluate
 from foreshard.control.subsets import COSTS, Kinds, balanced_shares, data_parallel, even_shares, sample_s
-from foreshard.errors import SpecError
+from foreshard.errors import InfeasibleError, SpecError
 
 
 def chain_of(width, layers=3):
@@ -88,7 +88,7 @@ def test_a_device_that_cannot_hold_the_model_is_in_no_subset():
     small = replace(chain_of(4), memory_bytes=np.array([1e9, 1.0, 1e9, 1.0]))
     kinds = Kinds.of(small, state, 60)
     assert {rank for kind in kinds.members for rank in kind} == {0, 2}
-    with pytest.raises(SpecError, match="holds the model"):
+    with pytest.raises(InfeasibleError, match="holds the model"):
         Kinds.of(replace(small, memory_bytes=np.ones(4)), state, 60)
 
 

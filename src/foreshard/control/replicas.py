@@ -1,0 +1,143 @@
+"""Slots of data-parallel plans: every subset of the workers is compared, by kinds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.control.grouping import reshare, solve_slot, worth_of
+from foreshard.control.landscape import Memo
+from foreshard.control.slots import Budget, Chain, State, Structure
+from foreshard.control.subsets import Kinds, TooManyError, data_parallel
+
+_STATES = 512
+_MOST_SUBSETS = 20_000
+_MOST_STRUCTURES = 10_000
+Rows = tuple[np.ndarray, np.ndarray]
+"""Seconds, shape (n,), and costs, shape (n, budgets), of what can run in a state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The best structure of a slot beside the running one.
+
+    Attributes
+    ----------
+    best : Structure
+    best_worth, stay_worth : float
+        What the slot minimises; infinite for a running structure that cannot run.
+    """
+
+    best: Structure
+    best_worth: float
+    stay_worth: float
+
+
+class Pipelines:
+    """Slots of pipelines of up to so many stages: searched, see `grouping`."""
+
+    def __init__(
+        self, chain: Chain, budgets: Sequence[Budget], *, batch: int, micro_batch: int, max_stages: int
+    ):
+        self.chain, self.budgets, self.memo = chain, tuple(budgets), Memo()
+        self._asked: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch}
+        self._max_stages = max_stages
+        self._apart = frozenset(one.worker for one in budgets if one.worker is not None)
+
+    def compare(
+        self,
+        state: State,
+        time_weight: float,
+        cost_weights: Mapping[str, float],
+        running: Structure | None,
+        change_weight: float = 0.0,
+    ) -> Compared:
+        """Return what a search finds that starts from the running structure."""
+        best = solve_slot(
+            self.chain, state, time_weight=time_weight, cost_weights=cost_weights, budgets=self.budgets,
+            running=running, change_weight=change_weight, memo=self.memo, max_stages=self._max_stages,
+            **self._asked,
+        )  # fmt: skip
+        stay = np.inf
+        if running is not None and state.available[list(running.workers)].all():
+            kept = reshare(
+                self.chain, state, running, time_weight=time_weight, cost_weights=cost_weights,
+                budgets=self.budgets, **self._asked,
+            )  # fmt: skip
+            stay = worth_of(kept, time_weight, cost_weights, self.budgets)
+        worth = worth_of(best, time_weight, cost_weights, self.budgets)
+        return Compared(best=best.structure, best_worth=worth, stay_worth=stay)
+
+    def rows(self, state: State) -> Rows:
+        """Return the structures of a state that were looked at so far."""
+        library = self.memo.landscape(
+            self.chain, state, max_stages=self._max_stages, apart=self._apart, **self._asked
+        ).library
+        return library.table(state, self.budgets)
+
+
+class Replicas:
+    """Slots of workers that hold the whole model each: all subsets are listed while they are not too many."""
+
+    def __init__(self, chain: Chain, budgets: Sequence[Budget], *, batch: int, micro_batch: int):
+        self.chain, self.budgets, self._batch = chain, tuple(budgets), batch
+        self._known: OrderedDict[bytes, tuple[Kinds, np.ndarray] | None] = OrderedDict()
+        self._structures: dict[tuple[int, ...], Structure] = {}
+        self._apart = frozenset(one.worker for one in budgets if one.worker is not None)
+        self._searched = Pipelines(chain, budgets, batch=batch, micro_batch=micro_batch, max_stages=1)
+
+    def compare(
+        self,
+        state: State,
+        time_weight: float,
+        cost_weights: Mapping[str, float],
+        running: Structure | None,
+        change_weight: float = 0.0,
+    ) -> Compared:
+        """Return the best of all subsets; of those that are alike the one nearest to the running one."""
+        found = self._listed(state)
+        if found is None:
+            return self._searched.compare(state, time_weight, cost_weights, running, change_weight)
+        kinds, costs = found
+        score = time_weight * kinds.time_s
+        if self.budgets:
+            score = score + costs @ np.array([cost_weights[one.name] for one in self.budgets])
+        best = int(np.argmin(score))
+        kept = kinds.subset(running.workers) if running is not None else None
+        chosen = running if kept == best and running is not None else self._structure(kinds, best, running)
+        return Compared(
+            best=chosen,
+            best_worth=float(score[best]),
+            stay_worth=np.inf if kept is None else float(score[kept]),
+        )
+
+    def _structure(self, kinds: Kinds, subset: int, running: Structure | None) -> Structure:
+        workers = kinds.devices(subset, running.workers if running is not None else ())
+        if workers not in self._structures:
+            if len(self._structures) > _MOST_STRUCTURES:
+                self._structures.clear()
+            self._structures[workers] = data_parallel(workers, self.chain)
+        return self._structures[workers]
+
+    def rows(self, state: State) -> Rows:
+        """Return all subsets of a state."""
+        found = self._listed(state)
+        return self._searched.rows(state) if found is None else (found[0].time_s, found[1])
+
+    def _listed(self, state: State) -> tuple[Kinds, np.ndarray] | None:
+        """Return the subsets of a state and what they cost; None where they are too many."""
+        key = state.key()
+        if key not in self._known:
+            try:
+                kinds = Kinds.of(self.chain, state, self._batch, apart=self._apart, most=_MOST_SUBSETS)
+                self._known[key] = kinds, kinds.column(self.budgets)
+            except TooManyError:
+                self._known[key] = None
+            if len(self._known) > _STATES:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
