@@ -210,7 +210,10 @@ class Controller:
         """Count a state, and when a lesson is due place the queues by what is known of all."""
         key = state.key()
         if self.lessons.needs(key):
-            self.lessons.rows(key, *self._slots.rows(state))
+            rows = self._slots.rows(state)
+            if not len(rows[0]):
+                return  # nothing runs in it
+            self.lessons.rows(key, *rows)
         self.lessons.saw(key, steps)
         if self.lessons.due:
             self.lessons.teach(self.queues)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from foreshard.control.grouping import reshare, solve_slot, worth_of
 from foreshard.control.landscape import Memo
 from foreshard.control.slots import Budget, Chain, State, Structure
 from foreshard.control.subsets import Kinds, TooManyError, data_parallel
+from foreshard.errors import InfeasibleError
 
 _STATES = 512
 _MOST_SUBSETS = 20_000
@@ -73,10 +75,13 @@ class Pipelines:
         return Compared(best=best.structure, best_worth=worth, stay_worth=stay)
 
     def rows(self, state: State) -> Rows:
-        """Return the structures of a state that were looked at so far."""
+        """Return the structures of a state that were looked at so far; a first look where there was none."""
         library = self.memo.landscape(
             self.chain, state, max_stages=self._max_stages, apart=self._apart, **self._asked
         ).library
+        if not library.layouts:
+            with contextlib.suppress(InfeasibleError):
+                self.compare(state, 1.0, dict.fromkeys((one.name for one in self.budgets), 0.0), None)
         return library.table(state, self.budgets)
 
 
