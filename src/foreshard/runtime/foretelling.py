@@ -1,0 +1,238 @@
+"""A run in a lab, foretold: the controller plays against the lab's changes, steps are timed by measured costs.
+
+What steers is what steers a run (`steering`), told what a run tells it; a plan that is ordered after a step
+runs two steps later, as in a run. Nothing is trained, and seconds are those that `predict --costs` gives.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreshard.control.slots import Budget
+from foreshard.errors import InfeasibleError, SpecError
+from foreshard.predict.measured import RankTimes, rank_times, step_seconds
+from foreshard.predict.measured_costs import MeasuredCosts, load_costs
+from foreshard.runtime.budgets import budget_of, spent
+from foreshard.runtime.lab import Lab, load_lab
+from foreshard.runtime.repair import repaired
+from foreshard.runtime.steering import POLICIES, Steering, Wheel
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Plan, load_plan
+
+_DELAY = 2
+"""Steps from the one that an order follows to the first that runs it: it is announced in the next vote."""
+_PROBE_BYTES = 2.0**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """A policy's run.
+
+    Attributes
+    ----------
+    time_s : ndarray, shape (steps,)
+    spent : mapping of budget name to ndarray, shape (steps,)
+    budgets : tuple of Budget
+    reconfigurations, reshares : int
+        Changes of layers or groups, and of shares alone; a lost rank's are among the first.
+    plans : sequence of (step, Plan)
+        Each plan with the first step that runs it.
+    """
+
+    time_s: np.ndarray
+    spent: Mapping[str, np.ndarray]
+    budgets: tuple[Budget, ...]
+    reconfigurations: int
+    reshares: int
+    plans: Sequence[tuple[int, Plan]]
+
+    @property
+    def violation(self) -> float:
+        """Return the largest excess of a mean over its budget, at least 0."""
+        mean_s = float(self.time_s.mean())
+        over = [float(self.spent[one.name].mean()) / one.allowance(mean_s) - 1.0 for one in self.budgets]
+        return max([0.0, *over])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the policy's part of the object of `simulate --json`."""
+        return {
+            "mean_step_time_s": float(self.time_s.mean()),
+            "mean_cost": {name: float(each.mean()) for name, each in self.spent.items()},
+            "budget": {one.name: one.limit for one in self.budgets},
+            "violation": self.violation,
+            "reconfigurations": self.reconfigurations,
+            "reshares": self.reshares,
+            "steps": len(self.time_s),
+            "series": {"step_time_s": [float(one) for one in self.time_s]},
+        }
+
+
+def foretell(
+    lab: str,
+    *,
+    costs: str,
+    plan: str,
+    steps: int = 120,
+    policies: Sequence[str] = ("lyapunov", "static"),
+    budgets: Sequence[str] = (),
+) -> dict[str, Foretold]:
+    """Return how policies fare in a lab, by name.
+
+    Parameters
+    ----------
+    lab, costs, plan : str
+        Files: the lab's TOML, measured costs of the job on it, the plan that the run starts with.
+    steps : int
+    policies : sequence of str
+        Of `steering.POLICIES`.
+    budgets : sequence of str
+        As ``foreshard run --budget`` takes them.
+
+    Raises
+    ------
+    SpecError
+        For what cannot be steered or priced.
+    """
+    if steps < 1:
+        raise SpecError(f"{steps} steps", key="--steps", value=steps, rule="A run has a step at least")
+    world = _World(load_lab(lab), load_costs(costs))
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for name in dict.fromkeys(policies):
+            if name not in POLICIES:
+                raise SpecError(
+                    f"unknown policy {name!r}", key="--policy", value=name,
+                    rule=f"In a lab policies are {', '.join(POLICIES)}",
+                )  # fmt: skip
+            wheel = Wheel(
+                plan=load_plan(plan), costs=costs, lab=lab, budgets=tuple(budgets), steps=steps,
+                log=Path(folder) / f"{name}.jsonl", policy="lyapunov" if name == "static" else name,
+            )  # fmt: skip
+            found[name] = _Play(world, wheel, steered=name != "static").run(steps)
+        return found
+
+
+class _World:
+    """The lab step by step, in measured costs."""
+
+    def __init__(self, lab: Lab, costs: MeasuredCosts):
+        self.lab, self._costs, self._cluster = lab, costs, lab.cluster()
+
+    def there(self, step: int) -> tuple[int, ...]:
+        """Return the ranks that are there in a step."""
+        return tuple(rank for rank in range(len(self.lab.slow)) if self.lab.there_at(step, rank))
+
+    def at(self, step: int) -> tuple[MeasuredCosts, Cluster]:
+        """Return costs and cluster of a step, every rank a device of its own."""
+        lab, slow, tables, nodes = self.lab, {}, {}, []
+        for rank, node in enumerate(self._cluster.nodes):
+            device, name = node.device.name, f"rank {rank}"
+            slow[name] = self._costs.slow_of(device) * lab.slow_at(step, rank) / lab.slow[rank]
+            tables[name] = self._costs.layers_on(device)
+            rate, latency_s = lab.link_at(step, rank, rank)
+            nodes.append(
+                replace(
+                    node, device=replace(node.device, name=name), nic_bytes_per_s=rate, nic_latency_s=latency_s
+                )
+            )
+        return (
+            replace(self._costs, slow=slow, tables=tables),
+            replace(self._cluster, nodes=tuple(nodes)),
+        )
+
+    def links(self, step: int, plan: Plan) -> dict[tuple[int, int], tuple[float, float]]:
+        """Return a message on every link that a plan uses."""
+        pairs = {
+            pair
+            for group in plan.groups
+            for a, b in zip(group.stages[:-1], group.stages[1:], strict=True)
+            for pair in ((a.ranks[0], b.ranks[0]), (b.ranks[0], a.ranks[0]))
+        }
+        ring = sorted(plan.ranks)
+        if len(plan.groups) > 1:
+            pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        told = {}
+        for source, target in sorted(pairs):
+            if source != target:
+                rate, latency_s = self.lab.link_at(step, source, target)
+                told[source, target] = (_PROBE_BYTES, latency_s + _PROBE_BYTES / rate)
+        return told
+
+
+class _Play:
+    """One policy's run."""
+
+    def __init__(self, world: _World, wheel: Wheel, *, steered: bool):
+        wheel.check()
+        self._world, self._wheel = world, wheel
+        self._orders: list[Plan] = []
+        self._steering = Steering(wheel, lambda command: self._ordered(command.plan)) if steered else None
+        self._due: dict[int, Plan] = {}
+        self._decided, self._number, self._there = wheel.plan, 0, tuple(range(len(world.lab.slow)))
+
+    def _ordered(self, plan: Plan | None) -> None:
+        if plan is not None:
+            self._orders.append(plan)
+
+    def run(self, steps: int) -> Foretold:
+        """Play all steps."""
+        lab = self._world.lab
+        budgets = tuple(budget_of(text) for text in self._wheel.budgets)
+        time_s, costs = np.zeros(steps), {one.name: np.zeros(steps) for one in budgets}
+        running, plans = self._wheel.plan, [(0, self._wheel.plan)]
+        counts = {"reconfigurations": 0, "reshares": 0}
+        for step in range(steps):
+            now = self._plan_of(step, running)
+            if now != running or not step:
+                if step:
+                    counts["reshares" if _structure(now) == _structure(running) else "reconfigurations"] += 1
+                    plans.append((step, now))
+                else:
+                    plans = [(0, now)]
+            running = now
+            at, cluster = self._world.at(step)
+            ranks = rank_times(at, cluster, running)
+            time_s[step] = step_seconds(at, cluster, running)
+            work_s = {one.rank: one.compute_s + one.recompute_s for one in ranks}
+            for one in budgets:
+                costs[one.name][step] = spent(one, lab, running, float(time_s[step]), work_s)
+            self._tell(step, float(time_s[step]), running, ranks)
+        return Foretold(time_s=time_s, spent=costs, budgets=budgets, plans=plans, **counts)
+
+    def _plan_of(self, step: int, running: Plan) -> Plan:
+        """Return the plan of a step: what was ordered, or what is left of it where ranks came or went."""
+        there = self._world.there(step)
+        if not there:
+            raise InfeasibleError(f"at step {step} no rank is there", rule="A step needs a rank")
+        due = self._due.pop(step, None)
+        if due is not None:
+            running = self._decided = due
+        if there != self._there:
+            # A new generation: what was announced is forgotten, the last plan adopted is repaired.
+            self._there, self._number = there, self._number + 1
+            self._due.clear()
+            running = repaired(self._decided, there)
+        return running
+
+    def _tell(self, step: int, time_s: float, running: Plan, ranks: Sequence[RankTimes]) -> None:
+        if self._steering is None:
+            return
+        share = {rank: group.share for group in running.groups for s in group.stages for rank in s.ranks}
+        self._steering.stepped(
+            step=step, time_s=time_s, running=running, ranks=self._there,
+            stage_s={one.rank: (one.compute_s + one.recompute_s) / share[one.rank] for one in ranks},
+            generation=self._number, link_s=self._world.links(step, running),
+        )  # fmt: skip
+        if self._orders:
+            self._due[step + _DELAY] = self._orders[-1]
+            self._orders.clear()
+
+
+def _structure(plan: Plan) -> list[Any]:
+    return sorted([(stage.ranks, stage.layers) for stage in group.stages] for group in plan.groups)
