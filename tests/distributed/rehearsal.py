@@ -89,10 +89,7 @@ def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
 
 def gradients(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
     """Every gradient that a rank holds, of the mean loss."""
-    return {
-        key: parameter.grad.detach().clone()
-        for bucket in trainer.holding.buckets for key, parameter in zip(bucket.segment.names, bucket.parameters, strict=True)
-    }
+    return {key: part.clone() for bucket in trainer.holding.buckets for key, part in bucket.named()}
 
 
 def worst_error(found: Mapping[int, Any], reference: Mapping[Any, torch.Tensor]) -> float:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from foreshard.runtime.job import Job
 
-WORDS, WIDTH = 32, 16
+WORDS, WIDTH, HEADS = 32, 16, 4
 
 
 class Text:
@@ -49,18 +49,22 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part."""
+    """Attention and a feed-forward part; `inner` is the dropout of what tensor-parallel ranks share out."""
 
-    def __init__(self) -> None:
+    tensor_plan = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
+
+    def __init__(self, inner: float = 0.0) -> None:
         super().__init__()
+        self.inner = inner
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.inner)
+        seen = seen.transpose(1, 2).flatten(2)
         x = x + self.drop(self.out(seen))
-        return x + self.drop(self.down(functional.gelu(self.up(x))))
+        return x + self.drop(self.down(functional.dropout(functional.gelu(self.up(x)), self.inner)))
 
 
 class Head(nn.Module):
@@ -83,10 +87,12 @@ def image_loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
-def gpt(dtype: torch.dtype = torch.float32, *, tied: bool = True, frozen: bool = False) -> Job:
+def gpt(
+    dtype: torch.dtype = torch.float32, *, tied: bool = True, frozen: bool = False, inner: float = 0.0
+) -> Job:
     """Eight layers: embedding, six blocks, head."""
     torch.manual_seed(0)
-    layers: list[nn.Module] = [Embedding(), *[Block() for _ in range(6)], Head()]
+    layers: list[nn.Module] = [Embedding(), *[Block(inner) for _ in range(6)], Head()]
     if tied:
         layers[-1].scores.weight = layers[0].words.weight  # type: ignore[union-attr]
     for layer in layers:

@@ -1,5 +1,7 @@
 """Checkpoints keyed by layer: any partition writes and reads them, nothing in them is executed.
 
+What lies in slices is written by who holds each, with where it was cut, and read as the whole.
+
 A step is a folder. Every rank writes its items through torch's distributed checkpoint (DCP) into a folder of
 its own; the index is JSON instead of DCP's pickle, tensors are read as weights only. The folder gets its name
 when all ranks have written: what has a name is complete, and says which ranks wrote it.
@@ -33,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from foreshard.errors import SpecError
+from foreshard.runtime.slices import cut_of, parsed
 
 _INDEX = "index.json"
 _META = "meta.json"
@@ -80,8 +83,15 @@ class _JsonReader(dcp.FileSystemReader):
 
 
 def save(
-    folder: Path, *, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], rank: int = 0,
-    group: Any = None, lead: bool = True, before: Callable[[], None] = lambda: None,
+    folder: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    rank: int = 0,
+    group: Any = None,
+    lead: bool = True,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a rank's items of a step; returns when the checkpoint is whole.
 
@@ -92,9 +102,10 @@ def save(
     step : int
         Steps that were done.
     tensors : mapping of key to Tensor
-        ``layers.{layer}.{name}``, ``buffers.{layer}.{name}`` or ``optimizer.{layer}.{name}.{state}``.
+        ``layers.{layer}.{name}``, ``buffers.{layer}.{name}`` or ``optimizer.{layer}.{name}.{state}``; the
+        name of a parameter, or of a slice of one.
     meta : mapping
-        JSON, written by the lead.
+        JSON, written by the lead; ``cuts`` says by ``{layer}.{name}`` where what is in slices was cut.
     rank : int
     group : ProcessGroup, optional
         All ranks that write.
@@ -197,7 +208,7 @@ def _whole(folder: Path) -> list[tuple[int, Path]]:
 
 
 def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: True) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint whose keys are chosen, from whichever ranks wrote them.
+    """Return the tensors of a checkpoint whose keys are chosen, whole, from whichever ranks wrote them.
 
     Raises
     ------
@@ -207,7 +218,7 @@ def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: Tr
     found: dict[str, Tensor] = {}
     for part in _parts(folder, step):
         place = folder / _name(step) / part
-        entries = {key: entry for key, entry in _index(place).items() if chosen(key)}
+        entries = {key: entry for key, entry in _index(place).items() if chosen(_slice_of(key)[0])}
         if not entries:
             continue
         empty = {key: torch.empty(told["size"], dtype=_dtype(told["dtype"])) for key, told in entries.items()}
@@ -217,7 +228,37 @@ def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: Tr
         except (Exception, dcp.api.CheckpointException) as error:
             raise _damaged(place, f"cannot be read: {_said(error)}") from error
         found.update(empty)
-    return found
+    return _whole_tensors(found, folder, step)
+
+
+def _slice_of(key: str) -> tuple[str, str, int, int]:
+    """Return the key of the whole, the parameter as ``cuts`` has it, which slice, and of how many."""
+    folder, _, name = key.partition(".")
+    name, state = name.rpartition(".")[::2] if folder == "optimizer" else (name, "")
+    whole, index, num = parsed(name)
+    return f"{folder}.{whole}" + (f".{state}" if state else ""), whole, index, num
+
+
+def _whole_tensors(found: dict[str, Tensor], folder: Path, step: int) -> dict[str, Tensor]:
+    """Return tensors with the slices of each put together."""
+    made: dict[str, Tensor] = {}
+    slices: dict[str, dict[int, Tensor]] = {}
+    told = {}
+    for key, tensor in found.items():
+        whole, owner, index, num = _slice_of(key)
+        if num == 1 or tensor.dim() == 0:  # counts of an optimizer are the same in every slice
+            made[whole] = tensor
+        else:
+            slices.setdefault(whole, {})[index] = tensor
+            told[whole] = owner, num
+    cuts = read_meta(folder, step).get("cuts", {}) if slices else {}
+    for whole, parts in slices.items():
+        owner, num = told[whole]
+        try:
+            made[whole] = cut_of(cuts[owner]).joined([parts[index] for index in range(num)])
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise _damaged(folder / _name(step), f"lacks slices of {whole}: {_said(error)}") from error
+    return made
 
 
 def _parts(folder: Path, step: int) -> list[str]:

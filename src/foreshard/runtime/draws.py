@@ -33,7 +33,14 @@ def key_of(*numbers: int) -> int:
     return state
 
 
-def bits(keys: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+Window = tuple[Sequence[int], int, int]
+"""Shape of a whole row, the dimension along which a row here is a part of it, and where that begins."""
+
+
+def bits(
+    keys: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu",
+    window: Window | None = None,
+) -> Tensor:  # fmt: skip
     """Return 64 random bits as int64 for every element of the rows.
 
     Parameters
@@ -43,6 +50,8 @@ def bits(keys: Sequence[int], shape: Sequence[int], device: torch.device | str =
     shape : sequence of int
         Of a row.
     device : torch.device
+    window : (shape, dimension, first), optional
+        Where rows are parts of larger ones, of which they are to have the bits.
 
     Returns
     -------
@@ -50,8 +59,8 @@ def bits(keys: Sequence[int], shape: Sequence[int], device: torch.device | str =
     """
     count = math.prod(shape)
     if len(keys) > 1 and len(keys) * count > _AT_ONCE:
-        return torch.cat([bits([key], shape, device) for key in keys])
-    place = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN))
+        return torch.cat([bits([key], shape, device, window) for key in keys])
+    place = _places(shape, device, window).mul_(_signed(_GOLDEN))
     start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64).to(device)
     value = place + start[:, None]
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -59,6 +68,14 @@ def bits(keys: Sequence[int], shape: Sequence[int], device: torch.device | str =
         value *= _signed(factor)
     value ^= (value >> 31).bitwise_and_((1 << 33) - 1)
     return value.view(len(keys), *shape)
+
+
+def _places(shape: Sequence[int], device: torch.device | str, window: Window | None) -> Tensor:
+    if window is None:
+        return torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+    whole, dim, first = window
+    all_places = torch.arange(math.prod(whole), dtype=torch.int64, device=device).view(*whole)
+    return all_places.narrow(dim, first, shape[dim]).reshape(-1)
 
 
 def at_least(drawn: Tensor, p: float) -> Tensor:

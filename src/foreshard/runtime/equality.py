@@ -6,6 +6,7 @@ The ranks are threads of this process; the runtime, the collectives and the mess
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from foreshard.runtime.fixed import FixedMembership
 from foreshard.runtime.job import Job
+from foreshard.runtime.slices import Cut, parsed
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -34,7 +36,9 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
     RuntimeError
         When a rank fails or does not end.
     """
-    store, found, failed = dist.HashStore(), Gradients(), []
+    store, failed = dist.HashStore(), []
+    found: Gradients = {}
+    cuts: dict[tuple[int, str], Cut] = {}
 
     def body(rank: int) -> None:
         try:
@@ -43,9 +47,8 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
             )
             trainer.train_step()
             for bucket in trainer.holding.buckets:
-                for key, parameter in zip(bucket.segment.names, bucket.parameters, strict=True):
-                    assert parameter.grad is not None
-                    found[key] = parameter.grad.detach().clone()
+                found.update((key, part.clone()) for key, part in bucket.named())
+            cuts.update(trainer.parameters.cuts)
         except Exception as error:
             failed.append(error)
 
@@ -56,7 +59,22 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
         thread.join(timeout_s)
     if failed or any(thread.is_alive() for thread in threads):
         raise RuntimeError(f"a rank failed: {failed[0] if failed else 'it did not end'}")
-    return found
+    return joined(found, cuts)
+
+
+def joined(found: Gradients, cuts: Mapping[tuple[int, str], Cut]) -> Gradients:
+    """Return tensors with the slices of each put together."""
+    made: Gradients = {}
+    slices: dict[tuple[int, str], dict[int, torch.Tensor]] = {}
+    for (layer, name), tensor in found.items():
+        whole, index, num = parsed(name)
+        if num == 1:
+            made[layer, name] = tensor
+        else:
+            slices.setdefault((layer, whole), {})[index] = tensor
+    return made | {
+        key: cuts[key].joined([parts[index] for index in sorted(parts)]) for key, parts in slices.items()
+    }
 
 
 def gradient_error(job: Job, plan: Plan) -> float:

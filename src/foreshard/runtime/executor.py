@@ -23,7 +23,8 @@ from foreshard.runtime.exchange import Exchange, Peer, Span
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, micro_batches, samples_of
 from foreshard.runtime.own_code import own_code
-from foreshard.runtime.randomness import sample_randomness
+from foreshard.runtime.randomness import Windows, sample_randomness
+from foreshard.runtime.tensor_ranks import TensorRanks, peers_of, ranks_of
 from foreshard.runtime.zero import Shards
 
 Hook = Callable[[str], None]
@@ -73,6 +74,10 @@ class Executor:
         Called when layers have passed their last backward of the step.
     shards : Shards, optional
         Brings the parameters of a chunk together where each rank of the stage keeps a part.
+    tensor : TensorRanks, optional
+        Those that compute the same samples together with this one.
+    windows : callable of layer, optional
+        What draws of a layer are parts of.
     """
 
     def __init__(
@@ -91,11 +96,14 @@ class Executor:
         on_gradients: Callable[[frozenset[int]], None] | None = None,
         phase: Hook = lambda name: None,
         shards: Shards | None = None,
+        tensor: TensorRanks | None = None,
+        windows: Callable[[int, tuple[Any, ...]], Windows | None] = lambda layer, given: None,
     ):
         self.job, self.feed, self.layout, self.rank = job, feed, layout, rank
         self.modules, self.exchange, self.clock = modules, exchange, clock
         self.device, self.seed, self.shards = device, seed, shards
         self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
+        self.tensor, self.windows = tensor or TensorRanks(), windows
         self.group, self.stage = layout.group_of(rank), layout.stage_of(rank)
         self.seat = layout.seats[rank]
         self.batches = micro_batches(self.group)
@@ -124,8 +132,8 @@ class Executor:
         return [positions for positions in dict.fromkeys(found) if len(positions)]
 
     def trained_in(self, step: int) -> list[range]:
-        """Return the positions whose loss this rank computes in a step."""
-        if self.seat.stage != len(self.group.stages) - 1:
+        """Return the positions whose loss this rank answers for in a step."""
+        if self.seat.stage != len(self.group.stages) - 1 or self.seat.tensor:
             return []
         return [self._positions(step, batch) for batch in range(len(self.batches))]
 
@@ -179,8 +187,8 @@ class Executor:
                 received = [_moved(t, self.device) for t in _tuple(self.job.inputs(data))]
         else:
             received = self.exchange.receive(
-                span, self._peers(virtual - 1, batch), route=virtual * 2, tag=self._tag(virtual, batch, 0),
-                device=self.device,
+                span, self._peers(virtual - 1, batch, sends=False), route=virtual * 2,
+                tag=self._tag(virtual, batch, 0), device=self.device,
             )  # fmt: skip
             received = [t.requires_grad_() if t.is_floating_point() else t for t in received]
         with self._work("forward", chunk, batch, span, sums):
@@ -190,7 +198,7 @@ class Executor:
                 passing.loss = self._loss(made, data, sums)
         if passing.loss is None:
             self.exchange.send(
-                made, span, self._peers(virtual + 1, batch), route=(virtual + 1) * 2,
+                made, span, self._peers(virtual + 1, batch, sends=True), route=(virtual + 1) * 2,
                 tag=self._tag(virtual + 1, batch, 0),
             )  # fmt: skip
         self._passing[chunk, batch] = passing
@@ -199,8 +207,9 @@ class Executor:
         output = made[0] if len(made) == 1 else tuple(made)
         with self._precision():
             total, count = self.job.loss(output, _moved(data, self.device))
-        sums.loss += float(total.detach())
-        sums.count += float(count)
+        if self.seat.tensor == 0:  # the others have the same
+            sums.loss += float(total.detach())
+            sums.count += float(count)
         return total
 
     def _backward(self, chunk: int, batch: int, span: Span, sums: StepSums, *, inputs_only: bool) -> None:
@@ -208,7 +217,7 @@ class Executor:
         grads: list[Tensor] | None = None
         if passing.loss is None:
             grads = self.exchange.receive(
-                span, self._peers(virtual + 1, batch), route=virtual * 2 + 1,
+                span, self._peers(virtual + 1, batch, sends=False), route=virtual * 2 + 1,
                 tag=self._tag(virtual, batch, 1), device=self.device,
             )  # fmt: skip
         outputs = (
@@ -230,7 +239,7 @@ class Executor:
         if virtual > 0:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
             self.exchange.send(
-                back, span, self._peers(virtual - 1, batch), route=(virtual - 1) * 2 + 1,
+                back, span, self._peers(virtual - 1, batch, sends=True), route=(virtual - 1) * 2 + 1,
                 tag=self._tag(virtual - 1, batch, 1),
             )  # fmt: skip
         if not inputs_only:
@@ -254,7 +263,11 @@ class Executor:
 
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
-                    given = through(self.modules[layer], layer, given, positions, seed=self.seed, step=step)
+                    given = through(
+                        self.modules[layer], layer, given, positions, seed=self.seed, step=step,
+                        windows=self.windows(layer, given),
+                    )  # fmt: skip
+                    self.tensor.forget()
                 return given
 
             with self._precision():
@@ -283,6 +296,7 @@ class Executor:
         with own_code(f"{name} of layers {start} to {stop - 1}", self.job.path):
             yield
         self.clock.end(name, span[1] - span[0], stop - start)
+        self.tensor.meet(self.clock)
         ended_s = self.clock.now()
         sums.work_s += ended_s - began_s
         if name == "forward" and chunk == 0:
@@ -297,12 +311,15 @@ class Executor:
         lo, hi = self.batches[batch]
         return samples_of(stage, hi - lo)[inner]
 
-    def _peers(self, virtual: int, batch: int) -> list[Peer]:
+    def _peers(self, virtual: int, batch: int, *, sends: bool) -> list[Peer]:
         stage = self.group.stages[virtual % len(self.group.stages)]
         lo, hi = self.batches[batch]
         return [
             Peer(rank=rank, span=span)
-            for rank, span in zip(stage.ranks, samples_of(stage, hi - lo), strict=True)
+            for inner, span in enumerate(samples_of(stage, hi - lo))
+            for rank in peers_of(
+                ranks_of(stage.ranks, inner, stage.tp), self.seat.tensor, self.stage.tp, sends=sends
+            )
         ]
 
     def _tag(self, virtual: int, batch: int, direction: int) -> int:
@@ -314,10 +331,11 @@ class Executor:
 
 
 def through(
-    module: nn.Module, layer: int, values: tuple[Any, ...], positions: range, *, seed: int = 0, step: int = 0
-) -> tuple[Any, ...]:
+    module: nn.Module, layer: int, values: tuple[Any, ...], positions: range, *, seed: int = 0,
+    step: int = 0, windows: Windows | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return what a layer makes of the values for the samples at the positions."""
-    with sample_randomness(seed=seed, step=step, layer=layer, positions=positions):
+    with sample_randomness(seed=seed, step=step, layer=layer, positions=positions, windows=windows):
         return _tuple(module(*values))
 
 

@@ -7,40 +7,33 @@ under every plan and in a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from foreshard.errors import SpecError
+from foreshard.runtime.buckets import Bucket, Gradient
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, Segment, segments_of
+from foreshard.runtime.slices import WHOLE, Interval, common, parsed, sliced, within
+from foreshard.runtime.tensor_ranks import TensorRanks
+from foreshard.runtime.tensor_split import check_by_element, cut_module
+
+if TYPE_CHECKING:
+    from foreshard.runtime.zero import Deal, Parameters
 
 Key = tuple[int, str]
 Item = tuple[str, int, str]
-"""(kind, layer, name): 'value' of a trained parameter, 'frozen' one, 'buffer', 'state' of the optimizer."""
+"""(kind, layer, name): 'value' of a trained parameter, 'frozen' one, 'buffer', 'state' of the optimizer.
+
+The name is a parameter's or a slice's; of a state ``NAME/KEY``.
+"""
 
 
-@dataclass(slots=True)
-class Bucket:
-    """The gradients of a segment, one after another in one tensor.
-
-    Attributes
-    ----------
-    segment : Segment
-    flat : Tensor, shape (elements,)
-    parameters : list of Parameter
-        In the order of `segment.names`; their `.grad` are views of `flat`.
-    layers : frozenset of int
-        That must have passed their last backward before the bucket is complete.
-    """
-
-    segment: Segment
-    flat: Tensor
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    layers: frozenset[int] = frozenset()
+Place = tuple[int, int]
+"""Which of how many parts of a layer's weights a rank holds."""
 
 
 class Holding:
@@ -51,17 +44,22 @@ class Holding:
     job : Job
     rank : int
     device : torch.device
+    parameters : Parameters
     """
 
-    def __init__(self, job: Job, rank: int, device: torch.device):
-        self.job, self.rank, self.device = job, rank, device
+    def __init__(self, job: Job, rank: int, device: torch.device, parameters: Parameters):
+        self.job, self.rank, self.device, self.parameters = job, rank, device, parameters
         self.modules: dict[int, nn.Module] = {}
         self.buckets: list[Bucket] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.updated: dict[tuple[int, str], nn.Parameter] = {}
-        self._states: dict[tuple[int, str], dict[str, Any]] = {}
+        self.updated: dict[Key, nn.Parameter] = {}
+        self.ranks = TensorRanks()
+        self._states: dict[Key, dict[str, Any]] = {}
         self._tied = tuple(tuple(group) for group in job.tied)
         self._names: dict[int, tuple[str, ...]] = {}
+        self._places: dict[int, Place] = {}
+        self._next: dict[int, Place] = {}
+        self._arrived: list[tuple[Item, Tensor]] = []
 
     def trainable_names(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's parameters that are trained."""
@@ -70,12 +68,33 @@ class Holding:
             self._names[layer] = tuple(n for n, p in module.named_parameters() if p.requires_grad)
         return self._names[layer]
 
-    def build(self, layers: Iterable[int]) -> None:
-        """Make the modules of layers that are not held yet, as the job's seed makes them."""
+    def build(self, layout: Layout) -> None:
+        """Make the layers of a layout that are not held yet, as the job's seed makes them.
+
+        Layers that are held but in other parts stay as they are until `arrange`; what arrives for them
+        waits.
+        """
+        layers = layout.layers_of(self.rank)
+        place = (layout.seats[self.rank].tensor, layout.stage_of(self.rank).tp) if layers else (0, 1)
+        self._arrived = []
+        self._next = {layer: place for layer in layers if layer in self.parameters.splits}
         for layer in layers:
             if layer not in self.modules:
-                self.modules[layer] = self.job.layer(layer).to(self.device)
+                self._make(layer)
                 self._tie_to_held(layer)
+
+    def _make(self, layer: int) -> None:
+        module = self.job.layer(layer)
+        index, degree = self._next.get(layer, (0, 1))
+        if degree > 1:
+            cut_module(module, self.parameters.splits[layer], self.ranks, index, degree)
+        self.modules[layer], self._places[layer] = module.to(self.device), (index, degree)
+
+    def interval(self, layer: int, name: str) -> Interval:
+        """Return which part of a parameter is held."""
+        holder = self._names_of((layer, name))[0][0]
+        index, degree = self._places[holder] if (layer, name) in self.parameters.cuts else (0, 1)
+        return index, index + 1, degree
 
     def items_of(self, piece: Item) -> list[tuple[Item, Tensor]]:
         """Return the tensors of a piece: a parameter's value, its optimizer state, or a layer's frame.
@@ -85,11 +104,11 @@ class Holding:
         """
         kind, layer, name = piece
         if kind == "value":
-            return [(piece, self.parameter(layer, name).data)]
+            return [(piece, self._taken(layer, name, self.parameter(layer, parsed(name)[0]).data))]
         if kind == "state":
-            state = self._states.get((layer, name), {})
+            state = self._states.get((layer, parsed(name)[0]), {})
             return [
-                (("state", layer, f"{name}/{key}"), _as_tensor(value))
+                (("state", layer, f"{name}/{key}"), self._taken(layer, name, _as_tensor(value)))
                 for key, value in sorted(state.items())
                 if value is not None
             ]
@@ -97,49 +116,115 @@ class Holding:
         frozen = [(("frozen", layer, n), p.data) for n, p in module.named_parameters() if not p.requires_grad]
         return [*frozen, *((("buffer", layer, n), b) for n, b in _persistent_buffers(module))]
 
+    def _taken(self, layer: int, name: str, held: Tensor) -> Tensor:
+        """Return the slice that a name means of what is held of it."""
+        whole, index, num = parsed(name)
+        if num == 1 or held.dim() == 0:
+            return held
+        cut, part = self.parameters.cuts[layer, whole], (index, index + 1, num)
+        return cut.taken(held, *within(part, self.interval(layer, whole)))
+
     def put(self, item: Item, tensor: Tensor) -> None:
-        """Replace a tensor; of a state, also one that was not there."""
+        """Replace a tensor, or a slice of it; of a state, also one that was not there."""
         kind, layer, name = item
-        if kind == "state":
-            owner, _, key = name.rpartition("/")
-            self._states.setdefault((layer, owner), {})[key] = tensor.clone()
+        owner, _, entry = name.rpartition("/") if kind == "state" else (name, "", "")
+        key = layer, parsed(owner)[0]
+        if kind in ("state", "value") and any(self._recuts(held) for held, _ in self._names_of(key)):
+            self._arrived.append((item, tensor))
+        elif kind == "state":
+            self._put_state(key, owner, entry, tensor)
         elif kind == "value":
-            for holder, own in self._names_of((layer, name)):
-                _refill(self.modules[holder].get_parameter(own), tensor)
+            for holder, own in self._names_of(key):
+                parameter = self.modules[holder].get_parameter(own)
+                _make_room(parameter)
+                self._fill(parameter.data, key, owner, tensor)
         elif kind == "frozen":
             self.modules[layer].get_parameter(name).data.copy_(tensor)
         else:
             self.modules[layer].get_buffer(name).copy_(tensor)
+
+    def _put_state(self, key: Key, owner: str, entry: str, tensor: Tensor) -> None:
+        state = self._states.setdefault(key, {})
+        if tensor.dim() == 0 or (parsed(owner)[2] == 1 and self.interval(*key) == WHOLE):
+            state[entry] = tensor.clone()
+            return
+        if entry not in state:
+            state[entry] = torch.zeros_like(self.parameter(*key), dtype=tensor.dtype)
+        self._fill(state[entry], key, owner, tensor)
+
+    def _fill(self, held: Tensor, key: Key, name: str, tensor: Tensor) -> None:
+        """Copy what a tensor has of what is held."""
+        _, index, num = parsed(name)
+        given, own = (index, index + 1, num), self.interval(*key)
+        if given == own == WHOLE:
+            held.copy_(tensor)
+            return
+        cut, both = self.parameters.cuts[key], common(given, own)
+        cut.fill(held, *within(both, own), cut.taken(tensor, *within(both, given)))
 
     def _names_of(self, key: tuple[int, str]) -> list[tuple[int, str]]:
         """Return the names a parameter has in the layers held."""
         group = next((group for group in self._tied if key in group), (key,))
         return [(layer, name) for layer, name in group if layer in self.modules]
 
-    def arrange(
-        self, layout: Layout, updates: Callable[[Key], bool], summed_by: Callable[[Key], tuple[int, ...]]
-    ) -> None:
+    def arrange(self, layout: Layout, deal: Deal) -> None:
         """Take the place that a layout gives: drop other layers, tie, make buckets and the optimizer.
 
         Parameters
         ----------
         layout : Layout
-        updates : callable of (layer, name)
-            Whether this rank updates a parameter.
-        summed_by : callable of (layer, name)
-            The ranks that keep the sum of its gradients, rising.
+        deal : Deal
+            Who updates what, and which ranks keep the sum of a gradient.
         """
         self.remember()
+        self._recut()
         kept = set(layout.layers_of(self.rank))
         self.modules = {layer: module for layer, module in sorted(self.modules.items()) if layer in kept}
+        self._places = {layer: self._places[layer] for layer in self.modules}
         self._tie()
         held = sorted(
             {self.first_name(layer, n) for layer in self.modules for n in self.trainable_names(layer)}
         )
-        self._fill_buckets(segments_of({key: summed_by(key) for key in held}))
-        self.updated = {key: self.parameter(*key) for key in held if updates(key)}
+        self._fill_buckets(
+            segments_of({name: deal.summed_by(name) for key in held for name in deal.names(self.rank, key)}),
+            deal,
+        )
+        updates = set(deal.updated(self.rank)) if kept else set()
+        self.updated = {key: self.parameter(*key) for key in held if key in updates}
         self._states = {key: state for key, state in self._states.items() if key in self.updated}
         self._make_optimizer()
+
+    def _recuts(self, layer: int) -> bool:
+        """Return whether a layer that is held is to be held in other parts."""
+        return layer in self._next and self._places.get(layer) != self._next[layer]
+
+    def _recut(self) -> None:
+        """Hold layers in the parts that `build` was told: what stays of them, and what has arrived."""
+        layers = [layer for layer in self.modules if self._recuts(layer)]
+        kept = [item for layer in layers for item in self._staying(layer)]
+        for layer in layers:
+            for name in self.trainable_names(layer):
+                if (layer, name) in self.parameters.cuts:
+                    self._states.pop(self.first_name(layer, name), None)
+            self._make(layer)
+        self._tie()
+        arrived, self._arrived = self._arrived, []
+        for item, tensor in [*kept, *arrived]:
+            self.put(item, tensor)
+
+    def _staying(self, layer: int) -> list[tuple[Item, Tensor]]:
+        """Return what is held of a layer and stays, in slices of the old parts and the new."""
+        found = self.items_of(("frame", layer, ""))
+        for name in self.trainable_names(layer):
+            key = self.first_name(layer, name)
+            is_cut = key in self.parameters.cuts
+            index, degree = self._next[layer] if is_cut else (0, 1)
+            lo, hi, of = common(self.interval(*key), (index, index + 1, degree))
+            there = self.parameter(*key).untyped_storage().size() > 0
+            for kind in ("value",) * there + ("state",) * is_cut:
+                for i in range(lo, hi):
+                    found += self.items_of((kind, key[0], sliced(key[1], i, of)))
+        return found
 
     def parameter(self, layer: int, name: str) -> nn.Parameter:
         """Return a parameter held; of tied ones any of the layers gives the same."""
@@ -154,8 +239,7 @@ class Holding:
     def zero_gradients(self) -> None:
         """Set all gradients to zero and point the parameters at their buckets."""
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            _point(bucket)
+            bucket.clear()
 
     def remember(self) -> None:
         """Keep the optimizer's state by name: parameters are about to change hands."""
@@ -187,21 +271,41 @@ class Holding:
                 module = self.modules[layer].get_submodule(owner)
                 setattr(module, leaf, self.modules[held[0][0]].get_parameter(held[0][1]))
 
-    def _fill_buckets(self, segments: Sequence[Segment]) -> None:
+    def _fill_buckets(self, segments: Sequence[Segment], deal: Deal) -> None:
         self.buckets = []
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)  # views of buckets of the place before
         for segment in segments:
             if self.rank not in segment.owners:
                 continue
-            parameters = [self.parameter(*key) for key in segment.names]
-            for dtype in sorted({p.dtype for p in parameters}, key=str):
-                chosen = [(k, p) for k, p in zip(segment.names, parameters, strict=True) if p.dtype == dtype]
-                flat = torch.zeros(sum(p.numel() for _, p in chosen), dtype=dtype, device=self.device)
-                part = Segment(owners=segment.owners, names=tuple(key for key, _ in chosen))
-                layers = frozenset(layer for key, _ in chosen for layer in self._users(key))
-                self.buckets.append(Bucket(part, flat, [p for _, p in chosen], layers))
+            dtypes = {name: self.parameter(name[0], parsed(name[1])[0]).dtype for name in segment.names}
+            for dtype in sorted(set(dtypes.values()), key=str):
+                names = tuple(name for name in segment.names if dtypes[name] == dtype)
+                self.buckets.append(self._bucket(Segment(owners=segment.owners, names=names), dtype, deal))
         self.zero_gradients()
+
+    def _bucket(self, segment: Segment, dtype: torch.dtype, deal: Deal) -> Bucket:
+        gradients = [self._gradient(name, deal) for name in segment.names]
+        flat = torch.zeros(sum(one.flat.numel() for one in gradients), dtype=dtype, device=self.device)
+        offset = 0
+        for one in gradients:
+            one.flat = flat[offset : offset + one.flat.numel()]
+            offset += one.flat.numel()
+        keys = [(layer, parsed(name)[0]) for layer, name in segment.names]
+        layers = frozenset(layer for key in keys for layer in self._users(key))
+        return Bucket(segment, flat, gradients, layers)
+
+    def _gradient(self, name: Key, deal: Deal) -> Gradient:
+        """Return the place of a parameter's gradient, or of a slice's, without one in a bucket yet."""
+        whole, index, num = parsed(name[1])
+        key = name[0], whole
+        parameter, adds = self.parameter(*key), deal.adds(self.rank, key)
+        part = within((index, index + 1, num), self.interval(*key))
+        size = torch.empty(parameter.numel() * (part[1] - part[0]) // part[2], device="meta")
+        if part[:2] == (0, part[2]):
+            return Gradient(parameter=parameter, flat=size, adds=adds)
+        cut = self.parameters.cuts[key]
+        return Gradient(parameter=parameter, flat=size, cut=cut, part=part, adds=adds)
 
     def _users(self, key: tuple[int, str]) -> list[int]:
         """Return the layers held that use a parameter."""
@@ -219,6 +323,8 @@ class Holding:
                 key="optimizer",
                 rule="It returns a torch.optim.Optimizer over the parameters it is given",
             )  # fmt: skip
+        if any(self.interval(*key) != WHOLE for key in self.updated):
+            check_by_element(self.optimizer, self.job.path)
         for key, parameter in self.updated.items():
             if key in self._states:
                 self.optimizer.state[parameter] = {
@@ -227,20 +333,11 @@ class Holding:
                 }  # counts stay where the optimizer keeps them, on the host
 
 
-def _point(bucket: Bucket) -> None:
-    offset = 0
-    for parameter in bucket.parameters:
-        size = parameter.numel()
-        parameter.grad = bucket.flat[offset : offset + size].view_as(parameter)
-        offset += size
-
-
-def _refill(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Replace a parameter's value; it may be one whose storage is given away between uses."""
+def _make_room(parameter: nn.Parameter) -> None:
+    """Give a parameter storage; it may be one whose storage is given away between uses."""
     storage = parameter.untyped_storage()
     if storage.size() == 0:
         storage.resize_(parameter.numel() * parameter.element_size())
-    parameter.data.copy_(tensor)
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

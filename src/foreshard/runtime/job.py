@@ -10,7 +10,7 @@ import functools
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -27,7 +27,7 @@ from foreshard.runtime.builders import Builder, Key, Tied, builders_of
 from foreshard.runtime.own_code import own_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
-OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied")
+OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan")
 _INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
 _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
 _LOSS_RULE = "It returns the sum over what is counted, and the count"
@@ -58,6 +58,8 @@ class Job:
         Whether every sample has the same shape in every step.
     tied : tuple of groups of (layer, parameter name)
         Parameters that are one.
+    tensor_plan : mapping of module name to role
+        Which weights tensor-parallel ranks hold in parts, in layers that do not say it themselves.
     path : str or None
     """
 
@@ -70,6 +72,7 @@ class Job:
     lr: Callable[[int], float] | None = None
     fixed_shapes: bool = True
     tied: Tied = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
     path: str | None = None
 
     @property
@@ -139,6 +142,9 @@ def load_job(path: str, *, seed: int = 0) -> Job:
         told, fix = ", ".join(f"{name}()" for name in lacking), "See examples/jobs/gpt_job.py"
         raise SpecError(f"no {told}", file=path, key=lacking[0], rule=_RULE, fix=fix)
     more = {name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)}
+    if callable(more.get("tensor_plan")):
+        with own_code("tensor_plan", path):
+            more["tensor_plan"] = more["tensor_plan"]()
     made = {}
     for name in ("model", "dataset"):
         torch.manual_seed(seed)

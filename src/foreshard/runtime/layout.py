@@ -24,13 +24,16 @@ class Seat:
     ----------
     rank : int
     group, stage, inner : int
-        Which pipeline, which of its stages, which data-parallel rank of the stage.
+        Which pipeline, which of its stages, which data-parallel part of the stage.
+    tensor : int
+        Which of the ranks that compute the samples of that part together.
     """
 
     rank: int
     group: int
     stage: int
     inner: int
+    tensor: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ def layout_of(plan: Plan) -> Layout:
     """
     _refuse(plan)
     seats = {
-        rank: Seat(rank=rank, group=g, stage=s, inner=i)
+        rank: Seat(rank=rank, group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
         for g, group in enumerate(plan.groups)
         for s, stage in enumerate(group.stages)
         for i, rank in enumerate(stage.ranks)
@@ -115,7 +118,7 @@ def intervals(total: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]
 
 
 def samples_of(stage: Stage, count: int) -> tuple[tuple[int, int], ...]:
-    """Return the part of a micro-batch of `count` samples that each rank of a stage takes."""
+    """Return the part of a micro-batch of `count` samples that each data-parallel part of a stage takes."""
     return intervals(count, stage.rank_shares or (1,) * stage.inner_dp)
 
 
@@ -160,15 +163,23 @@ def _refuse(plan: Plan) -> None:
         if group.schedule not in RUN_SCHEDULES:
             raise _unsupported(f"{where}.schedule", group.schedule,
                                f"the runtime runs {', '.join(RUN_SCHEDULES)}")  # fmt: skip
+        if group.sp and any(stage.tp > 1 for stage in group.stages):
+            raise _unsupported(f"{where}.sp", True, "the runtime keeps activations whole between layers")
         for s, stage in enumerate(group.stages):
             _refuse_stage(stage, f"{where}.stages[{s}]")
 
 
 def _refuse_stage(stage: Stage, where: str) -> None:
-    for name in ("tp", "cp", "ep", "etp"):
+    for name in ("cp", "ep", "etp"):
         if getattr(stage, name) != 1:
             raise _unsupported(f"{where}.{name}", getattr(stage, name),
-                               "the runtime runs stages of data-parallel ranks: degree 1")  # fmt: skip
+                               "the runtime runs stages of data- and tensor-parallel ranks")  # fmt: skip
+    if len(stage.ranks) % stage.tp:
+        raise SpecError(
+            f"tp {stage.tp} does not divide {len(stage.ranks)} ranks", key=f"{where}.tp", value=stage.tp,
+            rule="every data-parallel part of a stage has tp ranks",
+            fix=f"Give the stage a multiple of {stage.tp} ranks",
+        )  # fmt: skip
     if stage.offload != "none":
         raise _unsupported(f"{where}.offload", stage.offload, "the runtime keeps everything on the device")
     if stage.recompute.startswith("selective"):
@@ -178,7 +189,7 @@ def _refuse_stage(stage: Stage, where: str) -> None:
         )  # fmt: skip
     if stage.shard_size not in (None, stage.inner_dp):
         raise _unsupported(f"{where}.shard_size", stage.shard_size,
-                           "the runtime shards over all data-parallel ranks of a stage")  # fmt: skip
+                           "the runtime shards over all data-parallel parts of a stage")  # fmt: skip
 
 
 def _unsupported(key: str, value: object, rule: str) -> SpecError:

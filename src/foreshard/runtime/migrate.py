@@ -16,13 +16,14 @@ from torch import Tensor
 
 from foreshard.runtime.clock import Clock
 from foreshard.runtime.holding import Holding, Item
+from foreshard.runtime.slices import finer, grains
 
 _TAG = 1 << 24
 Key = tuple[int, str]
 Piece = tuple[str, int, str]
 """('frame', layer, ''): buffers and frozen parameters.
 
-('value' or 'state', layer, name): of a trained parameter.
+('value' or 'state', layer, name): of a trained parameter, or of a slice of one.
 """
 Held = frozenset[Piece]
 """What a rank has, or is to have, at the step that training goes on from."""
@@ -64,7 +65,8 @@ def moves_of(
 ) -> tuple[list[Move], frozenset[int]]:
     """Return the moves that give every rank what it wants, and layers of which nobody has a piece.
 
-    The pieces of a layer come from one rank as far as one has them.
+    The pieces of a layer come from one rank as far as one has them; a piece is the finest slice that either
+    side tells apart.
 
     Parameters
     ----------
@@ -74,6 +76,7 @@ def moves_of(
     link_cost : callable of (source, target)
         Seconds a byte, or anything in proportion.
     """
+    held, wanted = _in_common(held, wanted)
     found: dict[tuple[int, int], list[Piece]] = {}
     load = dict.fromkeys(held, 0.0)
     missing: set[int] = set()
@@ -98,6 +101,17 @@ def moves_of(
             found.setdefault((source, target), []).append(piece)
     moves = [Move(source=s, target=t, pieces=tuple(pieces)) for (s, t), pieces in sorted(found.items())]
     return moves, frozenset(missing)
+
+
+def _in_common(
+    held: Mapping[int, Held], wanted: Mapping[int, Held]
+) -> tuple[Mapping[int, Held], Mapping[int, Held]]:
+    """Return both in slices of one size."""
+    grain = grains(piece for side in (held, wanted) for pieces in side.values() for piece in pieces)
+    if not grain:
+        return held, wanted
+    made = [{rank: frozenset(finer(p, grain)) for rank, p in side.items()} for side in (held, wanted)]
+    return made[0], made[1]
 
 
 def migrate(holding: Holding, moves: Sequence[Move], group: Any, ranks: Sequence[int], clock: Clock) -> Moved:

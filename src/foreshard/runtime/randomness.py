@@ -19,9 +19,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from foreshard.errors import SpecError
-from foreshard.runtime.draws import at_least, bits, key_of, normal, uniform
+from foreshard.runtime.draws import Window, at_least, bits, key_of, normal, uniform
 from foreshard.runtime.own_code import own_code
 
+Windows = Callable[[int, tuple[int, ...]], Window | None]
 _LAYER_RULE = "A layer takes what the layer before it gives, the first what inputs(batch) gives"
 _PER_CHANNEL = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
 _REFUSED = frozenset({
@@ -39,9 +40,10 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 class _SampleDraws(TorchFunctionMode):
     """Replaces what draws by draws per sample (row of the first dimension)."""
 
-    def __init__(self, key: tuple[int, ...], positions: Sequence[int]):
+    def __init__(self, key: tuple[int, ...], positions: Sequence[int], windows: Windows | None = None):
         super().__init__()
         self._key, self._positions, self._calls, self._heads = key, positions, 0, False
+        self._windows = windows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Draw by sample; let everything else pass."""
@@ -130,7 +132,11 @@ class _SampleDraws(TorchFunctionMode):
             )  # fmt: skip
         self._calls += 1
         keys = [key_of(*self._key, position, self._calls) for position in self._positions]
-        return bits(keys, (each, *shape[1:]), device).flatten(0, 1)
+        window = None if self._windows is None else self._windows(self._calls, tuple(shape))
+        if window is not None:
+            whole, dim, first = window  # its first dimension is that of the rows
+            window = (each, *whole[1:]), dim, first
+        return bits(keys, (each, *shape[1:]), device, window).flatten(0, 1)
 
 
 _DRAWS: dict[str, Callable[..., Any]] = {
@@ -151,7 +157,9 @@ _DRAWS: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def sample_randomness(*, seed: int, step: int, layer: int, positions: Sequence[int]) -> Iterator[None]:
+def sample_randomness(
+    *, seed: int, step: int, layer: int, positions: Sequence[int], windows: Windows | None = None
+) -> Iterator[None]:
     """Make what the body draws a function of the samples, not of the batch.
 
     Parameters
@@ -159,13 +167,15 @@ def sample_randomness(*, seed: int, step: int, layer: int, positions: Sequence[i
     seed, step, layer : int
     positions : sequence of int
         Of the samples in the first dimension, in order.
+    windows : callable of (number of the draw, shape), optional
+        Of what whole a tensor is a part, where ranks compute the layer together.
 
     Raises
     ------
     SpecError
         When the body fails, or draws in a way that cannot be done by sample.
     """
-    with own_code(f"layer {layer}", rule=_LAYER_RULE), _SampleDraws((seed, step, layer), positions):
+    with own_code(f"layer {layer}", rule=_LAYER_RULE), _SampleDraws((seed, step, layer), positions, windows):
         yield
 
 

@@ -92,13 +92,15 @@ def _passed(group: Group) -> list[tuple[int, int]]:
 
 def _rank_shares_split(stage: Stage, micro_batch: int, where: str) -> None:
     shares = stage.rank_shares
-    if shares is not None and (len(shares) != len(stage.ranks) or sum(shares) != micro_batch):
+    parts = stage.inner_dp
+    if shares is not None and (len(shares) != parts or sum(shares) != micro_batch):
+        what = f"{parts} ranks" if stage.tp == 1 else f"{parts} times {stage.tp} ranks"
         raise SpecError(
-            f"{list(shares)} does not split micro_batch {micro_batch} over {len(stage.ranks)} ranks",
+            f"{list(shares)} does not split micro_batch {micro_batch} over {what}",
             key=f"{where}.rank_shares",
             value=str(list(shares)),
-            rule="one entry per rank, sums to micro_batch",
-            fix=f"Give {len(stage.ranks)} numbers that sum to {micro_batch}",
+            rule="one entry per data-parallel rank, sums to micro_batch",
+            fix=f"Give {parts} numbers that sum to {micro_batch}",
         )
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from foreshard.errors import SpecError
+from foreshard.runtime.buckets import Bucket
 from foreshard.runtime.clock import Clock
-from foreshard.runtime.holding import Bucket
 
 GroupOf = Callable[[tuple[int, ...], str], Any]
 """(ranks, name) -> process group of those ranks."""
@@ -83,6 +83,7 @@ class AllReduceSync:
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
+        bucket.fill()
         self._ready_s[number] = self._clock.now()
         owners = bucket.segment.owners
         if len(owners) > 1:

@@ -26,9 +26,13 @@ from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, layout_of
 from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
 from foreshard.runtime.migrate import told as told_pieces
+from foreshard.runtime.slices import parsed
 from foreshard.runtime.sync import GradientSync, gradient_sync, latest
+from foreshard.runtime.tensor_draws import TensorDraws
+from foreshard.runtime.tensor_ranks import ranks_of
+from foreshard.runtime.tensor_split import check_split
 from foreshard.runtime.vote import Vote, cast
-from foreshard.runtime.zero import Deal, Shards, is_dealt, parameters_of
+from foreshard.runtime.zero import Deal, Shards, equals_of, is_dealt, parameters_of
 from foreshard.spec.online import Command, Event, Policy, StepMeasured
 from foreshard.spec.plan import Plan, parse_plan
 
@@ -137,8 +141,8 @@ class Trainer:
         self.before_step, self.on_step = before_step, on_step
         self.rank: int = membership.rank
         self.step = 0
-        self.holding = Holding(job, self.rank, self.device)
         self.parameters = parameters_of(job)
+        self.holding = Holding(job, self.rank, self.device, self.parameters)
         self.feed: Feed | None = None
         self.last_moved: Moved | None = None
         self._held: Held = frozenset()
@@ -245,6 +249,7 @@ class Trainer:
         self.clock.begin()
         for bucket in self.holding.buckets:
             bucket.flat.mul_(scale)
+            bucket.empty()
         if self.holding.optimizer is not None:
             self._set_lr()
             self.holding.optimizer.step()
@@ -306,7 +311,7 @@ class Trainer:
         """Announce a plan, to be adopted by all ranks after the next step; only the conducting rank may."""
         if command.plan is None:
             return
-        layout_of(command.plan)
+        self._check(command.plan)
         number = max([self._plan_number, *self._next_plans]) + 1
         self._next_plans[number] = command.plan
         if self.membership.store is not None:
@@ -330,6 +335,7 @@ class Trainer:
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
         self._world = self._executor = self._sync = self._shards = None
+        self.holding.ranks.disconnect()
 
     # -- membership -----------------------------------------------------------------------------------------
 
@@ -374,6 +380,7 @@ class Trainer:
                 value=count, rule="a plan holds every layer of the model once per group",
                 fix=f"Cut 0..{self.job.num_layers} in every group",
             )  # fmt: skip
+        check_split(layout_of(plan), self.parameters, self.job.path)
 
     def _status(self) -> dict[str, Any]:
         vote = self._vote
@@ -417,14 +424,16 @@ class Trainer:
 
     def _forget(self) -> None:
         """Drop everything held: it is of another step than the run goes on from."""
-        self.holding, self._held = Holding(self.job, self.rank, self.device), frozenset()
+        self.holding, self._held = (
+            Holding(self.job, self.rank, self.device, self.parameters), frozenset()
+        )  # fmt: skip
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
         """Begin again from the latest checkpoint, or from the first values where there is none."""
         step = self._latest_checkpoint()
         self._forget()
         layout = layout_of(plan)
-        self.holding.build(layout.layers_of(self.rank))
+        self.holding.build(layout)
         self.step = 0 if step is None else step
         if step is not None:
             self._load(step, self._wanted(layout)[self.rank])
@@ -440,7 +449,7 @@ class Trainer:
         layout = layout_of(plan)
         wanted = self._wanted(layout)
         moves, _ = moves_of(held, wanted, self._bytes_of)
-        self.holding.build(layout.layers_of(self.rank))
+        self.holding.build(layout)
         if self._world is not None:
             self.last_moved = migrate(self.holding, moves, self._world, self._ranks, self.clock)
             barrier = torch.zeros(1, dtype=torch.float64)
@@ -452,7 +461,7 @@ class Trainer:
         self._layout, self._held = layout, wanted
         updated = {piece[1:] for piece in wanted if piece[0] == "state"}
         self._kept = frozenset(piece for piece in wanted if piece[0] != "value" or piece[1:] in updated)
-        self.holding.arrange(layout, lambda key: key in updated, deal.summed_by)
+        self.holding.arrange(layout, deal)
         self._base_lr = (
             [g["lr"] for g in self.holding.optimizer.param_groups] if self.holding.optimizer else []
         )
@@ -460,6 +469,7 @@ class Trainer:
             self.options.sync, self.holding.buckets, self.membership.group, self.clock
         )  # fmt: skip
         self._shards = self._make_shards(layout, deal)
+        self._meet_tensor_ranks(layout)
         self.feed = self._make_feed(layout.plan)
         self._executor = self._make_executor(layout) if self.rank in layout.seats else None
 
@@ -481,19 +491,30 @@ class Trainer:
             self.job, self.feed, layout, self.rank, self.holding.modules, exchange, self.clock,  # type: ignore[arg-type]
             device=self.device, seed=self.options.seed, on_action=self.on_action,
             on_gradients=None if self._sync is None else self._sync.passed, phase=self.phase,
-            shards=self._shards,
+            shards=self._shards, tensor=self.holding.ranks,
+            windows=TensorDraws(self.job, self.parameters.splits, self.holding.ranks).windows,
         )  # fmt: skip
 
     def _make_shards(self, layout: Layout, deal: Deal) -> Shards | None:
         if self.rank not in layout.seats or not is_dealt(layout.stage_of(self.rank)):
             return None
-        seat, stage = layout.seats[self.rank], layout.stage_of(self.rank)
+        stage = layout.stage_of(self.rank)
+        ranks = equals_of(stage, layout.seats[self.rank].tensor)
         own = self.parameters.of(layout.layers_of(self.rank))
         return Shards(
-            self.membership.group(stage.ranks, "stage"), stage, self.rank,
-            {key: deal.updater(seat.group, seat.stage, key) for key in own},  # type: ignore[misc]
+            self.membership.group(ranks, "stage"), stage, ranks, self.rank,
+            {key: deal.updater(self.rank, key) for key in own},  # type: ignore[misc]
             {key: self.holding.parameter(*key) for key in own}, self.parameters.users,
         )  # fmt: skip
+
+    def _meet_tensor_ranks(self, layout: Layout) -> None:
+        """Make the mesh of the ranks that compute this rank's samples together, if there are others."""
+        self.holding.ranks.disconnect()
+        if self.rank in layout.seats and layout.stage_of(self.rank).tp > 1:
+            seat, stage = layout.seats[self.rank], layout.stage_of(self.rank)
+            ranks = ranks_of(stage.ranks, seat.inner, stage.tp)
+            group = self.membership.group(ranks, "tensor")
+            self.holding.ranks.connect(group, ranks, self.rank, self.device)
 
     def _wanted(self, layout: Layout) -> dict[int, Held]:
         """Return what every rank that is there holds between steps under a layout."""
@@ -501,7 +522,8 @@ class Trainer:
         return {rank: deal.pieces(rank) for rank in self._ranks}
 
     def _bytes_of(self, piece: Piece) -> float:
-        return float(self.parameters.sizes.get(piece[1:], 1))
+        name, _, num = parsed(piece[2])
+        return self.parameters.sizes.get((piece[1], name), 1) / num
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -516,7 +538,8 @@ class Trainer:
             for piece in sorted(self._first_of_mine())
             for item, tensor in self.holding.items_of(piece)
         }
-        meta = {"plan": self._layout.plan.to_dict(), "seed": self.options.seed}
+        cuts = {f"{layer}.{name}": cut.to_dict() for (layer, name), cut in self.parameters.cuts.items()}
+        meta = {"plan": self._layout.plan.to_dict(), "seed": self.options.seed, "cuts": cuts}
         try:
             checkpoint.save(
                 self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank,
@@ -546,7 +569,8 @@ class Trainer:
         from foreshard.runtime import checkpoint
 
         assert self.checkpoints is not None
-        found = checkpoint.load(self.checkpoints, step, lambda key: _is_wanted(key, wanted))
+        pieces = frozenset((kind, layer, parsed(name)[0]) for kind, layer, name in wanted)
+        found = checkpoint.load(self.checkpoints, step, lambda key: _is_wanted(key, pieces))
         for key, tensor in found.items():
             self.holding.put(_item(key), tensor)
 

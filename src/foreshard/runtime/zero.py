@@ -1,13 +1,15 @@
 """Which rank of a stage updates which parameter, and how the others get the new values (ZeRO).
 
 Parameters are dealt out whole, largest first, to the rank that is least loaded for its room: any optimizer
-works on whole parameters, and rooms may be uneven.
+works on whole parameters, and rooms may be uneven. Where ranks of a stage compute samples together and hold
+weights in parts, it is the part that is whole, and ranks of equal parts deal it out among themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout
 from foreshard.runtime.migrate import Held
+from foreshard.runtime.slices import WHOLE, Cut, Interval, common, parsed, sliced
+from foreshard.runtime.tensor_split import LayerSplit, split_of
 from foreshard.spec.plan import Stage
 
 Key = tuple[int, str]
@@ -57,10 +61,18 @@ class Parameters:
     ----------
     sizes : dict of (layer, name) to elements
     users : dict of (layer, name) to layers
+    splits : dict of layer to LayerSplit
+        How layers are cut for tensor-parallel ranks; layers that are not have none.
+    cuts : dict of (layer, name) to Cut
+    shared : frozenset of (layer, name)
+        Whole on every rank that computes together, where each has a part of the gradient.
     """
 
     sizes: dict[Key, int]
     users: dict[Key, tuple[int, ...]]
+    splits: dict[int, LayerSplit] = field(default_factory=dict)
+    cuts: dict[Key, Cut] = field(default_factory=dict)
+    shared: frozenset[Key] = frozenset()
 
     def of(self, layers: Iterable[int]) -> dict[Key, int]:
         """Return the sizes of the parameters that layers use."""
@@ -73,15 +85,23 @@ def parameters_of(job: Job) -> Parameters:
     first = {name: min(group) for group in map(tuple, job.tied) for name in group}
     sizes: dict[Key, int] = {}
     users: dict[Key, list[int]] = {}
+    splits: dict[int, LayerSplit] = {}
     for layer in range(job.num_layers):
         with torch.device("meta"):
             module = job.layer(layer)
+        split = split_of(module, job.tensor_plan, job.path, [own for at, own in first if at == layer])
+        if split is not None:
+            splits[layer] = split
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 key = first.get((layer, name), (layer, name))
                 sizes[key] = parameter.numel()
                 users.setdefault(key, []).append(layer)
-    return Parameters(sizes=sizes, users={key: tuple(layers) for key, layers in users.items()})
+    return Parameters(
+        sizes=sizes, users={key: tuple(layers) for key, layers in users.items()}, splits=splits,
+        cuts={(layer, name): cut for layer, split in splits.items() for name, cut in split.cuts.items()},
+        shared=frozenset((layer, name) for layer, split in splits.items() for name in split.shared),
+    )  # fmt: skip
 
 
 class Deal:
@@ -99,39 +119,87 @@ class Deal:
         self.layout, self.parameters = layout, parameters
         self._dealt: dict[tuple[int, int], dict[Key, int]] = {}
         self._stages: dict[Key, list[tuple[int, int]]] = {}
+        self._grain: dict[Key, int] = {}
         for g, group in enumerate(layout.plan.groups):
             for s, stage in enumerate(group.stages):
                 own = parameters.of(layer for lo, hi in stage.layers for layer in range(lo, hi))
                 if is_dealt(stage):
-                    self._dealt[g, s] = updater_of(stage.ranks, own, room)
+                    first = equals_of(stage, 0)
+                    dealt = updater_of(first, own, room)
+                    self._dealt[g, s] = {key: first.index(rank) for key, rank in dealt.items()}
                 for key in own:
                     self._stages.setdefault(key, []).append((g, s))
+                    if key in parameters.cuts:
+                        self._grain[key] = math.lcm(self._grain.get(key, 1), stage.tp)
 
-    def updater(self, group: int, stage: int, key: Key) -> int | None:
-        """Return the rank of a stage that updates a parameter; None where each updates its own copy."""
-        return self._dealt[group, stage][key] if (group, stage) in self._dealt else None
+    def updater(self, rank: int, key: Key) -> int | None:
+        """Return the rank of a rank's stage that updates its part of a parameter; None where it does itself.
+
+        As do all others that hold one.
+        """
+        seat, stage = self.layout.seats[rank], self.layout.stage_of(rank)
+        dealt = self._dealt.get((seat.group, seat.stage))
+        return None if dealt is None else equals_of(stage, seat.tensor)[dealt[key]]
+
+    def slices(self, rank: int, key: Key) -> Interval:
+        """Return which slices of a parameter a rank holds, of those that the plan cuts it into."""
+        return self._slices(self.layout.stage_of(rank), self.layout.seats[rank].tensor, key)
+
+    def _slices(self, stage: Stage, tensor: int, key: Key) -> Interval:
+        num = self._grain.get(key, 1)
+        if key not in self.parameters.cuts:
+            return WHOLE
+        return num // stage.tp * tensor, num // stage.tp * (tensor + 1), num
+
+    def names(self, rank: int, key: Key) -> list[Key]:
+        """Return the slices of a parameter that a rank holds, by name."""
+        lo, hi, num = self.slices(rank, key)
+        return [(key[0], sliced(key[1], index, num)) for index in range(lo, hi)]
 
     def summed_by(self, key: Key) -> tuple[int, ...]:
-        """Return the ranks that keep the sum of a parameter's gradient, rising."""
+        """Return the ranks that keep the sum of the gradient of a parameter, or a slice, rising."""
+        whole, index, num = parsed(key[1])
         found: set[int] = set()
-        for g, s in self._stages[key]:
+        for g, s in self._stages[key[0], whole]:
             stage = self.layout.plan.groups[g].stages[s]
-            found.update((self._dealt[g, s][key],) if stage.zero >= 2 and is_dealt(stage) else stage.ranks)
+            for tensor in range(stage.tp):
+                lo, hi, _ = common(self._slices(stage, tensor, (key[0], whole)), (index, index + 1, num))
+                if lo < hi:
+                    equals = equals_of(stage, tensor)
+                    one = stage.zero >= 2 and is_dealt(stage)
+                    found.update((equals[self._dealt[g, s][key[0], whole]],) if one else equals)
         return tuple(sorted(found))
+
+    def adds(self, rank: int, key: Key) -> bool:
+        """Return whether a rank's gradient counts.
+
+        What ranks that compute together hold whole has the same gradient on all of them.
+        """
+        alike = key not in self.parameters.cuts and key not in self.parameters.shared
+        return not alike or self.layout.seats[rank].tensor == 0
+
+    def updated(self, rank: int) -> list[Key]:
+        """Return the parameters that a rank updates, in whole or in part."""
+        own = self.parameters.of(self.layout.layers_of(rank))
+        return [key for key in own if self.updater(rank, key) in (None, rank)]
 
     def pieces(self, rank: int) -> Held:
         """Return what a rank holds between steps."""
         if rank not in self.layout.seats:
             return frozenset()
-        seat, stage = self.layout.seats[rank], self.layout.stage_of(rank)
-        layers = self.layout.layers_of(rank)
-        own = self.parameters.of(layers)
-        updated = [key for key in own if self.updater(seat.group, seat.stage, key) in (None, rank)]
-        values = updated if stage.zero >= 3 and is_dealt(stage) else own
+        stage, layers = self.layout.stage_of(rank), self.layout.layers_of(rank)
+        updated = self.updated(rank)
+        values = updated if stage.zero >= 3 and is_dealt(stage) else self.parameters.of(layers)
         return frozenset([
             *(("frame", layer, "") for layer in layers),
-            *(("value", *key) for key in values), *(("state", *key) for key in updated),
+            *(("value", *name) for key in values for name in self.names(rank, key)),
+            *(("state", *name) for key in updated for name in self.names(rank, key)),
         ])  # fmt: skip
+
+
+def equals_of(stage: Stage, tensor: int) -> tuple[int, ...]:
+    """Return the ranks of a stage that hold the same parts: one of each data-parallel part."""
+    return stage.ranks[tensor :: stage.tp]
 
 
 def is_dealt(stage: Stage) -> bool:
@@ -148,8 +216,10 @@ class Shards:
     Parameters
     ----------
     group : ProcessGroup
-        Of the ranks of the stage, in order.
+        Of the ranks of the stage that hold the same parts, in order.
     stage : Stage
+    ranks : sequence of int
+        Those.
     rank : int
     updaters : mapping of (layer, name) to rank
     parameters : mapping of (layer, name) to Parameter
@@ -157,16 +227,15 @@ class Shards:
     """
 
     def __init__(
-        self, group: Any, stage: Stage, rank: int, updaters: Mapping[Key, int], parameters: Mapping[Key,
-        nn.Parameter],
-        users: Mapping[Key, Sequence[int]],
+        self, group: Any, stage: Stage, ranks: Sequence[int], rank: int, updaters: Mapping[Key, int],
+        parameters: Mapping[Key, nn.Parameter], users: Mapping[Key, Sequence[int]],
     ):  # fmt: skip
-        self._group, self._level, self._place = group, stage.zero, stage.ranks.index(rank)
-        self._all = _by_place(stage, updaters, parameters, list(parameters))
+        self._group, self._level, self._place = group, stage.zero, list(ranks).index(rank)
+        self._all = _by_place(ranks, updaters, parameters, list(parameters))
         self._chunks = []
         for lo, hi in stage.layers:
             used = [key for key in parameters if any(lo <= layer < hi for layer in users[key])]
-            self._chunks.append(_by_place(stage, updaters, parameters, used))
+            self._chunks.append(_by_place(ranks, updaters, parameters, used))
         if self._level >= 3:
             self._give_back(self._all)
 
@@ -230,11 +299,14 @@ class Shards:
 
 
 def _by_place(
-    stage: Stage, updaters: Mapping[Key, int], parameters: Mapping[Key, nn.Parameter], keys: Sequence[Key]
+    ranks: Sequence[int],
+    updaters: Mapping[Key, int],
+    parameters: Mapping[Key, nn.Parameter],
+    keys: Sequence[Key],
 ) -> list[tuple[int, list[nn.Parameter]]]:
     """Return parameters by the place of their updater and by dtype, in an order that all ranks agree on."""
     found = []
-    for place, rank in enumerate(stage.ranks):
+    for place, rank in enumerate(ranks):
         for dtype in sorted({parameters[key].dtype for key in keys}, key=str):
             chosen = [
                 parameters[k] for k in sorted(keys) if updaters[k] == rank and parameters[k].dtype == dtype

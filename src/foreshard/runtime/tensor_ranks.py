@@ -1,0 +1,160 @@
+"""The ranks that compute a layer together (tensor parallelism): a mesh of DTensors over their process group.
+
+Every rank of them holds the same layers, some weights in parts. What enters a cut product is the same on all
+of them and so is what leaves; the sum in between is theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foreshard.runtime.clock import Clock
+from foreshard.runtime.sync import latest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_number = itertools.count()
+
+
+class TensorRanks:
+    """A rank's place among those of a stage that share out its weights, and their mesh.
+
+    Cut modules keep a reference to it, so that a new generation of process groups reaches all of them.
+    """
+
+    def __init__(self) -> None:
+        self.index, self.degree = 0, 1
+        self.bytes_summed: list[int] | None = None  # of sums that a virtual clock is to be told
+        self._mesh: DeviceMesh | None = None
+        self._tensors: Any = None
+        self._group: Any = None
+        self._backend: Any = None
+        self._ranks: tuple[int, ...] = ()
+        self._entered: tuple[Tensor, int, DTensor] | None = None
+
+    def connect(self, group: Any, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        """Make the mesh over a process group of one backend (gloo, NCCL).
+
+        Parameters
+        ----------
+        group : ProcessGroup
+            Of the ranks, in order.
+        ranks : sequence of int
+        rank : int
+            One of them.
+        device : torch.device
+        """
+        # a second to load, which ranks that compute alone are spared
+        import torch.distributed.tensor as tensors
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.distributed_c10d import GroupName
+
+        self.disconnect()
+        self._tensors = tensors
+        place, size = list(ranks).index(rank), len(ranks)
+        self.index, self.degree, self._ranks, self._backend = place, size, tuple(ranks), group
+        store = dist.HashStore()  # for what a group keeps apart from its backend: nothing
+        whole = dist.ProcessGroup(store, place, size)
+        kinds = dist.ProcessGroup.BackendType
+        kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
+        whole._set_default_backend(kind)
+        whole._register_backend(torch.device(device.type), kind, group)
+        number = next(_number)
+        name = GroupName(f"foreshard-tensor-{number}")
+        whole._set_group_name(name)
+        torch._C._distributed_c10d._register_process_group(name, whole)
+        # no default group: ranks are counted in this mesh. Meshes of other groups must not equal this one, or
+        # what torch remembers of an operation would use groups that are gone
+        mesh = DeviceMesh(device.type, list(range(size)), _init_backend=False, _rank=place)
+        mesh._dim_group_names = [name]
+        mesh._thread_id = number
+        self._group, self._mesh = whole, mesh
+
+    def disconnect(self) -> None:
+        """Let go of the group."""
+        if self._group is not None:
+            torch._C._distributed_c10d._unregister_process_group(self._group.group_name)
+        self._group = self._mesh = self._entered = self._backend = None
+        self.index, self.degree, self._ranks = 0, 1, ()
+
+    def forget(self) -> None:
+        """Forget what entered last; called behind every layer."""
+        self._entered = None
+
+    def entering(self, tensor: Tensor) -> DTensor:
+        """Return a tensor that is whole on every rank; its gradient is the sum of theirs.
+
+        Products that take the same tensor (queries, keys, values) share it, and so one sum of gradients.
+        """
+        last = self._entered
+        if last is not None and last[0] is tensor and last[1] == tensor._version:
+            return last[2]
+        given = self._tensors.DTensor.from_local(
+            tensor, self._mesh, [self._tensors.Replicate()], run_check=False
+        )
+        if self.bytes_summed is not None and given.requires_grad:
+            size = tensor.numel() * tensor.element_size()
+            given.register_hook(lambda grad: self._count(size))
+        self._entered = (tensor, tensor._version, given)
+        return given
+
+    def part(self, tensor: Tensor, dim: int) -> DTensor:
+        """Return the whole of which a tensor is this rank's part along a dimension."""
+        cut = self._tensors.Shard(dim % tensor.dim())
+        return self._tensors.DTensor.from_local(tensor, self._mesh, [cut], run_check=False)  # type: ignore[no-any-return]
+
+    def summed(self, parts: DTensor) -> Tensor:
+        """Return what all ranks' parts sum up to, on every rank."""
+        found = parts.redistribute(placements=[self._tensors.Replicate()]).to_local()
+        self._count(found.numel() * found.element_size())
+        return found
+
+    def meet(self, clock: Clock) -> None:
+        """Bring a virtual clock to where the slowest of these ranks and their links end an action."""
+        sizes, self.bytes_summed = self.bytes_summed, [] if clock.virtual else None
+        if self._backend is None or not sizes:
+            return
+        latest(self._backend, now := torch.tensor([clock.now()], dtype=torch.float64))
+        clock.received(float(now[0]) + sum(clock.reduced_s(size, self._ranks) for size in sizes))
+
+    def _count(self, size: int) -> None:
+        if self.bytes_summed is not None:
+            self.bytes_summed.append(size)
+
+
+def peers_of(ranks: Sequence[int], index: int, degree: int, *, sends: bool) -> Sequence[int]:
+    """Return the ranks of the other side of a boundary that one sends to, or the one it receives from.
+
+    Both sides have the same tensor on all ranks: every rank gets it once.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        That compute together on the other side.
+    index, degree : int
+        Which of how many this one is on its side.
+    sends : bool
+
+    Examples
+    --------
+    >>> peers_of([4, 5], 0, 1, sends=True), peers_of([4, 5], 3, 4, sends=True)
+    ([4, 5], [])
+    >>> peers_of([4, 5], 3, 4, sends=False)
+    [5]
+    """
+    if sends:
+        return [rank for other, rank in enumerate(ranks) if other % degree == index]
+    return [ranks[index % len(ranks)]]
+
+
+def ranks_of(ranks: Sequence[int], inner: int, degree: int) -> tuple[int, ...]:
+    """Return the ranks of a stage that compute the same samples together."""
+    return tuple(ranks[inner * degree : (inner + 1) * degree])

@@ -1,0 +1,325 @@
+"""Which weights of a layer are cut, and the layer with them cut.
+
+A layer says it by names of its modules: ``{"qkv": "column:3", "out": "row"}``. `column` computes some of the
+outputs on each rank, `row` takes some of the inputs and sums; between the two is what a rank computes alone
+(heads of attention, channels of a feed-forward part). What a layer does not name every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreshard.errors import SpecError
+from foreshard.runtime.layout import Layout
+from foreshard.runtime.slices import Cut
+from foreshard.runtime.tensor_ranks import TensorRanks
+
+if TYPE_CHECKING:
+    from foreshard.runtime.zero import Parameters
+
+BY_ELEMENT = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+"""Optimizers of torch that update every element by itself: parts of a weight as the whole."""
+RULE = "A role is column, column:BLOCKS (3, or sizes like 4096,1024,1024), row, or shared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """How a layer is cut.
+
+    Attributes
+    ----------
+    roles : mapping of module name to role
+        ``column[:BLOCKS]``, ``row``, or ``shared``: held whole by every rank and used for its part only.
+    units : mapping of words to int
+        What the degree has to divide (heads).
+    divided : tuple of (module name, attribute)
+        Numbers of the model's own code that are fewer on every rank.
+    draws_by_head : bool
+        Whether tensors of four dimensions, (sample, head, ...), are what the layer draws in parts for.
+    refused : str or None
+        Why it cannot be cut.
+    """
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+    divided: tuple[tuple[str, str], ...] = ()
+    draws_by_head: bool = False
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSplit:
+    """A layer's plan with the names that it means in this layer.
+
+    Attributes
+    ----------
+    plan : TensorPlan
+    roles : mapping of module name to (kind, blocks)
+    cuts : mapping of parameter name to Cut
+    shared : frozenset of parameter names
+        Whole on every rank, where each has a part of the gradient.
+    shapes : mapping of parameter name to shape
+        Of those that are cut.
+    """
+
+    plan: TensorPlan
+    roles: Mapping[str, tuple[str, tuple[int, ...]]]
+    cuts: Mapping[str, Cut]
+    shared: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def split_of(
+    module: nn.Module, declared: Mapping[str, str], path: str | None = None, tied: Collection[str] = ()
+) -> LayerSplit | None:
+    """Return how a layer is cut, or None where nothing says so.
+
+    Parameters
+    ----------
+    module : nn.Module
+        May be without storage.
+    declared : mapping of module name to role
+        Of the job, for layers without a plan of their own.
+    path : str, optional
+        File of the job.
+    tied : collection of str
+        Parameters of the layer that others use too.
+
+    Raises
+    ------
+    SpecError
+        When a role is none, or names a module that cannot be cut.
+    """
+    own = getattr(module, "tensor_plan", None)
+    plan = own if isinstance(own, TensorPlan) else TensorPlan(roles=own if own is not None else declared)
+    if plan.refused is not None:
+        return _refused(plan.refused)
+    roles = {
+        name: _role(told, path)
+        for name, part in module.named_modules() for told in _told_of(name, plan.roles) if name
+    }  # fmt: skip
+    if own is not None:
+        _all_found(plan.roles, roles, path)
+    if not roles:
+        return None
+    cuts, shared = _cuts(module, roles, path)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    times = Counter(map(id, parameters.values()))
+    for name in cuts:
+        if not parameters[name].requires_grad:
+            return _refused(f"{name} is frozen")
+        if times[id(parameters[name])] > 1 or name in tied:
+            return _refused(f"{name} is used in more than one place")
+    shapes = {name: tuple(parameters[name].shape) for name in cuts}
+    return LayerSplit(plan=plan, roles=roles, cuts=cuts, shared=shared, shapes=shapes)
+
+
+def _refused(why: str) -> LayerSplit:
+    plan = TensorPlan(refused=why)
+    return LayerSplit(plan=plan, roles={}, cuts={}, shared=frozenset(), shapes={})
+
+
+def cut_module(module: nn.Module, split: LayerSplit, ranks: TensorRanks, index: int, degree: int) -> None:
+    """Leave a rank's part of a whole layer, in place.
+
+    Parameters
+    ----------
+    module : nn.Module
+    split : LayerSplit
+    ranks : TensorRanks
+    index, degree : int
+        Which of how many parts.
+    """
+    for name, (kind, _) in split.roles.items():
+        if kind == "shared":
+            continue
+        linear = module.get_submodule(name)
+        made = ColumnLinear if kind == "column" else RowLinear
+        with torch.no_grad():
+            part = made(linear, {leaf: split.cuts.get(f"{name}.{leaf}") for leaf in ("weight", "bias")},
+                        ranks, index, degree)  # fmt: skip
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, part)
+    for name, attribute in split.plan.divided:
+        _divide(module.get_submodule(name), attribute, degree)
+
+
+class _CutLinear(nn.Module):
+    """A linear layer of which a rank holds a part."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, linear: nn.Module, cuts: Mapping[str, Cut | None], ranks: TensorRanks, index: int, degree: int
+    ):
+        super().__init__()
+        self.ranks, self.transposed = ranks, not isinstance(linear, nn.Linear)
+        for name, cut in cuts.items():
+            whole = getattr(linear, name, None)
+            if whole is None:
+                self.register_parameter(name, None)
+                continue
+            value = whole.data if cut is None else cut.taken(whole.data, index, index + 1, degree).clone()
+            self.register_parameter(name, nn.Parameter(value, requires_grad=whole.requires_grad))
+        self.train(linear.training)
+
+    def _times(self, given: Tensor, dim: int) -> Tensor:
+        """Return the product with the weight, which is cut along a dimension of (outputs, inputs)."""
+        if self.transposed:
+            return given @ self.ranks.part(self.weight, 1 - dim)
+        return functional.linear(given, self.ranks.part(self.weight, dim))
+
+
+class ColumnLinear(_CutLinear):
+    """Computes this rank's part of the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs in the order of the parts of every block."""
+        made = self._times(self.ranks.entering(x), 0)
+        if self.bias is not None:
+            made = made + self.ranks.part(self.bias, 0)
+        return made.to_local()  # type: ignore[no-any-return, attr-defined]
+
+
+class RowLinear(_CutLinear):
+    """Takes this rank's part of the inputs; the outputs are whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' products."""
+        made = self.ranks.summed(self._times(self.ranks.part(x, -1), 1))  # type: ignore[arg-type]
+        return made if self.bias is None else made + self.bias
+
+
+def _role(told: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
+    kind, _, rest = str(told).partition(":")
+    sizes = rest.split(",") if rest else ["1"]
+    plain = kind in ("row", "shared") and not rest
+    if not plain and (kind != "column" or not all(size.strip().isdecimal() and int(size) for size in sizes)):
+        raise SpecError(f"{told!r} is no role", file=path, key="tensor_plan", value=str(told), rule=RULE)
+    numbers = tuple(int(size) for size in sizes)
+    return kind, (1,) * numbers[0] if len(numbers) == 1 else numbers
+
+
+def _told_of(name: str, roles: Mapping[str, str]) -> Iterable[str]:
+    return [told for wanted, told in roles.items() if name == wanted or name.endswith(f".{wanted}")][:1]
+
+
+def _all_found(wanted: Mapping[str, str], found: Mapping[str, Any], path: str | None) -> None:
+    for name in wanted:
+        if not any(known == name or known.endswith(f".{name}") for known in found):
+            raise SpecError(f"the layer has no module {name!r}", file=path, key="tensor_plan", value=name,
+                            rule="a plan names modules of the layer")  # fmt: skip
+
+
+def _cuts(
+    module: nn.Module, roles: Mapping[str, tuple[str, tuple[int, ...]]], path: str | None
+) -> tuple[dict[str, Cut], frozenset[str]]:
+    cuts: dict[str, Cut] = {}
+    shared: list[str] = []
+    for name, (kind, blocks) in roles.items():
+        part = module.get_submodule(name)
+        if kind == "shared":
+            shared += [f"{name}.{own}" for own, _ in part.named_parameters()]
+            continue
+        first = _outputs_first(part, name, path)
+        dim = 0 if (kind == "column") == first else 1
+        cuts[f"{name}.weight"] = Cut(dim=dim, blocks=blocks)
+        if kind == "column" and getattr(part, "bias", None) is not None:
+            cuts[f"{name}.bias"] = Cut(dim=0, blocks=blocks)
+    return cuts, frozenset(shared)
+
+
+def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
+    """Return whether a weight is (outputs, inputs), as of nn.Linear, or the other way round."""
+    kind = type(part)
+    hooked = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+    if kind is nn.Linear and not hooked:
+        return True
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" and not hooked:
+        return False
+    what = "a module with hooks" if hooked else f"a {kind.__name__}"
+    raise SpecError(f"{name} is {what}: it cannot be cut", file=path, key="tensor_plan", value=name,
+                    rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
+                    fix=f"Leave {name} out of the plan, or use nn.Linear")  # fmt: skip
+
+
+def check_split(layout: Layout, parameters: Parameters, path: str | None = None) -> None:
+    """Raise for stages of tensor-parallel ranks whose layers cannot be cut so.
+
+    Raises
+    ------
+    SpecError
+    """
+    for g, group in enumerate(layout.plan.groups):
+        for s, stage in enumerate(group.stages):
+            where = f"groups[{g}].stages[{s}]"
+            layers = [layer for lo, hi in stage.layers for layer in range(lo, hi)]
+            found = {layer: parameters.splits[layer] for layer in layers if layer in parameters.splits}
+            if stage.tp > 1 and not found:
+                raise SpecError(
+                    f"no layer of {where} says how it is cut", key=f"{where}.tp", value=stage.tp,
+                    rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
+                    fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
+                )  # fmt: skip
+            for layer, split in found.items() if stage.tp > 1 else ():
+                _check_layer(layer, split, stage.tp, f"{where}.tp")
+
+
+def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
+    if split.plan.refused is not None:
+        raise SpecError(f"layer {layer} cannot be cut: {split.plan.refused}", key=key, value=degree,
+                        rule="tp cuts what every rank can compute alone", fix="Set tp to 1")  # fmt: skip
+    for what, count in split.plan.units.items():
+        if count % degree:
+            raise SpecError(f"tp {degree} does not divide {count} {what} of layer {layer}", key=key,
+                            value=degree, rule=f"tp divides the {what}",
+                            fix=f"Use a divisor of {count}")  # fmt: skip
+    for name, cut in split.cuts.items():
+        if not cut.divides(split.shapes[name], degree):
+            size = split.shapes[name][cut.dim]
+            raise SpecError(
+                f"tp {degree} does not divide {name} of layer {layer}: {size} in {len(cut.blocks)} block(s)",
+                key=key, value=degree, rule="tp divides every block of a weight that is cut",
+                fix="Use a smaller tp, or another tensor_plan",
+            )  # fmt: skip
+
+
+def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) -> None:
+    """Raise for an optimizer that would update parts of a weight otherwise than the whole.
+
+    Raises
+    ------
+    SpecError
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT
+    if not known and not getattr(optimizer, "by_element", False):
+        raise SpecError(
+            f"{kind.__name__} is not known to update parts of a weight like the whole", file=path,
+            key="optimizer", value=kind.__name__,
+            rule=f"Where weights are cut (tp) every element is updated by itself: {', '.join(BY_ELEMENT)}",
+            fix="Use tp 1, or set by_element = True on an optimizer that does",
+        )  # fmt: skip
+
+
+def _divide(part: nn.Module, attribute: str, degree: int) -> None:
+    """Make a number of the model's code fewer; one of its configuration, in a copy of it."""
+    where, _, name = attribute.rpartition(".")
+    if not where:
+        setattr(part, name, getattr(part, name) // degree)
+        return
+    import copy
+
+    own = copy.copy(getattr(part, where))
+    setattr(own, name, getattr(own, name) // degree)
+    setattr(part, where, own)
