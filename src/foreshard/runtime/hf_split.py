@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from foreshard.errors import SpecError
+from foreshard.runtime.hf_tensor import plan_of_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ class Block(nn.Module):
         super().__init__()
         self.block = getattr(inner, family.blocks)[number]
         self.rotary = copy.deepcopy(getattr(inner, family.rotary)) if family.rotary else None
+        self.tensor_plan = plan_of_block(inner.config.model_type, inner.config)
         # not registered: its parts are, under names that do not depend on the model's type
         self.__dict__["_around"] = _around(inner, family, number, self.block, self.rotary)
 
