@@ -30,14 +30,15 @@ from accuracy_goals import (
 )
 from accuracy_intervals import (
     RESIDUALS,
+    bounds_table,
     calibrated_rows,
-    calibrated_table,
     class_scores,
     class_table,
     coverage_table,
     differences,
     left_out_rows,
     residuals_text,
+    unmeasured_rows,
 )
 from accuracy_kernels import KernelScores, kernel_part, kernel_report
 from accuracy_rows import ROOT, SIBLING, SUBSETS, TRIO, Run, markdown, pair, read_all, run_all
@@ -75,7 +76,8 @@ def predicted_sets(rows: Sequence[Row], engine: str) -> Sets:
 
 def with_intervals(rows: Sequence[Row], sets: Sets, engine: str) -> Sets:
     """Write the residual classes, then predict again what carries their intervals."""
-    RESIDUALS.write_text(residuals_text(sets["out"], sets["datasheet"]), encoding="utf-8")
+    blind = unmeasured_rows(rows, engine)
+    RESIDUALS.write_text(residuals_text(sets["out"], sets["datasheet"], blind), encoding="utf-8")
     residual_classes.cache_clear()
     return sets | {"out": run_all(rows, engine=engine, left_out=True)}
 
@@ -84,7 +86,9 @@ def check_residuals(engine: str) -> int:
     """Return 0 when the residual classes made anew are the shipped ones."""
     rows, _ = read_all(measured_folder(), False)
     made = residuals_text(
-        run_all(rows, engine=engine, left_out=True), run_all(rows, engine=engine, fidelity="datasheet")
+        run_all(rows, engine=engine, left_out=True),
+        run_all(rows, engine=engine, fidelity="datasheet"),
+        unmeasured_rows(rows, engine),
     )
     found = differences(json.loads(RESIDUALS.read_text(encoding="utf-8")), json.loads(made))
     print("\n".join(found) or "residual classes: the shipped ones are those made anew")
@@ -165,7 +169,7 @@ def sealed_part(sets: Sets) -> list[str]:
     return ["## The sealed family", "", text, ""]
 
 
-def intervals_part(sets: Sets) -> list[str]:
+def intervals_part(sets: Sets, rows: Sequence[Row], engine: str) -> list[str]:
     """Return how often intervals hold."""
     residuals = left_out_rows(sets["out"])
     return [
@@ -177,7 +181,10 @@ def intervals_part(sets: Sets) -> list[str]:
         "run; this is what a user with a new kind of cluster sees, and no quantile can promise it.", "",
         *class_table(residuals), *coverage_table(residuals),
         "After one measured step of another configuration of the same model, devices and precision (what "
-        "`--observed-step-s` corrects is closer still):", "", *calibrated_table(calibrated_rows(sets["out"])),
+        "`--observed-step-s` corrects is closer still):", "", *bounds_table(calibrated_rows(sets["out"])),
+        "On devices of an architecture that nobody has measured (the same runs, predicted as if their "
+        "architecture had neither a curve of its own nor a constant; formats that only it has are left "
+        "out):", "", *bounds_table(unmeasured_rows(rows, engine)),
     ]  # fmt: skip
 
 
@@ -208,7 +215,7 @@ def page(
         *subset_part(sets),
         *(sealed_part(sets) if args.open_sealed else []),
         "## By family", "", *family_table(sets),
-        *intervals_part(sets),
+        *intervals_part(sets, rows, args.engine),
         "## Peak memory", "",
         "Allocated bytes unless the row says reserved; memory has no constant fitted to these rows by "
         "`scripts/fit_training.py`. Positive: does not fit.", "", *memory_table(sets["fit"]),

@@ -201,9 +201,15 @@ def residual_classes() -> Mapping[str, Mapping[str, Any]]:
 
 
 def points_of(name: str, points: Mapping[str, Sequence[Sequence[float]]]) -> list[Sequence[float]]:
-    """Return the points of a class: those stored under its own name and under narrower ones."""
+    """Return the points of a class: those stored under its own name and under narrower ones.
+
+    Runs predicted as if their architecture had not been measured are the same points as those of the class
+    one wider, and are not stored again.
+    """
     wanted = "" if name == "all" else name
-    inside = (own for own in points if own == wanted or not wanted or own.startswith(f"{wanted}:"))
+    inside = [own for own in points if own == wanted or not wanted or own.startswith(f"{wanted}:")]
+    if not inside and wanted.endswith(":datasheet"):
+        return points_of(wanted.rpartition(":")[0], points)
     return [point for own in inside for point in points[own]]
 
 
