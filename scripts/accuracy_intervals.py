@@ -128,7 +128,7 @@ def document(
 
 
 def _not_surer(entry: dict[str, Any], classes: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a class of unmeasured architectures no narrower than that of fitted ones: rows differ a little."""
+    """Return a class of unmeasured architectures, no narrower than that of fitted ones."""
     known = classes.get(f"{name.rpartition(':')[0]}:fitted")
     if known is None:
         return entry
