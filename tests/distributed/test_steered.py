@@ -13,8 +13,9 @@ from small_jobs import gpt
 from foreshard.control.controller import Controller
 from foreshard.control.slots import Chain, State
 from foreshard.runtime.fixed import FixedMembership
-from foreshard.runtime.lab import Change, Lab
-from foreshard.runtime.trainer import Trainer
+from foreshard.runtime.lab import PROBED_LAYERS, Change, Lab
+from foreshard.runtime.probe import MESSAGE_BYTES
+from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.plan import parse_plan
 
 LAYERS, RANKS, BATCH = 8, 4, 32
@@ -54,7 +55,7 @@ def controller_of(job, plan):
     return Controller(chain, stated, plan, quiet_steps=5)
 
 
-def trained(plan, steps, policy_of=None):
+def trained(plan, steps, policy_of=None, probe_every=0):
     """Return, by rank, the losses and times, the plans at the ends, and what was told of links."""
     store, found, job = dist.HashStore(), {}, gpt(torch.float64)
 
@@ -68,6 +69,7 @@ def trained(plan, steps, policy_of=None):
         trainer = Trainer(
             job, membership=FixedMembership(store, rank, plan, range(RANKS), timeout_s=30),
             clock=LAB.make_clock(at), before_step=before, policy=policy,
+            options=Options(probe_every=probe_every),
         )  # fmt: skip
         done = [trainer.train_step() for _ in range(steps)]
         found[rank] = (done, trainer.plan, policy)
@@ -84,12 +86,12 @@ def trained(plan, steps, policy_of=None):
 @pytest.fixture(scope="module")
 def runs():
     plan = replicas((8,) * RANKS)
-    return trained(plan, 20, lambda job: controller_of(job, plan)), trained(plan, 20)
+    return trained(plan, 16, lambda job: controller_of(job, plan)), trained(plan, 16)
 
 
 def test_every_rank_hears_the_same_of_all_links(runs):
     _, still = runs
-    for step in range(20):
+    for step in range(16):
         told = [still[rank][0][step].vote.links for rank in range(RANKS)]
         assert all(one == told[0] for one in told)
         assert sorted(told[0]) == [(0, 1), (1, 2), (2, 3), (3, 0)], "the ring of four replicas"
@@ -115,3 +117,19 @@ def test_links_that_fade_are_noticed_and_the_plan_avoids_them(runs):
 def test_losses_are_those_of_the_plan_that_stayed(runs):
     steered, still = ([step.loss for step in run[0][0]] for run in runs)
     assert steered == pytest.approx(still, rel=1e-9)
+
+
+def test_what_is_idle_is_measured_and_nothing_else_changes():
+    """Three replicas: their ring leaves out the links of the fourth rank, which has nothing to do."""
+    plan = replicas((12, 10, 10))
+    probed, still = (trained(plan, 10, probe_every=every) for every in (4, 0))
+    assert [one.loss for one in probed[3][0]] == [one.loss for one in still[3][0]]
+    for step in range(10):
+        vote = probed[0][0][step].vote
+        due = step % 4 == 0
+        assert vote.idle_s == ({3: pytest.approx(PROBED_LAYERS * 3e-3)} if due else {})
+        assert ((2, 3) in vote.links and (3, 0) in vote.links) == due
+        if due:
+            size, seconds = vote.links[2, 3]
+            assert size == MESSAGE_BYTES
+            assert seconds == pytest.approx(1e-4 + MESSAGE_BYTES / (FAST if step < 8 else SLOW))

@@ -27,6 +27,8 @@ _NETWORK_KEYS = ("bandwidth", "latency")
 _TABLE_KEYS = ("forward", "backward", "optimizer")
 MAX_RANKS = 1024
 _Row = tuple[str, float, float | None, float | None, float | None, float | None, float | None]
+PROBED_LAYERS = 2
+"""The first layers of a job, which idle ranks are timed with: their inputs are at hand."""
 _LEAST_BYTES_PER_S = 1e3
 _MEMORY_BYTES = 8.0 * 2**30
 """Of a rank that states none."""
@@ -166,6 +168,8 @@ class Lab:
             return table["forward"] * samples * layers
         if action == "optimizer":
             return table["optimizer"] * layers
+        if action == "probe":
+            return (table["forward"] + table["backward"]) * samples * layers
         halves = 1.0 if action == "backward" else 0.5
         return table["backward"] * samples * layers * halves
 

@@ -74,6 +74,8 @@ class Rival:
     def _see(self, event: Event) -> None:
         if isinstance(event, RankLost | DeviceSeen):
             self._there[event.rank] = isinstance(event, DeviceSeen)
+        if isinstance(event, DeviceSeen) and event.relative_speed is not None:
+            self.speed[event.rank] = event.relative_speed
         if not isinstance(event, StepMeasured):
             return
         costs = {budget.name: event.costs[budget.name] for budget in self.queues.budgets}

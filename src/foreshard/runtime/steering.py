@@ -20,7 +20,7 @@ from foreshard.control.slots import Chain, State
 from foreshard.errors import SpecError
 from foreshard.predict.measured_costs import MeasuredCosts, load_costs
 from foreshard.runtime.budgets import J_PER_KWH, budget_of, check_budgets, spent
-from foreshard.runtime.lab import Lab, load_lab
+from foreshard.runtime.lab import PROBED_LAYERS, Lab, load_lab
 from foreshard.runtime.rivals import RIVALS, Rival
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
@@ -28,6 +28,10 @@ from foreshard.spec.plan import Plan
 
 POLICIES = ("static", "lyapunov", *RIVALS)
 _QUIET_STEPS = 20
+PROBE_EVERY = 5
+"""Steps between measurements of what is idle."""
+_SAME_SPEED = 0.05
+"""Part by which the speed of an idle rank has to change to be told."""
 _LONGEST_PIPELINE = 4
 _PIECES = 64
 """Pieces that the batch is shared out in at least, if it has as many samples."""
@@ -208,6 +212,7 @@ class Steering:
         self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int],
         stage_s: Mapping[int, float], generation: int,
         link_s: Mapping[tuple[int, int], tuple[float, float]] | None = None,
+        idle_s: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
         """Take in a step and who is there, and propose what follows from it.
 
@@ -223,6 +228,8 @@ class Steering:
         generation : int
         link_s : mapping of (source, target) to (bytes, seconds), optional
             The mean message of links that were timed.
+        idle_s : mapping of rank to seconds per sample, optional
+            Of the first layers, on ranks without samples.
         """
         controller, wheel = self.controller, self._wheel
         events: list[Event] = [
@@ -230,6 +237,7 @@ class Steering:
         ]
         events += [DeviceSeen(step=step, rank=rank) for rank in sorted(set(ranks) - self._there)]
         self._there = frozenset(ranks)
+        events += self._idle(step, idle_s or {})
         if time_s is not None:
             events.append(StepMeasured(
                 step=step, time_s=time_s, stage_s=self._of_choice(running, stage_s), link_s=link_s or {},
@@ -244,6 +252,16 @@ class Steering:
             self._order(
                 Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation
             )
+
+    def _idle(self, step: int, idle_s: Mapping[int, float]) -> list[Event]:
+        """Return the speeds of idle ranks that have changed."""
+        events: list[Event] = []
+        for rank, seconds in sorted(idle_s.items()):
+            relative = float(self.controller.chain.before_s[rank, PROBED_LAYERS]) / seconds
+            before = float(_speeds(self.controller)[rank])
+            if abs(relative / before - 1.0) > _SAME_SPEED:
+                events.append(DeviceSeen(step=step, rank=rank, relative_speed=relative))
+        return events
 
     def _of_choice(self, running: Plan, stage_s: Mapping[int, float]) -> dict[int, float]:
         """Return seconds per sample of the layers that the controller gives each rank, from those it ran.

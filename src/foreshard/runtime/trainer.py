@@ -26,6 +26,7 @@ from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, layout_of
 from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
 from foreshard.runtime.migrate import told as told_pieces
+from foreshard.runtime.probe import Probe
 from foreshard.runtime.slices import parsed
 from foreshard.runtime.sync import GradientSync, gradient_sync, latest
 from foreshard.runtime.tensor_draws import TensorDraws
@@ -78,6 +79,8 @@ class Options:
         Steps between checkpoints; 0 for none but the first values, which need no file.
     track_norm : bool
         Whether to report the gradient's norm without clipping.
+    probe_every : int
+        Steps between measurements of idle ranks and links; 0 for none.
     """
 
     seed: int = 0
@@ -85,6 +88,7 @@ class Options:
     sync: str = "all-reduce"
     checkpoint_every: int = 0
     track_norm: bool = False
+    probe_every: int = 0
 
 
 _FOLDERS = {"value": "layers", "frozen": "frozen", "buffer": "buffers"}
@@ -151,6 +155,7 @@ class Trainer:
         self._sync: GradientSync | None = None
         self._shards: Shards | None = None
         self._executor: Executor | None = None
+        self._probe = Probe(job, self.rank, self.clock, self.device)
         self._vote: Vote | None = None
         self._reduced = False
         self._trained_in = 0
@@ -201,6 +206,7 @@ class Trainer:
 
     def _cast(self, sums: StepSums) -> Vote:
         wanted = self.membership.wanted()
+        self._look_around(sums)
         number = max(self._next_plans, default=0) if self._conducts else 0
         return cast(
             self._world, self._ranks, self.rank, loss=sums.loss, count=sums.count,
@@ -208,6 +214,16 @@ class Trainer:
             boundary=wanted, plan_number=number, work_s=sums.work_s, samples=float(sums.samples),
             carried=self._carried() if self.clock.virtual else None,
         )  # fmt: skip
+
+    def _look_around(self, sums: StepSums) -> None:
+        """Measure links, and this rank if it is idle: it then tells seconds of work for no samples."""
+        every = self.options.probe_every
+        if not every or self.step % every:
+            return
+        if self._executor is None and self.feed is not None:
+            batch, size = self.feed.global_batch, self.plan.groups[0].micro_batch
+            sums.work_s = self._probe.sample_s(self.feed, range(self.step * batch, self.step * batch + size))
+        self._probe.links(self._world, self._ranks)
 
     def _carried(self) -> dict[int, tuple[float, float, float]]:
         """Return what this rank has sent since the last vote, by target."""
@@ -296,13 +312,8 @@ class Trainer:
 
     def _ask(self, done: StepDone) -> None:
         """Ask the policy; its plan is announced with the next vote and adopted after it."""
-        stage_s = {
-            rank: done.vote.work_s[rank] / samples
-            for rank, samples in done.vote.samples.items()
-            if samples > 0
-        }
         event: Event = StepMeasured(
-            step=done.step, time_s=done.time_s or 0.0, stage_s=stage_s, link_s=done.vote.links
+            step=done.step, time_s=done.time_s or 0.0, stage_s=done.vote.sample_s, link_s=done.vote.links
         )
         for command in self.policy.on(event):  # type: ignore[union-attr]
             self.propose(command)

@@ -47,6 +47,17 @@ class Vote:
     samples: dict[int, float] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
 
+    @property
+    def sample_s(self) -> dict[int, float]:
+        """Return the seconds per sample of the ranks that had samples."""
+        return {rank: self.work_s[rank] / count for rank, count in self.samples.items() if count > 0}
+
+    @property
+    def idle_s(self) -> dict[int, float]:
+        """Return the seconds per sample of what ranks without samples were timed with."""
+        idle = [rank for rank, count in self.samples.items() if not count]
+        return {rank: self.work_s[rank] for rank in idle if self.work_s[rank] > 0}
+
 
 def cast(
     group: Any,

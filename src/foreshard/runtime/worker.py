@@ -24,7 +24,7 @@ from foreshard.runtime.lines import settle
 from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
 from foreshard.runtime.spare import Spare
-from foreshard.runtime.steering import Steering, wheel_of
+from foreshard.runtime.steering import PROBE_EVERY, Steering, wheel_of
 from foreshard.runtime.timeline import Timeline, wall_epoch_s
 from foreshard.runtime.trainer import Options, StepDone, Trainer
 from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
@@ -84,7 +84,7 @@ class Worker:
         return Trainer(
             self.job, membership=self.membership, clock=self.clock, device=self.device,
             options=Options(seed=work.seed, clip_norm=work.clip_norm, checkpoint_every=work.checkpoint_every,
-                            track_norm=True),
+                            track_norm=True, probe_every=PROBE_EVERY if work.steering else 0),
             checkpoints=self.out / "ckpt", phase=self._phases(), on_event=self._event,
             on_action=self.timeline.add if self.timeline is not None else None,
             ledger=Ledger(
@@ -155,11 +155,10 @@ class Worker:
         plan = self.trainer.plan
         more: dict[str, Any] = {"clock_s": self.clock.now()}
         if self.steering is not None:
-            work_s, samples = done.vote.work_s, done.vote.samples
             self.steering.stepped(
                 step=done.step, time_s=done.time_s, running=plan, ranks=self.membership.generation.ranks,
-                stage_s={rank: work_s[rank] / count for rank, count in samples.items() if count > 0},
-                generation=self.membership.generation.number, link_s=done.vote.links,
+                generation=self.membership.generation.number, stage_s=done.vote.sample_s,
+                link_s=done.vote.links, idle_s=done.vote.idle_s,
             )  # fmt: skip
             more |= self.steering.told(plan)
         self.metrics.step(
