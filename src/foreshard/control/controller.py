@@ -37,6 +37,8 @@ _DEAD_ZONE = 0.02
 _SAME_SHARES = 0.005
 """Part of a step that new shares must gain."""
 _LONGEST_DWELL = 20.0
+_LEAST_DWELLS = 10.0
+"""V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
 
 
@@ -100,7 +102,8 @@ class Controller:
         free = dict.fromkeys((one.name for one in budgets), 0.0)
         fastest = self._slots.compare(stated, 1.0, free, None).best
         step_s = reshare(chain, stated, fastest, time_weight=1.0, **self._asked).time_s
-        weight = weight_for(violation, horizon) if weight is None else weight
+        if weight is None:
+            weight = max(weight_for(violation, horizon), _LEAST_DWELLS * _LONGEST_DWELL)
         self.queues = Queues(budgets, weight=weight, step_s=step_s)
         self.lessons = Lessons(budgets, horizon)
         self.step, self.regret = -1, 0.0
@@ -234,8 +237,9 @@ class Controller:
         running = self.choice.structure
         try:
             found = self._slots.compare(
-                state, time_weight, cost_weights, running, max(time_weight, 0.0) / self._dwell()
-            )
+                state, time_weight, cost_weights, running, max(time_weight, 0.0) / self._dwell(),
+                self.queues.curve(self._dwell()),
+            )  # fmt: skip
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
         if urgent or not math.isfinite(found.stay_worth):

@@ -20,6 +20,8 @@ GAIN = 0.1
 _SLACK, _ALARM, _CLIP = 0.5, 8.0, 6.0
 """Drift that is let pass, sum that rings the alarm, and the most one value adds, in spreads (Page 1954)."""
 _LEAST_SPREAD, _FIRST_SPREAD = 0.02, 0.1
+_SUSPECT = 0.25
+"""Logarithm by which a value must be off to be suspected of a change before the alarm rings."""
 GRID = 0.05
 """Estimates are handed out in steps of this size in the logarithm, so that noise does not make new states."""
 MOST_REPEATS = 3
@@ -57,6 +59,16 @@ class Level:
     def shown(self) -> float:
         """Return the estimate on a grid, unchanged while the estimate stays near."""
         return math.exp(self._shown)
+
+    @property
+    def latest(self) -> float:
+        """Return the estimate, or the last value where that is so far off that the level may have changed.
+
+        What follows is for decisions that cost nothing to take back.
+        """
+        if self._recent and abs(self._recent[-1] - self._log) > max(_CLIP * self._spread, _SUSPECT):
+            return math.exp(self._recent[-1])
+        return self.value
 
     @property
     def uncertainty(self) -> float:
@@ -117,6 +129,7 @@ class Level:
             self._log = math.log(value)
             self._shown = GRID * round(self._log / GRID)
             self._up = self._down = 0.0
+            self._recent.clear()
         else:
             self.refused += 1
 
@@ -238,8 +251,8 @@ class Estimates:
         return self._coarse
 
     def finest(self) -> State:
-        """Return the state that shares are chosen for: the estimates as they are."""
-        self._fine = self._with([level.value for level in self.speed], self._fine)
+        """Return the state that shares are chosen for: the estimates as they are, changes at first sight."""
+        self._fine = self._with([level.latest for level in self.speed], self._fine)
         return self._fine
 
     def _with(self, speeds: list[float], last: State | None) -> State:

@@ -15,6 +15,7 @@ import numpy as np
 
 from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
 from foreshard.control.moves import move
+from foreshard.control.queues import Curve
 from foreshard.control.shares import whole_shares
 from foreshard.control.slots import (
     Budget,
@@ -56,6 +57,7 @@ def solve_slot(
     start: Structure | Choice | None = None,
     running: Structure | Choice | None = None,
     change_weight: float = 0.0,
+    curve: Curve | None = None,
     memo: Memo | None = None,
     max_stages: int = MAX_STAGES,
     most_looks: int | None = None,
@@ -76,6 +78,8 @@ def solve_slot(
         What is compared at no change; searched from as well.
     change_weight : float
         Of a second that a change from the running structure takes.
+    curve : Curve, optional
+        What is added that is not linear in time and costs.
     memo : Memo, optional
         Makes later slots fast; belongs to one chain.
     max_stages : int
@@ -100,7 +104,7 @@ def solve_slot(
     if most_looks is None:
         cold = (bound is None and begin is None) or chain.num_workers <= _SMALL
         most_looks = _COLD_LOOKS if cold else _WARM_LOOKS
-    search = _Search(landscape, weights, bound, change_weight, most_looks)
+    search = _Search(landscape, weights, bound, change_weight, most_looks, curve)
     search.run([one for one in (bound, begin) if one is not None])
     if not search.found:
         raise InfeasibleError(
@@ -151,12 +155,19 @@ def reshare(
 
 
 def worth_of(
-    choice: Choice, time_weight: float, cost_weights: Mapping[str, float], budgets: Sequence[Budget]
+    choice: Choice,
+    time_weight: float,
+    cost_weights: Mapping[str, float],
+    budgets: Sequence[Budget],
+    curve: Curve | None = None,
 ) -> float:
     """Return what a slot minimises."""
     if not math.isfinite(choice.time_s):
         return math.inf
     cost = sum(cost_weights.get(budget.name, 0.0) * choice.costs[budget.key] for budget in budgets)
+    if curve is not None:
+        costs = np.array([[choice.costs[budget.key] for budget in curve.budgets]])
+        cost += float(curve.extra(np.array([choice.time_s]), costs)[0])
     return time_weight * choice.time_s + cost
 
 
@@ -193,7 +204,9 @@ class _Search:
         running: Structure | None,
         change_weight: float,
         most_looks: int,
+        curve: Curve | None,
     ):
+        self.curve = curve if curve is not None and curve.budgets else None
         self.landscape, self.weights, self.library = landscape, weights, landscape.library
         self.running, self.change_weight, self.left = running, change_weight, most_looks
         self.found: dict[int, _Look] = {}
@@ -255,6 +268,9 @@ class _Search:
     def _ranked(self) -> list[int]:
         """Weigh the best of the library in full; return the best few."""
         worth = self.library.worth(self.weights)
+        if self.curve is not None:
+            table = self.library.table(self.landscape.state, self.curve.budgets)
+            worth = worth + self.curve.extra(*table)
         for at in np.argsort(worth, kind="stable")[:_FINALISTS].tolist():
             self._weigh(at)
         return sorted(self.found, key=lambda at: (self.found[at].worth, at))[:_STARTS]
@@ -264,6 +280,9 @@ class _Search:
             layout = self.library.layouts[at]
             split = layout.split(self.weights, self.landscape.batch)
             worth = split.worth
+            if self.curve is not None:
+                row = self.library.table(self.landscape.state, self.curve.budgets, slice(at, at + 1))
+                worth += float(self.curve.extra(*row)[0])
             if self.running is not None and self.change_weight > 0.0:
                 land = self.landscape
                 moved = move(land.chain, land.state, self.running, layout.structure)
@@ -461,7 +480,7 @@ class _Search:
                     micro_batch=landscape.micro_batch,
                 )
             )  # fmt: skip
-            worth = worth_of(choice, weights.time, cost_weights, budgets)
+            worth = worth_of(choice, weights.time, cost_weights, budgets, self.curve)
             if self.running is not None and self.change_weight > 0.0:
                 moved = move(landscape.chain, landscape.state, self.running, choice.structure).time_s
                 worth += self.change_weight * moved

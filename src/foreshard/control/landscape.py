@@ -162,12 +162,16 @@ class Library:
         weigh = np.concatenate([[weights.time], weights.active, weights.busy, weights.sent])
         return np.asarray(self._rows[: len(self.layouts)] @ weigh)
 
-    def table(self, state: State, budgets: Sequence[Budget]) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds and costs, shape (n, budgets), of all structures with the same shares."""
-        each = [Weights.of(state, 0.0, {one.name: 1.0}, (one,)) for one in budgets]
-        costs = [self.worth(one) for one in each]
-        count = len(self.layouts)
-        return self._rows[:count, 0].copy(), np.stack(costs, 1) if costs else np.zeros((count, 0))
+    def table(
+        self, state: State, budgets: Sequence[Budget], rows: slice = slice(None)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds and costs, shape (n, budgets), of structures with the shares that are fastest."""
+        found = self._rows[: len(self.layouts)][rows]
+        weigh = np.zeros((found.shape[1], len(budgets)))
+        for i, one in enumerate(budgets):
+            each = Weights.of(state, 0.0, {one.name: 1.0}, (one,))
+            weigh[:, i] = np.concatenate([[0.0], each.active, each.busy, each.sent])
+        return found[:, 0].copy(), found @ weigh
 
 
 @dataclass(slots=True, kw_only=True)

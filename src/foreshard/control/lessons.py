@@ -22,8 +22,8 @@ LAST_PART, MOST_CORRECTION = 0.05, 0.2
 """The excess so far is worked off by the end, over no less than this part of the run, by no larger part."""
 MARGIN = 0.004
 """Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
-MOST_WORTH = 3.0
-"""Largest multiplier that is believed, in mean steps per budget of a step."""
+MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
+"""Largest multiplier that is believed, in mean steps per budget of a step, and the one where none is enough."""
 LEAST_WEIGHT = 10.0
 _MOST_STATES = 2048
 
@@ -99,7 +99,7 @@ class Lessons:
         found = dual.solve(table, left)
         self.feasible = found.feasible
         for one, multiplier in zip(self.budgets, found.multipliers, strict=True):
-            worth = multiplier * queues[one.name].unit / queues.mean_s if found.feasible else MOST_WORTH
+            worth = multiplier * queues[one.name].unit / queues.mean_s if found.feasible else UNKEPT_WORTH
             queues.place(one.name, queues.weight * min(worth, MOST_WORTH))
 
     def _left(self, queues: Queues, budget: Budget) -> Budget:

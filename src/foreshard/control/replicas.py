@@ -12,6 +12,7 @@ import numpy as np
 
 from foreshard.control.grouping import reshare, solve_slot, worth_of
 from foreshard.control.landscape import Memo
+from foreshard.control.queues import Curve
 from foreshard.control.slots import Budget, Chain, State, Structure
 from foreshard.control.subsets import Kinds, TooManyError, data_parallel
 from foreshard.errors import InfeasibleError
@@ -57,11 +58,12 @@ class Pipelines:
         cost_weights: Mapping[str, float],
         running: Structure | None,
         change_weight: float = 0.0,
+        curve: Curve | None = None,
     ) -> Compared:
         """Return what a search finds that starts from the running structure."""
         best = solve_slot(
             self.chain, state, time_weight=time_weight, cost_weights=cost_weights, budgets=self.budgets,
-            running=running, change_weight=change_weight, memo=self.memo, max_stages=self._max_stages,
+            running=running, change_weight=change_weight, curve=curve, memo=self.memo, max_stages=self._max_stages,
             **self._asked,
         )  # fmt: skip
         stay = np.inf
@@ -70,8 +72,8 @@ class Pipelines:
                 self.chain, state, running, time_weight=time_weight, cost_weights=cost_weights,
                 budgets=self.budgets, **self._asked,
             )  # fmt: skip
-            stay = worth_of(kept, time_weight, cost_weights, self.budgets)
-        worth = worth_of(best, time_weight, cost_weights, self.budgets)
+            stay = worth_of(kept, time_weight, cost_weights, self.budgets, curve)
+        worth = worth_of(best, time_weight, cost_weights, self.budgets, curve)
         return Compared(best=best.structure, best_worth=worth, stay_worth=stay)
 
     def rows(self, state: State) -> Rows:
@@ -102,15 +104,18 @@ class Replicas:
         cost_weights: Mapping[str, float],
         running: Structure | None,
         change_weight: float = 0.0,
+        curve: Curve | None = None,
     ) -> Compared:
         """Return the best of all subsets; of those that are alike the one nearest to the running one."""
         found = self._listed(state)
         if found is None:
-            return self._searched.compare(state, time_weight, cost_weights, running, change_weight)
+            return self._searched.compare(state, time_weight, cost_weights, running, change_weight, curve)
         kinds, costs = found
         score = time_weight * kinds.time_s
         if self.budgets:
             score = score + costs @ np.array([cost_weights[one.name] for one in self.budgets])
+        if curve is not None:
+            score = score + curve.extra(kinds.time_s, costs)
         best = int(np.argmin(score))
         kept = kinds.subset(running.workers) if running is not None else None
         chosen = running if kept == best and running is not None else self._structure(kinds, best, running)

@@ -1,4 +1,4 @@
-"""A run in a lab, foretold: the controller plays against the lab's changes, steps are timed by measured costs.
+"""A run in a lab, foretold: the controller plays against its changes, steps are timed by measured costs.
 
 What steers is what steers a run (`steering`), told what a run tells it; a plan that is ordered after a step
 runs two steps later, as in a run. Nothing is trained, and seconds are those that `predict --costs` gives.
@@ -19,9 +19,9 @@ from foreshard.errors import InfeasibleError, SpecError
 from foreshard.predict.measured import RankTimes, rank_times, step_seconds
 from foreshard.predict.measured_costs import MeasuredCosts, load_costs
 from foreshard.runtime.budgets import budget_of, spent
-from foreshard.runtime.lab import Lab, load_lab
+from foreshard.runtime.lab import PROBED_LAYERS, Lab, load_lab
 from foreshard.runtime.repair import repaired
-from foreshard.runtime.steering import POLICIES, Steering, Wheel
+from foreshard.runtime.steering import POLICIES, PROBE_EVERY, Steering, Wheel
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan, load_plan
 
@@ -37,6 +37,9 @@ class Foretold:
     Attributes
     ----------
     time_s : ndarray, shape (steps,)
+        With the change before each.
+    change_s : ndarray, shape (steps,)
+        What moving layers has taken of it.
     spent : mapping of budget name to ndarray, shape (steps,)
     budgets : tuple of Budget
     reconfigurations, reshares : int
@@ -46,6 +49,7 @@ class Foretold:
     """
 
     time_s: np.ndarray
+    change_s: np.ndarray
     spent: Mapping[str, np.ndarray]
     budgets: tuple[Budget, ...]
     reconfigurations: int
@@ -68,6 +72,7 @@ class Foretold:
             "violation": self.violation,
             "reconfigurations": self.reconfigurations,
             "reshares": self.reshares,
+            "change_share": float(self.change_s.sum() / self.time_s.sum()),
             "steps": len(self.time_s),
             "series": {"step_time_s": [float(one) for one in self.time_s]},
         }
@@ -138,7 +143,10 @@ class _World:
             rate, latency_s = lab.link_at(step, rank, rank)
             nodes.append(
                 replace(
-                    node, device=replace(node.device, name=name), nic_bytes_per_s=rate, nic_latency_s=latency_s
+                    node,
+                    device=replace(node.device, name=name),
+                    nic_bytes_per_s=rate,
+                    nic_latency_s=latency_s,
                 )
             )
         return (
@@ -146,8 +154,31 @@ class _World:
             replace(self._cluster, nodes=tuple(nodes)),
         )
 
+    def move_s(self, step: int, old: Plan, new: Plan) -> float:
+        """Return the seconds in which all ranks get the layers that they lack from who holds them."""
+        layers, held, slowest = self._costs.layers, _layers_of(old), 0.0
+        for rank, wanted in _layers_of(new).items():
+            size = sum(
+                layers[i].parameter_bytes + layers[i].frozen_bytes + layers[i].state_bytes
+                for i in wanted - held.get(rank, frozenset())
+            )
+            links = [self.lab.link_at(step, other, rank) for other in held if other != rank]
+            if size and links:
+                slowest = max(slowest, min(latency_s + size / rate for rate, latency_s in links))
+        return slowest
+
+    def idle_s(self, step: int, plan: Plan) -> dict[int, float]:
+        """Return the seconds per sample of the first layers on ranks that a plan leaves idle."""
+        at, cluster = self.at(step)
+        size, found = plan.groups[0].micro_batch, {}
+        for rank in set(self.there(step)) - set(plan.ranks):
+            name = cluster.device_of(rank).name
+            passes = [at.work_s(name, (0, PROBED_LAYERS), one, size) for one in ("forward_s", "backward_s")]
+            found[rank] = sum(passes) / size
+        return found
+
     def links(self, step: int, plan: Plan) -> dict[tuple[int, int], tuple[float, float]]:
-        """Return a message on every link that a plan uses."""
+        """Return a message on every link that a plan uses, and where all are measured on a ring of all."""
         pairs = {
             pair
             for group in plan.groups
@@ -156,6 +187,9 @@ class _World:
         }
         ring = sorted(plan.ranks)
         if len(plan.groups) > 1:
+            pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        if step % PROBE_EVERY == 0:
+            ring = list(self.there(step))
             pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
         told = {}
         for source, target in sorted(pairs):
@@ -186,11 +220,13 @@ class _Play:
         budgets = tuple(budget_of(text) for text in self._wheel.budgets)
         time_s, costs = np.zeros(steps), {one.name: np.zeros(steps) for one in budgets}
         running, plans = self._wheel.plan, [(0, self._wheel.plan)]
-        counts = {"reconfigurations": 0, "reshares": 0}
+        counts, change_s, clock_s = {"reconfigurations": 0, "reshares": 0}, np.zeros(steps), 0.0
         for step in range(steps):
             now = self._plan_of(step, running)
             if now != running or not step:
                 if step:
+                    there = self._there
+                    change_s[step] = self._world.move_s(step, _left(running, there), now)
                     counts["reshares" if _structure(now) == _structure(running) else "reconfigurations"] += 1
                     plans.append((step, now))
                 else:
@@ -198,12 +234,13 @@ class _Play:
             running = now
             at, cluster = self._world.at(step)
             ranks = rank_times(at, cluster, running)
-            time_s[step] = step_seconds(at, cluster, running)
+            time_s[step] = step_seconds(at, cluster, running) + change_s[step]
+            clock_s += float(time_s[step])
             work_s = {one.rank: one.compute_s + one.recompute_s for one in ranks}
             for one in budgets:
                 costs[one.name][step] = spent(one, lab, running, float(time_s[step]), work_s)
-            self._tell(step, float(time_s[step]), running, ranks)
-        return Foretold(time_s=time_s, spent=costs, budgets=budgets, plans=plans, **counts)
+            self._tell(step, float(time_s[step] - change_s[step]), clock_s, running, ranks)
+        return Foretold(time_s=time_s, change_s=change_s, spent=costs, budgets=budgets, plans=plans, **counts)
 
     def _plan_of(self, step: int, running: Plan) -> Plan:
         """Return the plan of a step: what was ordered, or what is left of it where ranks came or went."""
@@ -220,7 +257,9 @@ class _Play:
             running = repaired(self._decided, there)
         return running
 
-    def _tell(self, step: int, time_s: float, running: Plan, ranks: Sequence[RankTimes]) -> None:
+    def _tell(
+        self, step: int, time_s: float, clock_s: float, running: Plan, ranks: Sequence[RankTimes]
+    ) -> None:
         if self._steering is None:
             return
         share = {rank: group.share for group in running.groups for s in group.stages for rank in s.ranks}
@@ -228,10 +267,28 @@ class _Play:
             step=step, time_s=time_s, running=running, ranks=self._there,
             stage_s={one.rank: (one.compute_s + one.recompute_s) / share[one.rank] for one in ranks},
             generation=self._number, link_s=self._world.links(step, running),
+            idle_s={} if step % PROBE_EVERY else self._world.idle_s(step, running), clock_s=clock_s,
         )  # fmt: skip
         if self._orders:
             self._due[step + _DELAY] = self._orders[-1]
             self._orders.clear()
+
+
+def _layers_of(plan: Plan) -> dict[int, frozenset[int]]:
+    """Return the layers that each rank holds."""
+    return {
+        rank: frozenset(layer for lo, hi in stage.layers for layer in range(lo, hi))
+        for group in plan.groups for stage in group.stages for rank in stage.ranks
+    }  # fmt: skip
+
+
+def _left(plan: Plan, there: Sequence[int]) -> Plan:
+    """Return a plan without the stages whose ranks are gone: what is still held."""
+    groups = [
+        replace(group, stages=tuple(stage for stage in group.stages if set(stage.ranks) <= set(there)))
+        for group in plan.groups
+    ]
+    return replace(plan, groups=tuple(group for group in groups if group.stages))
 
 
 def _structure(plan: Plan) -> list[Any]:

@@ -1,0 +1,87 @@
+"""The dual equals the linear program; rows that can never be best are the only ones left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foreshard.control import dual
+from foreshard.control.slots import Budget
+
+
+def states_of(seed, states=5, rows=40, budgets=1):
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(states):
+        time_s = rng.uniform(1.0, 5.0, rows)
+        made.append((time_s, rng.uniform(0.5, 1.5, (rows, budgets)) * 6.0 / time_s[:, None]))
+    return made, rng.uniform(0.1, 1.0, states)
+
+
+def program(states, weight, budgets):
+    """Return the least mean time over all mixtures, by scipy."""
+    linprog = pytest.importorskip("scipy.optimize").linprog
+    weight = weight / weight.sum()
+    time_s = np.concatenate([w * one[0] for w, one in zip(weight, states, strict=True)])
+    costs = np.concatenate([w * one[1] for w, one in zip(weight, states, strict=True)])
+    above = [
+        costs[:, i] if one.per == "step" else costs[:, i] - one.limit * time_s
+        for i, one in enumerate(budgets)
+    ]
+    limits = [one.limit if one.per == "step" else 0.0 for one in budgets]
+    each = np.zeros((len(states), len(time_s)))
+    at = 0
+    for i, one in enumerate(states):
+        each[i, at : at + len(one[0])] = 1.0
+        at += len(one[0])
+    return linprog(time_s, A_ub=np.array(above), b_ub=limits, A_eq=each, b_eq=np.ones(len(states)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("per", ["step", "second"])
+def test_one_budget_gives_the_value_of_the_linear_program(seed, per):
+    states, weight = states_of(seed)
+    budgets = [Budget(name="b", kind="usd", limit=1.6 if per == "step" else 0.6, per=per)]
+    exact = program(states, weight, budgets)
+    assert exact.status == 0
+    found = dual.solve(dual.table_of(states, weight, budgets), budgets)
+    assert found.feasible and found.value_s == pytest.approx(exact.fun, rel=1e-6)
+    assert found.multipliers[0] == pytest.approx(-exact.ineqlin.marginals[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_several_budgets_never_exceed_the_linear_program(seed):
+    states, weight = states_of(seed, budgets=3)
+    budgets = [Budget(name=str(i), kind="usd", limit=limit) for i, limit in enumerate((2.0, 1.9, 2.2))]
+    exact = program(states, weight, budgets)
+    found = dual.solve(dual.table_of(states, weight, budgets), budgets)
+    assert exact.status == 0 and found.value_s <= exact.fun * (1 + 1e-9)
+    assert found.value_s >= 0.97 * exact.fun
+
+
+def test_what_nothing_keeps_is_said():
+    states, weight = states_of(0)
+    budgets = [Budget(name="b", kind="usd", limit=1e-3)]
+    found = dual.solve(dual.table_of(states, weight, budgets), budgets)
+    assert not found.feasible and found.multipliers == (0.0,)
+    assert found.value_s == pytest.approx(
+        sum(w * one[0].min() for w, one in zip(weight, states, strict=True)) / weight.sum()
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("budgets", [1, 2])
+def test_corners_keep_what_is_best_for_any_weights(seed, budgets):
+    rng = np.random.default_rng(seed)
+    ((time_s, costs),), _ = states_of(seed, states=1, rows=500, budgets=budgets)
+    kept = dual.corners(time_s, costs)
+    assert len(kept) < 200
+    for _ in range(200):
+        weigh = rng.lognormal(0.0, 1.5, budgets)
+        score = time_s + costs @ weigh
+        best = score[kept].min()
+        assert best <= score.min() * (1.0 if budgets == 1 else 1.01) + 1e-12
+
+
+def test_few_rows_are_all_kept():
+    assert dual.corners(np.ones(5), np.ones((5, 1))).tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,76 @@
+"""Queues are placed by what the states seen so far make of the budgets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foreshard.control import dual
+from foreshard.control.lessons import MARGIN, UNKEPT_WORTH, Lessons, weight_for
+from foreshard.control.queues import Queues
+from foreshard.control.slots import Budget
+
+TIMES, COSTS = np.array([1.0, 1.5, 4.0]), np.array([[4.0], [2.5], [1.0]])
+
+
+def taught(limit=2.0, horizon=1000, steps=0, cost=2.0, weight=100.0, per="step"):
+    budgets = (Budget(name="b", kind="usd", limit=limit, per=per),)
+    queues, lessons = Queues(budgets, weight=weight, step_s=1.0), Lessons(budgets, horizon)
+    if steps:
+        queues.record(1.0, {"b": cost}, steps)
+    lessons.rows(b"one", TIMES, COSTS)
+    lessons.saw(b"one", max(steps, 1))
+    assert lessons.due
+    lessons.teach(queues)
+    return queues, lessons
+
+
+def test_a_queue_is_placed_at_the_weight_times_the_multiplier():
+    queues, lessons = taught()
+    left = [Budget(name="b", kind="usd", limit=2.0 * (1.0 - MARGIN))]
+    table = dual.table_of([(TIMES, COSTS)], [1.0], left)
+    (multiplier,) = dual.solve(table, left).multipliers
+    assert multiplier == pytest.approx(2.5 / 1.5, rel=1e-6), "between 1.5 s at 2.5 and 4 s at 1"
+    assert queues["b"].backlog == pytest.approx(100.0 * multiplier * 2.0)
+    time_weight, costs = queues.weights()
+    assert costs["b"] / time_weight == pytest.approx(multiplier)
+    assert lessons.feasible and not lessons.due and queues.identity_error() < 1e-12
+
+
+@pytest.mark.parametrize(("cost", "more"), [(3.0, True), (1.0, False)])
+def test_what_was_spent_too_much_is_worked_off(cost, more):
+    even, _ = taught(limit=2.4, steps=300, cost=2.4)
+    found, _ = taught(limit=2.4, steps=300, cost=cost)
+    gathered = 300 * (cost - 2.4) / 2.4
+    first = found["b"].first_backlog
+    assert (first >= even["b"].first_backlog) if more else (first <= even["b"].first_backlog)
+    assert found["b"].backlog == pytest.approx(max(first + gathered, 0.0), abs=1e-6) or not more
+
+
+def test_a_budget_that_no_state_can_keep_has_a_worth_to_start_with():
+    queues, lessons = taught(limit=0.5)
+    assert not lessons.feasible and queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH)
+
+
+def test_budgets_per_time_are_placed_by_the_mean_step():
+    queues, _ = taught(limit=1.5, per="second", steps=200, cost=3.0)
+    time_weight, costs = queues.weights()
+    # The cheapest and the middle, or any two around 1.5 a second, are equally good there.
+    score = time_weight * TIMES + costs["b"] * COSTS[:, 0]
+    assert sorted(np.argsort(score)[:2].tolist()) in ([0, 1], [1, 2])
+
+
+def test_rows_are_looked_at_again_less_and_less_often():
+    lessons = Lessons((Budget(name="b", kind="usd", limit=1.0),), 100)
+    looked = 0
+    for _ in range(100):
+        if lessons.needs(b"x"):
+            lessons.rows(b"x", TIMES, COSTS)
+            looked += 1
+        lessons.saw(b"x", 1)
+    assert looked == 8
+
+
+def test_the_weight_follows_the_wanted_excess():
+    assert weight_for(0.02, 10_000) == 2 * weight_for(0.01, 10_000)
+    assert weight_for(0.01, 10) > 0.0

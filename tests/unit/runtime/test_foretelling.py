@@ -1,0 +1,110 @@
+"""A lab played by the controller and its rivals: times of the measured costs, ranks that come and go, budgets."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from foreshard.errors import SpecError
+from foreshard.predict.measured import step_seconds
+from foreshard.predict.measured_costs import load_costs
+from foreshard.runtime.foretelling import foretell
+from foreshard.runtime.lab import load_lab
+from foreshard.spec.plan import load_plan
+
+LAYER = {
+    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3], "optimizer_s": 1e-4,
+    "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4, "boundary_bytes_per_sample": 1e4,
+    "frozen_bytes": 0.0,
+}  # fmt: skip
+RANKS = (
+    'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nusd_per_h = 4.0\n'
+    '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Return what writes a lab and gives the arguments of `foretell`."""
+    costs = {
+        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
+        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8, "samples": [1, 4],
+    }  # fmt: skip
+    groups = [
+        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
+        for rank in range(4)
+    ]
+    plan = {"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+
+    def write(changes=""):
+        (tmp_path / "lab.toml").write_text(RANKS + changes)
+        return {
+            "lab": str(tmp_path / "lab.toml"), "costs": str(tmp_path / "costs.json"),
+            "plan": str(tmp_path / "plan.json"),
+        }  # fmt: skip
+
+    return write
+
+
+def change(step, **what):
+    told = "\n".join(f"{key} = {json.dumps(value)}" for key, value in what.items())
+    return f"\n[[change]]\nat_step = {step}\n{told}\n"
+
+
+def test_a_static_run_takes_what_is_predicted_at_each_step(files):
+    asked = files(change(5, rank=0, slow=3.0))
+    found = foretell(**asked, steps=10, policies=("static",))["static"]
+    still = step_seconds(
+        load_costs(asked["costs"]), load_lab(asked["lab"]).cluster(), load_plan(asked["plan"])
+    )
+    assert found.time_s[:5] == pytest.approx(still) and (found.time_s[5:] > 1.3 * still).all()
+    assert found.reconfigurations == found.reshares == 0 and len(found.plans) == 1
+
+
+def test_the_controller_follows_what_changes_two_steps_after_it_is_seen(files):
+    found = foretell(**files(change(20, rank=1, slow=4.0)), steps=40)
+    ours, static = found["lyapunov"], found["static"]
+    assert ours.time_s[2:20].mean() < 0.8 * static.time_s[2:20].mean()
+    assert ours.time_s[20] == ours.time_s[21] > 2.0 * ours.time_s[19]
+    assert ours.time_s[25:].mean() < 0.6 * ours.time_s[20]
+    assert ours.time_s.mean() < static.time_s.mean()
+
+
+@pytest.mark.parametrize("name", ["lyapunov", "lb-bsp", "greedy", "static"])
+def test_ranks_that_go_and_come_are_left_out_and_taken_in(files, name):
+    lab = files(change(10, rank=1, there=False) + change(20, rank=1, there=True))
+    found = foretell(**lab, steps=40, policies=(name,))[name]
+    at = {step: plan.ranks for step, plan in found.plans}
+    gone = [ranks for step, ranks in at.items() if 10 <= step < 20]
+    assert gone and all(1 not in ranks for ranks in gone) and 10 in at
+    assert found.reconfigurations >= 2 or name == "static"
+    assert 1 in found.plans[-1][1].ranks
+
+
+def test_a_rank_that_joins_later_is_not_there_at_first(files):
+    found = foretell(**files(change(0, rank=3, there=False) + change(6, rank=3, there=True)), steps=30)
+    assert 3 not in found["lyapunov"].plans[0][1].ranks
+    assert 3 in found["lyapunov"].plans[-1][1].ranks
+
+
+def test_budgets_are_counted_and_ours_keeps_them(files):
+    found = foretell(**files(), steps=300, budgets=("usd_per_h=6",))
+    ours, static = found["lyapunov"], found["static"]
+    assert static.violation == pytest.approx(10.0 / 6.0 - 1.0)
+    assert ours.violation < 0.02
+    dollars = 3600.0 * ours.spent["usd_per_h"].sum() / ours.time_s.sum()
+    assert dollars == pytest.approx(6.0 * (1.0 + ours.violation), rel=0.05)
+    told = ours.to_dict()
+    assert told["budget"] == {"usd_per_h": 6.0} and len(told["series"]["step_time_s"]) == 300
+    assert told["mean_step_time_s"] == pytest.approx(float(np.mean(ours.time_s)))
+
+
+def test_what_cannot_be_played_is_refused(files):
+    with pytest.raises(SpecError, match="unknown policy"):
+        foretell(**files(), policies=("magic",))
+    with pytest.raises(SpecError, match="0 steps"):
+        foretell(**files(), steps=0)
