@@ -186,6 +186,7 @@ class Steering:
         self._controller: Controller | Rival | None = None
         self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
         self._proposed: tuple[int, Plan] | None = None
+        self._clock_s: float | None = None
         self._last, self._orders = "", 0
 
     @property
@@ -212,7 +213,7 @@ class Steering:
         self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int],
         stage_s: Mapping[int, float], generation: int,
         link_s: Mapping[tuple[int, int], tuple[float, float]] | None = None,
-        idle_s: Mapping[int, float] | None = None,
+        idle_s: Mapping[int, float] | None = None, clock_s: float | None = None,
     ) -> None:  # fmt: skip
         """Take in a step and who is there, and propose what follows from it.
 
@@ -230,6 +231,8 @@ class Steering:
             The mean message of links that were timed.
         idle_s : mapping of rank to seconds per sample, optional
             Of the first layers, on ranks without samples.
+        clock_s : float, optional
+            When the step ended: the change before it is paid for too.
         """
         controller, wheel = self.controller, self._wheel
         events: list[Event] = [
@@ -239,6 +242,7 @@ class Steering:
         self._there = frozenset(ranks)
         events += self._idle(step, idle_s or {})
         if time_s is not None:
+            time_s = self._elapsed(time_s, clock_s)
             events.append(StepMeasured(
                 step=step, time_s=time_s, stage_s=self._of_choice(running, stage_s), link_s=link_s or {},
                 costs=self._spent(time_s, running, stage_s),
@@ -252,6 +256,13 @@ class Steering:
             self._order(
                 Command(kind="regroup", plan=controller.plan, reason="ranks have changed"), generation
             )
+
+    def _elapsed(self, time_s: float, clock_s: float | None) -> float:
+        """Return the seconds since the step before ended, where both ends are known."""
+        before, self._clock_s = self._clock_s, clock_s
+        if before is None or clock_s is None:
+            return time_s
+        return max(time_s, clock_s - before)
 
     def _idle(self, step: int, idle_s: Mapping[int, float]) -> list[Event]:
         """Return the speeds of idle ranks that have changed."""

@@ -158,7 +158,7 @@ class Worker:
             self.steering.stepped(
                 step=done.step, time_s=done.time_s, running=plan, ranks=self.membership.generation.ranks,
                 generation=self.membership.generation.number, stage_s=done.vote.sample_s,
-                link_s=done.vote.links, idle_s=done.vote.idle_s,
+                link_s=done.vote.links, idle_s=done.vote.idle_s, clock_s=self.clock.now(),
             )  # fmt: skip
             more |= self.steering.told(plan)
         self.metrics.step(
