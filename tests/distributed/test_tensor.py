@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ torch = pytest.importorskip("torch")
 
 from small_jobs import gpt
 from small_plans import ALONE
-from rehearsal import plan_of, rehearse, worst_error
+from rehearsal import plan_of, rehearse, values, worst_error
 
+from foreshard.runtime.checkpoint import load
 from foreshard.runtime.equality import joined
+from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -87,3 +90,57 @@ def test_gradients_are_those_of_one_process(dtype: str, name: str) -> None:
     found = whole(rehearse(gpt(DTYPES[dtype]), PLANS[name], steps=1, after=slices, ranks=range(4)))
     assert set(found[0][1]) == set(reference(dtype))
     assert worst_error(found, reference(dtype)) <= GRADIENT_ERROR[dtype]
+
+
+@pytest.mark.parametrize("name", ["tp 4", "tp 2 beside two alone, uneven"])
+def test_parts_draw_what_the_whole_would(name: str) -> None:
+    """Dropout of attention and of channels, which a rank has a part of."""
+    found = whole(rehearse(gpt(torch.float64, inner=0.3), PLANS[name], steps=1, after=slices, ranks=range(4)))
+    assert worst_error(found, reference("fp64", 0.3)) <= 1e-12
+    assert worst_error(found, reference("fp64")) > 1e-3, "it draws, or the test says nothing"
+
+
+CHANGES = {
+    "tp 2 to 1 and back": ["tp 2", "alone", "tp 2", "tp 4"],
+    "in groups, stages, shards": ["tp 2 beside two alone, uneven", "tp 2 in two stages", "tp 2, zero 3",
+                                  "one before tp 2, gpipe, recompute", "tp 2, zero 1"],
+    "between degrees": ["tp 4", "tp 2 beside tp 2, uneven", "tp 4", "interleaved"],
+}  # fmt: skip
+
+
+@functools.cache
+def alone(steps: int, clip: float | None = None) -> tuple[list[float], dict]:
+    return rehearse(gpt(torch.float64), ALONE, steps=steps, after=values, options=Options(clip_norm=clip))[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_live_changes_keep_losses_and_parameters(change: str) -> None:
+    plans = {**PLANS, "alone": ALONE}
+    names = CHANGES[change]
+    changes = {1 + 3 * number: plans[name] for number, name in enumerate(names[1:])}
+    found = rehearse(gpt(torch.float64), plans[names[0]], steps=14, changes=changes, after=parts, ranks=range(4))
+    losses, last = alone(14)
+    assert max(abs(a - b) / b for a, b in zip(found[0][0], losses, strict=True)) <= 1e-9
+    assert worst_error(whole(found), last) <= 1e-9
+
+
+def test_the_norm_counts_every_slice_once() -> None:
+    options = Options(clip_norm=0.3)
+    found = rehearse(gpt(torch.float64), PLANS["tp 2 beside two alone, uneven"], steps=5, options=options)
+    losses, _ = alone(5, 0.3)
+    assert found[0][0] == pytest.approx(losses, rel=1e-12)
+    assert abs(alone(5)[0][-1] - losses[-1]) > 1e-6, "the limit must bind, or the test says nothing"
+
+
+@pytest.mark.parametrize(("before", "after"), [("tp 2, zero 1", "tp 4"), ("tp 4", "alone"), ("alone", "tp 2")])
+def test_a_checkpoint_is_gone_on_from_at_another_degree(before: str, after: str, tmp_path: Path) -> None:
+    plans = {**PLANS, "alone": ALONE}
+    more = {"options": Options(checkpoint_every=3), "checkpoints": tmp_path, "ranks": range(4)}
+    rehearse(gpt(torch.float64), plans[before], steps=4, **more)
+    second = rehearse(gpt(torch.float64), plans[after], steps=4, after=parts, resume=True, **more)
+    losses, last = alone(7)
+    assert second[0][0] == pytest.approx(losses[3:], rel=1e-12)
+    assert worst_error(whole(second), last) <= 1e-9
+    saved = load(tmp_path, 3)
+    for (layer, name), gradient in reference("fp64").items():
+        assert saved[f"layers.{layer}.{name}"].shape == gradient.shape

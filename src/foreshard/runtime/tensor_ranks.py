@@ -34,6 +34,7 @@ class TensorRanks:
         self.index, self.degree = 0, 1
         self.bytes_summed: list[int] | None = None  # of sums that a virtual clock is to be told
         self._mesh: DeviceMesh | None = None
+        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._tensors: Any = None
         self._group: Any = None
         self._backend: Any = None
@@ -71,12 +72,15 @@ class TensorRanks:
         name = GroupName(f"foreshard-tensor-{number}")
         whole._set_group_name(name)
         torch._C._distributed_c10d._register_process_group(name, whole)
-        # no default group: ranks are counted in this mesh. Meshes of other groups must not equal this one, or
-        # what torch remembers of an operation would use groups that are gone
-        mesh = DeviceMesh(device.type, list(range(size)), _init_backend=False, _rank=place)
-        mesh._dim_group_names = [name]
-        mesh._thread_id = number
-        self._group, self._mesh = whole, mesh
+        if (size, place) not in self._meshes:
+            # no default group: ranks are counted in this mesh. It equals no other in this process, or what
+            # torch remembers of an operation would use another's group
+            self._meshes[size, place] = DeviceMesh(
+                device.type, list(range(size)), _init_backend=False, _rank=place
+            )
+            self._meshes[size, place]._thread_id = number
+        self._group, self._mesh = whole, self._meshes[size, place]
+        self._mesh._dim_group_names = [name]
 
     def disconnect(self) -> None:
         """Let go of the group."""
