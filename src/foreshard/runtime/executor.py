@@ -142,6 +142,10 @@ class Executor:
         lo, hi = self._span(self.stage, batch, self.seat.inner)
         return range(base + self.batches[batch][0] + lo, base + self.batches[batch][0] + hi)
 
+    def release(self) -> None:
+        """Let go of samples that are under way: their graphs hold this executor, and it holds connections."""
+        self._passing.clear()
+
     def run(self, step: int) -> StepSums:
         """Run all actions of a step and return the sums.
 

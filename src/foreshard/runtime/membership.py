@@ -121,10 +121,14 @@ class Membership:
                 )  # fmt: skip
 
     def _drop_groups(self) -> None:
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
-            with contextlib.suppress(RuntimeError):  # the peers are gone already
-                group.abort()
+        """Close all groups, each in a thread of its own.
+
+        Closing one waits for what is under way in it, which may wait for a peer that waits for another of
+        this rank's groups to be closed.
+        """
+        groups, self._groups = list(self._groups.values()), {}
+        while groups:
+            threading.Thread(target=_close, args=([groups.pop()],), daemon=True, name="closing").start()
 
     def wanted(self) -> bool:
         """Return whether somebody waits at the door."""
@@ -173,3 +177,9 @@ class Membership:
                     self._wanted.set()
                 if told["broken"]:
                     self._broken_number = number
+
+
+def _close(groups: list[Any]) -> None:
+    """Close a group and let go of it: gloo closes its connections when nothing holds the group."""
+    with contextlib.suppress(RuntimeError):  # the peers are gone already
+        groups.pop().abort()

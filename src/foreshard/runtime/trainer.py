@@ -345,6 +345,8 @@ class Trainer:
 
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
+        if self._executor is not None:
+            self._executor.release()
         self._world = self._executor = self._sync = self._shards = None
         self.holding.ranks.disconnect()
 
