@@ -62,6 +62,11 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
             "another objective than time", key="--objective", value=",".join(asked["objective"]), rule=_RULE,
             fix="Leave --objective out",
         )  # fmt: skip
+    if isinstance(asked.get("precision"), tuple):
+        raise SpecError(
+            "several precisions", key="--dtype", value=",".join(asked["precision"]), rule=_RULE,
+            fix="Give the one that was measured",
+        )  # fmt: skip
     chosen = {
         name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
     }

@@ -12,7 +12,7 @@ from foreshard.cli.options import Amount, Count, Word
 from foreshard.cli.settings import configurable
 from foreshard.cli.watched import watched
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
@@ -49,6 +49,27 @@ class Objectives(click.ParamType):  # type: ignore[type-arg]
         return words
 
 
+class Words(click.ParamType):  # type: ignore[type-arg]
+    """Known words joined by commas; `alone` are words that stand by themselves."""
+
+    def __init__(self, *known: str, alone: tuple[str, ...] = ()):
+        self.known, self.alone = known, alone
+        self.name = "|".join((*alone, "NAME,NAME"))
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | tuple[str, ...]:
+        """Return one word as it is and several in order, or fail naming the known ones."""
+        if isinstance(value, tuple) or value in self.alone:
+            return value  # type: ignore[no-any-return]
+        words = tuple(str(value).split(","))
+        for word in words:
+            Word(*self.known, *(self.alone if len(words) == 1 else ())).convert(word, param, ctx)
+        if len(set(words)) < len(words):
+            self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
+        return words if len(words) > 1 else words[0]
+
+
 class Names(click.ParamType):  # type: ignore[type-arg]
     """Names of other planners, joined by commas, or all."""
 
@@ -79,7 +100,18 @@ class Names(click.ParamType):  # type: ignore[type-arg]
 @click.option("--tokens", type=Amount(), help="tokens of the whole run")
 @click.option("--max-devices", type=Count(), help="use at most so many")
 @click.option("--framework", metavar="NAME[@RELEASE]", help="default megatron-core")
-@click.option("--dtype", "precision", type=Word(*PRECISIONS), help="of the matrix products (default bf16)")
+@click.option(
+    "--dtype",
+    "precision",
+    type=Words(*PRECISIONS),
+    metavar="WORD,WORD",
+    help="of the matrix products; of several the search chooses (default bf16)",
+)
+@click.option(
+    "--comm",
+    type=Words(*COMM_OPTIONS, alone=("framework", "all")),
+    help="communication options the search may set (default framework: none)",
+)
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="default adamw")
 @click.option("--engine", type=Word("analytical", "graph"), help="default analytical")
 @click.option("--top", type=Count(1, 1000), help="plans to show (default 5)")
@@ -184,6 +216,8 @@ def _rivals(
     bound_s = result.lower_bound_step_time_s if result.plans else None
     ours_s = result.plans[0].prediction.step_time_s if result.plans else None
     asked = {name: value for name, value in asked.items() if name in _JUDGED}
+    if result.plans:
+        asked["precision"] = result.plans[0].plan.precision  # of several, the one that was chosen
     return tuple(rival(one, ours_s) for one in judge(model, cluster, names, bound_s=bound_s, **asked))
 
 

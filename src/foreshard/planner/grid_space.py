@@ -6,7 +6,7 @@ recomputation; a *row* adds sharding, schedule and offload, and is a plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,8 @@ _INTERLEAVED, _1F1B = (MODELLED_SCHEDULES.index(name) for name in ("interleaved"
 class GridRequest:
     """What to train on which equal nodes, and what the framework lets one choose.
 
+    comm : mapping of str to bool
+        What is hidden otherwise than the framework does by default; `framework` has it too.
     objective : {'time', 'cost', 'energy'}
     max_step_s : float, seconds
         Slower plans are not kept.
@@ -53,6 +55,7 @@ class GridRequest:
     seq_len: int
     precision: str = "bf16"
     optimizer: str = "adamw"
+    comm: Mapping[str, bool] = field(default_factory=dict)
     objective: str = "time"
     max_step_s: float = np.inf
     stages: StageTable = field(init=False, repr=False, compare=False)
@@ -163,7 +166,26 @@ def passes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
     default = MODELLED_SCHEDULES.index("1f1b")
     columns = {"vpp": v, "sp": sp, "recompute": rule, "schedule": np.where(v > 1, _INTERLEAVED, default)}
     table = _product(cells, index, columns)
+    if request.comm.get("expert_overlap"):
+        table = table.take(experts_overlap(table))
     return table.take(valid_plans(request.model, request.cluster, table, seq_len=request.seq_len))
+
+
+def experts_overlap(table: PlanTable) -> np.ndarray:
+    """Return which plans can run the messages of experts beside the computation of another micro-batch.
+
+    Source
+    ------
+    Megatron-LM core_v0.19.0 transformer_config.py: no pipeline without virtual stages, nothing recomputed
+    that sends tokens again.
+    """
+    again = np.array(
+        [
+            one.startswith(("full", "every")) or "moe" in one.split(":", 1)[-1].split("+")
+            for one in table.rules
+        ]
+    )
+    return (table.ep == 1) | (((table.pp == 1) | (table.vpp > 1)) & ~again[table.recompute])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +266,9 @@ def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTabl
 def cell_sizes(request: GridRequest, cells: PlanTable) -> np.ndarray:
     """Return the rows of each cell."""
     sizes = np.zeros(len(cells), dtype=np.int64)
+    spread = (cells.ep > 1) & bool(request.comm.get("expert_overlap"))
     key = np.array(
-        [cells.dp * cells.cp, cells.pp, cells.tp, cells.cp, cells.num_micro_batches % cells.pp == 0]
+        [cells.dp * cells.cp, cells.pp, cells.tp, cells.cp, cells.num_micro_batches % cells.pp == 0, spread]
     )
     kinds, first, inverse = np.unique(key, axis=1, return_index=True, return_inverse=True)
     for k in range(kinds.shape[1]):

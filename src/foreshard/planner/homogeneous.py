@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import InfeasibleError, LimitError
 from foreshard.planner.found import Found
 from foreshard.planner.grid import search_rows
@@ -17,6 +18,7 @@ from foreshard.planner.nearest_change import infeasible
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.settings import acting
 from foreshard.planner.sizes import part_of, sizes_of
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
@@ -91,7 +93,7 @@ def grid_request(request: Request, cluster: Cluster, *, objective: str | None = 
     return GridRequest(
         model=request.model, cluster=cluster, framework=request.framework, constants=request.constants,
         global_batch=request.global_batch, seq_len=request.seq_len, precision=request.precision,
-        optimizer=request.optimizer, objective=objective, max_step_s=most,
+        optimizer=request.optimizer, comm=request.comm, objective=objective, max_step_s=most,
     )  # fmt: skip
 
 
@@ -158,6 +160,8 @@ def _beat(request: Request, searched: _Searched, size: int) -> float:
 def _predictions(request: Request, searched: _Searched, deadline: float) -> list[Prediction]:
     """Return the plans found as predictions by the engine asked for; beyond the deadline only the first."""
     made: list[Prediction] = []
+    # A plan states what it hides otherwise than the framework does: as its file will be read.
+    framework = load_framework(request.framework.label) if request.comm else request.framework
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):
             if made and i >= request.top and time.perf_counter() >= deadline:
@@ -166,9 +170,10 @@ def _predictions(request: Request, searched: _Searched, deadline: float) -> list
                 0, request.model, seq_len=request.seq_len, framework=request.framework.label,
                 precision=request.precision, optimizer=request.optimizer,
             )  # fmt: skip
+            plan = replace(plan, comm=acting(plan, request.comm))
             made.append(
                 predict(
-                    request.model, part, plan, framework=request.framework, engine=request.engine,
+                    request.model, part, plan, framework=framework, engine=request.engine,
                     tokens=request.tokens, usd_per_device_hour=request.usd_per_device_hour, timeline=False,
                 )
             )  # fmt: skip

@@ -72,7 +72,7 @@ def _grid(request: Request, cluster: Cluster) -> GridRequest:
     return GridRequest(
         model=request.model, cluster=cluster, framework=request.framework, constants=request.constants,
         global_batch=request.global_batch, seq_len=request.seq_len, precision=request.precision,
-        optimizer=request.optimizer,
+        optimizer=request.optimizer, comm=request.comm,
     )  # fmt: skip
 
 

@@ -11,9 +11,18 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.instances import instances as catalog_instances
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.homogeneous import search_homogeneous
+from foreshard.planner.over_settings import search_settings
 from foreshard.planner.ranking import Limits, ranked
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.result import Ranked
+from foreshard.planner.settings import (
+    AS_SHIPPED,
+    Setting,
+    checked_precisions,
+    left_out,
+    settings,
+    switches,
+)
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 
@@ -128,7 +137,7 @@ def rent(
         Offers to return, each of another instance or number of nodes.
     budget_s : float
     asked
-        max_usd, max_hours, seq_len, framework, precision, optimizer, engine, as for `plan`.
+        max_usd, max_hours, seq_len, framework, precision, comm, optimizer, engine, as for `plan`.
 
     Raises
     ------
@@ -137,6 +146,8 @@ def rent(
     """
     started = time.perf_counter()
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
+    precisions = checked_precisions(asked.pop("precision", None) or "bf16")
+    may = asked.pop("comm", None) or AS_SHIPPED
     words = {"objective": objectives, "tokens": tokens, "global_batch": global_batch, **asked}
     search, request = _Search(found=[], left_out={}), None
     clusters = _clusters(instances, usd_per_h or {}, max_nodes or {}, max_devices, search)
@@ -146,12 +157,15 @@ def rent(
             search.interrupted = True
             search.left_out[name] = "not searched within the budget"
             continue
-        request = checked_request(model, cluster, top=1, budget_s=left / (len(clusters) - i), **words)
-        if not cluster.nodes[0].device.supports(request.precision):
-            search.left_out[name] = f"no {request.precision}"
+        asked_s = left / (len(clusters) - i)
+        request = checked_request(model, cluster, top=1, budget_s=asked_s, precision=precisions[0], **words)
+        able = [one for one in precisions if one not in left_out(request, precisions)]
+        if not able:
+            search.left_out[name] = f"no {' or '.join(precisions)}"
             continue
         try:
-            _search_instance(request, name, search)
+            chosen = tuple(settings(request, able, switches(may, request.framework)))
+            _search_instance(request, chosen, name, search)
         except SpecError as unpriced:  # what the catalog does not know of a device
             search.left_out[name] = unpriced.what
     offers, error = _offers(search, clusters, request, objectives)
@@ -191,14 +205,16 @@ def _clusters(
     return found
 
 
-def _search_instance(request: Request, name: str, search: _Search) -> None:
+def _search_instance(request: Request, chosen: Sequence[Setting], name: str, search: _Search) -> None:
     """Search one instance at every number of nodes; prices and limits are compared afterwards.
 
     For the objective cost all sizes are searched that may be cheaper than larger ones: their plans are the
     front of time and cost, and whatever limits allow is on it.
     """
     searched = request if request.objectives[0] == "energy" else replace(request, objectives=("cost", "time"))
-    result = search_homogeneous(replace(searched, limits=Limits()), explain=False)
+    result = search_settings(
+        replace(searched, limits=Limits()), chosen, lambda one: search_homogeneous(one, explain=False)
+    )
     search.evaluated += result.evaluated
     search.pruned += result.pruned
     search.found += [(name, one) for one in (*result.plans, *result.front)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from foreshard.catalog.frameworks import load_framework
@@ -18,7 +19,10 @@ from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS, invalid, on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A search: what to train, on what, what to make small, and how long to look."""
+    """A search: what to train, on what, what to make small, and how long to look.
+
+    comm : what the plans hide otherwise than the framework does by default; `framework` has it too
+    """
 
     model: Model
     cluster: Cluster
@@ -30,6 +34,7 @@ class Request:
     max_devices: int | None = None
     framework: Framework
     precision: str = "bf16"
+    comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
     engine: str = "analytical"
     top: int = 5

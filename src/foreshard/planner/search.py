@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.planner.over_settings import search_settings
 from foreshard.planner.rental import rent
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.result import PlanResult
+from foreshard.planner.settings import AS_SHIPPED, checked_precisions, left_out, settings, switches
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import PRECISIONS
@@ -22,8 +26,10 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     cluster : Cluster
     asked
         As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len,
-        objective, max_usd, max_hours, tokens, max_devices, framework, precision, optimizer, engine, top,
-        budget_s, usd_per_device_hour, executor.
+        objective, max_usd, max_hours, tokens, max_devices, framework, optimizer, engine, top, budget_s,
+        usd_per_device_hour, executor. `precision` may be several words: the search chooses among them. `comm`
+        is what communication the search may switch: 'framework' (nothing: as it runs by default), 'all' that
+        the framework ships, or names.
 
     Returns
     -------
@@ -35,15 +41,27 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     SpecError
         For bad input.
     """
-    request = checked_request(model, cluster, **asked)
-    _precision_known(request)
-    if len(cluster.nodes) == 1:
+    precisions = checked_precisions(asked.pop("precision", None) or "bf16")
+    may = asked.pop("comm", None) or AS_SHIPPED
+    request = checked_request(model, cluster, precision=precisions[0], **asked)
+    out = left_out(request, precisions)
+    precisions = tuple(name for name in precisions if name not in out) or precisions
+    _precision_known(replace(request, precision=precisions[0]))
+    chosen = tuple(settings(request, precisions, switches(may, request.framework)))
+    result = search_settings(request, chosen, _search_of(request))
+    notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
+    return replace(result, notes=(*result.notes, *notes))
+
+
+def _search_of(request: Request) -> Callable[[Request], PlanResult]:
+    """Return what searches this kind of cluster."""
+    if len(request.cluster.nodes) == 1:
         from foreshard.planner.homogeneous import search_homogeneous
 
-        return search_homogeneous(request)
+        return search_homogeneous
     from foreshard.planner.mixed import search_mixed
 
-    return search_mixed(request)
+    return search_mixed
 
 
 def _precision_known(request: Request) -> None:

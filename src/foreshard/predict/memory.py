@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -154,7 +154,8 @@ def plan_memory(case: Case) -> tuple[Memory, MemoryParts]:
         One row per stage, group by group.
     """
     rows = _rows(case)
-    parts = stage_memory(_load(case, rows), case.framework)
+    overlapped = bool(case.plan.comm.get("tp_overlap", case.framework.tp_overlap))
+    parts = stage_memory(_load(case, rows), replace(case.framework, tp_overlap=overlapped))
     capacity = np.array([case.cluster.nodes[row.worker.node_group].device.capacity_bytes for row in rows])
     fullest_first = np.argsort(-(parts.peak / capacity), kind="stable")
     chosen: dict[tuple[int, int], int] = {}

@@ -116,9 +116,11 @@ def degrees(plan: Plan) -> str:
     kinds: dict[str, list[int]] = {}
     for group in plan.groups:
         kinds.setdefault(_group_words(group), []).append(group.share)
+    on = [name for name, value in plan.comm.items() if value]
+    more = f" with {' '.join(on)}" if on else ""
     if len(kinds) == 1 and len(plan.groups) == 1:
-        return next(iter(kinds))
-    return " + ".join(f"{len(shares)} x ({words})" for words, shares in kinds.items())
+        return next(iter(kinds)) + more
+    return " + ".join(f"{len(shares)} x ({words})" for words, shares in kinds.items()) + more
 
 
 def _group_words(group: Group) -> str:

@@ -179,3 +179,32 @@ def test_renting_needs_the_length_of_the_run(shell):
 def test_renting_compares_clusters(shell, flag):
     answer = shell(*RENT, "--tokens", "1e10", *flag, "--json")
     assert answer.code == 2 and answer.json["error"]["key"] == flag[0]
+
+
+def test_of_several_precisions_and_switches_the_search_chooses(shell):
+    words = (
+        "plan",
+        "llama3-8b",
+        "1x8xh100-sxm",
+        "--global-batch",
+        "64",
+        "--seq",
+        "4096",
+        "--dtype",
+        "bf16,fp8",
+    )
+    result = shell(*words, "--comm", "grad_overlap,tp_overlap")
+    assert result.code == 0
+    assert "with grad_overlap" in result.out and "in bf16 and fp8" in result.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dtype", "bf16,bf61"), ("--dtype", "bf16,bf16"), ("--dtype", "bf16,"),
+        ("--comm", "all,tp_overlap"), ("--comm", "overlap"),
+    ],
+)  # fmt: skip
+def test_words_that_are_no_choice_are_refused(shell, words):
+    result = shell("plan", "llama3-8b", "1x8xh100-sxm", "--global-batch", "64", *words)
+    assert result.code == 2 and words[0] in result.err

@@ -248,7 +248,8 @@ def test_torchtitan_03_reads_the_plan(name, degrees, tmp_path, monkeypatch):
     "degrees",
     [
         {"zero": 0}, {"zero": 1, "precision": "fp16"},
-        {"zero": 2, "micro_batch": 2, "comm": {"grad_overlap": False}}, {"zero": 3}, {"zero": 3, "offload": "all", "recompute": "full"},
+        {"zero": 2, "micro_batch": 2, "comm": {"grad_overlap": False}},
+        {"zero": 3}, {"zero": 3, "offload": "all", "recompute": "full"},
         {"zero": 1, "offload": "optimizer"}, {"zero": 2, "precision": "fp32"},
     ],
 )  # fmt: skip

@@ -1,0 +1,186 @@
+"""One search for every setting that matters, and their results as one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from foreshard.planner.ranking import front_of, ranked, score
+from foreshard.planner.request import Request
+from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.settings import Setting, acting
+from foreshard.predict.step import predict
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+_TIE = 1e-12
+
+
+@dataclass(slots=True, kw_only=True)
+class _Searched:
+    """Results by setting, and the settings that time left no plan for."""
+
+    results: list[tuple[Setting, PlanResult]] = field(default_factory=list)
+    missing: list[Setting] = field(default_factory=list)
+
+
+def search_settings(
+    request: Request, chosen: Sequence[Setting], search: Callable[[Request], PlanResult]
+) -> PlanResult:
+    """Return the best plans over all settings; each gets an even part of the seconds that are left.
+
+    Parameters
+    ----------
+    request : Request
+    chosen : sequence of Setting
+        The likeliest first.
+    search : callable
+        What searches under one setting.
+    """
+    started = time.perf_counter()
+    if len(chosen) == 1:
+        return _stated(request, search(chosen[0].of(request)), chosen[0])
+    searched = _Searched()
+    try:
+        for i, setting in enumerate(chosen):
+            left_s = started + request.budget_s - time.perf_counter()
+            if left_s <= 0.0 and searched.results:
+                searched.missing.append(setting)
+                continue
+            part_s = max(left_s, 1e-3) / (len(chosen) - i)
+            result = _stated(request, search(replace(setting.of(request), budget_s=part_s)), setting)
+            searched.results.append((setting, result))
+            if result.interrupted and result.wall_s < part_s:  # Ctrl-C
+                searched.missing += chosen[i + 1 :]
+                break
+    except KeyboardInterrupt:
+        if not any(result.plans for _, result in searched.results):
+            raise
+        searched.missing += chosen[len(searched.results) :]
+    return _joined(request, searched, time.perf_counter() - started)
+
+
+def _stated(request: Request, result: PlanResult, setting: Setting) -> PlanResult:
+    """Return the result with the switches stated in its plans."""
+    if not setting.comm:
+        return result
+    return replace(
+        result,
+        plans=tuple(_with_switches(request, one, setting) for one in result.plans),
+        front=tuple(_with_switches(request, one, setting) for one in result.front),
+    )
+
+
+def _with_switches(request: Request, one: Ranked, setting: Setting) -> Ranked:
+    """Return the plan as its file will say it; the graph engine times it anew where a switch is left out."""
+    comm = acting(one.plan, setting.comm)
+    if one.plan.comm == comm:
+        return one
+    plan = replace(one.plan, comm=comm)
+    if request.engine == "analytical" or comm == setting.comm:
+        return replace(one, plan=plan, prediction=replace(one.prediction, plan=plan))
+    prediction = predict(
+        request.model, request.cluster, plan, framework=request.framework, engine=request.engine,
+        tokens=request.tokens, usd_per_device_hour=request.usd_per_device_hour, timeline=False,
+    )  # fmt: skip
+    return replace(one, plan=plan, prediction=prediction)
+
+
+def _joined(request: Request, searched: _Searched, wall_s: float) -> PlanResult:
+    results = [result for _, result in searched.results]
+    with_plans = [result for result in results if result.plans]
+    everything = _distinct(request, [one.prediction for result in results for one in result.plans])
+    plans, error = ranked(everything, request.objectives, request.limits, request.top)
+    if not plans:
+        return _nothing(results, searched, wall_s)
+    ours = next(r for r in with_plans if any(one.prediction is plans[0].prediction for one in r.plans))
+    best = plans[0].prediction.step_time_s
+    ladder = _ladder(request, with_plans, len(plans[0].plan.ranks))
+    bound = min(max(ladder.values(), default=0.0), best)
+    bound = best if bound > best * (1.0 - _TIE) else bound
+    return PlanResult(
+        plans=plans,
+        lower_bound_step_time_s=bound,
+        gap=best / bound - 1.0 if bound > 0 else 0.0,
+        binding=plans[0].prediction.bottleneck,
+        evaluated=sum(result.evaluated for result in results),
+        pruned=sum(result.pruned for result in results),
+        wall_s=wall_s,
+        space=f"{ours.space}; {_words(searched)}",
+        ladder=ladder,
+        interrupted=bool(searched.missing) or any(result.interrupted for result in results),
+        infeasible=error,
+        notes=(*ours.notes, *_other_precisions(request, searched, plans[0]), *_notes(searched)),
+        front=front_of([one.prediction for result in results for one in result.front], request.limits),
+    )
+
+
+def _nothing(results: Sequence[PlanResult], searched: _Searched, wall_s: float) -> PlanResult:
+    """Return that no setting has a plan, with the reason of the first."""
+    return replace(
+        results[0],
+        evaluated=sum(result.evaluated for result in results),
+        pruned=sum(result.pruned for result in results),
+        wall_s=wall_s,
+        interrupted=bool(searched.missing) or any(result.interrupted for result in results),
+    )
+
+
+def _key(plan: Plan) -> object:
+    """Return what plans must differ in to be shown beside each other: of equal nodes the degrees."""
+    if len(plan.groups) > 1:
+        return repr(plan)
+    group = plan.groups[0]
+    stage = group.stages[0]
+    return plan.precision, len(plan.ranks), len(group.stages), stage.tp, stage.cp, stage.ep, stage.etp
+
+
+def _distinct(request: Request, predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return the best prediction of each kind of plan; of equal ones that of the fewer switches."""
+    kept: dict[object, Prediction] = {}
+    order = sorted(predictions, key=lambda one: (score(one, request.objectives), sum(one.plan.comm.values())))
+    for one in order:
+        kept.setdefault(_key(one.plan), one)
+    return list(kept.values())
+
+
+def _ladder(request: Request, results: Sequence[PlanResult], used: int) -> dict[str, float]:
+    """Return what no setting falls below; for other objectives than time, of those on as many devices."""
+    if request.objectives[0] != "time":
+        results = [result for result in results if len(result.plans[0].plan.ranks) == used]
+    names = [name for name in results[0].ladder if all(name in result.ladder for result in results)]
+    return {name: min(result.ladder[name] for result in results) for name in names} | {
+        "settings": min(result.lower_bound_step_time_s for result in results)
+    }
+
+
+def _words(searched: _Searched) -> str:
+    """Return which settings the search covers."""
+    covered = [setting for setting, result in searched.results if result.plans or not result.interrupted]
+    precisions = list(dict.fromkeys(setting.precision for setting in covered))
+    names = list(dict.fromkeys(name for setting in covered for name in setting.comm))
+    both = [n for n in names if len({setting.comm.get(n) for setting in covered}) > 1]
+    on = [name for name in names if name not in both]
+    words = [f"in {' and '.join(precisions)}"]
+    words += [f"{', '.join(on)} on, which never lengthens a step"] if on else []
+    words += [f"{', '.join(both)} on and off"] if both else []
+    return "; ".join(words)
+
+
+def _other_precisions(request: Request, searched: _Searched, best: Ranked) -> Iterator[str]:
+    """Yield what the best plan of each precision that was not chosen takes."""
+    kept: dict[str, Prediction] = {}
+    predictions = [one.prediction for _, result in searched.results for one in result.plans]
+    for one in sorted(predictions, key=lambda one: score(one, request.objectives)):
+        kept.setdefault(one.plan.precision, one)
+    for name, one in kept.items():
+        if name != best.plan.precision:
+            more = one.step_time_s / best.prediction.step_time_s - 1.0
+            yield f"{best.plan.precision} was chosen; the best plan in {name} takes {more:+.1%} time"
+
+
+def _notes(searched: _Searched) -> list[str]:
+    short = [setting for setting, result in searched.results if result.interrupted and not result.plans]
+    left = [str(setting) for setting in (*short, *searched.missing)]
+    return [f"Time left no plan for {'; '.join(left)}: the bound does not speak of them"] if left else []
