@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from foreshard.errors import SpecError
 from foreshard.predict.measured_costs import MeasuredCosts, load_costs
 from foreshard.runtime.budgets import J_PER_KWH, budget_of, check_budgets, spent
 from foreshard.runtime.lab import PROBED_LAYERS, Lab, load_lab
+from foreshard.runtime.passes import Passes
 from foreshard.runtime.rivals import RIVALS, Rival
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import Group, Plan
 
 POLICIES = ("static", "lyapunov", *RIVALS)
 _QUIET_STEPS = 20
@@ -42,15 +44,8 @@ _LEAST_HORIZON = 1000
 def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
     """Return the measured layers as the controller knows them, on devices of nominal speed."""
     ranks = range(cluster.num_devices)
-    tables = [costs.layers_on(cluster.device_of(rank).name) for rank in ranks]
-
-    def sample_s(line: tuple[float, float]) -> float:
-        return line[0] / micro_batch + line[1]
-
     return Chain(
-        layer_s=np.array([
-            [sample_s(one.forward_s) + sample_s(one.backward_s) for one in table] for table in tables
-        ]),
+        layer_s=Passes(costs, cluster).layer_s(micro_batch),
         boundary_bytes=np.array([2 * one.boundary_bytes_per_sample for one in costs.layers[:-1]]),
         sync_bytes=np.array([one.parameter_bytes for one in costs.layers]),
         state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in costs.layers]),
@@ -82,6 +77,12 @@ def stated_of(costs: MeasuredCosts, cluster: Cluster, lab: Lab | None = None) ->
         busy_w=drawn("busy_w"), idle_w=drawn("idle_w"), usd_per_byte=np.zeros((count, count)),
         kg_per_j=drawn("kg_per_kwh") / J_PER_KWH,
     )  # fmt: skip
+
+
+@cache
+def passes_of(costs: str, lab: str) -> Passes:
+    """Return the passes of two files."""
+    return Passes(load_costs(costs), load_lab(lab).cluster())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +130,26 @@ class Wheel:
         """Samples that shares are counted in."""
         return max(1, min(self.plan.groups[0].micro_batch, self.plan.global_batch // _PIECES))
 
-    def as_run(self, plan: Plan) -> Plan:
-        """Return a plan of the controller with the micro-batches of the run where a pipeline is of one stage.
+    @property
+    def most(self) -> int:
+        """Samples of the largest micro-batch: what memory was planned for."""
+        return max(group.micro_batch for group in self.plan.groups)
 
-        There a micro-batch is only a pause; between stages it is what fills the pipeline, and stays small.
-        """
-        size = self.plan.groups[0].micro_batch
-        groups = [
-            replace(group, micro_batch=min(size, group.share)) if len(group.stages) == 1 else group
-            for group in plan.groups
-        ]
-        return replace(plan, groups=tuple(groups))
+    def as_run(self, plan: Plan) -> Plan:
+        """Return a plan of the controller with micro-batches that suit its pipelines."""
+        passes = passes_of(self.costs, self.lab)
+
+        def size(group: Group) -> int:
+            stages = [(stage.ranks[0], stage.layers[0]) for stage in group.stages]
+            return passes.best_size(stages, group.share, self.most)
+
+        return replace(plan, groups=tuple(replace(group, micro_batch=size(group)) for group in plan.groups))
 
     def controller(self, log: Any) -> Controller | Rival:
         """Return a controller that has seen nothing, or the rule that takes its place."""
         costs, lab = load_costs(self.costs), load_lab(self.lab)
         cluster = lab.cluster()
-        chain = chain_of(costs, cluster, self.plan.groups[0].micro_batch)
+        chain = chain_of(costs, cluster, self.most)
         stated = stated_of(costs, cluster, lab)
         fine = replace(
             self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
@@ -240,7 +244,7 @@ class Steering:
         ]
         events += [DeviceSeen(step=step, rank=rank) for rank in sorted(set(ranks) - self._there)]
         self._there = frozenset(ranks)
-        events += self._idle(step, idle_s or {})
+        events += self._idle(step, running, idle_s or {})
         if time_s is not None:
             time_s = self._elapsed(time_s, clock_s)
             events.append(StepMeasured(
@@ -264,11 +268,12 @@ class Steering:
             return time_s
         return max(time_s, clock_s - before)
 
-    def _idle(self, step: int, idle_s: Mapping[int, float]) -> list[Event]:
+    def _idle(self, step: int, running: Plan, idle_s: Mapping[int, float]) -> list[Event]:
         """Return the speeds of idle ranks that have changed."""
         events: list[Event] = []
+        passes, size = passes_of(self._wheel.costs, self._wheel.lab), running.groups[0].micro_batch
         for rank, seconds in sorted(idle_s.items()):
-            relative = float(self.controller.chain.before_s[rank, PROBED_LAYERS]) / seconds
+            relative = passes.sample_s(rank, (0, PROBED_LAYERS), size, size) / seconds
             before = float(_speeds(self.controller)[rank])
             if abs(relative / before - 1.0) > _SAME_SPEED:
                 events.append(DeviceSeen(step=step, rank=rank, relative_speed=relative))
@@ -277,16 +282,19 @@ class Steering:
     def _of_choice(self, running: Plan, stage_s: Mapping[int, float]) -> dict[int, float]:
         """Return seconds per sample of the layers that the controller gives each rank, from those it ran.
 
-        A plan that was ordered runs two steps later; until then ranks may hold other layers.
+        A plan that was ordered runs two steps later; until then ranks may hold other layers. The controller
+        counts micro-batches of one size, whatever the pipelines run.
         """
-        before_s = self.controller.chain.before_s
-        ordered = _spans(self.controller.plan)
-        found = {}
-        for rank, (first, stop) in _spans(running).items():
-            if rank in ordered and rank in stage_s:
-                low, high = ordered[rank]
-                nominal = before_s[rank, high] - before_s[rank, low]
-                found[rank] = stage_s[rank] * float(nominal / (before_s[rank, stop] - before_s[rank, first]))
+        before_s, ordered = self.controller.chain.before_s, _spans(self.controller.plan)
+        passes, found = passes_of(self._wheel.costs, self._wheel.lab), {}
+        for group in running.groups:
+            for stage in group.stages:
+                rank = stage.ranks[0]
+                if rank in ordered and rank in stage_s:
+                    low, high = ordered[rank]
+                    nominal = passes.sample_s(rank, stage.layers[0], group.share, group.micro_batch)
+                    wanted = float(before_s[rank, high] - before_s[rank, low])
+                    found[rank] = stage_s[rank] * wanted / nominal
         return found
 
     def _order(self, command: Command, generation: int) -> None:
