@@ -24,7 +24,9 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part."""
+    """Attention and a feed-forward part; what several ranks may share out, and so have fewer heads of."""
+
+    tensor_plan = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
 
     def __init__(self):
         super().__init__()
@@ -34,7 +36,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.drop(self.out(seen))
         return x + self.drop(self.down(functional.gelu(self.up(self.norm2(x)))))

@@ -185,10 +185,8 @@ class ColumnLinear(_CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs in the order of the parts of every block."""
-        made = self._times(self.ranks.entering(x), 0)
-        if self.bias is not None:
-            made = made + self.ranks.part(self.bias, 0)
-        return made.to_local()  # type: ignore[no-any-return, attr-defined]
+        made = self._times(self.ranks.entering(x), 0).to_local()  # type: ignore[attr-defined]
+        return made if self.bias is None else made + self.bias
 
 
 class RowLinear(_CutLinear):
