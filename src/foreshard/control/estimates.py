@@ -138,7 +138,8 @@ class Links:
     """Rates between ranks. Links between the same kinds of places are taken to be alike until one is not.
 
     What is measured on some links is what the others of their kind are expected to have; a link that was
-    measured itself and is far from them goes by its own rate.
+    measured itself and is far from them goes by its own rate, until those like it or those of its ends have
+    changed without it. All links of a rank being slow, so are those that were not measured.
     """
 
     def __init__(self, stated: State):
@@ -155,11 +156,16 @@ class Links:
                     self._class[a, b] = known.setdefault(alike, len(known))
         self.single: dict[tuple[int, int], Level] = {}
         self.common: dict[int, Level] = {}
+        self._now = 0
+        self._last: dict[tuple[int, int], int] = {}
+        self._kind_moved = np.zeros(len(known), int)
+        self._end_moved = np.zeros(size, int)
         self._rates = np.array(stated.bandwidth_bytes_per_s, float)
 
     def see(self, seen: Mapping[tuple[int, int], tuple[float, float]], times: int) -> bool:
         """Take in bytes and seconds of transfers; return whether some rate changed."""
         changed = False
+        self._now += 1
         together: dict[int, list[float]] = {}
         size = len(self._class)
         for (source, target), (amount, seconds) in sorted(seen.items()):
@@ -171,13 +177,17 @@ class Links:
             moving = max(seconds - float(self._stated.latency_s[source, target]), 0.01 * seconds)
             rate = amount / moving
             one = self.single.setdefault((source, target), Level(self._first(source, target, rate)))
-            changed |= one.see(rate, times)
+            self._last[source, target] = self._now
+            if one.see(rate, times):
+                changed = True
+                self._end_moved[[source, target]] = self._now
             together.setdefault(int(self._class[source, target]), []).append(rate)
         for kind, rates in together.items():
-            middle = float(np.median(rates))
+            middle = sorted(rates)[len(rates) // 2]
             pair = np.argwhere(self._class == kind)[0]
             common = self.common.setdefault(kind, Level(self._first(int(pair[0]), int(pair[1]), middle)))
-            common.see(middle, times)
+            if common.see(middle, times):
+                self._kind_moved[kind] = self._now
         if together:
             self._refresh()
         return changed
@@ -186,6 +196,7 @@ class Links:
         """Take a rate that is known."""
         if source == target or not 0.0 < rate < math.inf:
             return
+        self._last[source, target] = self._now
         self.single.setdefault((source, target), Level(rate)).set(rate)
         self.common.setdefault(int(self._class[source, target]), Level(rate)).set(rate)
         self._refresh()
@@ -202,11 +213,27 @@ class Links:
         rate = np.array(self._stated.bandwidth_bytes_per_s, float)
         for kind, level in self.common.items():
             rate[self._class == kind] = level.shown
-        for (source, target), level in self.single.items():
+        fresh = {pair: level for pair, level in self.single.items() if self._is_fresh(pair)}
+        rate *= self._weakest_end(rate, fresh)
+        for (source, target), level in fresh.items():
             if abs(math.log(level.shown / rate[source, target])) > APART:
                 rate[source, target] = level.shown
         if not np.array_equal(rate, self._rates):
             self._rates = rate
+
+    def _is_fresh(self, pair: tuple[int, int]) -> bool:
+        """Return whether nothing has changed near a link since it was measured."""
+        moved = max(self._kind_moved[self._class[pair]], *self._end_moved[list(pair)])
+        return bool(self._last[pair] >= moved)
+
+    def _weakest_end(self, rate: np.ndarray, fresh: Mapping[tuple[int, int], Level]) -> np.ndarray:
+        """Return by what part links are slower because all links measured at one of their ends are."""
+        best = np.full(len(rate), -1.0)
+        for (source, target), level in fresh.items():
+            part = min(level.shown / rate[source, target], 1.0)
+            best[[source, target]] = np.maximum(best[[source, target]], part)
+        best[(best < 0.0) | (best > math.exp(-APART))] = 1.0
+        return np.minimum(best[:, None], best[None, :])
 
     @property
     def change_chance(self) -> float:
