@@ -1,4 +1,4 @@
-"""`foreshard simulate SCENARIO.toml`: policies side by side against a changing cluster."""
+"""`foreshard simulate FILE.toml`: policies side by side against a changing cluster, or in a lab."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import click
 from foreshard.cli.answer import answering, cannot_write, give, say
 from foreshard.cli.options import Count
 from foreshard.cli.settings import configurable
+from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
     from foreshard.control.contest import Contest
     from foreshard.report.screen import Screen
+    from foreshard.spec.scenario import Scenario
 
 
 class Policies(click.ParamType):  # type: ignore[type-arg]
@@ -32,30 +34,96 @@ class Policies(click.ParamType):  # type: ignore[type-arg]
 @answering
 @configurable
 @click.command("simulate")
-@click.argument("scenario", metavar="SCENARIO.toml")
+@click.argument("file", metavar="SCENARIO.toml")
 @click.option("--policy", type=Policies(), help="Policies to run (default: all).")
 @click.option("--seeds", type=Count(1, 10_000), help="Paths to run (default 1).")
 @click.option("--slots", type=Count(1, 10_000_000), help="Slots of a path (default: the scenario's).")
+@click.option(
+    "--budget",
+    "budgets",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A budget more, or instead of the file's of this name: usd_per_h=3.5, duty:2=0.5",
+)
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report with all figures.")
-def command(
-    scenario: str, policy: tuple[str, ...] | None, seeds: int | None, slots: int | None, report: str | None
-) -> None:
+@click.option("--costs", metavar="FILE", help="Of a lab: measured costs of the job.")
+@click.option("--plan", metavar="FILE", help="Of a lab: the plan that the run starts with.")
+@click.option("--steps", type=Count(1, 1_000_000), help="Of a lab: steps to play (default 120).")
+def command(file: str, budgets: tuple[str, ...], **options: Any) -> None:
     """Run policies against a changing cluster, beside the bound of one who knows what will happen.
 
     Policies see what was true in the batch before, and which devices are there. Those named @budget stay on
     the best fixed devices that keep the budget, chosen with hindsight; a policy that breaks a budget is
-    marked.
+    marked. With the TOML file of a lab, --costs and --plan the policies of 'foreshard run' play in the lab.
 
     \b
     foreshard simulate examples/scenarios/stragglers.toml
     foreshard simulate examples/scenarios/spot.toml --policy lyapunov,lb-bsp --seeds 10 --report spot.html
+    foreshard simulate examples/labs/swinging4.toml --costs costs.json --plan plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard.spec import codec
+
+    if "ranks" in codec.parse_toml(codec.read_text(file), file=file):
+        _refuse(options, ("seeds", "slots", "report"), file, "a lab has one path", "Leave it out")
+        _foretell(file, budgets, options)
+    else:
+        _refuse(options, ("costs", "plan", "steps"), file, "only a lab takes it", "Name the TOML of a lab")
+        _contest(file, budgets, options)
+
+
+def _refuse(options: dict[str, Any], names: tuple[str, ...], file: str, rule: str, fix: str) -> None:
+    for name in names:
+        if options[name] is not None:
+            raise SpecError(
+                f"--{name} does not go with {file}", key=f"--{name}", value=options[name], rule=rule, fix=fix
+            )
+
+
+def _contest(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
     from foreshard import api
 
-    found = api.simulate(scenario, policies=policy, seeds=seeds or 1, slots=slots)
-    if report:
-        _write(report, found)
+    found = api.simulate(
+        _budgeted(file, budgets), policies=options["policy"], seeds=options["seeds"] or 1,
+        slots=options["slots"],
+    )  # fmt: skip
+    if options["report"]:
+        _write(options["report"], found)
     give(found.to_dict(), lambda: _screen(found))
+
+
+def _budgeted(file: str, budgets: tuple[str, ...]) -> Scenario:
+    """Return the scenario with further budgets, which take the place of those of their names."""
+    from dataclasses import replace
+
+    from foreshard.spec.scenario import budget_table, load_scenario
+
+    scenario = load_scenario(file)
+    more = {one.name: one for one in map(budget_table, budgets)}
+    kept = tuple(one for one in scenario.budget if one.name not in more)
+    return replace(scenario, budget=(*kept, *more.values()))
+
+
+def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
+    for name in ("costs", "plan"):
+        if options[name] is None:
+            raise SpecError(
+                f"a lab without --{name}", file=file, key=f"--{name}",
+                rule="A lab is played with measured costs, from a plan", fix=f"Add --{name} FILE",
+            )  # fmt: skip
+    from foreshard.report.lab_table import lab_screen
+    from foreshard.runtime.foretelling import foretell
+    from foreshard.runtime.steering import POLICIES
+
+    found = foretell(
+        file, costs=options["costs"], plan=options["plan"], steps=options["steps"] or 120,
+        policies=options["policy"] or POLICIES, budgets=budgets,
+    )  # fmt: skip
+    told = {
+        "schema_version": 1,
+        "lab": file,
+        "policies": {name: one.to_dict() for name, one in found.items()},
+    }
+    give(told, lambda: lab_screen(file, told["policies"]))
 
 
 def _write(path: str, found: Contest) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshard.control.moves import move, move_costs
 from foreshard.control.slots import State, Structure, evaluate
-from foreshard.control.subsets import Kinds, data_parallel, sample_s
+from foreshard.control.subsets import COSTS, Kinds, data_parallel, sample_s
 from foreshard.control.workload import Workload
 from foreshard.sim.dynamics import Path
 
@@ -34,6 +34,11 @@ class Arena:
     apart: frozenset[int] = frozenset()
     _memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
+    @property
+    def cost_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of cost that are counted."""
+        return (*COSTS, *(f"duty:{rank}" for rank in sorted(self.apart)))
+
     def state(self, condition: int, pattern: int) -> State:
         """Return the devices as they are in a condition and a pattern."""
         key = ("state", condition, pattern)
@@ -41,7 +46,7 @@ class Arena:
             path = self.path
             self._memo[key] = self.work.at(
                 speed=path.speed[condition], price=path.price[condition], link=path.link[condition],
-                available=path.available[pattern],
+                carbon=path.carbon[condition], available=path.available[pattern],
             )  # fmt: skip
         return self._memo[key]  # type: ignore[return-value]
 
@@ -101,7 +106,7 @@ class Arena:
         weight = np.bincount(path.condition, minlength=len(path.speed)) / path.num_slots
         return self.work.at(
             speed=1.0 / (weight @ (1.0 / path.speed)), price=weight @ path.price, link=weight @ path.link,
-            available=np.asarray(path.available.any(0)),
+            carbon=weight @ path.carbon, available=np.asarray(path.available.any(0)),
         )  # fmt: skip
 
     def mean_sample_s(self) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -198,11 +198,13 @@ def _round(
     scenario: Scenario, cluster: Cluster, work: Workload, names: Sequence[str], slots: int, seed: int
 ) -> Round:
     path = draw(scenario, cluster, slots=slots, seed=seed)
-    arena = Arena(work=work, path=path, pause_s=scenario.pause)
+    arena = Arena(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
 
     def run(name: str, budgets: Sequence[Budget]) -> Run:
         rule = _rule(name, arena, budgets, scenario)
-        return play(rule, arena, path, kinds=COSTS, sees_now=scenario.sees_now, batches=scenario.batches)
+        return play(
+            rule, arena, path, kinds=arena.cost_kinds, sees_now=scenario.sees_now, batches=scenario.batches
+        )
 
     spenders = {one.of for one in scenario.budget if one.of}
     for name in spenders:
@@ -222,17 +224,36 @@ def _round(
     )
 
 
+def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:
+    """Return the ranks that budgets count one by one."""
+    found = set()
+    for index, one in enumerate(scenario.budget):
+        if one.rank is not None:
+            if one.rank >= work.num_devices:
+                raise SpecError(
+                    f"rank {one.rank} of {work.num_devices}", file=scenario.file, key=f"budget[{index}].rank",
+                    value=one.rank, rule="Duty is of a device of the cluster",
+                )  # fmt: skip
+            found.add(one.rank)
+        if one.kind == "carbon_kg" and not scenario.carbon_g_per_kwh:
+            raise SpecError(
+                "no carbon", file=scenario.file, key="carbon_g_per_kwh", value=scenario.carbon_g_per_kwh,
+                rule=f"Budget {one.name} counts it", fix="State carbon_g_per_kwh",
+            )  # fmt: skip
+    return frozenset(found)
+
+
 def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
     """Return a budget with its limit in numbers."""
     table = scenario.budget[index]
+    one = Budget(name=table.name, kind=table.kind, limit=1.0, per=table.per, worker=table.rank)
     limit = table.limit
     if table.of is not None:
         run = spent[table.of]
-        one = Budget(name=table.name, kind=table.kind, limit=1.0, per=table.per)
-        mean = float(run.costs[table.kind].mean()) / one.allowance(float(run.time_s.mean()))
+        mean = float(run.costs[one.key].mean()) / one.allowance(float(run.time_s.mean()))
         limit = (table.share or 1.0) * mean
     assert limit is not None
-    return Budget(name=table.name, kind=table.kind, limit=limit, per=table.per)
+    return replace(one, limit=limit)
 
 
 _FREE: Mapping[str, Callable[[Arena], Rule]] = {

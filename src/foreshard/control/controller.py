@@ -22,6 +22,7 @@ from foreshard.control.replicas import Compared, Pipelines, Replicas
 from foreshard.control.slots import Budget, Chain, Choice, State, Structure, evaluate
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
+    CarbonChanged,
     Command,
     Event,
     LinkSeen,
@@ -40,6 +41,7 @@ _LONGEST_DWELL = 20.0
 _LEAST_DWELLS = 10.0
 """V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
+_J_PER_KWH = 3.6e6
 
 
 class Controller:
@@ -173,6 +175,11 @@ class Controller:
                 self.ignored += 1
                 return f"rank {event.rank} at {event.usd_per_h} $/h: ignored"
             self.estimates.usd_per_h[event.rank] = event.usd_per_h
+        elif isinstance(event, CarbonChanged):
+            if not 0.0 <= event.kg_per_kwh < math.inf:
+                self.ignored += 1
+                return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh: ignored"
+            self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / _J_PER_KWH
         elif isinstance(event, RankLost):
             self.estimates.available[event.rank] = False
         else:

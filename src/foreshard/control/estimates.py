@@ -256,6 +256,7 @@ class Estimates:
         self.links = Links(stated)
         self.available = np.array(stated.available, bool)
         self.usd_per_h = np.array(stated.usd_per_h, float)
+        self.kg_per_j = np.array(stated.kg_per_j, float)
         self.not_believed = 0
         self._coarse: State | None = None
         self._fine: State | None = None
@@ -291,9 +292,10 @@ class Estimates:
             and np.array_equal(last.speed, speed)
             and np.array_equal(last.available, self.available)
             and np.array_equal(last.usd_per_h, self.usd_per_h)
+            and np.array_equal(last.kg_per_j, self.kg_per_j)
         ):
             return last
         return replace(
             self._stated, speed=speed, available=self.available.copy(), bandwidth_bytes_per_s=rates,
-            usd_per_h=self.usd_per_h.copy(),
+            usd_per_h=self.usd_per_h.copy(), kg_per_j=self.kg_per_j.copy(),
         )  # fmt: skip

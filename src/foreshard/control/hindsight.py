@@ -10,7 +10,7 @@ import numpy as np
 from foreshard.control.arena import Arena
 from foreshard.control.policies import BY_SHARES, on_subset
 from foreshard.control.slots import Budget, State
-from foreshard.control.subsets import COSTS, Kinds
+from foreshard.control.subsets import Kinds
 from foreshard.sim.dynamics import Path
 from foreshard.sim.online import Run, play
 
@@ -30,7 +30,7 @@ def best_subset(
     best, least = None, np.inf
     for devices in _candidates(arena, budgets):
         rule = BY_SHARES[name](part, on_subset(part, devices))
-        run = play(rule, part, stretch, kinds=COSTS, sees_now=sees_now, batches=batches)
+        run = play(rule, part, stretch, kinds=part.cost_kinds, sees_now=sees_now, batches=batches)
         over = violation(run, budgets)
         rank = float(run.time_s.mean()) if over <= 0.0 else 1e9 * (1.0 + over)
         if rank < least:
@@ -78,5 +78,5 @@ def _stretches(path: Path) -> Path:
     kept = np.flatnonzero((np.arange(slots) // 8) % step == 0)
     return Path(
         condition=path.condition[kept], pattern=path.pattern[kept], speed=path.speed, price=path.price,
-        link=path.link, available=path.available,
+        link=path.link, available=path.available, carbon=path.carbon,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.spec.online import (
+    CarbonChanged,
     Command,
     DeviceSeen,
     Event,
@@ -21,7 +22,8 @@ from foreshard.spec.online import (
 )
 
 _EVENTS: dict[str, type] = {
-    kind.__name__: kind for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged, LinkSeen, Together)
+    kind.__name__: kind
+    for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged, CarbonChanged, LinkSeen, Together)
 }
 
 

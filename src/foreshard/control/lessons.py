@@ -23,7 +23,7 @@ LAST_PART, MOST_CORRECTION = 0.05, 0.2
 MARGIN = 0.004
 """Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
 MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
-"""Largest multiplier that is believed, in mean steps per budget of a step, and the one where none is enough."""
+"""Largest multiplier that is believed, in mean steps per budget of a step; that where none is enough."""
 LEAST_WEIGHT = 10.0
 _MOST_STATES = 2048
 

@@ -63,8 +63,8 @@ class Pipelines:
         """Return what a search finds that starts from the running structure."""
         best = solve_slot(
             self.chain, state, time_weight=time_weight, cost_weights=cost_weights, budgets=self.budgets,
-            running=running, change_weight=change_weight, curve=curve, memo=self.memo, max_stages=self._max_stages,
-            **self._asked,
+            running=running, change_weight=change_weight, curve=curve, memo=self.memo,
+            max_stages=self._max_stages, **self._asked,
         )  # fmt: skip
         stay = np.inf
         if running is not None and state.available[list(running.workers)].all():

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
-from foreshard.control.contest import Contest, contest
+from foreshard.control.contest import Contest, apart_of, contest
 from foreshard.control.hindsight import violation
-from foreshard.control.subsets import COSTS
 from foreshard.control.told import controller_rule
 from foreshard.control.workload import workload
 from foreshard.errors import SpecError
@@ -129,11 +128,13 @@ def front(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     first = found.rounds[0]
     path = draw(scenario, found.cluster, slots=slots, seed=first.seed)
     work = workload(scenario, load_model(scenario.model), found.cluster)
-    arena = Arena(work=work, path=path, pause_s=scenario.pause)
+    arena = Arena(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
     rows = []
     for weight in WEIGHTS:
         rule = controller_rule(arena, first.budgets, scenario, weight=weight)
-        run = play(rule, arena, path, kinds=COSTS, sees_now=scenario.sees_now, batches=scenario.batches)
+        run = play(
+            rule, arena, path, kinds=arena.cost_kinds, sees_now=scenario.sees_now, batches=scenario.batches
+        )
         rows.append({
             "weight": weight,
             "over_bound": float(run.time_s.mean()) / first.bound.mean_step_time_s - 1.0,

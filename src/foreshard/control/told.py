@@ -13,8 +13,10 @@ from foreshard.control.controller import Controller
 from foreshard.control.policies import Decision
 from foreshard.control.slots import Budget, Structure
 from foreshard.control.subsets import balanced_shares
+from foreshard.control.workload import J_PER_KWH
 from foreshard.sim.online import Happened, Seen
 from foreshard.spec.online import (
+    CarbonChanged,
     DeviceSeen,
     Event,
     Fact,
@@ -44,6 +46,7 @@ class Told:
         self.arena, self.policy, self.budgets, self._sees_now = arena, policy, budgets, sees_now
         self._there = np.ones(arena.work.num_devices, dtype=bool)
         self._price = arena.work.state.usd_per_h.copy()
+        self._carbon = arena.work.state.kg_per_j.copy()
         self._speed = np.ones(arena.work.num_devices)
         self._batches = 0
         self._probed = _probed(arena)
@@ -68,6 +71,10 @@ class Told:
         for rank in np.flatnonzero(prices != self._price).tolist():
             facts.append(PriceChanged(step=step, rank=rank, usd_per_h=float(prices[rank])))
         self._price = prices
+        carbon = work.state.kg_per_j * path.carbon[seen.condition]
+        for rank in np.flatnonzero(carbon != self._carbon).tolist():
+            facts.append(CarbonChanged(step=step, rank=rank, kg_per_kwh=float(carbon[rank]) * J_PER_KWH))
+        self._carbon = carbon
         there, speed = path.available[seen.pattern], path.speed[seen.condition]
         used = list(self._structure.workers)
         for rank in np.flatnonzero(~there & self._there).tolist():

@@ -22,6 +22,8 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.model import Model
 from foreshard.spec.scenario import Scenario
 
+J_PER_KWH = 3.6e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -49,14 +51,22 @@ class Workload:
         """Return the number of devices."""
         return self.chain.num_workers
 
-    def at(self, *, speed: np.ndarray, price: np.ndarray, link: np.ndarray, available: np.ndarray) -> State:
-        """Return the state at factors of the stated speeds, prices and rates between racks."""
+    def at(
+        self,
+        *,
+        speed: np.ndarray,
+        price: np.ndarray,
+        link: np.ndarray,
+        carbon: np.ndarray,
+        available: np.ndarray,
+    ) -> State:
+        """Return the state at factors of the stated speeds, prices, rates between racks and carbon."""
         rate = self.state.bandwidth_bytes_per_s
         if len(link):
             rate = rate * np.append(link, 1.0)[self.link_of]
         return replace(
             self.state, speed=speed, usd_per_h=self.state.usd_per_h * price, available=available,
-            bandwidth_bytes_per_s=rate,
+            bandwidth_bytes_per_s=rate, kg_per_j=self.state.kg_per_j * carbon,
         )  # fmt: skip
 
 
@@ -137,7 +147,7 @@ def _stated(scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]) -
         busy_w=watts,
         idle_w=WAITING_POWER * watts,
         usd_per_byte=np.where(link_of >= 0, scenario.egress_usd_per_gb / 1e9, 0.0),
-        kg_per_j=np.zeros(len(groups)),
+        kg_per_j=np.full(len(groups), scenario.carbon_g_per_kwh / 1e3 / J_PER_KWH),
     )
     return state, link_of
 

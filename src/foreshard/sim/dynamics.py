@@ -34,7 +34,7 @@ class Path:
     Attributes
     ----------
     condition : ndarray of int, shape (slots,)
-        Row of `speed`, `price` and `link` that holds in a slot.
+        Row of `speed`, `price`, `link` and `carbon` that holds in a slot.
     pattern : ndarray of int, shape (slots,)
         Row of `available` that holds in a slot.
     speed, price : ndarray, shape (conditions, devices)
@@ -42,6 +42,8 @@ class Path:
     link : ndarray, shape (conditions, links)
         Factors of the rates of the links between racks, in the order of the cluster's links.
     available : ndarray of bool, shape (patterns, devices)
+    carbon : ndarray, shape (conditions, devices)
+        Factors of the carbon of the electricity.
     """
 
     condition: np.ndarray
@@ -50,6 +52,7 @@ class Path:
     price: np.ndarray
     link: np.ndarray
     available: np.ndarray
+    carbon: np.ndarray
 
     @property
     def num_slots(self) -> int:
@@ -74,7 +77,7 @@ def draw(scenario: Scenario, cluster: Cluster, *, slots: int, seed: int) -> Path
         For ranks, links or traces that are not there, and when at some slot no device is available.
     """
     width, num_links = cluster.num_devices, len(cluster.links)
-    speed, price = np.ones((slots, width)), np.ones((slots, width))
+    speed, price, carbon = (np.ones((slots, width)) for _ in range(3))
     link, available = np.ones((slots, num_links)), np.ones((slots, width), dtype=bool)
     for index, process in enumerate(scenario.process):
         rng = np.random.default_rng([seed, index])
@@ -86,11 +89,11 @@ def draw(scenario: Scenario, cluster: Cluster, *, slots: int, seed: int) -> Path
         if process.what == "availability":
             available[:, columns] &= drawn > 0.5
         else:
-            target = {"speed": speed, "price": price, "bandwidth": link}[process.what]
+            target = {"speed": speed, "price": price, "bandwidth": link, "carbon": carbon}[process.what]
             target[:, columns] *= drawn
     _someone_is_there(available, scenario)
     joined, condition = np.unique(
-        np.round(np.concatenate([speed, price, link], axis=1), 12), axis=0, return_inverse=True
+        np.round(np.concatenate([speed, price, link, carbon], axis=1), 12), axis=0, return_inverse=True
     )
     patterns, pattern = np.unique(available, axis=0, return_inverse=True)
     return Path(
@@ -98,8 +101,9 @@ def draw(scenario: Scenario, cluster: Cluster, *, slots: int, seed: int) -> Path
         pattern=np.ravel(pattern),
         speed=joined[:, :width],
         price=joined[:, width : 2 * width],
-        link=joined[:, 2 * width :],
+        link=joined[:, 2 * width : 2 * width + num_links],
         available=patterns,
+        carbon=joined[:, 2 * width + num_links :],
     )
 
 

@@ -69,6 +69,15 @@ class PriceChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CarbonChanged:
+    """The electricity of a rank causes other carbon from this step on."""
+
+    step: int
+    rank: int
+    kg_per_kwh: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSeen:
     """A probe found how fast a link is."""
 
@@ -78,7 +87,7 @@ class LinkSeen:
     bytes_per_s: float
 
 
-Fact = StepMeasured | DeviceSeen | RankLost | PriceChanged | LinkSeen
+Fact = StepMeasured | DeviceSeen | RankLost | PriceChanged | CarbonChanged | LinkSeen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

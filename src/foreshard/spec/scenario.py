@@ -12,12 +12,13 @@ from foreshard.errors import SpecError
 from foreshard.spec import codec
 from foreshard.spec.codec import Range, Size, Unit
 
-What = Literal["speed", "bandwidth", "price", "availability"]
+What = Literal["speed", "bandwidth", "price", "carbon", "availability"]
 How = Literal["fixed", "one-at-a-time", "markov", "diurnal", "co-located", "failures", "trace"]
 FORMS: Mapping[str, tuple[str, ...]] = {
     "speed": ("fixed", "one-at-a-time", "markov", "diurnal", "co-located", "trace"),
     "bandwidth": ("fixed", "markov", "diurnal", "trace"),
     "price": ("fixed", "markov", "diurnal", "trace"),
+    "carbon": ("fixed", "markov", "diurnal", "trace"),
     "availability": ("failures", "trace"),
 }
 """Which processes can drive which quantity."""
@@ -45,7 +46,7 @@ class Process:
 
     Attributes
     ----------
-    what : {'speed', 'bandwidth', 'price', 'availability'}
+    what : {'speed', 'bandwidth', 'price', 'carbon', 'availability'}
     how : str
         A named process or 'trace'; `FORMS` says which go together.
     ranks : str
@@ -97,8 +98,11 @@ class BudgetTable:
     Attributes
     ----------
     name : str
-    kind : {'usd', 'rent_usd', 'egress_usd', 'joule'}
-        What is counted: dollars of rent and egress together, of either, or joules.
+    kind : {'usd', 'rent_usd', 'egress_usd', 'joule', 'carbon_kg', 'duty'}
+        What is counted: dollars of rent and egress together, of either, joules, kilograms of CO2, or the
+        seconds that a rank computes.
+    rank : int or None
+        Of 'duty'.
     limit : float or None
         Mean per step, second or hour.
     per : {'step', 'second', 'hour'}
@@ -108,7 +112,8 @@ class BudgetTable:
     """
 
     name: Annotated[str, Size(1, 100)]
-    kind: Literal["usd", "rent_usd", "egress_usd", "joule"] = "usd"
+    kind: Literal["usd", "rent_usd", "egress_usd", "joule", "carbon_kg", "duty"] = "usd"
+    rank: Annotated[int, Range(0, 10**6)] | None = None
     limit: Annotated[float, Range(1e-12, 1e15)] | None = None
     per: Literal["step", "second", "hour"] = "step"
     of: str | None = None
@@ -143,6 +148,8 @@ class Scenario:
         Every change of groups or layers costs this, besides the bytes that move.
     egress_usd_per_gb : float
         Price of a decimal gigabyte between racks.
+    carbon_g_per_kwh : float
+        Of the electricity of all devices; a process of carbon multiplies it.
     file : str or None
     """
 
@@ -165,6 +172,7 @@ class Scenario:
     sees_now: bool = False
     pause: Seconds = 0.0
     egress_usd_per_gb: Annotated[float, Range(0.0, 1e6)] = 0.0
+    carbon_g_per_kwh: Annotated[float, Range(0.0, 1e5)] = 0.0
     file: str | None = None
 
     def path_of(self, name: str) -> Path:
@@ -216,6 +224,11 @@ def _check_process(process: Process, file: str, key: str) -> None:
 
 
 def _check_budget(budget: BudgetTable, file: str, key: str) -> None:
+    if (budget.kind == "duty") != (budget.rank is not None):
+        raise SpecError(
+            "a budget of duty is of one rank, and only that is", file=file, key=f"{key}.rank",
+            value=budget.rank, rule="kind = 'duty' goes with rank", fix="Give both or neither",
+        )  # fmt: skip
     stated = budget.limit is not None
     related = budget.of is not None and budget.share is not None
     if stated == related:
@@ -223,6 +236,41 @@ def _check_budget(budget: BudgetTable, file: str, key: str) -> None:
             "a budget needs a limit", file=file, key=f"{key}.limit", value=budget.limit,
             rule="Either limit, or of (a policy) and share", fix="Give one of them",
         )  # fmt: skip
+
+
+_PERIODS = {"step": "step", "s": "second", "h": "hour"}
+_KINDS = {"energy_j": "joule"} | {kind: kind for kind in ("usd", "rent_usd", "egress_usd", "carbon_kg")}
+
+
+def budget_table(text: str) -> BudgetTable:
+    """Return the budget that ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5`` names.
+
+    Raises
+    ------
+    SpecError
+    """
+    name, _, value = text.partition("=")
+    kind, _, rank = name.partition(":")
+    quantity, _, period = name.rpartition("_per_")
+    duty = kind == "duty" and rank.isdecimal() and len(rank) < 7
+    if not duty and (quantity not in _KINDS or period not in _PERIODS):
+        raise SpecError(
+            f"unknown budget {name!r}", key="--budget", value=text, fix="Write it like usd_per_h=3.5",
+            rule=f"Budgets are QUANTITY_per_PERIOD, of {', '.join(_KINDS)} and {', '.join(_PERIODS)}, and "
+            "duty:RANK, the part of the time that a rank may be busy",
+        )  # fmt: skip
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if not 1e-12 <= limit <= (1.0 if duty else 1e15):
+        raise SpecError(
+            f"{value!r} is no limit", key="--budget", value=text, fix=f"Write it like {name}=0.5",
+            rule="A number above 0" + (", at most 1" if duty else ""),
+        )  # fmt: skip
+    if duty:
+        return BudgetTable(name=name, kind="duty", rank=int(rank), limit=limit, per="second")
+    return BudgetTable(name=name, kind=_KINDS[quantity], limit=limit, per=_PERIODS[period])  # type: ignore[arg-type]
 
 
 def ranks_of(text: str, num_devices: int) -> tuple[int, ...]:

@@ -87,3 +87,88 @@ def test_shipped_scenarios_play(capsys, name):
     code, out, _ = ask(capsys, *asked)
     found = json.loads(out)
     assert code == 0 and found["bound"]["mean_step_time_s"] > 0
+
+
+CARBON = """
+[[process]]
+what = "carbon"
+how = "diurnal"
+ranks = "0-7"
+swing = 3.0
+period = "21600 s"
+"""
+
+
+def test_money_energy_carbon_egress_and_duty_are_kept_at_once(capsys, tmp_path):
+    text = (SCENARIOS / "two_sites.toml").read_text(encoding="utf-8")
+    file = tmp_path / "all.toml"
+    file.write_text(f"carbon_g_per_kwh = 400.0\n{text}{CARBON}", encoding="utf-8")
+    budgets = {
+        "usd_per_h": 20.0, "energy_j_per_step": 110_000.0, "egress_usd_per_step": 0.01, "duty:0": 0.7,
+        "carbon_kg_per_step": 0.008,
+    }  # fmt: skip
+    asked = [f"--budget={name}={limit}" for name, limit in budgets.items()]
+    policies = "lyapunov,lb-bsp"
+    code, out, _ = ask(capsys, file, "--slots", 1500, "--policy", policies, *asked, "--json")
+    found = json.loads(out)
+    ours, fast = found["policies"]["lyapunov"], found["policies"]["lb-bsp"]
+    assert code == 0 and set(ours["budget"]) == {"usd", *budgets}
+    assert fast["violation"] > 0.1, "they bind"
+    assert ours["violation"] <= 0.01
+    assert ours["mean_cost"]["carbon_kg"] <= 1.01 * budgets["carbon_kg_per_step"]
+    assert ours["mean_cost"]["joule"] <= 1.01 * budgets["energy_j_per_step"]
+
+
+LAYER = {
+    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
+    "optimizer_s": 1e-4, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
+    "boundary_bytes_per_sample": 1e4, "frozen_bytes": 0.0,
+}  # fmt: skip
+LAB = str(SCENARIOS.parent / "labs" / "swinging4.toml")
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """Return the arguments of the shipped lab with costs and a plan."""
+    costs = {
+        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
+        "devices": {"fast": 1.0, "cheap": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8,
+        "samples": [1, 4],
+    }  # fmt: skip
+    groups = [
+        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
+        for rank in range(4)
+    ]
+    plan = {"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    return (LAB, "--costs", str(tmp_path / "costs.json"), "--plan", str(tmp_path / "plan.json"))
+
+
+def test_a_lab_is_played_by_the_policies_of_a_run(capsys, lab):
+    code, out, _ = ask(capsys, *lab, "--steps", 60, "--budget", "usd_per_h=6", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["schema_version"] == 1 and {"lyapunov", "static"} <= set(found["policies"])
+    ours, static = found["policies"]["lyapunov"], found["policies"]["static"]
+    assert len(ours["series"]["step_time_s"]) == ours["steps"] == 60
+    assert ours["mean_step_time_s"] < static["mean_step_time_s"]
+    assert ours["violation"] < static["violation"] == pytest.approx(10.0 / 6.0 - 1.0)
+    code, out, _ = ask(capsys, *lab, "--steps", 20, "--policy", "lyapunov,static")
+    assert code == 0 and "foretold" in out and "static" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ((LAB,), "--costs"),
+        ((LAB, "--costs", "c.json", "--plan", "p.json", "--seeds", "2"), "--seeds"),
+        ((STRAGGLERS, "--steps", "20"), "--steps"),
+        ((STRAGGLERS, "--budget", "love=1"), "--budget"),
+        ((STRAGGLERS, "--budget", "duty:0=1.5"), "--budget"),
+        ((STRAGGLERS, "--budget", "duty:99=0.5", "--slots", "5"), "budget[1].rank"),
+        ((STRAGGLERS, "--budget", "carbon_kg_per_h=1", "--slots", "5"), "carbon_g_per_kwh"),
+    ],
+)
+def test_what_does_not_go_together_is_named(capsys, args, key):
+    code, out, _ = ask(capsys, *args, "--json")
+    assert code == 2 and json.loads(out)["error"]["key"] == key

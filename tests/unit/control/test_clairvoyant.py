@@ -29,6 +29,7 @@ def arena_of(seed=0, slots=200):
         condition=rng.integers(conditions, size=slots), pattern=rng.integers(2, size=slots),
         speed=rng.choice([0.25, 0.5, 1.0], size=(conditions, WIDTH)),
         price=rng.choice([0.5, 1.0], size=(conditions, WIDTH)), link=np.ones((conditions, 0)),
+        carbon=np.ones((conditions, WIDTH)),
         available=np.array([[True] * WIDTH, [True, False, True, True]]),
     )  # fmt: skip
     work = Workload(chain=chain, state=state, link_of=np.full((WIDTH, WIDTH), -1), batch=64, micro_batch=1)

@@ -67,7 +67,9 @@ def test_rates_delays_prices_and_egress_are_those_of_the_links():
 def test_factors_make_a_state():
     work = work_of()
     link, available = np.array([0.5]), np.array([True, True, False, True])
-    state = work.at(speed=np.full(4, 0.5), price=np.full(4, 2.0), link=link, available=available)
+    state = work.at(
+        speed=np.full(4, 0.5), price=np.full(4, 2.0), link=link, carbon=np.ones(4), available=available
+    )
     assert state.bandwidth_bytes_per_s[0, 2] == 0.625e9 and state.bandwidth_bytes_per_s[0, 1] == 300e9
     assert state.usd_per_h.tolist() == [4.0, 4.0, 10.0, 10.0] and not state.available[2]
 

@@ -1,4 +1,4 @@
-"""A lab played by the controller and its rivals: times of the measured costs, ranks that come and go, budgets."""
+"""A lab played by the controller and its rivals: times of measured costs, ranks that come and go, budgets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from foreshard.runtime.lab import load_lab
 from foreshard.spec.plan import load_plan
 
 LAYER = {
-    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3], "optimizer_s": 1e-4,
-    "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4, "boundary_bytes_per_sample": 1e4,
-    "frozen_bytes": 0.0,
+    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
+    "optimizer_s": 1e-4, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
+    "boundary_bytes_per_sample": 1e4, "frozen_bytes": 0.0,
 }  # fmt: skip
 RANKS = (
     'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nusd_per_h = 4.0\n'
@@ -30,7 +30,8 @@ def files(tmp_path):
     """Return what writes a lab and gives the arguments of `foretell`."""
     costs = {
         "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
-        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8, "samples": [1, 4],
+        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8,
+        "samples": [1, 4],
     }  # fmt: skip
     groups = [
         {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
