@@ -104,6 +104,7 @@ class Executor:
         self.device, self.seed, self.shards = device, seed, shards
         self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
         self.tensor, self.windows = tensor or TensorRanks(), windows
+        self.tensor.bytes_summed = [] if clock.virtual else None
         self.group, self.stage = layout.group_of(rank), layout.stage_of(rank)
         self.seat = layout.seats[rank]
         self.batches = micro_batches(self.group)

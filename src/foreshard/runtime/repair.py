@@ -79,19 +79,29 @@ def _plain(group: Group) -> Group:
 
 
 def _stage_left(stage: Stage, alive: frozenset[int]) -> Stage | None:
-    kept = [place for place, rank in enumerate(stage.ranks) if rank in alive]
+    rows = [stage.ranks[lo : lo + stage.tp] for lo in range(0, len(stage.ranks), stage.tp)]
+    kept = [place for place, row in enumerate(rows) if alive.issuperset(row)]
     if not kept:
-        return None
+        return _narrower(stage, [rank for rank in stage.ranks if rank in alive])
     shares = None if stage.rank_shares is None else tuple(stage.rank_shares[place] for place in kept)
-    ranks = tuple(stage.ranks[place] for place in kept)
-    size = None if stage.shard_size is None else min(stage.shard_size, len(ranks))
+    ranks = tuple(rank for place in kept for rank in rows[place])
+    size = None if stage.shard_size is None else min(stage.shard_size, len(kept))
     return replace(stage, ranks=ranks, rank_shares=shares, shard_size=size)
+
+
+def _narrower(stage: Stage, there: Sequence[int]) -> Stage | None:
+    """Return a stage none of whose tensor-parallel rows is whole: one row of a lower degree."""
+    if not there:
+        return None
+    degree = max(d for d in range(1, len(there) + 1) if stage.tp % d == 0)
+    size = None if stage.shard_size is None else 1
+    return replace(stage, ranks=tuple(there[:degree]), tp=degree, rank_shares=None, shard_size=size)
 
 
 def _rescaled(stage: Stage, micro_batch: int) -> Stage:
     if stage.rank_shares is None or sum(stage.rank_shares) == micro_batch:
         return stage
-    weights = stage.rank_shares if any(stage.rank_shares) else (1,) * len(stage.ranks)
+    weights = stage.rank_shares if any(stage.rank_shares) else (1,) * stage.inner_dp
     return replace(stage, rank_shares=tuple(_shares(micro_batch, weights)))
 
 

@@ -123,9 +123,9 @@ class TensorRanks:
 
     def meet(self, clock: Clock) -> None:
         """Bring a virtual clock to where the slowest of these ranks and their links end an action."""
-        sizes, self.bytes_summed = self.bytes_summed, [] if clock.virtual else None
-        if self._backend is None or not sizes:
+        if self._backend is None or not self.bytes_summed:
             return
+        sizes, self.bytes_summed = self.bytes_summed, []
         latest(self._backend, now := torch.tensor([clock.now()], dtype=torch.float64))
         clock.received(float(now[0]) + sum(clock.reduced_s(size, self._ranks) for size in sizes))
 

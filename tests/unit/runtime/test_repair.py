@@ -127,3 +127,17 @@ def test_whoever_is_left_gets_every_layer_and_every_sample_once(case):
             assert stage.rank_shares is None or sum(stage.rank_shares) == group.micro_batch
     check_sound(left)
     assert parse_plan(left.to_dict()) == left
+
+
+def test_ranks_that_compute_together_stay_or_go_together():
+    plan = plan_of((8, {"micro_batch": 4}, [([0, 1, 2, 3], [[0, 8]], {"tp": 2, "rank_shares": [3, 1], "zero": 1})]))
+    left = repaired(plan, [0, 2, 3]).groups[0].stages[0]
+    assert (left.ranks, left.tp, left.rank_shares) == ((2, 3), 2, (4,))
+    narrow = repaired(plan, [0, 3]).groups[0].stages[0]
+    assert (narrow.ranks, narrow.tp, narrow.rank_shares) == ((0, 3), 2, None), "two rows' halves are one row"
+    four = plan_of((8, {}, [([0, 1, 2, 3], [[0, 8]], {"tp": 4})]))
+    assert [(s.ranks, s.tp) for s in repaired(four, [0, 2, 3]).groups[0].stages] == [((0, 2), 2)]
+    assert [(s.ranks, s.tp) for s in repaired(four, [3]).groups[0].stages] == [((3,), 1)]
+    for alive in ([0, 2, 3], [0, 3], [1], [0, 1, 2]):
+        check_sound(repaired(plan, alive))
+        layout_of(repaired(four, alive))
