@@ -10,6 +10,7 @@ from foreshard.planner.ranking import front_of, ranked, score
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.settings import Setting, acting
+from foreshard.planner.sweep import each_in_tasks, num_at_once
 from foreshard.predict.step import predict
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -26,21 +27,41 @@ class _Searched:
 
 
 def search_settings(
-    request: Request, chosen: Sequence[Setting], search: Callable[[Request], PlanResult]
+    request: Request,
+    chosen: Sequence[Setting],
+    search: Callable[[Request], PlanResult],
+    *,
+    executor: str = "local",
 ) -> PlanResult:
-    """Return the best plans over all settings; each gets an even part of the seconds that are left.
+    """Return the best plans over all settings.
 
     Parameters
     ----------
     request : Request
     chosen : sequence of Setting
-        The likeliest first.
+        The likeliest first; one after the other each gets an even part of the seconds that are left, as tasks
+        of Ray as many seconds as the rounds allow.
     search : callable
         What searches under one setting.
+    executor : str
+        'local', or as :mod:`foreshard.planner.sweep` takes it.
     """
     started = time.perf_counter()
-    if len(chosen) == 1:
+    if executor != "local":
+        searched = _in_tasks(request, chosen, search, executor)
+    elif len(chosen) == 1:
         return _stated(request, search(chosen[0].of(request)), chosen[0])
+    else:
+        searched = _one_by_one(request, chosen, search, started)
+    if len(chosen) == 1:
+        return searched.results[0][1]
+    return _joined(request, searched, time.perf_counter() - started)
+
+
+def _one_by_one(
+    request: Request, chosen: Sequence[Setting], search: Callable[[Request], PlanResult], started: float
+) -> _Searched:
+    """Search setting after setting until time or the user ends it."""
     searched = _Searched()
     try:
         for i, setting in enumerate(chosen):
@@ -58,7 +79,26 @@ def search_settings(
         if not any(result.plans for _, result in searched.results):
             raise
         searched.missing += chosen[len(searched.results) :]
-    return _joined(request, searched, time.perf_counter() - started)
+    return searched
+
+
+def _in_tasks(
+    request: Request, chosen: Sequence[Setting], search: Callable[[Request], PlanResult], executor: str
+) -> _Searched:
+    """Search every setting in a task of its own; Ctrl-C keeps what has ended."""
+    rounds = -(-len(chosen) // num_at_once(executor))
+    alone = replace(request, budget_s=request.budget_s / rounds, executor="local")
+    done: dict[int, PlanResult] = {}
+    try:
+        for i, result in each_in_tasks(search, [(one.of(alone),) for one in chosen], executor):
+            done[i] = _stated(request, result, chosen[i])
+    except KeyboardInterrupt:
+        if not any(result.plans for result in done.values()):
+            raise
+    return _Searched(
+        results=[(chosen[i], done[i]) for i in sorted(done)],
+        missing=[one for i, one in enumerate(chosen) if i not in done],
+    )
 
 
 def _stated(request: Request, result: PlanResult, setting: Setting) -> PlanResult:

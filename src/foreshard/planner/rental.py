@@ -14,7 +14,7 @@ from foreshard.planner.homogeneous import search_homogeneous
 from foreshard.planner.over_settings import search_settings
 from foreshard.planner.ranking import Limits, ranked
 from foreshard.planner.request import Request, checked_request
-from foreshard.planner.result import Ranked
+from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.settings import (
     AS_SHIPPED,
     Setting,
@@ -23,6 +23,7 @@ from foreshard.planner.settings import (
     settings,
     switches,
 )
+from foreshard.planner.sweep import each_in_tasks, num_at_once
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 
@@ -89,6 +90,15 @@ class RentResult:
         return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The search of one instance."""
+
+    name: str
+    request: Request
+    chosen: tuple[Setting, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Search:
     found: list[tuple[str, Ranked]]
@@ -137,7 +147,7 @@ def rent(
         Offers to return, each of another instance or number of nodes.
     budget_s : float
     asked
-        max_usd, max_hours, seq_len, framework, precision, comm, optimizer, engine, as for `plan`.
+        max_usd, max_hours, seq_len, framework, precision, comm, optimizer, engine, executor, as for `plan`.
 
     Raises
     ------
@@ -146,33 +156,112 @@ def rent(
     """
     started = time.perf_counter()
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
-    precisions = checked_precisions(asked.pop("precision", None) or "bf16")
-    may = asked.pop("comm", None) or AS_SHIPPED
     words = {"objective": objectives, "tokens": tokens, "global_batch": global_batch, **asked}
-    search, request = _Search(found=[], left_out={}), None
+    search = _Search(found=[], left_out={})
     clusters = _clusters(instances, usd_per_h or {}, max_nodes or {}, max_devices, search)
-    for i, (name, cluster) in enumerate(clusters.items()):
-        left = started + budget_s - time.perf_counter()
-        if search.stopped or left <= 0:
-            search.interrupted = True
-            search.left_out[name] = "not searched within the budget"
-            continue
-        asked_s = left / (len(clusters) - i)
-        request = checked_request(model, cluster, top=1, budget_s=asked_s, precision=precisions[0], **words)
-        able = [one for one in precisions if one not in left_out(request, precisions)]
-        if not able:
-            search.left_out[name] = f"no {' or '.join(precisions)}"
-            continue
-        try:
-            chosen = tuple(settings(request, able, switches(may, request.framework)))
-            _search_instance(request, chosen, name, search)
-        except SpecError as unpriced:  # what the catalog does not know of a device
-            search.left_out[name] = unpriced.what
-    offers, error = _offers(search, clusters, request, objectives)
+    parts = _parts(model, clusters, words, search)
+    if parts and parts[0].request.executor != "local":
+        _search_in_tasks(parts, search, budget_s)
+    else:
+        _search_one_by_one(parts, search, started + budget_s)
+    offers, error = _offers(search, clusters, parts[0].request if parts else None, objectives)
     return RentResult(
         offers=offers[:top], left_out=search.left_out, evaluated=search.evaluated, pruned=search.pruned,
         wall_s=time.perf_counter() - started, interrupted=search.interrupted, infeasible=error,
     )  # fmt: skip
+
+
+def _parts(
+    model: Model, clusters: Mapping[str, Cluster], words: dict[str, Any], search: _Search
+) -> list[_Part]:
+    """Return the search of each instance that has a precision asked for."""
+    precisions = checked_precisions(words.pop("precision", None) or "bf16")
+    may = words.pop("comm", None) or AS_SHIPPED
+    found = []
+    for name, cluster in clusters.items():
+        request = checked_request(model, cluster, top=1, precision=precisions[0], **words)
+        able = [one for one in precisions if one not in left_out(request, precisions)]
+        if not able:
+            search.left_out[name] = f"no {' or '.join(precisions)}"
+            continue
+        chosen = tuple(settings(request, able, switches(may, request.framework)))
+        found.append(_Part(name=name, request=request, chosen=chosen))
+    return found
+
+
+def _search_one_by_one(parts: Sequence[_Part], search: _Search, deadline: float) -> None:
+    """Search instance after instance; each gets an even part of the seconds that are left."""
+    ended = 0
+    try:
+        for i, part in enumerate(parts):
+            left_s = deadline - time.perf_counter()
+            if left_s <= 0:
+                break
+            part = replace(part, request=replace(part.request, budget_s=left_s / (len(parts) - i)))
+            _add(part, _searched(part), search)
+            ended = i + 1
+            if search.stopped:
+                break
+    except KeyboardInterrupt:
+        if not search.found:
+            raise
+    for part in parts[ended:]:
+        search.interrupted = True
+        search.left_out[part.name] = "not searched within the budget"
+
+
+def _search_in_tasks(parts: Sequence[_Part], search: _Search, budget_s: float) -> None:
+    """Search every instance in a task of Ray; Ctrl-C keeps what has ended."""
+    executor = parts[0].request.executor
+    rounds = -(-len(parts) // num_at_once(executor))
+    calls = []
+    for part in parts:
+        request = replace(part.request, budget_s=budget_s / rounds, executor="local")
+        calls.append((replace(part, request=request),))
+    done: dict[int, PlanResult | str] = {}
+    try:
+        done.update(each_in_tasks(_searched, calls, executor))
+    except KeyboardInterrupt:
+        if not done:
+            raise
+    for i, (part,) in enumerate(calls):  # in the order of a local search, whichever ended first
+        if i in done:
+            _add(part, done[i], search)
+        else:
+            search.interrupted = True
+            search.left_out[part.name] = "not searched before the end"
+
+
+def _searched(part: _Part) -> PlanResult | str:
+    """Return the plans on one instance at every number of nodes, or what the catalog does not know of it.
+
+    Prices and limits are compared afterwards. For the objective cost all sizes are searched that may be
+    cheaper than larger ones: their plans are the front of time and cost, and whatever limits allow is on it.
+    """
+    asked = part.request
+    asked = asked if asked.objectives[0] == "energy" else replace(asked, objectives=("cost", "time"))
+    try:
+        return search_settings(
+            replace(asked, limits=Limits()), part.chosen, lambda one: search_homogeneous(one, explain=False)
+        )
+    except SpecError as unpriced:
+        return unpriced.what
+
+
+def _add(part: _Part, result: PlanResult | str, search: _Search) -> None:
+    """Add what a search of one instance found."""
+    if isinstance(result, str):
+        search.left_out[part.name] = result
+        return
+    search.evaluated += result.evaluated
+    search.pruned += result.pruned
+    search.found += [(part.name, one) for one in (*result.plans, *result.front)]
+    if result.interrupted:
+        search.interrupted = True
+        search.stopped = result.wall_s < part.request.budget_s
+        search.left_out[part.name] = "not all numbers of nodes were searched within the budget"
+    elif not result.plans:
+        search.left_out[part.name] = "no plan fits its memory"
 
 
 def _clusters(
@@ -203,27 +292,6 @@ def _clusters(
             nodes = replace(cluster.nodes[0], usd_per_h=price, price_date=date)
             found[name] = replace(cluster, nodes=(nodes,))
     return found
-
-
-def _search_instance(request: Request, chosen: Sequence[Setting], name: str, search: _Search) -> None:
-    """Search one instance at every number of nodes; prices and limits are compared afterwards.
-
-    For the objective cost all sizes are searched that may be cheaper than larger ones: their plans are the
-    front of time and cost, and whatever limits allow is on it.
-    """
-    searched = request if request.objectives[0] == "energy" else replace(request, objectives=("cost", "time"))
-    result = search_settings(
-        replace(searched, limits=Limits()), chosen, lambda one: search_homogeneous(one, explain=False)
-    )
-    search.evaluated += result.evaluated
-    search.pruned += result.pruned
-    search.found += [(name, one) for one in (*result.plans, *result.front)]
-    if result.interrupted:
-        search.interrupted = True
-        search.stopped = result.wall_s < request.budget_s
-        search.left_out[name] = "not all numbers of nodes were searched within the budget"
-    elif not result.plans:
-        search.left_out[name] = "no plan fits its memory"
 
 
 def _offers(

@@ -48,7 +48,9 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     precisions = tuple(name for name in precisions if name not in out) or precisions
     _precision_known(replace(request, precision=precisions[0]))
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
-    result = search_settings(request, chosen, _search_of(request))
+    mixed = len(cluster.nodes) > 1  # equal nodes cut their own grid into tasks
+    search, executor = _search_of(request), request.executor if mixed else "local"
+    result = search_settings(request, chosen, search, executor=executor)
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
     return replace(result, notes=(*result.notes, *notes))
 

@@ -1,14 +1,16 @@
-"""The same search on many machines: cells as tasks of Ray, embedded or on a cluster.
+"""The same search on many machines: parts of it as tasks of Ray, embedded or on a cluster.
 
-Results are those of a local search: the plans kept do not depend on the order in which cells are searched,
-and what one task cannot exclude another prices again. Only how many plans were timed, and how many were
-excluded, may differ; together they are the space.
+On equal nodes the parts are cells of the grid; on mixed ones each setting of precision and communication is a
+task, and of what to rent each instance. Results are those of a local search: the plans kept do not depend on
+the order in which parts are searched, and what one task cannot exclude another prices again. Only how many
+plans were timed, and how many were excluded, may differ; together they are the space.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,50 @@ def _task(shared: tuple[GridRequest, Found], cells: Cells, stop_at: float, patie
     deadline = time.perf_counter() + stop_at - time.time()
     walk(request, cells, found, deadline=deadline, patience_s=patience_s)
     return found
+
+
+def each_in_tasks(
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], executor: str
+) -> Iterator[tuple[int, Any]]:
+    """Yield the place and the result of each call, in the order in which their tasks end.
+
+    Parameters
+    ----------
+    function : callable
+        Of a module, so that another machine finds it.
+    arguments : sequence of tuple
+        Of each call.
+    executor : str
+        'ray', or 'ray:ADDRESS'.
+
+    Raises
+    ------
+    ExtraMissingError
+        Without Ray.
+    """
+    ray = _ray()
+    _connect(ray, executor)
+    task = ray.remote(function)
+    waiting = {task.remote(*some): i for i, some in enumerate(arguments)}
+    try:
+        while waiting:
+            (done,), _ = ray.wait(list(waiting))
+            place = waiting.pop(done)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            yield place, result
+    finally:
+        for one in waiting:
+            ray.cancel(one, force=True)
+
+
+def num_at_once(executor: str) -> int:
+    """Return how many tasks run beside each other."""
+    ray = _ray()
+    _connect(ray, executor)
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
 def _connect(ray: Any, executor: str) -> None:
