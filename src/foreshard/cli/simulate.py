@@ -118,12 +118,8 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
         file, costs=options["costs"], plan=options["plan"], steps=options["steps"] or 120,
         policies=options["policy"] or POLICIES, budgets=budgets,
     )  # fmt: skip
-    told = {
-        "schema_version": 1,
-        "lab": file,
-        "policies": {name: one.to_dict() for name, one in found.items()},
-    }
-    give(told, lambda: lab_screen(file, told["policies"]))
+    policies = {name: one.to_dict() for name, one in found.items()}
+    give({"schema_version": 1, "lab": file, "policies": policies}, lambda: lab_screen(file, policies))
 
 
 def _write(path: str, found: Contest) -> None:
