@@ -30,7 +30,7 @@ from foreshard.spec.plan import Group, Plan
 
 POLICIES = ("static", "lyapunov", *RIVALS)
 _QUIET_STEPS = 20
-PROBE_EVERY = 5
+PROBE_EVERY = 2
 """Steps between measurements of what is idle."""
 _SAME_SPEED = 0.05
 """Part by which the speed of an idle rank has to change to be told."""
