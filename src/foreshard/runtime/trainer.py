@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,8 @@ class Trainer:
         self._plan_number = 0
         self._next_plans: dict[int, Plan] = {}
         self._base_lr: list[float] = []
+        self._last: StepDone | None = None
+        self._told = -1
 
     @property
     def plan(self) -> Plan:
@@ -190,8 +192,7 @@ class Trainer:
         self._reduced, self._trained_in = True, self._generation.number  # type: ignore[union-attr]
         vote = self._cast(sums)
         done = self._commit(vote, began_s)
-        if self._conducts:
-            self.on_step(done)
+        self._tell(done)
         self._between(done)
         return done
 
@@ -241,6 +242,7 @@ class Trainer:
         self.phase("update")
         norm = self._update(vote)
         self.step, self._vote, self._reduced = self.step + 1, vote, False
+        self._last = self._done(vote, norm, None)
         if self.ledger is not None:
             self.ledger.commit(self.step - 1, self._trained_in)
         self._spread_values()
@@ -371,6 +373,7 @@ class Trainer:
         resume = generation.resume and first and not any(status["held"] for status in told.values())
         target = max(status["step"] for status in told.values())
         held = self._roll_forward(told, target)
+        self._tell_late(told)
         wanted = self._wanted(layout_of(generation.plan))
         _, missing = moves_of(held, wanted)
         if missing or resume:
@@ -401,7 +404,10 @@ class Trainer:
             "step": self.step,
             "reduced": self._reduced,
             "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
+            "told": self._told,
+            "last": -1 if self._last is None else self._last.step,
             "held": told_pieces(self._held),
+            "kept": told_pieces(self._kept),
         }
 
     def _tell_all(self, status: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -415,13 +421,16 @@ class Trainer:
     def _roll_forward(self, told: Mapping[int, Mapping[str, Any]], target: int) -> dict[int, Held]:
         """Finish a step that others have committed, and return what every rank holds at the target."""
         held: dict[int, Held] = {}
+        votes = (s["vote"] for s in told.values() if s["step"] == target and s["vote"] is not None)
+        vote = next(votes, None)  # none where all who are at the target have it from a checkpoint
         for rank, status in told.items():
             behind = target - status["step"]
-            if behind == 0 or (behind == 1 and status["reduced"]):
+            if behind == 0:
                 held[rank] = heard(status["held"])
-        if told[self.rank]["step"] == target - 1 and told[self.rank]["reduced"]:
-            votes = (s["vote"] for s in told.values() if s["step"] == target and s["vote"] is not None)
-            loss, count, square = next(votes)
+            elif behind == 1 and status["reduced"] and vote is not None:
+                held[rank] = heard(status["kept"])  # what others of its stage update it has as it was before
+        if self.rank in held and vote is not None and told[self.rank]["step"] < target:
+            loss, count, square = vote
             self._finish_cut_off(Vote(loss=loss, count=count, square_norm=square))
         elif self.rank not in held:
             self._forget()
@@ -429,11 +438,25 @@ class Trainer:
 
     def _finish_cut_off(self, vote: Vote) -> None:
         norm = self._update(vote)
+        self._held = self._kept
         self.step, self._vote, self._reduced = self.step + 1, vote, False
+        self._last = self._done(vote, norm, None)
         if self.ledger is not None:
             self.ledger.commit(self.step - 1, self._trained_in)
+
+    def _tell(self, done: StepDone) -> None:
         if self._conducts:
-            self.on_step(self._done(vote, norm, None))
+            self.on_step(done)
+            self._told = done.step
+
+    def _tell_late(self, told: Mapping[int, Mapping[str, Any]]) -> None:
+        """Tell the last step if who conducted it was lost before it could: the least that knows it does."""
+        last = max(max(status["told"], status["last"]) for status in told.values())
+        knows = [rank for rank, status in told.items() if status["last"] == last]
+        untold = max(status["told"] for status in told.values()) < last
+        if self._last is not None and untold and self.rank == min(knows):
+            self.on_step(replace(self._last, time_s=None))
+            self._told = last
 
     def _forget(self) -> None:
         """Drop everything held: it is of another step than the run goes on from."""

@@ -154,7 +154,7 @@ class Worker:
     def _tell(self, done: StepDone) -> None:
         plan = self.trainer.plan
         more: dict[str, Any] = {"clock_s": self.clock.now()}
-        if self.steering is not None:
+        if self.steering is not None and done.time_s is not None:  # else told late, by any rank
             self.steering.stepped(
                 step=done.step, time_s=done.time_s, running=plan, ranks=self.membership.generation.ranks,
                 generation=self.membership.generation.number, stage_s=done.vote.sample_s,
