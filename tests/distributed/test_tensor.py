@@ -16,6 +16,7 @@ from rehearsal import plan_of, rehearse, values, worst_error
 
 from foreshard.runtime.checkpoint import load
 from foreshard.runtime.equality import joined
+from foreshard.runtime.lab import Lab
 from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
 
@@ -122,6 +123,37 @@ def test_live_changes_keep_losses_and_parameters(change: str) -> None:
     losses, last = alone(14)
     assert max(abs(a - b) / b for a, b in zip(found[0][0], losses, strict=True)) <= 1e-9
     assert worst_error(whole(found), last) <= 1e-9
+
+
+def test_a_virtual_clock_waits_for_all_ranks_and_for_their_sums() -> None:
+    """One micro-batch on ranks of which one is four times as slow: the slower works, both sum."""
+    lab = Lab(clock="table", slow=(1.0, 4.0), devices=("a", "b"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
+              table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
+    times: dict[int, float] = {}
+
+    def clock() -> Any:
+        made = lab.make_clock([0])
+        made.slow = 4.0  # who is faster waits: the step is that of two slow ranks
+        return made
+
+    def uneven() -> Any:
+        made = lab.make_clock([0])
+        made.slow = next(speeds)
+        return made
+
+    for number, make in enumerate((clock, uneven)):
+        speeds = iter((1.0, 4.0))
+        done: list[float] = []
+        rehearse(gpt(torch.float64), plan(one([0, 1], 2, micro_batch=12)), steps=1, clock=make,
+                 on_step=lambda: lambda step: done.append(step.time_s))  # fmt: skip
+        times[number] = done[0]
+    size = 12 * 8 * 16 * 8  # of what crosses: samples, words, channels, bytes
+    sums = 24 * lab.make_clock([0]).reduced_s(size, (0, 1))  # two a block and direction
+    whole = [t.numel() * 8 for (layer, name), t in reference("fp64").items() if "norm" in name or layer in (0, 7)]
+    held = sum(whole) + sum(t.numel() * 8 for (_, name), t in reference("fp64").items() if name in ("out.bias", "down.bias"))
+    after = lab.make_clock([0]).reduced_s(held, (0, 1)) + lab.make_clock([0]).reduced_s(0, (0, 1))
+    assert times[0] == pytest.approx(4 * (12 * 8 * 3e-3 + 8 * 5e-4) + sums + after, rel=1e-9)
+    assert times[1] == pytest.approx(times[0], rel=1e-9)
 
 
 def test_the_norm_counts_every_slice_once() -> None:

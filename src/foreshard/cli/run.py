@@ -99,7 +99,11 @@ def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | Non
                         fix="Add --lab LAB.toml")  # fmt: skip
     from foreshard import api
 
-    return api.predict_measured(costs, lab, api.load_plan(plan_file)).step_time_s
+    plan = api.load_plan(plan_file)
+    if any(stage.tp > 1 for group in plan.groups for stage in group.stages):
+        say("no predicted step: measured costs are of whole layers, the plan has tp above 1")
+        return None
+    return api.predict_measured(costs, lab, plan).step_time_s
 
 
 def progress_of(steps: int, predicted_s: float | None) -> Any:
