@@ -189,9 +189,12 @@ def test_residuals_name_each_point_once():
         LeftOut(family="a", measured_s=1.0, predicted_s=1.1, classes=names, features=(1.0, i % 4))
         for i in range(30)
     ]
-    text = accuracy_intervals.document(rows, [], [])
-    assert text == accuracy_intervals.document(rows, [], [])
+    blind = [replace(row, measured_s=1.05, classes=("dense:flash:wide:datasheet",)) for row in rows]
+    text = accuracy_intervals.document(rows, [], [], blind)
+    assert text == accuracy_intervals.document(rows, [], [], blind)
     data = json.loads(text)
-    assert set(data["classes"]) == set(names)
+    assert set(data["classes"]) == {*names, "dense:flash:wide:datasheet"}
+    bounds = {name: entry["bounds"] for name, entry in data["classes"].items()}
+    assert bounds["dense:flash:wide:datasheet"] == bounds["dense:flash:wide:fitted"]  # never surer
     assert data["points"] == {names[0]: [[1.0, 0.0], [1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]}
     assert data["classes"]["dense"]["bounds"] == [-0.0953, 0.0953]
