@@ -163,7 +163,7 @@ class Trainer:
         self._next_plans: dict[int, Plan] = {}
         self._base_lr: list[float] = []
         self._last: StepDone | None = None
-        self._told = -1
+        self._told = self._saved = -1
 
     @property
     def plan(self) -> Plan:
@@ -308,8 +308,7 @@ class Trainer:
         if done.vote.boundary:
             self.release()
             self.adopt(self.membership.next_generation("boundary"))
-        every = self.options.checkpoint_every
-        if every and self.checkpoints is not None and self.step % every == 0:
+        if self._saves() and self._saved != self.step:
             self.save()
 
     def _ask(self, done: StepDone) -> None:
@@ -386,6 +385,8 @@ class Trainer:
             self.on_event(
                 "rebuilt", f"generation {generation.number}: ranks {list(self._ranks)}", step=self.step
             )
+        if self._lacks_checkpoint():
+            self.save()
 
     def _check(self, plan: Plan) -> None:
         count = layout_of(plan).num_layers
@@ -563,6 +564,20 @@ class Trainer:
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
+    def _saves(self) -> bool:
+        """Return whether this step ends with a checkpoint."""
+        every = self.options.checkpoint_every
+        return every > 0 and self.checkpoints is not None and self.step > 0 and self.step % every == 0
+
+    def _lacks_checkpoint(self) -> bool:
+        """Return whether the checkpoint of this step was cut off, as the conducting rank sees it."""
+        if not self._saves():
+            return False
+        lacks = torch.tensor([float(self._conducts and self._latest_checkpoint() != self.step)])
+        if self._world is not None:
+            self._world.allreduce([lacks]).wait()
+        return bool(lacks[0] > 0)
+
     def save(self) -> None:
         """Write a checkpoint; every item by the least rank that holds it."""
         from foreshard.runtime import checkpoint
@@ -585,6 +600,7 @@ class Trainer:
         except checkpoint.CheckpointFault as fault:
             self.on_event("checkpoint failed", str(fault), step=self.step)
             return
+        self._saved = self.step
         if self._conducts:
             checkpoint.prune(self.checkpoints)  # type: ignore[arg-type]
             self.on_event("checkpoint", f"after step {self.step - 1}", step=self.step)
