@@ -28,7 +28,7 @@ def plan(*groups: dict, **defaults: Any) -> Plan:
     return plan_of(groups, global_batch=12, **defaults)
 
 
-def one(ranks: list[int], tp: int, share: int = 12, micro_batch: int = 5, **more: Any) -> dict:
+def one(ranks: list[int], tp: int, share: int = 12, micro_batch: int = 6, **more: Any) -> dict:
     """A pipeline of one stage."""
     return {"share": share, "micro_batch": micro_batch, "stages": [(ranks, [[0, 8]], {"tp": tp, **more})]}
 
@@ -38,8 +38,8 @@ PLANS = {
     "tp 4": plan(one([0, 1, 2, 3], 4)),
     "tp 2 beside tp 2, uneven": plan(one([0, 1], 2, 9, 4), one([2, 3], 2, 3, 2)),
     "tp 2 beside two alone, uneven": plan(one([1, 3], 2, 7, 3), one([0], 1, 4, 2), one([2], 1, 1, 1)),
-    "tp 2 and two parts of the data": plan(one([0, 1, 2, 3], 2, rank_shares=[4, 1]), zero=0),
-    "tp 2, zero 1": plan(one([0, 1, 2, 3], 2, rank_shares=[3, 2]), zero=1),
+    "tp 2 and two parts of the data": plan(one([0, 1, 2, 3], 2, rank_shares=[4, 2]), zero=0),
+    "tp 2, zero 1": plan(one([0, 1, 2, 3], 2, rank_shares=[4, 2]), zero=1),
     "tp 2, zero 2": plan(one([0, 1, 2, 3], 2), zero=2),
     "tp 2, zero 3": plan(one([3, 1, 2, 0], 2), zero=3),
     "tp 2 in two stages": plan(
@@ -58,6 +58,9 @@ PLANS = {
          "stages": [([0, 1], [[0, 1], [3, 5]], {"tp": 2}), ([2, 3], [[1, 3], [5, 8]], {"tp": 2})]}
     ),
 }  # fmt: skip
+
+
+SINGLE = ("tp 4", "tp 2 beside two alone, uneven", "tp 2 in two stages")
 
 
 def slices(trainer: Any) -> tuple[dict, dict]:
@@ -85,8 +88,10 @@ def reference(dtype: str, inner: float = 0.0) -> dict:
     return whole(found)[0][1]
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*(("fp64", name) for name in PLANS), *(("fp32", name) for name in PLANS if name in SINGLE)],
+)
 def test_gradients_are_those_of_one_process(dtype: str, name: str) -> None:
     found = whole(rehearse(gpt(DTYPES[dtype]), PLANS[name], steps=1, after=slices, ranks=range(4)))
     assert set(found[0][1]) == set(reference(dtype))
@@ -118,9 +123,9 @@ def alone(steps: int, clip: float | None = None) -> tuple[list[float], dict]:
 def test_live_changes_keep_losses_and_parameters(change: str) -> None:
     plans = {**PLANS, "alone": ALONE}
     names = CHANGES[change]
-    changes = {1 + 3 * number: plans[name] for number, name in enumerate(names[1:])}
-    found = rehearse(gpt(torch.float64), plans[names[0]], steps=14, changes=changes, after=parts, ranks=range(4))
-    losses, last = alone(14)
+    changes = {1 + 2 * number: plans[name] for number, name in enumerate(names[1:])}
+    found = rehearse(gpt(torch.float64), plans[names[0]], steps=9, changes=changes, after=parts, ranks=range(4))
+    losses, last = alone(9)
     assert max(abs(a - b) / b for a, b in zip(found[0][0], losses, strict=True)) <= 1e-9
     assert worst_error(whole(found), last) <= 1e-9
 
@@ -164,13 +169,13 @@ def test_the_norm_counts_every_slice_once() -> None:
     assert abs(alone(5)[0][-1] - losses[-1]) > 1e-6, "the limit must bind, or the test says nothing"
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp 2, zero 1", "tp 4"), ("tp 4", "alone"), ("alone", "tp 2")])
+@pytest.mark.parametrize(("before", "after"), [("tp 2, zero 1", "tp 4"), ("tp 4", "alone"), ("alone", "tp 2 in two stages")])
 def test_a_checkpoint_is_gone_on_from_at_another_degree(before: str, after: str, tmp_path: Path) -> None:
     plans = {**PLANS, "alone": ALONE}
     more = {"options": Options(checkpoint_every=3), "checkpoints": tmp_path, "ranks": range(4)}
-    rehearse(gpt(torch.float64), plans[before], steps=4, **more)
-    second = rehearse(gpt(torch.float64), plans[after], steps=4, after=parts, resume=True, **more)
-    losses, last = alone(7)
+    rehearse(gpt(torch.float64), plans[before], steps=3, **more)
+    second = rehearse(gpt(torch.float64), plans[after], steps=2, after=parts, resume=True, **more)
+    losses, last = alone(5)
     assert second[0][0] == pytest.approx(losses[3:], rel=1e-12)
     assert worst_error(whole(second), last) <= 1e-9
     saved = load(tmp_path, 3)
