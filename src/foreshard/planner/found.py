@@ -22,6 +22,7 @@ class Found:
     bound : no row has a smaller score, by the analytical engine
     floor_s : no step takes less by any engine: computation alone, spread evenly over the stages
     interrupted : rows are left that might be better
+    stopped : the user ended the search
     least_step_s : of the plans timed
     least_peak : the row that needs least memory, of those priced
     """
@@ -35,6 +36,7 @@ class Found:
     evaluated: int = 0
     pruned: int = 0
     interrupted: bool = False
+    stopped: bool = False
     floor_s: float = 0.0
     least_step_s: float = np.inf
     least_peak_bytes: float = np.inf
@@ -76,6 +78,7 @@ class Found:
         self.evaluated += other.evaluated
         self.pruned += other.pruned
         self.interrupted |= other.interrupted
+        self.stopped |= other.stopped
         self.least_step_s = min(self.least_step_s, other.least_step_s)
         if other.least_peak_bytes < self.least_peak_bytes:
             self.least_peak_bytes, self.least_peak = other.least_peak_bytes, other.least_peak

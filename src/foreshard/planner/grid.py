@@ -108,7 +108,7 @@ def walk(
             _search_cells(request, cells.table.take(slice(start, stop)), found)
             start, batch = stop, min(4 * batch, _MOST_CELLS)
     except KeyboardInterrupt:
-        found.interrupted = True
+        found.interrupted = found.stopped = True
     best = min([*found.score[:1], found.beat])
     if start < len(cells.bound) and not found.excludes(cells.bound[start]):
         found.interrupted = True

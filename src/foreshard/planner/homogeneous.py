@@ -41,6 +41,10 @@ class _Searched:
     def interrupted(self) -> bool:
         return bool(self.left) or any(found.interrupted for found in self.found)
 
+    @property
+    def stopped(self) -> bool:
+        return any(found.stopped for found in self.found)
+
 
 def search_homogeneous(request: Request, *, explain: bool = True) -> PlanResult:
     """Return the best plans on equal nodes, proven best by the analytical engine unless time runs out.
@@ -60,6 +64,7 @@ def search_homogeneous(request: Request, *, explain: bool = True) -> PlanResult:
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
     if not plans:
         pairs = list(zip(searched.parts, searched.found, strict=True))
+        explain = explain and not searched.stopped
         error = infeasible(request, pairs, exhaustive=not searched.interrupted, explain=explain)
     ladder = _ladder(request, searched, plans)
     best = plans[0].prediction.step_time_s if plans else 0.0
@@ -76,6 +81,7 @@ def search_homogeneous(request: Request, *, explain: bool = True) -> PlanResult:
         space=_space(request, searched, plans),
         ladder=ladder,
         interrupted=searched.interrupted,
+        stopped=searched.stopped,
         infeasible=error,
         notes=tuple(_notes(request, searched, plans)),
         front=front_of(predictions, request.limits),
@@ -95,6 +101,13 @@ def grid_request(request: Request, cluster: Cluster, *, objective: str | None = 
         global_batch=request.global_batch, seq_len=request.seq_len, precision=request.precision,
         optimizer=request.optimizer, comm=request.comm, objective=objective, max_step_s=most,
     )  # fmt: skip
+
+
+def least_step_s(request: Request) -> float:
+    """Return seconds that no step takes fewer of, on any number of the devices: computation alone."""
+    whole = request.cluster.num_devices
+    floor = device_seconds_floor(grid_request(request, request.cluster))
+    return floor / min(request.max_devices or whole, whole)
 
 
 def _search(request: Request, deadline: float) -> _Searched:
@@ -119,6 +132,7 @@ def _search(request: Request, deadline: float) -> _Searched:
             if not any(len(found.score) for found in searched.found):
                 raise
             searched.left.update({left: (floor or 0.0) / left for left in sizes[i:]})
+            searched.found[-1].stopped = True
             break
     return searched
 
@@ -129,7 +143,8 @@ def _search_size(request: Request, searched: _Searched, size: int, deadline: flo
     patience_s = 0.0 if any(len(found.score) for found in searched.found) else _PATIENCE_S
     options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
     found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
-    if not len(found.score) and grid.max_step_s < np.inf and found.least_step_s < np.inf:
+    nothing = not len(found.score) and not found.stopped
+    if nothing and grid.max_step_s < np.inf and found.least_step_s < np.inf:
         # Nothing keeps the limits; the fastest plan says how far away they are.
         found = search_rows(grid_request(request, part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
     searched.parts.append(part)
@@ -164,7 +179,7 @@ def _predictions(request: Request, searched: _Searched, deadline: float) -> list
     framework = load_framework(request.framework.label) if request.comm else request.framework
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):
-            if made and i >= request.top and time.perf_counter() >= deadline:
+            if made and i >= request.top and (searched.stopped or time.perf_counter() >= deadline):
                 break
             plan = table.plan(
                 0, request.model, seq_len=request.seq_len, framework=request.framework.label,

@@ -80,23 +80,29 @@ def _fits(request: Request, cluster: Cluster | None = None) -> bool:
     """Return whether a search finds any plan within a moment."""
     grid = _grid(request, cluster or request.cluster)
     found = search_rows(grid, keep=1, deadline=time.perf_counter(), patience_s=_ONE_S)
+    if found.stopped:
+        raise KeyboardInterrupt
     return len(found.score) > 0
 
 
-def _changes(request: Request) -> str:
-    """Return the nearest change of each kind that fits."""
+def _changes(request: Request) -> str | None:
+    """Return the nearest change of each kind that fits, as far as the user waits for it."""
     stop = time.perf_counter() + _ALL_S
     kinds: tuple[Callable[[Request], Iterator[tuple[str, Request]]], ...] = (
         _batches, _devices, _frameworks, _optimizers, _sequences,
     )  # fmt: skip
-    found = []
-    for kind in kinds:
-        for text, changed in kind(request):
-            if time.perf_counter() > stop:
-                break
-            if _fits(changed):
-                found.append(text)
-                break
+    found: list[str] = []
+    try:
+        for kind in kinds:
+            for text, changed in kind(request):
+                if time.perf_counter() > stop:
+                    break
+                if _fits(changed):
+                    found.append(text)
+                    break
+    except KeyboardInterrupt:
+        if not found:
+            return None
     if not found:
         return "Use devices with more memory: no change of devices, framework or sequence tried here fits"
     return f"It fits with {', or '.join(found)}"

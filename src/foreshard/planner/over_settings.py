@@ -25,6 +25,12 @@ class _Searched:
     results: list[tuple[Setting, PlanResult]] = field(default_factory=list)
     missing: list[Setting] = field(default_factory=list)
 
+    @property
+    def open(self) -> list[Setting]:
+        """Return the settings that may hold plans nobody has seen."""
+        short = [setting for setting, result in self.results if result.interrupted and not result.plans]
+        return [*short, *self.missing]
+
 
 def search_settings(
     request: Request,
@@ -32,6 +38,7 @@ def search_settings(
     search: Callable[[Request], PlanResult],
     *,
     executor: str = "local",
+    least_step_s: Callable[[Request], float] | None = None,
 ) -> PlanResult:
     """Return the best plans over all settings.
 
@@ -45,6 +52,9 @@ def search_settings(
         What searches under one setting.
     executor : str
         'local', or as :mod:`foreshard.planner.sweep` takes it.
+    least_step_s : callable, optional
+        What no step under a setting falls below, for those that time left no plan for; without it the bound
+        does not speak of them.
     """
     started = time.perf_counter()
     if executor != "local":
@@ -55,7 +65,7 @@ def search_settings(
         searched = _one_by_one(request, chosen, search, started)
     if len(chosen) == 1:
         return searched.results[0][1]
-    return _joined(request, searched, time.perf_counter() - started)
+    return _joined(request, searched, least_step_s, started)
 
 
 def _one_by_one(
@@ -72,7 +82,7 @@ def _one_by_one(
             part_s = max(left_s, 1e-3) / (len(chosen) - i)
             result = _stated(request, search(replace(setting.of(request), budget_s=part_s)), setting)
             searched.results.append((setting, result))
-            if result.interrupted and result.wall_s < part_s:  # Ctrl-C
+            if result.stopped or (result.interrupted and result.wall_s < part_s):
                 searched.missing += chosen[i + 1 :]
                 break
     except KeyboardInterrupt:
@@ -127,16 +137,21 @@ def _with_switches(request: Request, one: Ranked, setting: Setting) -> Ranked:
     return replace(one, plan=plan, prediction=prediction)
 
 
-def _joined(request: Request, searched: _Searched, wall_s: float) -> PlanResult:
+def _joined(
+    request: Request, searched: _Searched, least_step_s: Callable[[Request], float] | None, started: float
+) -> PlanResult:
     results = [result for _, result in searched.results]
     with_plans = [result for result in results if result.plans]
     everything = _distinct(request, [one.prediction for result in results for one in result.plans])
     plans, error = ranked(everything, request.objectives, request.limits, request.top)
     if not plans:
-        return _nothing(results, searched, wall_s)
+        return _nothing(results, searched, time.perf_counter() - started)
     ours = next(r for r in with_plans if any(one.prediction is plans[0].prediction for one in r.plans))
     best = plans[0].prediction.step_time_s
     ladder = _ladder(request, with_plans, len(plans[0].plan.ranks))
+    if least_step_s and searched.open:
+        least = min(least_step_s(one.of(request)) for one in _of_each_precision(searched.open))
+        ladder = {name: min(value, least) for name, value in ladder.items()}
     bound = min(max(ladder.values(), default=0.0), best)
     bound = best if bound > best * (1.0 - _TIE) else bound
     return PlanResult(
@@ -146,12 +161,17 @@ def _joined(request: Request, searched: _Searched, wall_s: float) -> PlanResult:
         binding=plans[0].prediction.bottleneck,
         evaluated=sum(result.evaluated for result in results),
         pruned=sum(result.pruned for result in results),
-        wall_s=wall_s,
+        wall_s=time.perf_counter() - started,
         space=f"{ours.space}; {_words(searched)}",
         ladder=ladder,
         interrupted=bool(searched.missing) or any(result.interrupted for result in results),
+        stopped=any(result.stopped for result in results),
         infeasible=error,
-        notes=(*ours.notes, *_other_precisions(request, searched, plans[0]), *_notes(searched)),
+        notes=(
+            *ours.notes,
+            *_other_precisions(request, searched, plans[0]),
+            *_notes(searched, known=least_step_s is not None),
+        ),
         front=front_of([one.prediction for result in results for one in result.front], request.limits),
     )
 
@@ -220,7 +240,14 @@ def _other_precisions(request: Request, searched: _Searched, best: Ranked) -> It
             yield f"{best.plan.precision} was chosen; the best plan in {name} takes {more:+.1%} time"
 
 
-def _notes(searched: _Searched) -> list[str]:
-    short = [setting for setting, result in searched.results if result.interrupted and not result.plans]
-    left = [str(setting) for setting in (*short, *searched.missing)]
-    return [f"Time left no plan for {'; '.join(left)}: the bound does not speak of them"] if left else []
+def _of_each_precision(open_: Sequence[Setting]) -> list[Setting]:
+    """Return one setting of each precision: what is hidden does not change the computation."""
+    return list({one.precision: one for one in open_}.values())
+
+
+def _notes(searched: _Searched, *, known: bool) -> list[str]:
+    if not searched.open:
+        return []
+    left = "; ".join(map(str, searched.open))
+    of_them = "counts their computation alone" if known else "does not speak of them"
+    return [f"Time left no plan for {left}: the bound {of_them}"]

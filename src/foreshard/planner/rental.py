@@ -207,7 +207,7 @@ def _search_one_by_one(parts: Sequence[_Part], search: _Search, deadline: float)
             raise
     for part in parts[ended:]:
         search.interrupted = True
-        search.left_out[part.name] = "not searched within the budget"
+        search.left_out[part.name] = "not searched before the end"
 
 
 def _search_in_tasks(parts: Sequence[_Part], search: _Search, budget_s: float) -> None:
@@ -258,7 +258,7 @@ def _add(part: _Part, result: PlanResult | str, search: _Search) -> None:
     search.found += [(part.name, one) for one in (*result.plans, *result.front)]
     if result.interrupted:
         search.interrupted = True
-        search.stopped = result.wall_s < part.request.budget_s
+        search.stopped = result.stopped
         search.left_out[part.name] = "not all numbers of nodes were searched within the budget"
     elif not result.plans:
         search.left_out[part.name] = "no plan fits its memory"

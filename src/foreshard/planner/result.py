@@ -44,6 +44,9 @@ class PlanResult:
     ladder : dict of str to float
         Bounds from the simplest to the tightest, seconds.
     interrupted : bool
+        Something was left out that may be better.
+    stopped : bool
+        The user ended the search.
     infeasible : InfeasibleError or LimitError, optional
         Why there is no plan, or none within the limits.
     notes : tuple of str
@@ -62,6 +65,7 @@ class PlanResult:
     space: str = ""
     ladder: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    stopped: bool = False
     infeasible: InfeasibleError | LimitError | None = None
     notes: tuple[str, ...] = ()
     front: tuple[Ranked, ...] = ()

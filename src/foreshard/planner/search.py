@@ -49,21 +49,24 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     _precision_known(replace(request, precision=precisions[0]))
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
     mixed = len(cluster.nodes) > 1  # equal nodes cut their own grid into tasks
-    search, executor = _search_of(request), request.executor if mixed else "local"
-    result = search_settings(request, chosen, search, executor=executor)
+    executor = request.executor if mixed else "local"
+    search, least_step_s = _search_of(request)
+    result = search_settings(request, chosen, search, executor=executor, least_step_s=least_step_s)
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
     return replace(result, notes=(*result.notes, *notes))
 
 
-def _search_of(request: Request) -> Callable[[Request], PlanResult]:
-    """Return what searches this kind of cluster."""
+def _search_of(
+    request: Request,
+) -> tuple[Callable[[Request], PlanResult], Callable[[Request], float] | None]:
+    """Return what searches this kind of cluster, and what bounds it without a search."""
     if len(request.cluster.nodes) == 1:
-        from foreshard.planner.homogeneous import search_homogeneous
+        from foreshard.planner.homogeneous import least_step_s, search_homogeneous
 
-        return search_homogeneous
+        return search_homogeneous, least_step_s
     from foreshard.planner.mixed import search_mixed
 
-    return search_mixed
+    return search_mixed, None
 
 
 def _precision_known(request: Request) -> None:

@@ -88,7 +88,7 @@ def _gather(ray: Any, pending: list[Any], rest: Cells, found: Found, bound: floa
     except KeyboardInterrupt:
         for one in pending:
             ray.cancel(one, force=True)
-        found.interrupted = True
+        found.interrupted = found.stopped = True
         bound = min(bound, float(rest.bound[0]))
     return bound
 

@@ -276,7 +276,8 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
         notes.append(f"Bounds, the simplest first: {steps}.")
     notes += [one if one.endswith(".") else f"{one}." for one in result.notes]
     if pressed:
-        notes.append("Interrupted: the best plan so far; the bound holds for all plans.")
+        so_far = "the best plan so far; the bound holds for all it speaks of"
+        notes.append(f"Interrupted: {so_far}." if result.plans else "Interrupted before a plan was found.")
     elif result.interrupted and result.plans:
         notes.append("The budget ended the search before the gap closed; --budget-s gives it more.")
     return tuple(notes)

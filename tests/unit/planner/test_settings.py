@@ -14,6 +14,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.catalog.training import training_constants
 from foreshard.errors import SpecError
 from foreshard.planner.grid_space import experts_overlap
+from foreshard.planner.homogeneous import least_step_s, search_homogeneous
 from foreshard.planner.over_settings import search_settings
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
@@ -174,6 +175,11 @@ def test_time_that_is_over_leaves_settings_by_name():
     assert found.interrupted
     assert found.notes[-1] == "Time left no plan for fp8: the bound does not speak of them"
     assert found.space.endswith("in bf16")
+    bounded = search_settings(request, chosen, search, least_step_s=least_step_s)
+    best = plan(request.model, request.cluster, global_batch=64, seq_len=2048, precision="fp8")
+    assert bounded.lower_bound_step_time_s <= best.plans[0].prediction.step_time_s
+    assert bounded.lower_bound_step_time_s < found.lower_bound_step_time_s
+    assert bounded.notes[-1] == "Time left no plan for fp8: the bound counts their computation alone"
 
 
 def test_an_interrupt_keeps_what_other_settings_found():
@@ -197,3 +203,51 @@ def test_what_no_setting_fits_says_why():
     )  # fmt: skip
     assert not found.plans
     assert found.infeasible is not None and found.infeasible.exit_code == 3
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_an_interrupt_ends_the_search_at_once(monkeypatch, at):
+    from foreshard.planner import grid
+
+    calls, priced = [], grid._search_cells
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        priced(*arguments)
+
+    monkeypatch.setattr(grid, "_search_cells", interrupted)
+    found = search_homogeneous(_asked())
+    assert found.stopped and found.interrupted and found.plans
+    assert len(calls) == at
+
+
+def test_an_interrupt_before_any_plan_looks_for_no_change_that_fits(monkeypatch):
+    from foreshard.planner import grid
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid, "_search_cells", interrupted)
+    found = search_homogeneous(_asked())
+    assert found.stopped and not found.plans
+    assert found.infeasible is not None and found.infeasible.fix is None
+
+
+def test_an_interrupt_keeps_the_changes_that_were_found_to_fit(monkeypatch):
+    from foreshard.planner import nearest_change
+
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return len(calls) == 3
+
+    monkeypatch.setattr(nearest_change, "_fits", interrupted)
+    request = replace(_asked(), model=load_model("llama3.1-405b"))
+    found = search_homogeneous(request)
+    assert found.infeasible is not None and found.infeasible.fix.startswith("It fits with ")
+    assert len(calls) == 4
