@@ -61,7 +61,21 @@ class Kinds:
     hop_extra: np.ndarray | None = None
 
 
-def front(kinds: Kinds, counts: Sequence[int], *, grain: float = 0.0) -> tuple[Cut, ...]:
+@dataclass(slots=True)
+class Effort:
+    """Counts tables of all cuts between two stages: what a search takes its time for, but no clock."""
+
+    done: int = 0
+
+
+def front(
+    kinds: Kinds,
+    counts: Sequence[int],
+    *,
+    grain: float = 0.0,
+    least_rounds: float = 1.0,
+    effort: Effort | None = None,
+) -> tuple[Cut, ...]:
     """Return the front of fill and slowest stage, least fill first; empty where nothing fits.
 
     Parameters
@@ -71,6 +85,10 @@ def front(kinds: Kinds, counts: Sequence[int], *, grain: float = 0.0) -> tuple[C
         Workers of each kind; all are used.
     grain : float
         Points closer than this part in the slowest stage are left out; 0 finds all.
+    least_rounds : float
+        Points that are best only for fewer micro-batches than these are left out, but for the first.
+    effort : Effort, optional
+        Counts what is done.
 
     Notes
     -----
@@ -81,10 +99,10 @@ def front(kinds: Kinds, counts: Sequence[int], *, grain: float = 0.0) -> tuple[C
     """
     counts = tuple(counts)
     if _num_steps(counts) * kinds.seconds.shape[1] ** 2 <= _MOST_STEPS:
-        return _thinned(_sweep(_Search(kinds, counts, None), grain), kinds)
+        return _thinned(_sweep(_Search(kinds, counts, None, effort), grain, least_rounds), kinds)
     found: list[Cut] = []
     for order in _likely_orders(kinds, counts):
-        found += _sweep(_Search(kinds, counts, order), grain)
+        found += _sweep(_Search(kinds, counts, order, effort), grain, least_rounds)
     return _thinned(found, kinds)
 
 
@@ -110,13 +128,27 @@ def _likely_orders(kinds: Kinds, counts: Sequence[int]) -> Iterable[tuple[int, .
     return dict.fromkeys(tuple(kind for kind in order for _ in range(counts[kind])) for order in orders)
 
 
-def _sweep(search: _Search, grain: float) -> list[Cut]:
+def _sweep(search: _Search, grain: float, least_rounds: float) -> list[Cut]:
     found: list[Cut] = []
-    limit = np.inf
+    limit, step = np.inf, 1.0 - max(grain, 1e-12)
     while (cut := search.least_fill(limit)) is not None:
         found.append(cut)
-        limit = cut.slowest_s * (1.0 - max(grain, 1e-12))
+        limit = cut.slowest_s * step
+        if len(found) == 1 and least_rounds > 1.0:
+            limit = min(limit, _worth_seeing(search, cut, least_rounds))
     return found
+
+
+def _worth_seeing(search: _Search, first: Cut, least_rounds: float) -> float:
+    """Return the slowest stage above which no cuts are best for so many micro-batches.
+
+    A slower one than the least possible has to pay for its (n - 1) rounds by what it saves in the fill.
+    """
+    slowest = search.least_slowest()
+    last = search.least_fill(slowest * (1.0 + 1e-12))
+    assert last is not None
+    saved = search.weighed_of(last) - search.weighed_of(first)
+    return slowest * (1.0 + 1e-12) + max(saved, 0.0) / (least_rounds - 1.0)
 
 
 def _thinned(found: Sequence[Cut], kinds: Kinds) -> tuple[Cut, ...]:
@@ -133,7 +165,14 @@ def _thinned(found: Sequence[Cut], kinds: Kinds) -> tuple[Cut, ...]:
 class _Search:
     """Shortest paths over (workers used by kind, kind of the last, layers done)."""
 
-    def __init__(self, kinds: Kinds, counts: tuple[int, ...], order: tuple[int, ...] | None):
+    def __init__(
+        self,
+        kinds: Kinds,
+        counts: tuple[int, ...],
+        order: tuple[int, ...] | None,
+        effort: Effort | None,
+    ):
+        self.effort = effort or Effort()
         self.kinds, self.counts, self.order = kinds, counts, order
         self.total = sum(counts)
         self._stage: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -153,8 +192,32 @@ class _Search:
         last = min(level, key=lambda key: (level[key][-1], key))
         return self._cut(last, came) if np.isfinite(level[last][-1]) else None
 
+    def least_slowest(self) -> float:
+        """Return the slowest stage of the cuts in which it is fastest; some cuts have to fit."""
+        zero = (0,) * len(self.counts)
+        start = np.full(self.kinds.seconds.shape[1], np.inf)
+        start[0] = 0.0
+        level = {(zero, -1): start}
+        for done in range(self.total):
+            level, _ = self._advance(level, done, np.inf, widest=True)
+        return min(float(reached[-1]) for reached in level.values())
+
+    def weighed_of(self, cut: Cut) -> float:
+        """Return what the sum of the stages of some cuts weighs."""
+        total, before = 0.0, -1
+        for depth, kind in enumerate(cut.order):
+            _, weighed = self._stage_of(before, kind, self.total - depth)
+            total += float(weighed[cut.cuts[depth], cut.cuts[depth + 1]])
+            before = kind
+        return total
+
     def _advance(
-        self, level: dict[tuple[tuple[int, ...], int], np.ndarray], done: int, limit: float
+        self,
+        level: dict[tuple[tuple[int, ...], int], np.ndarray],
+        done: int,
+        limit: float,
+        *,
+        widest: bool = False,
     ) -> tuple[
         dict[tuple[tuple[int, ...], int], np.ndarray],
         dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]],
@@ -164,8 +227,14 @@ class _Search:
             for kind in self._next(used, done):
                 after = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
                 seconds, weighed = self._stage_of(last, kind, self.total - done)
-                cost = np.where(seconds <= limit, weighed, np.inf)
-                options.setdefault((after, kind), []).append((reached[:, None] + cost, last))
+                if widest:
+                    way = np.maximum(reached[:, None], seconds)
+                elif limit < np.inf:
+                    way = reached[:, None] + np.where(seconds <= limit, weighed, np.inf)
+                else:
+                    way = reached[:, None] + weighed
+                options.setdefault((after, kind), []).append((way, last))
+                self.effort.done += 1
         level, back = {}, {}
         for key, ways in options.items():
             starts = np.array([way.argmin(0) for way, _ in ways])

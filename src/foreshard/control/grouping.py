@@ -38,6 +38,8 @@ _EXHAUSTIVE = 220
 """Structures up to which all are compared."""
 _STARTS = 2
 _SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 12
+_WARM_EFFORT, _NO_END = 70, 10**12
+"""Tables of cuts that a warm search makes, but for the first structure: a bound on what a slot takes."""
 _BETTER = 1.0 - 1e-12
 _VISITS = 3
 """Slots of a state in which built structures are looked at; later ones only walk."""
@@ -209,6 +211,7 @@ class _Search:
         self.curve = curve if curve is not None and curve.budgets else None
         self.landscape, self.weights, self.library = landscape, weights, landscape.library
         self.running, self.change_weight, self.left = running, change_weight, most_looks
+        self.until = landscape.memo.effort.done + (_WARM_EFFORT if most_looks == _WARM_LOOKS else _NO_END)
         self.found: dict[int, _Look] = {}
         self.level = self._level()
 
@@ -316,7 +319,7 @@ class _Search:
             return None
         key = (self.landscape.signature(groups), self.level)
         if key not in self.library.known:
-            if self.left <= 0:
+            if self.left <= 0 or (self.found and self.landscape.memo.effort.done >= self.until):
                 return None
             self.left -= 1
             self.library.known[key] = None
@@ -473,13 +476,7 @@ class _Search:
         for place, (_, look) in enumerate(ranked):
             if look.worth >= best_worth or (place >= _FINALISTS and best is not None):
                 break
-            shares = _ints(_whole(landscape, look.layout, weights))
-            choice = _without_idle(
-                evaluate(
-                    landscape.chain, landscape.state, look.layout.structure, shares,
-                    micro_batch=landscape.micro_batch,
-                )
-            )  # fmt: skip
+            choice = _chosen(landscape, look.layout, weights)
             worth = worth_of(choice, weights.time, cost_weights, budgets, self.curve)
             if self.running is not None and self.change_weight > 0.0:
                 moved = move(landscape.chain, landscape.state, self.running, choice.structure).time_s
@@ -488,6 +485,22 @@ class _Search:
                 best, best_worth = choice, worth
         assert best is not None
         return best
+
+
+def _chosen(landscape: Landscape, layout: Layout, weights: Weights) -> Choice:
+    """Return a structure in whole micro-batches; where samples weigh nothing they are always the same."""
+    free = layout.sample_weight(weights) is None and layout.time_weight(weights) > 0.0
+    found = landscape.chosen.get(layout.structure) if free else None
+    if found is None:
+        shares = _ints(_whole(landscape, layout, weights))
+        found = _without_idle(
+            evaluate(
+                landscape.chain, landscape.state, layout.structure, shares, micro_batch=landscape.micro_batch
+            )
+        )
+        if free:
+            landscape.chosen[layout.structure] = found
+    return found
 
 
 def _without_idle(choice: Choice) -> Choice:
@@ -523,9 +536,11 @@ def all_structures(landscape: Landscape) -> list[Groups] | None:
             counts[landscape.kind[worker]] = counts.get(landscape.kind[worker], 0) + 1
         kinds = sorted(counts)
         pools = {kind: [w for w in landscape.alive if landscape.kind[w] == kind] for kind in kinds}
-        found = list(
-            itertools.islice(_mixes(landscape, kinds, tuple(counts[k] for k in kinds)), _EXHAUSTIVE + 1)
-        )
+        key = (landscape.max_stages, tuple(counts[k] for k in kinds))
+        if key not in landscape.memo.mixes:
+            mixes = _mixes(landscape, kinds, key[1])
+            landscape.memo.mixes[key] = list(itertools.islice(mixes, _EXHAUSTIVE + 1))
+        found = landscape.memo.mixes[key]
         complete = len(found) <= _EXHAUSTIVE
         landscape.everything = [_named(mix, kinds, pools) for mix in found] if complete else []
     return landscape.everything or None

@@ -21,6 +21,8 @@ _LEVEL = 16.0
 """Prices of messages are rounded to powers of this when cuts are searched."""
 _FEW, _GRAIN = 12, 0.02
 """In longer chains than this, slowest stages closer than the grain are one point of the front."""
+_LEAST_ROUNDS = 4.0
+"""In longer chains points are left out that are best only for fewer micro-batches."""
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -182,6 +184,8 @@ class Memo:
     links: dict[bytes, list[int]] = field(default_factory=dict)
     landscapes: OrderedDict[object, Landscape] = field(default_factory=OrderedDict)
     recent: OrderedDict[Groups, None] = field(default_factory=OrderedDict)
+    mixes: dict[object, list[tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    effort: cuts.Effort = field(default_factory=cuts.Effort)
     chain: Chain | None = None
 
     def landscape(
@@ -196,7 +200,7 @@ class Memo:
     ) -> Landscape:
         """Return the landscape of a state, the one of an earlier call where there was one."""
         if self.chain is not chain:
-            for known in (self.fronts, self.links, self.landscapes, self.recent):
+            for known in (self.fronts, self.links, self.landscapes, self.recent, self.mixes):
                 known.clear()
             self.chain = chain
         key = (state.key(), batch, micro_batch, max_stages, apart)
@@ -234,6 +238,7 @@ class Landscape:
         self.visits = 0
         self.explored: set[tuple[int, int]] = set()
         self.library = Library(chain.num_workers, batch)
+        self.chosen: dict[Structure, slots.Choice] = {}
         self._layouts: dict[object, Layout] = {}
         self._units: dict[object, Unit] = {}
         self._front: dict[object, tuple[cuts.Cut, ...]] = {}
@@ -273,8 +278,10 @@ class Landscape:
         if key not in self.memo.fronts:
             table = self._stage_kinds(first, second, level)
             self.memo.fronts[key] = cuts.front(
-                table, counts, grain=_GRAIN if chain.num_layers > _FEW else 0.0
-            )
+                table, counts, grain=_GRAIN if chain.num_layers > _FEW else 0.0,
+                least_rounds=_LEAST_ROUNDS if chain.num_layers > _FEW else 1.0,
+                effort=self.memo.effort,
+            )  # fmt: skip
         return self.memo.fronts[key]
 
     def _by_kind(self, group: Sequence[int]) -> dict[int, list[int]]:

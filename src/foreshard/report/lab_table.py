@@ -11,7 +11,7 @@ from foreshard.report.screen import Box, Screen, table
 
 
 def lab_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Screen:
-    """Return what `foreshard simulate LAB.toml` shows: policies that keep the budgets first, fastest first."""
+    """Return what `foreshard simulate LAB.toml` shows: those that keep the budgets first, fastest first."""
     steps = max(one["steps"] for one in policies.values())
     rows = sorted(
         (one["violation"] > KEPT, one["mean_step_time_s"], policy, one) for policy, one in policies.items()
