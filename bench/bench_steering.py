@@ -29,7 +29,7 @@ from foreshard.runtime.outcome import kept_steps
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")
 LAB = str(ROOT / "examples" / "labs" / "restless4.toml")
-SETTINGS = {"GPT_DTYPE": "float64", "GPT_WIDTH": "64", "OMP_NUM_THREADS": "1"}
+SETTINGS = {"GPT_DTYPE": "float64", "GPT_WIDTH": "64", "GPT_BLOCKS": "4", "OMP_NUM_THREADS": "1"}
 FREE = (
     ("lyapunov", "plan", "lyapunov"), ("greedy", "plan", "greedy"), ("lb-bsp", "plan", "lb-bsp"),
     ("planned, stays", "plan", "static"), ("even shares", "even", "static"),
