@@ -14,6 +14,7 @@ class Offers:
     """Choices of one framework.
 
     zero : levels of sharding; 3 is FSDP where the framework calls it so
+    in_groups : levels that can shard over a part of the replicas and copy over the others
     schedules : of the pipelines it runs, empty without pipelines
     overlaps : communication options it has a switch for
     degrees : kinds of parallelism besides data parallelism
@@ -24,6 +25,7 @@ class Offers:
     """
 
     zero: tuple[int, ...]
+    in_groups: tuple[int, ...] = (1, 3)
     schedules: tuple[str, ...] = ()
     overlaps: tuple[str, ...] = ()
     degrees: tuple[str, ...] = ()
@@ -60,7 +62,8 @@ _EARLY_MEGATRON = Offers(
     degrees=("tp", "pp", "vpp"),
     recompute=_MEGATRON_RULES,
 )
-_FSDP1 = Offers(zero=(2, 3), overlaps=("param_gather_overlap",))  # SHARD_GRAD_OP and FULL_SHARD
+# SHARD_GRAD_OP and FULL_SHARD, and the hybrid form of each.
+_FSDP1 = Offers(zero=(2, 3), in_groups=(2, 3), overlaps=("param_gather_overlap",))
 _OFFERS = {
     "megatron-core": _MEGATRON,
     "megatron-bridge": _MEGATRON,
@@ -71,15 +74,21 @@ _OFFERS = {
     "megatron-deepspeed": Offers(
         zero=(0, 1), schedules=("1f1b",), degrees=("tp", "pp"), recompute=("none", "full")
     ),
-    # runtime/zero/config.py stages, overlap_comm, offload_optimizer; runtime/pipe: 1F1B, not ZeRO-2 or 3.
+    # runtime/zero/config.py stages, overlap_comm, offload_optimizer; runtime/pipe: 1F1B, not ZeRO-2 or 3;
+    # shards over a part of the replicas (MiCS) were removed in 0.19.8.
     "deepspeed": Offers(
-        zero=(0, 1, 2, 3), overlaps=("grad_overlap",), degrees=("cp", "ep"), offload=("none", "optimizer")
+        zero=(0, 1, 2, 3),
+        in_groups=(),
+        overlaps=("grad_overlap",),
+        degrees=("cp", "ep"),
+        offload=("none", "optimizer"),
     ),
     "composer": _FSDP1,
-    "fms-fsdp": Offers(zero=(2, 3), recompute=("none", "full", "every")),
+    "fms-fsdp": Offers(zero=(2, 3), in_groups=(2, 3), recompute=("none", "full", "every")),
     # torchtitan job_config.py: reshard_after_forward (2 or 3), async tensor parallelism, float8 linear.
     "torchtitan": Offers(
         zero=(2, 3),
+        in_groups=(2, 3),
         schedules=("gpipe", "1f1b", "interleaved"),
         overlaps=("tp_overlap", "context_gather"),
         degrees=_ALL,

@@ -208,7 +208,7 @@ def _choices(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) 
     offloads = [OFFLOADS.index(name) for name in offers.offload]
     found = []
     for zero in offers.levels(2 if pipeline else 1):
-        parts = [int(d) for d in divisors(replicas)[1:-1]] if zero in (1, 3) else []
+        parts = [int(d) for d in divisors(replicas)[1:-1]] if zero in offers.in_groups else []
         for shard in (0, *parts):
             found += [(zero, shard, s, o) for s in schedules for o in offloads]
     columns = np.array(found, dtype=np.int64).reshape(-1, 4).T

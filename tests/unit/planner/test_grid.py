@@ -76,7 +76,7 @@ def _rows(request):
             for schedule, sp, rule, zero in product(
                 names if vpp == 1 else ["interleaved"], (0, 1) if tp > 1 else (0,), rules, offers.levels(pp)
             ):
-                groups = _divide(dp * cp)[1:-1] if zero in (1, 3) else []
+                groups = _divide(dp * cp)[1:-1] if zero in offers.in_groups else []
                 for shard, offload in product([0, *groups], offers.offload):
                     yield (
                         dp, tp, pp, cp, ep, etp, vpp, micro_batch, rounds, zero, shard, sp, rule,
