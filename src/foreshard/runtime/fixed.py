@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,15 @@ class Generation:
         All that are there, also those the plan leaves idle.
     resume : bool
         Whether to go on from the latest checkpoint.
+    pids : dict of rank
+        Their processes, where a supervisor knows them.
     """
 
     number: int
     plan: Plan
     ranks: tuple[int, ...]
     resume: bool = False
+    pids: dict[int, int] = field(default_factory=dict)
 
 
 class FixedMembership:

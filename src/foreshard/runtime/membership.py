@@ -117,7 +117,7 @@ class Membership:
                 self._wanted.clear()
                 return Generation(
                     number=found["number"], plan=parse_plan(found["plan"]), ranks=tuple(found["ranks"]),
-                    resume=resume,
+                    resume=resume, pids={int(rank): int(pid) for rank, pid in found["pids"].items()},
                 )  # fmt: skip
 
     def _drop_groups(self) -> None:

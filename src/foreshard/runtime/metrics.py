@@ -109,6 +109,11 @@ class Metrics:
         )
 
     @property
+    def events_path(self) -> Path:
+        """The operator's log."""
+        return self._events.path
+
+    @property
     def lines(self) -> list[Lines]:
         """The two files, events last: they tell of the other."""
         return [self._metrics, self._events]

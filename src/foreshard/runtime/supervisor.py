@@ -144,7 +144,8 @@ class Supervisor:
             if not self._covers(rank, pid, after):
                 return {"generation": None, "over": self.decided.over}
             d = self.decided
-            return {"generation": {"number": d.number, "ranks": d.ranks, "plan": d.running}, "over": False}
+            told = {"number": d.number, "ranks": d.ranks, "plan": d.running, "pids": dict(d.pids)}
+            return {"generation": told, "over": False}
 
     def _wait_in_line(self, rank: int, pid: int, after: int, reason: str) -> None:
         known = self._known.get(rank)

@@ -20,9 +20,10 @@ from foreshard.runtime.data import Feed
 from foreshard.runtime.job import load_job
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.ledger import Ledger
-from foreshard.runtime.lines import settle
+from foreshard.runtime.lines import settle, whole_lines
 from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
+from foreshard.runtime.pace import Pace, slow_in
 from foreshard.runtime.spare import Spare
 from foreshard.runtime.steering import PROBE_EVERY, Steering, wheel_of
 from foreshard.runtime.timeline import Timeline, wall_epoch_s
@@ -54,6 +55,7 @@ class Worker:
         self.job = load_job(work.job, seed=work.seed)
         await_turn(self.lab, rank, self.out / "metrics.jsonl", work.steps)
         self._at = [0]
+        self._pace, self._paced_in = Pace(), -1
         self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
         self.timeline = Timeline(
             rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s()
@@ -91,8 +93,16 @@ class Worker:
                 self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index, size=index.size,
                 tell=self._event, copies=Spare(self.membership.client, self.rank), kept_bytes=work.kept_bytes,
             ),
-            before_step=self._before, on_step=self._tell,
+            room_bytes=self._room_bytes(), before_step=self._before, on_step=self._tell,
         )  # fmt: skip
+
+    def _room_bytes(self) -> float | None:
+        """Return the memory of this rank's device: of the lab's, or of the accelerator."""
+        if self.lab is not None:
+            return self.lab.memory_bytes[self.rank] if self.rank < len(self.lab.memory_bytes) else None
+        if self.device.type != "cuda":
+            return None
+        return float(torch.cuda.get_device_properties(self.device).total_memory)
 
     def run(self) -> None:
         """Train until the steps are done."""
@@ -130,6 +140,7 @@ class Worker:
 
     def _before(self, step: int) -> None:
         self._at[0] = step
+        self.metrics.flush()
         if self.lab is not None and self.lab.has_comings:
             waits = self.clock.virtual
             if not come_and_go(self.lab, self.rank, step, self.membership, waits=waits):
@@ -153,6 +164,8 @@ class Worker:
 
     def _tell(self, done: StepDone) -> None:
         plan = self.trainer.plan
+        if done.time_s is not None:
+            self._tell_pace(done)
         more: dict[str, Any] = {"clock_s": self.clock.now()}
         if self.steering is not None and done.time_s is not None:  # else told late, by any rank
             self.steering.stepped(
@@ -169,6 +182,20 @@ class Worker:
             w in done.vote.work_s.items()},
             **more,
         )  # fmt: skip
+
+    def _tell_pace(self, done: StepDone) -> None:
+        """Tell the log which ranks have become slow, and which have recovered."""
+        generation = self.membership.generation
+        if generation.number != self._paced_in:
+            self._paced_in = generation.number
+            self._pace = Pace(slow_in(whole_lines(self.metrics.events_path), generation.pids))
+        under, vote = self.trainer.plan.to_dict(), done.vote
+        for change in self._pace.stepped(done.step, json.dumps(under), vote.work_s, vote.samples):
+            self._event(
+                "rank_slow" if change.slow else "rank_recovered", change.text, step=done.step,
+                who=change.rank, pid=generation.pids.get(change.rank), factor=round(change.factor, 3),
+                since_step=change.since_step,
+            )  # fmt: skip
 
     def _event(self, kind: str, text: str, **facts: Any) -> None:
         self.metrics.event(kind, text, **facts)
