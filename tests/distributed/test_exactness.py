@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -103,3 +104,19 @@ def test_the_changes_move_something() -> None:
     """Neighbouring plans of a chain differ in who holds what, or the chain proves less than it says."""
     for names in CHANGES.values():
         assert all(PLANS[a] != PLANS[b] for a, b in pairwise(names))
+
+
+def test_shards_by_memory_train_the_same() -> None:
+    """Ranks of one, two, four and eight parts of memory hold the optimizer's states in that proportion."""
+    losses, _, _ = reference("gpt", "fp64", 4)
+    rooms = iter([1e9, 2e9, 4e9, 8e9])
+    plan = PLANS["four ranks in a stage, zero 1"]
+
+    def states(trainer: Any) -> tuple[int, float]:
+        return sum(p.numel() for p in trainer.holding.updated.values()), trainer.room_bytes
+
+    found = rehearse(gpt(torch.float64), plan, steps=4, after=states, room_bytes=lambda: next(rooms))
+    assert found[0][0] == pytest.approx(losses, rel=1e-12)
+    shares = sorted((room, held) for _, (held, room) in found.values())
+    total = sum(held for _, held in shares)
+    assert [held / total for _, held in shares] == pytest.approx([1 / 15, 2 / 15, 4 / 15, 8 / 15], abs=0.02)

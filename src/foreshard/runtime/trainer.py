@@ -115,6 +115,8 @@ class Trainer:
         Asked by the least rank after every step for the next plan.
     phase : callable of name, optional
         Told the phase the rank is in.
+    room_bytes : float, optional
+        Memory of this rank: in proportion to it a stage deals out what its ranks share out (ZeRO).
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Trainer:
         on_action: Callable[..., None] | None = None,
         on_event: Callable[..., None] = lambda kind, text, **facts: None,
         ledger: Any = None,
+        room_bytes: float | None = None,
         before_step: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepDone], None] = lambda done: None,
     ):
@@ -143,6 +146,7 @@ class Trainer:
         self.checkpoints, self.policy, self.phase = checkpoints, policy, phase
         self.on_action, self.on_event, self.ledger = on_action, on_event, ledger
         self.before_step, self.on_step = before_step, on_step
+        self.room_bytes = room_bytes
         self.rank: int = membership.rank
         self.step = 0
         self.parameters = parameters_of(job)
@@ -162,6 +166,7 @@ class Trainer:
         self._plan_number = 0
         self._next_plans: dict[int, Plan] = {}
         self._base_lr: list[float] = []
+        self._rooms: dict[int, float | None] = {}
         self._last: StepDone | None = None
         self._told = self._saved = -1
 
@@ -369,6 +374,7 @@ class Trainer:
         self._plan_number, self._next_plans = 0, {}
         self._check(generation.plan)
         told = self._tell_all(self._status())
+        self._rooms = {rank: status["room_bytes"] for rank, status in told.items()}
         resume = generation.resume and first and not any(status["held"] for status in told.values())
         target = max(status["step"] for status in told.values())
         held = self._roll_forward(told, target)
@@ -403,6 +409,7 @@ class Trainer:
         vote = self._vote
         return {
             "step": self.step,
+            "room_bytes": self.room_bytes,
             "reduced": self._reduced,
             "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
             "told": self._told,
@@ -494,7 +501,7 @@ class Trainer:
         self._take_place(layout, wanted[self.rank])
 
     def _take_place(self, layout: Layout, wanted: Held) -> None:
-        deal = Deal(layout, self.parameters)
+        deal = Deal(layout, self.parameters, self._rooms)
         self._layout, self._held = layout, wanted
         updated = {piece[1:] for piece in wanted if piece[0] == "state"}
         self._kept = frozenset(piece for piece in wanted if piece[0] != "value" or piece[1:] in updated)
@@ -555,7 +562,7 @@ class Trainer:
 
     def _wanted(self, layout: Layout) -> dict[int, Held]:
         """Return what every rank that is there holds between steps under a layout."""
-        deal = Deal(layout, self.parameters)
+        deal = Deal(layout, self.parameters, self._rooms)
         return {rank: deal.pieces(rank) for rank in self._ranks}
 
     def _bytes_of(self, piece: Piece) -> float:

@@ -111,11 +111,13 @@ class Deal:
     ----------
     layout : Layout
     parameters : Parameters
-    room : mapping of rank to bytes, optional
-        In proportion to which a stage deals out its parameters.
+    rooms : mapping of rank to bytes, optional
+        Memory, in proportion to which a stage deals out its parameters if it is known of all its ranks.
     """
 
-    def __init__(self, layout: Layout, parameters: Parameters, room: Mapping[int, float] | None = None):
+    def __init__(
+        self, layout: Layout, parameters: Parameters, rooms: Mapping[int, float | None] | None = None
+    ):
         self.layout, self.parameters = layout, parameters
         self._dealt: dict[tuple[int, int], dict[Key, int]] = {}
         self._stages: dict[Key, list[tuple[int, int]]] = {}
@@ -125,7 +127,7 @@ class Deal:
                 own = parameters.of(layer for lo, hi in stage.layers for layer in range(lo, hi))
                 if is_dealt(stage):
                     first = equals_of(stage, 0)
-                    dealt = updater_of(first, own, room)
+                    dealt = updater_of(first, own, _room_of(stage, rooms or {}))
                     self._dealt[g, s] = {key: first.index(rank) for key, rank in dealt.items()}
                 for key in own:
                     self._stages.setdefault(key, []).append((g, s))
@@ -195,6 +197,17 @@ class Deal:
             *(("value", *name) for key in values for name in self.names(rank, key)),
             *(("state", *name) for key in updated for name in self.names(rank, key)),
         ])  # fmt: skip
+
+
+def _room_of(stage: Stage, rooms: Mapping[int, float | None]) -> dict[int, float] | None:
+    """Return the room of each data-parallel part by its first rank: that of the least of its ranks."""
+    known = [room for rank in stage.ranks if (room := rooms.get(rank))]
+    if len(known) < len(stage.ranks):
+        return None
+    return {
+        row[0]: min(known[lo : lo + stage.tp])
+        for lo in range(0, len(known), stage.tp) for row in [stage.ranks[lo : lo + stage.tp]]
+    }  # fmt: skip
 
 
 def equals_of(stage: Stage, tensor: int) -> tuple[int, ...]:
