@@ -161,7 +161,7 @@ def _alternatives(problem: Problem, option: int, free: np.ndarray) -> list[int]:
 
 
 def work_bound(problem: Problem) -> float:
-    """Return a step time that no arrangement beats, from work alone.
+    """Return a step time that no arrangement beats, from work alone; infinite where no pipeline fits at all.
 
     For any prices of devices, a sample needs at least the least priced device-seconds of a way through the
     chain, and a second buys no more than all devices are worth; prices are what a device does in a second.
@@ -176,7 +176,9 @@ def work_bound(problem: Problem) -> float:
     for start in range(problem.num_layers - 1, -1, -1):
         after[start] = (least[start] + after).min()
     value = float(prices @ np.array(problem.counts))
-    return problem.global_batch * float(after[0]) / value if np.isfinite(after[0]) and value > 0 else 0.0
+    if not np.isfinite(after[0]):
+        return float("inf")
+    return problem.global_batch * float(after[0]) / value if value > 0 else 0.0
 
 
 def _speed(problem: Problem, usable: np.ndarray, kind: int) -> float:

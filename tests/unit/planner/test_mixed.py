@@ -129,3 +129,14 @@ def test_capped_problem_keeps_the_fastest_devices():
     problem = capped(price_stages(request, (0, 1)), 9)
     assert problem.counts == (1, 8)
     assert np.isfinite(least_devices(problem)) and least_devices(problem) >= 1
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_device_without_memory_is_left_idle_and_takes_nothing_from_the_bound(tmp_path, most):
+    path = tmp_path / "cluster.toml"
+    nodes = '[[nodes]]\ncount = 1\nper_node = 1\ndevice = "{}"\n'
+    tiny = '[[devices]]\nname = "tiny"\nbase = "h100-sxm"\nmemory = "64 MiB"\n'
+    path.write_text(nodes.format("h100-sxm") + nodes.format("tiny") + tiny, encoding="utf-8")
+    found = search("gpt2-xl", str(path), batch=8, seq_len=1024, max_devices=most)
+    assert found.plans[0].plan.ranks == (0,)
+    assert 0.0 < found.lower_bound_step_time_s and found.gap < 1.0
