@@ -30,16 +30,30 @@ def nothing_fits(request: Request, sets: Sequence[tuple[int, ...]]) -> Infeasibl
         request.cluster.nodes[g].num_devices * request.cluster.nodes[g].device.capacity_bytes for g in sets[0]
     )
     devices = sum(request.cluster.nodes[g].num_devices for g in sets[0])
-    fix = next(
+    joined = _joined_by_fp16(request, sets[0])
+    fix = "Use --dtype fp16, which all of them have" if joined else next(
         (text for text, changed in _changes(request) if any(_fits(changed, use) for use in sets)), None
-    )
+    )  # fmt: skip
+    where = f"{devices} devices with {memory / 2**30:,.0f} GiB together" if devices > 1 else (
+        f"the one device that may be used, with {memory / 2**30:,.0f} GiB"
+    )  # fmt: skip
     return InfeasibleError(
-        f"no pipeline of {request.model.name} fits {devices} devices with {memory / 2**30:,.0f} GiB together",
+        f"no pipeline of {request.model.name} fits {where}",
         key="memory", value=f"{memory / 2**30:.0f} GiB",
         rule="every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
         fix=fix or "Use devices with more memory, many more of them, or a smaller model",
     )  # fmt: skip
+
+
+def _joined_by_fp16(request: Request, use: tuple[int, ...]) -> bool:
+    """Return whether a pipeline fits when devices that lack the precision join in fp16."""
+    nodes = request.cluster.nodes
+    vendor = nodes[use[0]].device.vendor
+    able = [g for g, one in enumerate(nodes) if one.device.vendor == vendor and one.device.supports("fp16")]
+    if request.precision == "fp16" or len(able) <= len(use):
+        return False
+    return _fits(replace(request, precision="fp16"), tuple(able))
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:

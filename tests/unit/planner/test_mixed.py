@@ -140,3 +140,11 @@ def test_device_without_memory_is_left_idle_and_takes_nothing_from_the_bound(tmp
     found = search("gpt2-xl", str(path), batch=8, seq_len=1024, max_devices=most)
     assert found.plans[0].plan.ranks == (0,)
     assert found.lower_bound_step_time_s > 0.0 and found.gap < 1.0
+
+
+def test_devices_left_out_for_their_precision_are_the_first_change_that_fits():
+    found = search("llama3-8b", "1x1xh100-sxm+3x1xv100-sxm-32gb", batch=8)
+    assert not found.plans
+    assert "the one device that may be used" in found.infeasible.what
+    assert found.infeasible.fix == "Use --dtype fp16, which all of them have"
+    assert search("llama3-8b", "1x1xh100-sxm+3x1xv100-sxm-32gb", batch=8, precision="fp16").plans
