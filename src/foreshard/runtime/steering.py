@@ -6,10 +6,8 @@ lets it live through the log of the old one: it then knows what that knew.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,151 +15,21 @@ import numpy as np
 
 from foreshard.control.controller import Controller
 from foreshard.control.journal import event_of
-from foreshard.control.slots import Chain, State
-from foreshard.errors import SpecError
-from foreshard.predict.measured_costs import MeasuredCosts, load_costs
-from foreshard.runtime.budgets import J_PER_KWH, budget_of, check_budgets, spent
+from foreshard.predict.measured_memory import counts_of
+from foreshard.runtime.budgets import spent
+from foreshard.runtime.dealer import Dealer
 from foreshard.runtime.lab import PROBED_LAYERS, Lab, load_lab
-from foreshard.runtime.passes import Passes
-from foreshard.runtime.rivals import RIVALS, Rival
-from foreshard.spec.cluster import Cluster
+from foreshard.runtime.rivals import Rival
+from foreshard.runtime.wheel import POLICIES, Wheel, chain_of, passes_of, wheel_of
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
-from foreshard.spec.plan import Group, Plan
+from foreshard.spec.plan import Plan
 
-POLICIES = ("static", "lyapunov", *RIVALS)
-_QUIET_STEPS = 20
+__all__ = ["POLICIES", "PROBE_EVERY", "Steering", "Wheel", "chain_of", "wheel_of"]
+
 PROBE_EVERY = 2
 """Steps between measurements of what is idle."""
 _SAME_SPEED = 0.05
 """Part by which the speed of an idle rank has to change to be told."""
-_LONGEST_PIPELINE = 4
-_PIECES = 64
-"""Pieces that the batch is shared out in at least, if it has as many samples."""
-_LEAST_HORIZON = 1000
-"""Steps: over fewer than these a budget is held by swinging between extremes, which serves nobody."""
-
-
-def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
-    """Return the measured layers as the controller knows them, on devices of nominal speed."""
-    ranks = range(cluster.num_devices)
-    return Chain(
-        layer_s=Passes(costs, cluster).layer_s(micro_batch),
-        boundary_bytes=np.array([2 * one.boundary_bytes_per_sample for one in costs.layers[:-1]]),
-        sync_bytes=np.array([one.parameter_bytes for one in costs.layers]),
-        state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in costs.layers]),
-        saved_bytes=np.array([one.saved_bytes_per_sample for one in costs.layers]),
-        memory_bytes=np.array([cluster.device_of(rank).capacity_bytes for rank in ranks]),
-    )  # fmt: skip
-
-
-def stated_of(costs: MeasuredCosts, cluster: Cluster, lab: Lab | None = None) -> State:
-    """Return the cluster as it is stated before anything is measured, and what the lab's ranks draw."""
-    count = cluster.num_devices
-    rate, latency_s = np.full((count, count), np.inf), np.zeros((count, count))
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                ends = cluster.node_group_of(a), cluster.node_group_of(b)
-                rate[a, b] = min(end.nic_bytes_per_s for end in ends)
-                latency_s[a, b] = max(end.nic_latency_s for end in ends)
-    usd = [cluster.node_group_of(rank) for rank in range(count)]
-
-    def drawn(field: str) -> np.ndarray:
-        found = getattr(lab, field) if lab is not None else ()
-        return np.array([one or 0.0 for one in found or (None,) * count])
-
-    return State(
-        speed=np.array([1.0 / costs.slow_of(cluster.device_of(rank).name) for rank in range(count)]),
-        available=np.ones(count, dtype=bool), bandwidth_bytes_per_s=rate, latency_s=latency_s,
-        usd_per_h=np.array([(node.usd_per_h or 0.0) / node.per_node for node in usd]),
-        busy_w=drawn("busy_w"), idle_w=drawn("idle_w"), usd_per_byte=np.zeros((count, count)),
-        kg_per_j=drawn("kg_per_kwh") / J_PER_KWH,
-    )  # fmt: skip
-
-
-@cache
-def passes_of(costs: str, lab: str) -> Passes:
-    """Return the passes of two files."""
-    return Passes(load_costs(costs), load_lab(lab).cluster())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wheel:
-    """What a controller is built from, the same on every rank.
-
-    Attributes
-    ----------
-    plan : Plan
-        The run's first.
-    costs, lab : str
-        Files.
-    budgets : tuple of str
-        As ``--budget`` gives them.
-    steps : int
-        Of the run: the horizon over which budgets are to be kept.
-    log : Path
-    policy : str
-        Of `POLICIES`, but static.
-    """
-
-    plan: Plan
-    costs: str
-    lab: str
-    budgets: tuple[str, ...]
-    steps: int
-    log: Path
-    policy: str = "lyapunov"
-
-    def check(self) -> None:
-        """Raise for what the controller cannot steer."""
-        for g, group in enumerate(self.plan.groups):
-            for s, stage in enumerate(group.stages):
-                if len(stage.ranks) != 1 or len(stage.layers) != 1:
-                    raise SpecError(
-                        "a stage of several ranks or chunks", key=f"groups[{g}].stages[{s}]",
-                        rule="the controller steers pipelines of one rank and one piece a stage",
-                        fix="Use --policy static, or another plan",
-                    )  # fmt: skip
-        check_budgets([budget_of(text) for text in self.budgets], load_lab(self.lab), self.lab)
-        self.controller(None)
-
-    @property
-    def grain(self) -> int:
-        """Samples that shares are counted in."""
-        return max(1, min(self.plan.groups[0].micro_batch, self.plan.global_batch // _PIECES))
-
-    @property
-    def most(self) -> int:
-        """Samples of the largest micro-batch: what memory was planned for."""
-        return max(group.micro_batch for group in self.plan.groups)
-
-    def as_run(self, plan: Plan) -> Plan:
-        """Return a plan of the controller with micro-batches that suit its pipelines."""
-        passes = passes_of(self.costs, self.lab)
-
-        def size(group: Group) -> int:
-            stages = [(stage.ranks[0], stage.layers[0]) for stage in group.stages]
-            return passes.best_size(stages, group.share, self.most)
-
-        return replace(plan, groups=tuple(replace(group, micro_batch=size(group)) for group in plan.groups))
-
-    def controller(self, log: Any) -> Controller | Rival:
-        """Return a controller that has seen nothing, or the rule that takes its place."""
-        costs, lab = load_costs(self.costs), load_lab(self.lab)
-        cluster = lab.cluster()
-        chain = chain_of(costs, cluster, self.most)
-        stated = stated_of(costs, cluster, lab)
-        fine = replace(
-            self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
-        )
-        budgets = tuple(budget_of(text) for text in self.budgets)
-        longest = min(_LONGEST_PIPELINE, cluster.num_devices)
-        if self.policy in RIVALS:
-            return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
-        return Controller(
-            chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
-            quiet_steps=_QUIET_STEPS, log=log,
-        )  # fmt: skip
 
 
 class _Appended:
@@ -187,14 +55,14 @@ class Steering:
     def __init__(self, wheel: Wheel, propose: Callable[[Command], None]):
         self._wheel, self._propose = wheel, propose
         self._lab: Lab = load_lab(wheel.lab)
-        self._controller: Controller | Rival | None = None
+        self._controller: Controller | Rival | Dealer | None = None
         self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
         self._proposed: tuple[int, Plan] | None = None
         self._clock_s: float | None = None
         self._last, self._orders = "", 0
 
     @property
-    def controller(self) -> Controller | Rival:
+    def controller(self) -> Controller | Rival | Dealer:
         """The controller, brought up to what its log knows."""
         if self._controller is None:
             lived = self._wheel.log.read_text().splitlines() if self._wheel.log.exists() else []
@@ -289,12 +157,13 @@ class Steering:
         passes, found = passes_of(self._wheel.costs, self._wheel.lab), {}
         for group in running.groups:
             for stage in group.stages:
-                rank = stage.ranks[0]
-                if rank in ordered and rank in stage_s:
-                    low, high = ordered[rank]
-                    nominal = passes.sample_s(rank, stage.layers[0], group.share, group.micro_batch)
-                    wanted = float(before_s[rank, high] - before_s[rank, low])
-                    found[rank] = stage_s[rank] * wanted / nominal
+                for rank, size in zip(stage.ranks, counts_of(stage, group.micro_batch), strict=True):
+                    if rank in ordered and rank in stage_s and size:
+                        share = group.share if len(stage.ranks) == 1 else size
+                        low, high = ordered[rank]
+                        nominal = passes.sample_s(rank, stage.layers[0], share, size)
+                        wanted = float(before_s[rank, high] - before_s[rank, low])
+                        found[rank] = stage_s[rank] * wanted / nominal
         return found
 
     def _order(self, command: Command, generation: int) -> None:
@@ -346,7 +215,7 @@ class Steering:
         return self._wheel.plan.global_batch / float(rate.sum())
 
 
-def _speeds(controller: Controller | Rival) -> np.ndarray:
+def _speeds(controller: Controller | Rival | Dealer) -> np.ndarray:
     return controller.speed if isinstance(controller, Rival) else controller.estimates.state().speed
 
 
@@ -360,16 +229,8 @@ def _same(one: Plan, other: Plan) -> bool:
 
     def told(plan: Plan) -> set[tuple[Any, ...]]:
         return {
-            (group.share, *((stage.ranks, stage.layers) for stage in group.stages)) for group in plan.groups
+            (group.share, *((stage.ranks, stage.layers, stage.rank_shares) for stage in group.stages))
+            for group in plan.groups
         }
 
     return told(one) == told(other)
-
-
-def wheel_of(told: str, plan: Plan, out: Path) -> Wheel:
-    """Return the wheel from what a worker is told."""
-    data = json.loads(told)
-    return Wheel(
-        plan=plan, costs=data["costs"], lab=data["lab"], budgets=tuple(data["budgets"]), steps=data["steps"],
-        log=out / "controller.jsonl", policy=data.get("policy", "lyapunov"),
-    )  # fmt: skip

@@ -107,13 +107,54 @@ def test_the_chain_is_the_measured_layers(wheel):
     assert chain.layer_s[0, 0] == pytest.approx((1e-3 + 1e-3) / 4 + 6e-3)
 
 
-def test_a_stage_of_several_ranks_is_not_steered(wheel):
+def wide(wheel, **stage):
+    """Return the wheel for one pipeline whose only stage has two ranks."""
     from dataclasses import replace
 
-    stage = replace(wheel.plan.groups[0].stages[0], ranks=(0, 1))
-    plan = replace(wheel.plan, groups=(replace(wheel.plan.groups[0], share=64, stages=(stage,)),))
-    with pytest.raises(SpecError, match="stage of several ranks"):
-        replace(wheel, plan=plan).check()
+    made = replace(wheel.plan.groups[0].stages[0], ranks=(0, 1), **stage)
+    plan = replace(wheel.plan, groups=(replace(wheel.plan.groups[0], share=64, stages=(made,)),))
+    return replace(wheel, plan=plan)
+
+
+def test_samples_inside_a_stage_follow_the_speeds_and_nothing_else_changes(wheel):
+    orders: list = []
+    steering, plan = Steering(wide(wheel), orders.append), wide(wheel).plan
+    for step in range(12):
+        mine = plan.groups[0].stages[0].rank_shares or (2, 2)
+        sample_s = (0.078, 0.026)  # rank 0 takes three times what is stated
+        steering.stepped(
+            step=step, time_s=16 * max(n * s for n, s in zip(mine, sample_s, strict=True)), running=plan,
+            ranks=(0, 1), stage_s=dict(enumerate(sample_s)), generation=0,
+        )  # fmt: skip
+        if orders:
+            plan = orders[-1].plan
+            orders.clear()
+    assert plan.groups[0].stages[0].rank_shares == (1, 3)
+    assert steering.controller.reshares == 1 and steering.controller.reconfigurations == 0
+    assert steering.told(plan)["pipelines"] == [[[0, 1, 0, 4]]]
+
+
+def test_a_stage_that_loses_a_rank_is_dealt_to_the_rest_until_it_is_back(wheel):
+    orders: list = []
+    steering = Steering(wide(wheel, rank_shares=(3, 1)), orders.append)
+    plan = wide(wheel, rank_shares=(3, 1)).plan
+    for step, ranks in enumerate([(0, 1)] * 2 + [(0,)] * 3 + [(0, 1)] * 3):
+        steering.stepped(step=step, time_s=1.0, running=plan, ranks=ranks, generation=0,
+                         stage_s={r: 0.026 for s in plan.groups[0].stages for r in s.ranks})  # fmt: skip
+        plan = orders[-1].plan if orders else plan
+        assert set(plan.ranks) <= set(ranks)
+    assert plan.groups[0].stages[0].rank_shares == (2, 2)
+
+
+def test_wide_stages_keep_no_budget_and_know_no_rival(wheel):
+    from dataclasses import replace
+
+    wide(wheel).check()
+    for more in ({"budgets": ("usd_per_h=3",)}, {"policy": "greedy"}):
+        with pytest.raises(SpecError, match="stage of several ranks"):
+            replace(wide(wheel), **more).check()
+    with pytest.raises(SpecError, match="several chunks"):
+        wide(wheel, layers=((0, 2), (2, 4))).check()
 
 
 def test_a_budget_needs_prices(wheel, tmp_path):
