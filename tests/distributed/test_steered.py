@@ -12,6 +12,7 @@ from small_jobs import gpt
 
 from foreshard.control.controller import Controller
 from foreshard.control.slots import Chain, State
+from foreshard.runtime.dealer import Dealer
 from foreshard.runtime.fixed import FixedMembership
 from foreshard.runtime.lab import PROBED_LAYERS, Change, Lab
 from foreshard.runtime.probe import MESSAGE_BYTES
@@ -23,7 +24,7 @@ FAST, SLOW = 4e6, 4e5
 LAB = Lab(
     clock="table", slow=(1.0,) * RANKS, devices=("x",) * RANKS, bandwidth_bytes_per_s=FAST, latency_s=1e-4,
     table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 1e-4},
-    changes=(Change(at_step=8, bandwidth_bytes_per_s=SLOW),),
+    changes=(Change(at_step=5, bandwidth_bytes_per_s=SLOW),),
 )  # fmt: skip
 
 
@@ -35,8 +36,8 @@ def replicas(shares):
     return parse_plan({"global_batch": BATCH, "seq_len": 8, "precision": "fp32", "groups": groups})
 
 
-def controller_of(job, plan):
-    """Return a controller that knows the table, and the job's bytes."""
+def world_of(job):
+    """Return the table and the job's bytes, and the ranks as they are stated."""
     sizes = np.array([
         sum(p.numel() * p.element_size() for p in job.layer(layer).parameters()) for layer in range(LAYERS)
     ], float)  # fmt: skip
@@ -52,10 +53,15 @@ def controller_of(job, plan):
         latency_s=np.full((RANKS, RANKS), 1e-4), usd_per_h=nobody, busy_w=nobody, idle_w=nobody,
         usd_per_byte=apart, kg_per_j=nobody,
     )  # fmt: skip
-    return Controller(chain, stated, plan, quiet_steps=5)
+    return chain, stated
 
 
-def trained(plan, steps, policy_of=None, probe_every=0):
+def controller_of(job, plan):
+    """Return a controller that knows the table, and the job's bytes."""
+    return Controller(*world_of(job), plan, quiet_steps=5)
+
+
+def trained(plan, steps, policy_of=None, probe_every=0, slow=(1.0,) * RANKS):
     """Return, by rank, the losses and times, the plans at the ends, and what was told of links."""
     store, found, job = dist.HashStore(), {}, gpt(torch.float64)
 
@@ -65,10 +71,12 @@ def trained(plan, steps, policy_of=None, probe_every=0):
         def before(step):
             at[0] = step
 
+        clock = LAB.make_clock(at)
+        clock.slow = slow[rank]
         policy = policy_of(job) if policy_of is not None and rank == 0 else None
         trainer = Trainer(
             job, membership=FixedMembership(store, rank, plan, range(RANKS), timeout_s=30),
-            clock=LAB.make_clock(at), before_step=before, policy=policy,
+            clock=clock, before_step=before, policy=policy,
             options=Options(probe_every=probe_every),
         )  # fmt: skip
         done = [trainer.train_step() for _ in range(steps)]
@@ -86,17 +94,17 @@ def trained(plan, steps, policy_of=None, probe_every=0):
 @pytest.fixture(scope="module")
 def runs():
     plan = replicas((8,) * RANKS)
-    return trained(plan, 16, lambda job: controller_of(job, plan)), trained(plan, 16)
+    return trained(plan, 12, lambda job: controller_of(job, plan)), trained(plan, 12)
 
 
 def test_every_rank_hears_the_same_of_all_links(runs):
     _, still = runs
-    for step in range(16):
+    for step in range(12):
         told = [still[rank][0][step].vote.links for rank in range(RANKS)]
         assert all(one == told[0] for one in told)
         assert sorted(told[0]) == [(0, 1), (1, 2), (2, 3), (3, 0)], "the ring of four replicas"
         for size, seconds in told[0].values():
-            assert seconds == pytest.approx(1e-4 + size / (FAST if step < 8 else SLOW), rel=1e-9)
+            assert seconds == pytest.approx(1e-4 + size / (FAST if step < 5 else SLOW), rel=1e-9)
 
 
 def test_links_that_fade_are_noticed_and_the_plan_avoids_them(runs):
@@ -132,4 +140,21 @@ def test_what_is_idle_is_measured_and_nothing_else_changes():
         if due:
             size, seconds = vote.links[2, 3]
             assert size == MESSAGE_BYTES
-            assert seconds == pytest.approx(1e-4 + MESSAGE_BYTES / (FAST if step < 8 else SLOW))
+            assert seconds == pytest.approx(1e-4 + MESSAGE_BYTES / (FAST if step < 5 else SLOW))
+
+
+def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
+    """Two stages of two ranks; rank 1 is three times as slow as it says."""
+    stages = [{"ranks": [0, 1], "layers": [[0, 4]]}, {"ranks": [2, 3], "layers": [[4, LAYERS]]}]
+    plan = parse_plan({
+        "global_batch": BATCH, "seq_len": 8, "precision": "fp32",
+        "groups": [{"share": BATCH, "micro_batch": 4, "stages": stages}],
+    })  # fmt: skip
+    slow = (1.0, 3.0, 1.0, 1.0)
+    dealt, still = (trained(plan, 7, policy_of, slow=slow) for policy_of in (
+        lambda job: Dealer(*world_of(job), plan), None,
+    ))  # fmt: skip
+    done, last, _ = dealt[0]
+    assert [stage.rank_shares for stage in last.groups[0].stages] == [(3, 1), None]
+    assert done[-1].time_s < 0.7 * still[0][0][-1].time_s
+    assert [one.loss for one in done] == pytest.approx([one.loss for one in still[0][0]], rel=1e-9)
