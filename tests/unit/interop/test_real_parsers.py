@@ -333,3 +333,61 @@ def test_slurm_asks_for_what_sbatch_has():
             assert re.fullmatch(known["options"][name], value), line
         flags = re.findall(r"^srun (.*) bash", file.text, re.MULTILINE)[0].split()
         assert {flag.removeprefix("--").partition("=")[0] for flag in flags} <= set(known["srun"])
+
+
+def _drawn(model: Model, framework: str, rules: tuple[str, ...], zero: tuple[int, ...]):
+    """Yield plans of the whole space with the levels of sharding and rules that a target may have."""
+    rng = np.random.default_rng(11)
+    table = draw_plans(model, CLUSTER, 1500, rng, global_batch=64, seq_len=1024, rules=rules)
+    table = table.take(np.isin(table.zero, zero) & (table.offload < 2))
+    for i in range(min(40, len(table))):
+        precision = str(rng.choice(["bf16", "fp16", "fp32"]))
+        made = table.plan(i, model, seq_len=1024, precision=precision, framework=framework)
+        yield replace(made, comm={"grad_overlap": bool(rng.integers(2))} if rng.random() < 0.5 else {})
+
+
+def _exported(target: str, made: Plan, folder: Path, model: Model) -> Path | None:
+    try:
+        return written(target, made, folder, model)
+    except SpecError as refused:
+        assert "cannot express" in refused.what
+        return None
+
+
+@pytest.mark.parametrize("target", ["torchtitan@0.2", "torchtitan@0.3"])
+def test_torchtitan_reads_any_plan_or_the_export_names_why_not(target, tmp_path, monkeypatch):
+    model, read = load_model("llama3-8b"), 0
+    for made in _drawn(model, "torchtitan", ("none", "full", "selective:op", "every-2"), (0, 2, 3)):
+        path = _exported(target, made, tmp_path, model)
+        if path is None:
+            continue
+        if target.endswith("2"):
+            config, _ = read_torchtitan_02(path, len(made.ranks))
+        else:
+            config = read_torchtitan_03(path, monkeypatch)
+        _torchtitan_parallelism(made, model, config.parallelism)
+        _torchtitan_batches(made, config)
+        read += 1
+    assert read >= 5
+
+
+def test_deepspeed_reads_any_plan_or_the_export_names_why_not(tmp_path, monkeypatch):
+    model, read = load_model("gpt2-xl"), 0
+    for made in _drawn(model, "deepspeed", ("none", "full"), (0, 1, 2, 3)):
+        path = _exported("deepspeed", made, tmp_path, model)
+        if path is not None:
+            config = read_deepspeed(path, len(made.ranks), monkeypatch)
+            assert config.zero_optimization_stage == made.groups[0].stages[0].zero
+            read += 1
+    assert read >= 1
+
+
+def test_accelerate_reads_any_plan_or_the_export_names_why_not(tmp_path, monkeypatch):
+    model, read = load_model("llama3-8b"), 0
+    for made in _drawn(model, "torchtitan", ("none", "full"), (2, 3)):
+        path = _exported("fsdp", made, tmp_path, model)
+        if path is not None:
+            _, _, parallel = read_accelerate(path, monkeypatch)
+            assert parallel.total_size == len(made.ranks)
+            read += 1
+    assert read >= 1
