@@ -1,6 +1,9 @@
-"""Processor time of a controller's decision: median and worst slot, warm, over sticky random states.
+"""Processor time of a controller's decision: median and worst step, warm, over sticky random states.
 
-Run: python bench/bench_controller.py [slots]
+`decision` is all that an event costs: estimates, queues, lessons, the slot, shares, the plan. `slot` is the
+search alone.
+
+Run: python bench/bench_controller.py [steps] [workers ...]
 """
 
 from __future__ import annotations
@@ -10,21 +13,26 @@ import time
 
 import numpy as np
 
+from foreshard.control.controller import Controller
 from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
-from foreshard.control.slots import Budget, Chain, State
+from foreshard.control.orders import structure_of
+from foreshard.control.slots import Budget, Chain, State, evaluate
+from foreshard.spec.online import StepMeasured
+from foreshard.spec.plan import Group, Plan, Stage
 
-SLOTS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 COUNTS = [int(one) for one in sys.argv[2:]] or [4, 8, 16, 64]
+WARM_UP, BATCH, LAYERS = 50, 512, 34
 
 
-def made(workers: int, layers: int = 34) -> tuple[Chain, np.ndarray]:
+def made(workers: int) -> tuple[Chain, np.ndarray]:
     """Return a chain on workers of speeds 1, 2 and 4 in two sites."""
     speed = np.array([4.0, 2.0, 1.0])[np.arange(workers) % 3]
     chain = Chain(
-        layer_s=np.tile(np.full(layers, 0.01), (workers, 1)) / speed[:, None],
-        boundary_bytes=np.full(layers - 1, 1e7), sync_bytes=np.full(layers, 2e7),
-        state_bytes=np.full(layers, 1.6e8), saved_bytes=np.full(layers, 1e7),
+        layer_s=np.tile(np.full(LAYERS, 0.01), (workers, 1)) / speed[:, None],
+        boundary_bytes=np.full(LAYERS - 1, 1e7), sync_bytes=np.full(LAYERS, 2e7),
+        state_bytes=np.full(LAYERS, 1.6e8), saved_bytes=np.full(LAYERS, 1e7),
         memory_bytes=np.full(workers, 1.6e10),
     )  # fmt: skip
     return chain, speed
@@ -43,36 +51,100 @@ def state(speed: np.ndarray, slow: np.ndarray, rate: float, *, egress: bool) -> 
     )  # fmt: skip
 
 
-def measure(workers: int, *, egress: bool, energy: bool, levels: int = 6) -> None:
-    """Print how long slots take when one worker at a time is slow and the link between sites swings."""
-    rng = np.random.default_rng(0)
+class Days:
+    """Sticky states: one worker at a time is four times slower, the link between sites swings tenfold."""
+
+    def __init__(self, workers: int, levels: int = 6):
+        self.rng, self._levels = np.random.default_rng(0), levels
+        self.slow, self.rate = np.ones(workers), 1e9
+
+    def turn(self) -> None:
+        """Go on by a step; in one of ten something changes."""
+        if self.rng.random() > 0.9:
+            self.slow = np.ones(len(self.slow))
+            self.slow[self.rng.integers(len(self.slow))] = 0.25
+            self.rate = 1e9 * 10 ** -(self.rng.integers(self._levels) / (self._levels - 1))
+
+
+def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int]:
+    """Return milliseconds of every slot and the number of groups in the end."""
     chain, speed = made(workers)
     budgets = [Budget(name="money", kind="usd", limit=1.0)]
     if energy:
         budgets.append(Budget(name="energy", kind="joule", limit=1e4))
-    memo, running, times = Memo(), None, []
-    slow, rate = np.ones(workers), 1e9
-    for slot in range(SLOTS + 50):
-        if rng.random() > 0.9:
-            slow = np.ones(workers)
-            slow[rng.integers(workers)] = 0.25
-            rate = 1e9 * 10 ** -(rng.integers(levels) / (levels - 1))
-        weights = {"money": float(rng.uniform(0, 300)), "energy": float(rng.uniform(0, 1e-3))}
+    memo, running, times, days = Memo(), None, [], Days(workers)
+    for slot in range(STEPS + WARM_UP):
+        days.turn()
+        weights = {"money": float(days.rng.uniform(0, 300)), "energy": float(days.rng.uniform(0, 1e-3))}
         began = time.process_time()
         running = solve_slot(
-            chain, state(speed, slow, rate, egress=egress), batch=512, micro_batch=4, time_weight=1.0,
-            cost_weights=weights, budgets=budgets, start=running, memo=memo, max_stages=4,
+            chain, state(speed, days.slow, days.rate, egress=egress), batch=BATCH, micro_batch=4,
+            time_weight=1.0, cost_weights=weights, budgets=budgets, start=running, memo=memo, max_stages=4,
         )  # fmt: skip
-        if slot >= 50:
+        if slot >= WARM_UP:
             times.append(1e3 * (time.process_time() - began))
+    return times, len(running.structure.groups)
+
+
+def decisions(workers: int, *, longest: int) -> tuple[list[float], int]:
+    """Return milliseconds of every decision of a controller that is told steps, and its changes."""
+    chain, speed = made(workers)
+    shares = np.full(workers, BATCH // workers)
+    groups = tuple(
+        Group(share=int(share), micro_batch=4, stages=(Stage(ranks=(rank,), layers=((0, LAYERS),)),))
+        for rank, share in enumerate(shares)
+    )
+    plan = Plan(global_batch=BATCH, seq_len=1, groups=groups)
+    days, times = Days(workers), []
+    controller = Controller(
+        chain, state(speed, days.slow, days.rate, egress=True), plan, max_stages=longest,
+        budgets=(Budget(name="money", kind="usd", limit=1.5e-3 * workers / 4),),
+    )  # fmt: skip
+    for step in range(STEPS + WARM_UP):
+        days.turn()
+        event = measured(chain, state(speed, days.slow, days.rate, egress=True), controller.plan, step)
+        began = time.process_time()
+        controller.on(event)
+        if step >= WARM_UP:
+            times.append(1e3 * (time.process_time() - began))
+    return times, controller.reconfigurations
+
+
+def measured(chain: Chain, now: State, plan: Plan, step: int) -> StepMeasured:
+    """Return what a step under a plan tells."""
+    structure = structure_of(plan)
+    real = evaluate(chain, now, structure, [group.share for group in plan.groups], micro_batch=4)
+    stage_s = {
+        worker: float((chain.before_s[worker, stop] - chain.before_s[worker, first]) / now.speed[worker])
+        for group in structure.groups
+        for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True)
+    }
+    size, far = 2.0**30, chain.num_workers - 1
+    rate, delay = float(now.bandwidth_bytes_per_s[0, far]), float(now.latency_s[0, far])
+    return StepMeasured(
+        step=step, time_s=real.time_s, stage_s=stage_s, costs={"money": real.costs["usd"]},
+        link_s={(0, far): (size, size / rate + delay)},
+    )  # fmt: skip
+
+
+def tell(name: str, times: list[float], more: str) -> None:
+    """Print a row."""
     print(
-        f"{workers:3d} workers, egress {egress!s:5}, energy {energy!s:5}: median {np.median(times):7.2f} ms, "
-        f"p90 {np.quantile(times, 0.9):7.2f} ms, worst {max(times):7.2f} ms, "
-        f"{len(running.structure.groups)} groups"
+        f"{name}: median {np.median(times):7.2f} ms, p90 {np.quantile(times, 0.9):7.2f} ms, "
+        f"worst {max(times):7.2f} ms, {more}",
+        flush=True,
     )
 
 
 if __name__ == "__main__":
     for count in COUNTS:
         for egress, energy in ((False, False), (True, False), (True, True)):
-            measure(count, egress=egress, energy=energy)
+            found, groups = slots(count, egress=egress, energy=energy)
+            tell(
+                f"{count:3d} workers, slot, egress {egress!s:5}, energy {energy!s:5}",
+                found,
+                f"{groups} groups",
+            )
+        for longest in (4, 1):
+            found, changes = decisions(count, longest=longest)
+            tell(f"{count:3d} workers, decision, stages up to {longest}", found, f"{changes} changes")

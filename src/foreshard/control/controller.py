@@ -102,7 +102,7 @@ class Controller:
         self.estimates = Estimates(stated)
         self.choice = self._running(orders.structure_of(plan), plan, stated)
         free = dict.fromkeys((one.name for one in budgets), 0.0)
-        fastest = self._slots.compare(stated, 1.0, free, None).best
+        fastest = self._slots.compare(self.estimates.state(), 1.0, free, None).best
         step_s = reshare(chain, stated, fastest, time_weight=1.0, **self._asked).time_s
         if weight is None:
             weight = max(weight_for(violation, horizon), _LEAST_DWELLS * _LONGEST_DWELL)
@@ -238,8 +238,6 @@ class Controller:
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
-        if self.budgets and steps and math.isfinite(self.choice.time_s):
-            self._learn(state, steps)
         time_weight, cost_weights = self.queues.weights()
         running = self.choice.structure
         try:
@@ -249,6 +247,8 @@ class Controller:
             )  # fmt: skip
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
+        if self.budgets and steps and math.isfinite(self.choice.time_s):
+            self._learn(state, steps)
         if urgent or not math.isfinite(found.stay_worth):
             return self._change(found.best, state, "the running plan has lost a rank")
         gain = found.stay_worth - found.best_worth

@@ -38,7 +38,7 @@ _EXHAUSTIVE = 220
 """Structures up to which all are compared."""
 _STARTS = 2
 _SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 12
-_WARM_EFFORT, _NO_END = 70, 10**12
+_WARM_EFFORT, _NO_END = 50, 10**12
 """Tables of cuts that a warm search makes, but for the first structure: a bound on what a slot takes."""
 _BETTER = 1.0 - 1e-12
 _VISITS = 3
