@@ -112,7 +112,7 @@ def _advice(effect: Effect) -> dict[str, Any]:
         "change": effect.change,
         "gain": effect.gain,
         "step": quantity.seconds(effect.prediction.step_time_s),
-        "peak": f"{quantity.gib(effect.prediction.memory.peak_bytes)} GiB",
+        "peak": quantity.memory(effect.prediction.memory.peak_bytes),
     }
 
 

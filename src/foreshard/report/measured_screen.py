@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from foreshard.report.quantity import digits, percent, seconds
+from foreshard.report.quantity import digits, memory, percent, seconds
 from foreshard.report.screen import Screen, Table, table
 
 _LAYER = (">layer", ">forward", ">backward", ">optimizer", ">parameters", ">kept a sample")
@@ -20,7 +20,7 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
     for layer, held in enumerate(profile["bytes"]):
         times = [median(one[layer][1] for one in passes[phase]) for phase in ("forward", "backward")]
         update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
-        sizes = (_mb(held["parameter_bytes"]), _mb(kept[layer] / int(most)))
+        sizes = (memory(held["parameter_bytes"]), memory(kept[layer] / int(most)))
         rows.append((layer, *map(seconds, times), seconds(update), *sizes))
     tables = [table(f"layers, {most} samples, wall time", _LAYER, rows, spare=(">optimizer",))]
     if profile.get("links"):
@@ -67,10 +67,6 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
         tables=(table("layers: forward and backward", columns, rows),),
         notes=tuple(notes),
     )
-
-
-def _mb(num_bytes: float) -> str:
-    return f"{digits(num_bytes / 1e6)} MB"
 
 
 def _size(num_bytes: int) -> str:

@@ -62,6 +62,8 @@ def plan_screen(
 
 def ranked_table(plans: Sequence[Ranked]) -> Table:
     """Return one row per plan, best first; the chosen one carries the mark in the first column."""
+    unit = quantity.memory_unit(max((one.prediction.memory.peak_bytes for one in plans), default=0.0))
+    peak = f">peak {unit}"
     columns = (
         "chosen",
         "plan",
@@ -69,13 +71,13 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         ">step",
         ">tokens/s",
         ">MFU",
-        ">peak GiB",
+        peak,
         ">run",
         ">price",
         "why",
     )
-    rows = [_row(i, one) for i, one in enumerate(plans)]
-    spare = (">MFU", ">tokens/s", ">peak GiB", ">devices", ">run")
+    rows = [_row(i, one, unit) for i, one in enumerate(plans)]
+    spare = (">MFU", ">tokens/s", peak, ">devices", ">run")
     return _without_empty(table("Plans, best first", columns, rows, spare=spare))
 
 
@@ -91,7 +93,7 @@ def _without_empty(made: Table) -> Table:
     )
 
 
-def _row(i: int, one: Ranked) -> tuple[str, ...]:
+def _row(i: int, one: Ranked, unit: str) -> tuple[str, ...]:
     prediction = one.prediction
     money = prediction.cost
     price = quantity.usd(money.usd_total)
@@ -103,8 +105,8 @@ def _row(i: int, one: Ranked) -> tuple[str, ...]:
         str(len(one.plan.ranks)),
         quantity.seconds(prediction.step_time_s),
         quantity.count(prediction.tokens_per_s),
-        quantity.percent(prediction.mfu),
-        quantity.gib(prediction.memory.peak_bytes),
+        quantity.percent(prediction.mfu or None),  # 0: of devices without a stated peak
+        quantity.memory_in(unit, prediction.memory.peak_bytes),
         quantity.seconds(prediction.run_time_s),
         price,
         one.why,

@@ -1,6 +1,7 @@
 """How numbers are written for people: one unit each, three significant digits.
 
-Time picks s, ms or us; memory is always GiB (2^30 bytes); money is US dollars. Unknown is a dash, never zero.
+Time picks s, ms or us; memory is GiB (2^30 bytes), MiB or KiB only where GiB would show nothing; money is US
+dollars. Unknown is a dash, never zero.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 
 UNKNOWN = "-"
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -46,10 +48,28 @@ def seconds_range(low: float, high: float) -> str:
 
 def gib(num_bytes: float | None) -> str:
     """Return bytes in GiB with one decimal, without the unit."""
+    return memory_in("GiB", num_bytes)
+
+
+def memory_unit(most_bytes: float) -> str:
+    """Return the unit of a column whose largest entry is `most_bytes`: GiB, of small jobs MiB or KiB."""
+    if not most_bytes:
+        return "GiB"
+    return next((unit for unit, size in _MEMORY_UNITS.items() if abs(most_bytes) >= 0.05 * size), "KiB")
+
+
+def memory_in(unit: str, num_bytes: float | None) -> str:
+    """Return bytes in GiB, MiB or KiB with one decimal, without the unit."""
     if num_bytes is None:
         return UNKNOWN
-    value = num_bytes / 2**30
+    value = num_bytes / _MEMORY_UNITS[unit]
     return f"{value:,.1f}" if abs(value) >= 0.05 or value == 0 else f"{value:.2g}"
+
+
+def memory(num_bytes: float) -> str:
+    """Return bytes with their unit."""
+    unit = memory_unit(num_bytes)
+    return f"{memory_in(unit, num_bytes)} {unit}"
 
 
 def percent(fraction: float | None, places: int = 1) -> str:

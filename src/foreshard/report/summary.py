@@ -70,7 +70,7 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
         ),
         Box(
             title="Peak",
-            value=f"{quantity.gib(memory.peak_bytes)} / {quantity.gib(memory.capacity_bytes)} GiB",
+            value=_of_capacity(memory),
             note=f"on rank {memory.peak_rank}" + ("" if memory.fits else ", does not fit"),
             alarm=not memory.fits,
         ),
@@ -80,6 +80,11 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
             note=("give --usd-per-device-hour" if price is None else dated) + whole,
         ),
     )
+
+
+def _of_capacity(memory: Memory) -> str:
+    peak, capacity = quantity.memory(memory.peak_bytes), quantity.memory(memory.capacity_bytes)
+    return f"{peak.removesuffix(' GiB')} / {capacity}"
 
 
 def run_line(prediction: Prediction) -> str:
@@ -130,19 +135,23 @@ def memory_table(memory: Memory) -> Table:
     """Return where the memory of the fullest rank goes; the rows sum to the peak."""
     parts = [(name, memory.breakdown_bytes.get(name, 0.0)) for name in MEMORY_PARTS]
     shown = [(name, value) for name, value in parts if value]
-    capacity = memory.capacity_bytes
+    capacity, unit = memory.capacity_bytes, quantity.memory_unit(memory.peak_bytes)
     return Table(
         title=f"Where the memory of rank {memory.peak_rank} goes",
-        columns=("part", ">GiB", ">of capacity"),
+        columns=("part", f">{unit}", ">of capacity"),
         rows=tuple(
             (
                 "optimizer states" if name == "optimizer" else PART_NAMES[name],
-                quantity.gib(value),
+                quantity.memory_in(unit, value),
                 quantity.percent(value / capacity),
             )
             for name, value in shown
         ),
-        total=("peak", quantity.gib(memory.peak_bytes), quantity.percent(memory.peak_bytes / capacity)),
+        total=(
+            "peak",
+            quantity.memory_in(unit, memory.peak_bytes),
+            quantity.percent(memory.peak_bytes / capacity),
+        ),
         bars=tuple(value / capacity for _, value in shown),
     )
 
@@ -153,24 +162,23 @@ def advice_table(advice: Sequence[Effect]) -> Table:
     for one in advice:
         assert one.prediction is not None and one.gain is not None
         step, peak = one.prediction.step_time_s, one.prediction.memory.peak_bytes
-        rows.append(
-            (one.change, f"{100 * one.gain:+.1f} %", quantity.seconds(step), f"{quantity.gib(peak)} GiB")
-        )
+        rows.append((one.change, f"{100 * one.gain:+.1f} %", quantity.seconds(step), quantity.memory(peak)))
     return table("What would help (predicted)", ("change", ">tokens/s", ">step", ">peak"), rows)
 
 
 def speed_line(prediction: Prediction) -> str:
-    """Return throughput, utilisation and what binds, in one line."""
-    return "  ".join(
-        (
-            f"{quantity.count(prediction.tokens_per_s)} tokens/s",
-            f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",
-            f"{quantity.digits(prediction.samples_per_s)} samples/s",
-            f"MFU {quantity.percent(prediction.mfu)}",
-            f"energy {quantity.joules(prediction.energy_j_per_step)} per step",
-            f"bound by {PART_NAMES.get(prediction.bottleneck, prediction.bottleneck)}",
-        )
-    )
+    """Return throughput, utilisation and what binds, in one line; what nobody knows is left out."""
+    words = [
+        f"{quantity.count(prediction.tokens_per_s)} tokens/s",
+        f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",
+        f"{quantity.digits(prediction.samples_per_s)} samples/s",
+    ]
+    if prediction.mfu:
+        words.append(f"MFU {quantity.percent(prediction.mfu)}")
+    if prediction.energy_j_per_step is not None:
+        words.append(f"energy {quantity.joules(prediction.energy_j_per_step)} per step")
+    words.append(f"bound by {PART_NAMES.get(prediction.bottleneck, prediction.bottleneck)}")
+    return "  ".join(words)
 
 
 def worst_stage_line(prediction: Prediction) -> str:
@@ -179,9 +187,10 @@ def worst_stage_line(prediction: Prediction) -> str:
     peaks = [peak for group in memory.per_stage_peak_bytes for peak in group]
     place = place_of(prediction.plan, memory.peak_rank)
     where = f"stage {place[1]}" + (f" of group {place[0]}" if len(prediction.plan.groups) > 1 else "")
-    low, high = quantity.gib(min(peaks)), quantity.gib(max(peaks))
+    unit = quantity.memory_unit(max(peaks))
+    low, high = quantity.memory_in(unit, min(peaks)), quantity.memory_in(unit, max(peaks))
     each = f"{low} to {high}" if low != high else f"{high}"
-    others = f"; stages take {each} GiB" + (" each" if low == high else "")
+    others = f"; stages take {each} {unit}" + (" each" if low == high else "")
     return f"Fullest: rank {memory.peak_rank}, {where}" + (others if len(peaks) > 1 else "")
 
 

@@ -22,7 +22,13 @@
     return x.toLocaleString("en", { minimumFractionDigits: Math.min(places, 9), maximumFractionDigits: Math.min(places, 9) });
   };
   const time = (x) => Math.abs(x) >= 1 ? digits(x) + " s" : Math.abs(x) >= 1e-3 ? digits(x * 1e3) + " ms" : digits(x * 1e6) + " us";
-  const gib = (x) => (x / 2 ** 30).toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+  const SIZES = { GiB: 2 ** 30, MiB: 2 ** 20, KiB: 2 ** 10 };
+  const sizeOf = (x) => !x ? "GiB" : Object.keys(SIZES).find((unit) => x >= 0.05 * SIZES[unit]) || "KiB";
+  const sized = (x, unit) => {
+    const value = x / SIZES[unit];
+    return value >= 0.05 || !value ? value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) : digits(value, 2);
+  };
+  const memory = (x) => `${sized(x, sizeOf(x))} ${sizeOf(x)}`;
   const percent = (x) => (100 * x).toFixed(1) + " %";
   const colour = (part) => `var(--${part})`;
   const nameOf = (part) => data.names[part] || part;
@@ -97,21 +103,21 @@
     const m = p.memory;
     const parts = data.memoryParts.map((part) => [part, m.breakdown_bytes[part] || 0]).filter(([, value]) => value > 0);
     const scale = Math.max(...data.stages.map((one) => Math.max(one.peak, one.capacity)));
-    const many = p.plan.groups.length > 1;
+    const many = p.plan.groups.length > 1, unit = sizeOf(m.peak_bytes);
     const rows = data.stages.map((one) => {
       const bars = data.memoryParts.map((part) => [part, one.parts[part] || 0]).filter(([, value]) => value > 0);
-      const words = (part, value) => `${memoryName(part)}\n${gib(value)} GiB`;
+      const words = (part, value) => `${memoryName(part)}\n${memory(value)}`;
       return [
         h("div", { class: "label" + (one.fullest ? " fullest" : ""), text: (many ? `group ${one.group} ` : "") + `stage ${one.stage}` + (one.device ? ` · ${one.device}` : "") }),
-        h("div", { class: "meter" }, stack(bars, scale, `stage ${one.stage}: ${gib(one.peak)} of ${gib(one.capacity)} GiB`, words),
-          h("span", { class: "limit", style: `left:${100 * one.capacity / scale}%`, ...tipped(`capacity ${gib(one.capacity)} GiB`) })),
-        h("div", { class: "label n", text: `${gib(one.peak)} / ${gib(one.capacity)} GiB` })];
+        h("div", { class: "meter" }, stack(bars, scale, `stage ${one.stage}: ${memory(one.peak)} of ${memory(one.capacity)}`, words),
+          h("span", { class: "limit", style: `left:${100 * one.capacity / scale}%`, ...tipped(`capacity ${memory(one.capacity)}`) })),
+        h("div", { class: "label n", text: `${memory(one.peak).replace(" GiB", "")} / ${memory(one.capacity)}` })];
     });
     const lead = "Peak of each stage in its parts; the red line is the capacity of its devices. Below, the fullest rank.";
     return section("Memory by stage", lead, h("div", { class: "memory" }, rows),
-      partTable([`fullest: rank ${m.peak_rank}`, "GiB", "of capacity"],
-        parts.map(([part, value]) => [part, memoryName(part), gib(value), percent(value / m.capacity_bytes)]),
-        ["peak", gib(m.peak_bytes), percent(m.peak_bytes / m.capacity_bytes)]));
+      partTable([`fullest: rank ${m.peak_rank}`, unit, "of capacity"],
+        parts.map(([part, value]) => [part, memoryName(part), sized(value, unit), percent(value / m.capacity_bytes)]),
+        ["peak", sized(m.peak_bytes, unit), percent(m.peak_bytes / m.capacity_bytes)]));
   };
 
   // --- groups of unequal speed -------------------------------------------------------------------
