@@ -109,8 +109,12 @@ def normalise(name: str) -> str:
     --------
     >>> normalise("NVIDIA A100-SXM4-80GB (400W)")
     'nvidia-a100-sxm4-80gb'
+    >>> normalise("RTX4090 24 GB")
+    'rtx-4090-24gb'
     """
     text = re.sub(r"\((?:r|tm)\)", " ", name.lower())
+    text = re.sub(r"(?<=\d) (?=gi?b\b)", "", text)
+    text = re.sub(r"\b(rtx|gtx|tpu)(?=v?\d)", r"\1-", text)
     return "-".join(word for word in re.split(r"[\s_,/-]+", _BRACKETS.sub(" ", text)) if word)
 
 

@@ -24,6 +24,11 @@ _REMAT = (
 )
 
 
+_FULL = ("full", "true", "yes", "on", "1", "enabled", "all", "block", "blocks", "layer", "perlayer",
+         "checkpoint", "checkpointing", "activationcheckpointing", "gradientcheckpointing", "ac",
+         "remat", "recompute")  # fmt: skip
+
+
 def number(raw: Mapping[str, str], key: str) -> float | None:
     """Return a cell as a float, None when blank.
 
@@ -56,24 +61,34 @@ def integer(raw: Mapping[str, str], key: str) -> int | None:
     return int(value)
 
 
+def widest(device: Device) -> str:
+    """Return the 16-bit precision runs on this device train in."""
+    return "bf16" if device.supports("bf16") else "fp16"
+
+
 def precision_of(text: str, device: Device) -> tuple[str, tuple[str, ...]]:
     """Return the training precision a dtype cell names, as the device can run it."""
-    low = text.lower()
+    low = re.sub(r"[\s_]", "", text.lower()).replace("float", "fp").replace("bfp16", "bf16")
+    mixed = re.search("mixed|amp|half|16bit|16-bit", low) is not None
     if "int8" in low:
-        raise SpecError("training in int8 is not modelled", key="dtype", value=text)
+        if "int8" not in device.peak_flops_per_s:
+            raise SpecError(f"{device.name} has no int8", key="dtype", value=text)
+        return "fp8", ("int8 products read as 8-bit ones at the device's int8 rate",)
     if "nvfp4" in low or "fp4" in low:
         precision = "nvfp4"
-    elif "mxfp8" in low or "fp8-mx" in low or "sub-channel" in low:
+    elif re.search("mxfp8|fp8-?mx|sub-channel", low):
         precision = "mxfp8"
-    elif "fp8" in low or "float8" in low:
+    elif "fp8" in low or "e4m3" in low:
         precision = "fp8"
     else:
-        found = re.search("bf16|fp16|tf32|fp32", low.replace("bfloat16", "bf16").replace("float16", "fp16"))
-        if found is None:
+        found = re.search("bf16|fp16|tf32|fp32", low)
+        if found is None and not mixed:
             raise SpecError(
                 f"unknown dtype {text!r}", key="dtype", value=text, rule="a known training precision"
             )
-        precision = found[0]
+        precision = found[0] if found else widest(device)
+        if found is None or (mixed and precision in ("fp32", "tf32")):
+            return widest(device), (f"dtype {text!r} read as {widest(device)}",)
     if precision == "mxfp8" and not device.supports("mxfp8") and device.supports("fp8"):
         return "fp8", (f"{device.name} has no block-scaled fp8: sub-channel scaling read as fp8",)
     return precision, ()
@@ -91,8 +106,15 @@ def recompute_of(text: str) -> tuple[str, str, tuple[str, ...]]:
         if word in low.replace("-", "_"):
             return check_recompute(rule), offload, (*notes, f"remat policy {text!r} read as {rule}")
     head = head.strip().replace(" ", "")
-    if head in ("", "none", "false"):
+    if head in ("", "none", "false", "no", "off", "0", "disabled") or head.startswith(("no-", "without")):
         return "none", offload, notes
+    if head in _FULL or (not head.startswith(("full", "selective", "every")) and "full" in head):
+        return "full", offload, notes if head == "full" else (*notes, f"recompute {text!r} read as full")
+    if head.startswith("partial") or (not head.startswith("selective") and "selective" in head):
+        head = "selective" + head.partition("selective")[2]
+    every = re.fullmatch(r"every-?(\d+)(?:nd|rd|th)?(?:-?(?:layers?|blocks?))?", head)
+    if every:
+        return check_recompute(f"every-{every[1]}"), offload, notes
     if head.startswith("selective"):
         wanted = [part for part in re.split(r"[:+,()]", head.removeprefix("selective")) if part]
         if wanted and wanted[0].isdecimal():
@@ -115,20 +137,20 @@ def sharding_of(text: str, default: int) -> tuple[int, int | None, str]:
     low = text.lower()
     size = re.search(r"over (\d+) |fsdp (?:in slice \(ici\) )?(\d+)|fsdp[^,;]* (\d+) \(ici\)", low)
     shard = next((int(part) for part in size.groups() if part), None) if size else None
-    stage = re.search(r"zero-?(\d)", low)
+    stage = re.search(r"zero[-_ ]?(?:stage[-_ ]?)?(\d)|stage[-_ ]?(\d)|^z?(\d)(?:\.0)?$", low)
     if not low:
         return default, None, ""
     if "megatron" in low and "fsdp" in low:
         return 3, None, "megatron-fsdp"
     if stage:
-        return int(stage[1]), shard, ""
+        return int(next(part for part in stage.groups() if part)), shard, ""
     if "shard_grad_op" in low:
         return 2, shard, "fsdp"
-    if "fsdp" in low or "full_shard" in low or "full shard" in low:
+    if re.search("fsdp|full_shard|full shard|hybrid_shard|hsdp", low):
         return 3, shard, "fsdp"
-    if "distributed optimizer" in low or "dist_opt" in low:
+    if re.search("distributed[ _-]optimizer|dist[_ -]?opt", low):
         return 1, shard, ""
-    if low.startswith(("none", "ddp")):
+    if low.startswith(("none", "ddp", "no", "false", "off")):
         return 0, None, ""
     return default, None, ""
 

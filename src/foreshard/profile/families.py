@@ -192,6 +192,8 @@ _MEGATRON_LM = {"korthikanti": "2022", "sc21": "2021", "megatron_2020": "2020", 
 _PLAIN = (
     ("megatron-core", "megatron-core"),
     ("composer", "composer"),
+    ("llm-foundry", "composer"),
+    ("mosaicml", "composer"),
     ("fms-fsdp", "fms-fsdp"),
     ("torchtitan", "torchtitan@2024"),
     ("internevo", "internevo"),
@@ -200,6 +202,37 @@ _PLAIN = (
     ("maxtext", "maxtext"),
     ("pax", "paxml"),
     ("deepspeed", "deepspeed"),
+)
+# What other frameworks run on: (word, entry, why).
+_ALIKE = (
+    ("torchtune", "torchtitan", "FSDP2 of PyTorch"),
+    ("fsdp2", "torchtitan", "FSDP2 of PyTorch"),
+    ("fully_shard", "torchtitan", "FSDP2 of PyTorch"),
+    ("gpt-neox", "megatron-deepspeed@2022", "it is built on Megatron-DeepSpeed"),
+    ("sailor", "megatron-deepspeed@2021", "it is built on Megatron-DeepSpeed"),
+    ("galvatron", "megatron-lm@2024", "it is built on Megatron-LM"),
+    ("mindspeed", "megatron-core", "it is built on Megatron-Core"),
+    ("flagscale", "megatron-core", "it is built on Megatron-Core"),
+    ("megatron-fsdp", "megatron-core", "it is part of Megatron-Core"),
+    ("mcore", "megatron-core", "its short name"),
+    ("megatron", "megatron-lm@2024", "its code"),
+    ("litgpt", "composer", "FSDP1 of PyTorch"),
+    ("lit-gpt", "composer", "FSDP1 of PyTorch"),
+    ("lightning", "composer", "FSDP1 of PyTorch"),
+    ("fairscale", "composer", "FSDP1 of PyTorch"),
+    ("metaseq", "composer", "FSDP1 of PyTorch"),
+    ("fsdp", "composer", "FSDP1 of PyTorch"),
+    ("zero", "deepspeed", "ZeRO of DeepSpeed"),
+    ("alpa", "maxtext", "JAX and XLA"),
+    ("levanter", "maxtext", "JAX and XLA"),
+    ("t5x", "maxtext", "JAX and XLA"),
+    ("tpu", "maxtext", "JAX and XLA"),
+    ("jax", "maxtext", "JAX and XLA"),
+    ("xla", "maxtext", "JAX and XLA"),
+    ("ddp", "ddp", "DDP of PyTorch"),
+)
+_PARENTS = (
+    "accelerate|transformers|hugging ?face|trl|axolotl|llama-?factory|unsloth|pytorch|torch|apex|habana"
 )
 
 
@@ -221,8 +254,37 @@ def framework_of(family: str, raw: Mapping[str, str], precision: str) -> tuple[F
         return _at_release("nemo", release.removesuffix(".1") if release.startswith("24.11") else release)
     for word, label in _PLAIN:
         if word in text:
-            return load_framework(label), ()
-    return load_framework("megatron-core"), (f"framework {raw['framework']!r} read as megatron-core",)
+            return _stated_release(label, text)
+    return _alike(raw)
+
+
+def _stated_release(label: str, text: str) -> tuple[Framework, tuple[str, ...]]:
+    """Return the entry of this label, at the release the text names where the table has several."""
+    name, _, release = label.partition("@")
+    said = re.search(rf"{name} ?@?v?(\d+\.\d+)", text)
+    if said and name == "torchtitan" and said[1] != release:
+        return _at_release(name, said[1])
+    return load_framework(label), ()
+
+
+def _alike(raw: Mapping[str, str]) -> tuple[Framework, tuple[str, ...]]:
+    """Return the entry that runs most like a framework the table does not hold.
+
+    PyTorch as such is what the row says of its sharding; nothing at all is Megatron-Core where the model is
+    cut and FSDP where it is not.
+    """
+    text, sharding = raw["framework"].lower(), raw["zero_stage_or_fsdp"].lower()
+    shown = repr(raw["framework"][:60]) if text else "not stated"
+    for where in (text, sharding if not text or re.search(_PARENTS, text) else ""):
+        for word, label, why in _ALIKE:
+            if where and word in where:
+                entry = load_framework(label)
+                return entry, (f"framework {shown} read as {entry.label}: {why}",)
+    uncut = all(raw[name] in ("", "1", "1.0") for name in ("tp", "pp"))
+    if re.search(_PARENTS, text) and uncut:
+        entry = load_framework("ddp" if re.search("none|ddp", sharding) else "composer")
+        return entry, (f"framework {shown} read as {entry.label}: PyTorch of an uncut model",)
+    return load_framework("megatron-core"), (f"framework {shown} read as megatron-core",)
 
 
 def with_recipe(
@@ -244,5 +306,13 @@ def _mlperf(raw: Mapping[str, str]) -> tuple[Framework, tuple[str, ...]]:
         return ported, (
             *notes,
             "not NVIDIA: read as a port of the NVIDIA code with flash attention 2, eager norms",
+        )
+    degrees_blank = not (raw["tp"] or raw["cp"] or raw["in_cuda_graph"])
+    batch, devices = raw["global_batch"], raw["gpus"]
+    shared = batch.isdecimal() and devices.isdecimal() and int(batch) < int(devices)
+    if degrees_blank and shared and "lora" in raw["model"].lower() and _release_key(entry.release) >= (4, 1):
+        return replace(entry, cuda_graphs="full"), (
+            *notes,
+            "CUDA graphs not stated: of whole layers, as in submissions whose ranks share a sample (cp > 1)",
         )
     return entry, notes

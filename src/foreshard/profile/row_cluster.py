@@ -10,7 +10,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
 from foreshard.profile.facts import integer
 from foreshard.profile.families import Family
-from foreshard.spec.cluster import Cluster
+from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 
 MAX_DEVICES = 1_000_000
@@ -53,16 +53,33 @@ def nic_rate(text: str) -> str | None:
     return f"{best:g} Gb/s" if best else None
 
 
-def row_cluster(raw: Mapping[str, str], device: Device, family: Family, notes: Notes) -> Cluster:
+_NODES_OF_FOUR = ("gb200", "gb300", "gh200", "tpu", "rubin")  # trays and boards of these hold four
+_NODES_OF_SIXTEEN = ("v100-sxm3", "trainium")
+
+
+def node_size(raw: Mapping[str, str], device: Device, gpus: int) -> tuple[int, bool]:
+    """Return devices per node, and whether the row states them; else what the device is sold in."""
+    stated = integer(raw, "gpus_per_node")
+    usual = 4 if device.name.startswith(_NODES_OF_FOUR) else 8
+    if device.name.startswith(_NODES_OF_SIXTEEN):
+        usual = 16
+    return min(stated or usual, gpus), stated is not None
+
+
+def _in_integers(group: NodeGroup) -> NodeGroup:
+    """Return the nodes with the int8 peak of their device where 8-bit floats would be."""
+    peaks = group.device.peak_flops_per_s
+    peaks = {**peaks, "fp8": peaks.get("int8", peaks.get("fp8", 0.0))}
+    return replace(group, device=replace(group.device, peak_flops_per_s=peaks))
+
+
+def row_cluster(raw: Mapping[str, str], device: Device, family: Family, gpus: int, notes: Notes) -> Cluster:
     """Return the devices a row used, with the NIC it states, its family declares, or the catalog's."""
-    gpus = integer(raw, "gpus")
-    if gpus is None:
-        raise SpecError("the number of devices is not stated", key="gpus", rule="gpus is stated")
     if gpus > MAX_DEVICES:
         raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"at most {MAX_DEVICES} devices")
-    per_node = min(integer(raw, "gpus_per_node") or 8, gpus)
-    if not raw["gpus_per_node"]:
-        notes.add("devices per node not stated: 8")
+    per_node, stated = node_size(raw, device, gpus)
+    if not stated:
+        notes.add(f"devices per node not stated: {per_node}")
     nodes, rest = divmod(gpus, per_node)
     rate = None
     if gpus > per_node:
@@ -75,6 +92,8 @@ def row_cluster(raw: Mapping[str, str], device: Device, family: Family, notes: N
     suffix = f"@{rate.replace(' ', '')}" if rate else ""
     terms = [f"{nodes}x{per_node}x{device.name}"] + ([f"1x{rest}x{device.name}"] if rest else [])
     cluster = load_cluster("+".join(terms) + suffix)
+    if "int8" in raw["dtype"].lower():  # 8-bit products at the rate of integers
+        cluster = replace(cluster, nodes=tuple(_in_integers(group) for group in cluster.nodes))
     pod = re.search(r"\((\d+) chips/slice\)", raw["intra_link"])
     if pod:  # a slice of a TPU pod is one domain of its inter-chip links
         groups = tuple(replace(group, nvlink_domain=int(pod[1])) for group in cluster.nodes)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+from foreshard.catalog.model_rows import ROW_SOURCE
 from foreshard.errors import SpecError
+from foreshard.profile.cells import truth
+from foreshard.profile.degrees import Size, degrees
 from foreshard.profile.facts import integer, recompute_of, sharding_of
-from foreshard.profile.families import Family
-from foreshard.profile.row_cluster import Notes
+from foreshard.profile.families import FAMILIES, Family
+from foreshard.profile.row_cluster import Notes, node_size
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.layout import block_cuts, plan_from_degrees
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-
-_KEEP_FREE = 0.85  # share of the device memory that the blank micro-batch rule fills
 
 
 def _layout_cuts(text: str) -> list[int]:
@@ -109,75 +111,32 @@ def _virtual_stages(raw: Mapping[str, str], num_blocks: int, pp: int, family_nam
     return vpp
 
 
-def _largest_micro_batch(model: Model, device: Device, seq_len: int, at: dict[str, int]) -> int:
-    """Return the largest power of two whose Megatron bytes fit: 6 + 12/dp per parameter, 34 s b h / t.
-
-    Source
-    ------
-    Korthikanti et al. 2022 (arXiv 2205.05198) eq. 4 with flash attention, in-flight of interleaved 1F1B.
-    """
-    tp, pp, dp, vpp = at["tp"], at["pp"], at["dp"], at["vpp"]
-    per_rank = at["global_batch"] // dp
-    states = model.num_params / (tp * pp) * (6 + 12 / dp)
-    layers = model.num_layers * (1 + (pp - 1) / (pp * vpp) if pp > 1 else 1)
-    best, size = 1, 1
-    while size <= per_rank:
-        activations = 34 * seq_len * size * model.hidden / tp * layers
-        logits = 6 * seq_len * size * model.vocab / tp
-        if per_rank % size or (pp > 1 and per_rank // size < pp):
-            break
-        if states + activations + logits <= _KEEP_FREE * device.capacity_bytes:
-            best = size
-        size *= 2
-    return best
-
-
 def _micro_batch(
-    raw: Mapping[str, str], model: Model, device: Device, at: dict[str, int], notes: Notes
+    raw: Mapping[str, str], framework: Framework, size: Size, at: dict[str, int], notes: Notes
 ) -> int:
     stated = integer(raw, "micro_batch")
     if stated is not None:
         return stated
-    if raw["framework"].lower().startswith("colossal"):
+    text = raw["framework"].lower()
+    if text.startswith("colossal"):
         notes.add("micro-batch not stated: the batch per data-parallel rank, no accumulation")
-        return at["global_batch"] // at["dp"]
-    if "megatron" in raw["framework"].lower() and "nemo" not in raw["framework"].lower():
-        size = _largest_micro_batch(model, device, at["seq_len"], at)
-        notes.add(f"micro-batch not stated: {size}, the largest power of two that fits")
-        return size
+        return max(1, at["global_batch"] // at["dp"])
+    sharding = framework.fsdp != "none" or framework.name in ("ddp", "deepspeed")
+    if ("megatron" in text and "nemo" not in text) or sharding:
+        largest = size.largest_micro_batch(at["tp"], at["pp"], at["dp"], at["cp"], at["vpp"])
+        notes.add(f"micro-batch not stated: {largest}, the largest power of two that fits")
+        return largest
     notes.add("micro-batch not stated: 1")
     return 1
 
 
 def _sequence_parallel(raw: Mapping[str, str], tp: int, notes: Notes) -> bool:
-    if raw["sp"]:
-        return raw["sp"].lower() in ("true", "1", "yes")
+    said = truth(raw["sp"])
+    if said is not None:
+        return said
     if tp > 1:
         notes.add("sequence parallelism not stated: on with tp > 1, as the recipes of the framework set it")
     return tp > 1
-
-
-def _degrees(raw: Mapping[str, str], gpus: int, notes: Notes) -> dict[str, int]:
-    """Return tp, pp, cp, ep and dp; at most dp may be blank."""
-    out = {}
-    for name in ("tp", "pp"):
-        value = integer(raw, name)
-        if value is None:
-            raise SpecError("parallel degrees are not stated", key=name, rule="tp and pp are stated")
-        out[name] = value
-    for name in ("cp", "ep"):
-        out[name] = integer(raw, name) or 1
-    size = out["tp"] * out["pp"] * out["cp"]
-    out["dp"] = integer(raw, "dp") or max(1, gpus // size)
-    if out["dp"] * size != gpus:
-        notes.add(f"dp {out['dp']} x {size} is not {gpus} devices: dp {max(1, gpus // size)}")
-        out["dp"] = max(1, gpus // size)
-    group = out["tp"] * out["cp"] * out["dp"]
-    if group % out["ep"]:
-        fitting = max(ep for ep in range(1, out["ep"]) if group % ep == 0)
-        notes.add(f"ep {out['ep']} does not divide the {group} devices of a stage: {fitting}")
-        out["ep"] = fitting
-    return out
 
 
 def row_plan(
@@ -191,23 +150,31 @@ def row_plan(
     notes: Notes,
 ) -> tuple[Plan, Framework]:
     """Return the plan of a training row and the framework with the sharding the row states."""
-    gpus = integer(raw, "gpus") or 0
-    degrees = _degrees(raw, gpus, notes)
-    seq_len, global_batch = integer(raw, "seq_len") or family.seq_len, integer(raw, "global_batch")
-    if not seq_len or global_batch is None:
-        key = "global_batch" if seq_len else "seq_len"
-        raise SpecError(f"{key} is not stated", key=key, rule="sequence and global batch are stated")
-    if not raw["seq_len"]:
-        notes.add(f"sequence not stated: {seq_len}, {family.seq_why}")
-    vpp = _virtual_stages(raw, model.num_layers, degrees["pp"], family_name, notes)
-    at = {**degrees, "vpp": vpp, "seq_len": seq_len, "global_batch": global_batch}
-    micro_batch = _micro_batch(raw, model, device, at, notes)
-    zero, shard, framework = _sharding(raw, family, framework, degrees, notes)
-    recompute, offload = _memory_options(raw, family, framework, notes)
-    if micro_batch * degrees["dp"] > global_batch:
+    gpus = device_count(raw)
+    seq_len = sequence_of(raw, model, family, notes)
+    default = framework.default_zero if family.zero is None else family.zero
+    size = Size(
+        model=model,
+        device=device,
+        seq_len=seq_len,
+        global_batch=integer(raw, "global_batch") or gpus,
+        sharded=sharding_of(raw["zero_stage_or_fsdp"], default)[0] >= 3,
+    )
+    cut = degrees(raw, gpus, node_size(raw, device, gpus)[0], framework, size, notes)
+    vpp = _virtual_stages(raw, model.num_layers, cut["pp"], family_name, notes)
+    zero, shard, framework = _sharding(raw, family, framework, device, cut, notes)
+    global_batch = integer(raw, "global_batch") or _batch_of(raw, cut, notes)
+    size = replace(size, global_batch=global_batch)
+    micro_batch = _micro_batch(raw, framework, size, {**cut, "vpp": vpp, "global_batch": global_batch}, notes)
+    fits = size.fits(
+        cut["tp"], cut["pp"], cut["dp"], cp=cut["cp"], micro_batch=micro_batch, vpp=vpp, recompute=False
+    )
+    known = family_name in FAMILIES or fits
+    recompute, offload = _memory_options(raw, family, framework, notes, "" if known else "full")
+    if micro_batch * cut["dp"] > global_batch:
         notes.add("micro-batch times dp exceeds the global batch: one short micro-batch")
     options: dict[str, Any] = {
-        **degrees,
+        **cut,
         "zero": zero,
         "shard_size": shard,
         "recompute": recompute,
@@ -215,21 +182,61 @@ def row_plan(
     }
     plan = plan_from_degrees(
         model.num_layers,
-        gpus,
-        etp=_expert_tensor(raw, framework, degrees, notes),
+        cut["tp"] * cut["pp"] * cut["cp"] * cut["dp"],
+        etp=_expert_tensor(raw, framework, cut, notes),
         micro_batch=micro_batch,
         global_batch=global_batch,
         seq_len=seq_len,
-        sp=_sequence_parallel(raw, degrees["tp"], notes),
+        sp=_sequence_parallel(raw, cut["tp"], notes),
         precision=precision,
         framework=framework.label,
         **options,
     )
     if framework.name == "nanotron" and vpp == 1:
-        cuts = cost_cuts(model, degrees["pp"])
+        cuts = cost_cuts(model, cut["pp"])
     else:
-        cuts = layer_cuts(raw, model.num_layers, degrees["pp"] * vpp, notes)
-    return _with_cuts(plan, cuts, degrees["pp"]), framework
+        cuts = layer_cuts(raw, model.num_layers, cut["pp"] * vpp, notes)
+    return _with_cuts(plan, cuts, cut["pp"]), framework
+
+
+def device_count(raw: Mapping[str, str]) -> int:
+    """Return how many devices a row used: stated, else what its degrees make."""
+    gpus = integer(raw, "gpus")
+    if gpus is not None:
+        return gpus
+    known = [integer(raw, name) for name in ("dp", "tp", "pp")]
+    if None in known:
+        raise SpecError("the number of devices is not stated", key="gpus", rule="gpus is stated")
+    return prod(value or 1 for value in known) * (integer(raw, "cp") or 1)
+
+
+def sequence_of(raw: Mapping[str, str], model: Model, family: Family, notes: Notes) -> int:
+    """Return the tokens of a sample: stated, else the family's, else what the model is trained with."""
+    stated = integer(raw, "seq_len")
+    if stated is not None:
+        return stated
+    if family.seq_len:
+        notes.add(f"sequence not stated: {family.seq_len}, {family.seq_why}")
+        return family.seq_len
+    if not model.max_seq_len or model.source == ROW_SOURCE:
+        raise SpecError("seq_len is not stated", key="seq_len", rule="sequence and global batch are stated")
+    notes.add(f"sequence not stated: {model.max_seq_len}, the model's own")
+    return model.max_seq_len
+
+
+def _batch_of(raw: Mapping[str, str], cut: dict[str, int], notes: Notes) -> int:
+    """Return a global batch where only a rate was measured: it hardly depends on accumulation.
+
+    A step time without its batch says nothing.
+    """
+    micro_batch = integer(raw, "micro_batch")
+    if micro_batch is None or raw["metric_step_time_s"]:
+        raise SpecError(
+            "global_batch is not stated", key="global_batch", rule="sequence and global batch are stated"
+        )
+    micro_batches = 1 if cut["pp"] == 1 else 4 * cut["pp"]
+    notes.add(f"global batch not stated: {micro_batches} micro-batches for each replica")
+    return micro_batch * cut["dp"] * micro_batches
 
 
 def _expert_tensor(
@@ -244,7 +251,12 @@ def _expert_tensor(
 
 
 def _sharding(
-    raw: Mapping[str, str], family: Family, framework: Framework, degrees: dict[str, int], notes: Notes
+    raw: Mapping[str, str],
+    family: Family,
+    framework: Framework,
+    device: Device,
+    degrees: dict[str, int],
+    notes: Notes,
 ) -> tuple[int, int | None, Framework]:
     """Return ZeRO stage, shard size and the framework that shards that way."""
     default = framework.default_zero if family.zero is None else family.zero
@@ -253,6 +265,9 @@ def _sharding(
         notes.add(f"sharding not stated: ZeRO {zero}, {family.zero_why}")
     if "split not stated" in raw["zero_stage_or_fsdp"]:
         notes.add("FSDP split not stated: sharded over every data-parallel rank")
+    if re.search("hsdp|hybrid_shard", raw["zero_stage_or_fsdp"].lower()) and shard is None:
+        shard = node_size(raw, device, device_count(raw))[0] // degrees["tp"]
+        notes.add(f"hybrid sharding: over {shard} ranks of a node, replicated across nodes")
     if "remaining ICI" in raw["zero_stage_or_fsdp"]:
         found = re.search(r"\((\d+) chips/slice\)", raw["intra_link"])
         shard = int(found[1]) // degrees["tp"] if found else None
@@ -267,13 +282,16 @@ def _sharding(
 
 
 def _memory_options(
-    raw: Mapping[str, str], family: Family, framework: Framework, notes: Notes
+    raw: Mapping[str, str], family: Family, framework: Framework, notes: Notes, needed: str
 ) -> tuple[str, str]:
-    """Return recompute and offload of a row."""
+    """Return recompute and offload of a row; `needed` is what a blank means where little memory is free."""
     text = raw["act_recompute"]
     if not text and "full recompute counted" in raw["check"]:
         text = "full"
         notes.add("recompute not stated: full, which its FLOP count includes")
+    elif not text and needed:
+        text = needed
+        notes.add(f"recompute not stated: {needed}, activations would not fit")
     elif not text:
         text = family.recompute
         notes.add(f"recompute not stated: {text}")

@@ -10,48 +10,16 @@ from pathlib import Path
 from foreshard.catalog.devices import device_assumption, resolve_device
 from foreshard.catalog.models import resolve_row_model
 from foreshard.errors import SpecError
-from foreshard.profile.facts import number, precision_of, stated
+from foreshard.profile.cells import INPUTS, cleaned
+from foreshard.profile.facts import number, precision_of, stated, widest
 from foreshard.profile.families import FAMILIES, Family, family_of, framework_of, with_recipe
 from foreshard.profile.row_cluster import Notes, row_cluster
-from foreshard.profile.row_plan import row_plan
+from foreshard.profile.row_plan import device_count, row_plan
 from foreshard.profile.tables import TRAINING, Table, read_table
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-
-_INPUT_COLUMNS = [
-    "model",
-    "n_layers",
-    "hidden",
-    "ffn_hidden",
-    "n_heads",
-    "n_kv_heads",
-    "vocab",
-    "seq_len",
-    "n_experts",
-    "topk",
-    "gated_mlp",
-    "gpu",
-    "gpus",
-    "gpus_per_node",
-    "intra_link",
-    "inter_link",
-    "framework",
-    "dtype",
-    "dp",
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "sp",
-    "zero_stage_or_fsdp",
-    "micro_batch",
-    "global_batch",
-    "act_recompute",
-    "flash_attention",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +66,7 @@ class Skipped:
 
 
 def measured_step_s(
-    raw: Mapping[str, str], convention: str, model: Model | None, seq_len: int
+    raw: Mapping[str, str], convention: str, model: Model | None, seq_len: int, plan: Plan | None = None
 ) -> float | None:
     """Return the measured step time: printed, else from tokens/s, else from TFLOP/s, else None.
 
@@ -107,11 +75,15 @@ def measured_step_s(
     convention : str
         How the source counts FLOPs: ``causal`` (6LHs attention), ``full`` (12LHs), ``hardware`` (full plus a
         second forward when everything is recomputed).
+    plan : Plan or None
+        Where the row leaves batch or devices blank, those it was read with.
     """
     step = number(raw, "metric_step_time_s")
     if step is not None and step > 0:
         return step
     batch, gpus = number(raw, "global_batch"), number(raw, "gpus")
+    if plan is not None:
+        batch, gpus = batch or plan.global_batch, gpus or len(plan.ranks)
     if batch is None or gpus is None or not seq_len:
         return None
     tokens = batch * seq_len
@@ -147,7 +119,7 @@ def config_key(raw: Mapping[str, str], family: str, framework: Framework) -> tup
     """Return the inputs of a row: columns model to flash_attention and in_*, framework with release."""
     facts = sorted(key for key in raw if key.startswith("in_"))
     release = framework.label
-    return (family, *(raw.get(key, "") for key in _INPUT_COLUMNS), *(raw[key] for key in facts), release)
+    return (family, *(raw.get(key, "") for key in INPUTS), *(raw[key] for key in facts), release)
 
 
 def rank_key(raw: Mapping[str, str], family: str) -> tuple[str, ...]:
@@ -163,6 +135,7 @@ def read_row(raw: Mapping[str, str], table: str) -> Row:
     SpecError
         When the row does not state enough, or states what is not modelled.
     """
+    raw = cleaned(raw)
     name = family_of(raw["id"], raw["source"])
     family = FAMILIES.get(name, Family())
     notes = Notes([])
@@ -173,16 +146,19 @@ def read_row(raw: Mapping[str, str], table: str) -> Row:
     model = resolve_row_model(raw)
     for line in model.assumptions:
         notes.add(line)
-    if not raw["dtype"]:
-        notes.add(f"dtype not stated: {family.dtype}, {family.dtype_why}")
-    precision, more = precision_of(raw["dtype"] or family.dtype, device)
+    dtype = raw["dtype"]
+    if not dtype:
+        dtype = family.dtype if device.supports(family.dtype) else widest(device)
+        why = family.dtype_why if dtype == family.dtype else f"{device.name} has no {family.dtype}"
+        notes.add(f"dtype not stated: {dtype}, {why}")
+    precision, more = precision_of(dtype, device)
     release, also = framework_of(name, raw, precision)
     recipe, set_there = with_recipe(family, release, raw)
     for line in (*more, *also, *set_there):
         notes.add(line)
     if "muon" in raw["notes"].lower():
         notes.add("Muon optimizer read as AdamW")
-    cluster = row_cluster(raw, device, family, notes)
+    cluster = row_cluster(raw, device, family, device_count(raw), notes)
     plan, framework = row_plan(raw, model, device, name, family, stated(recipe, raw), precision, notes)
     peak, kind = measured_memory(raw, family)
     oom = raw["notes"].startswith("OOM:")
@@ -196,7 +172,7 @@ def read_row(raw: Mapping[str, str], table: str) -> Row:
         cluster=cluster,
         plan=plan,
         framework=framework,
-        measured_s=None if oom else measured_step_s(raw, family.flops, model, plan.seq_len),
+        measured_s=None if oom else measured_step_s(raw, family.flops, model, plan.seq_len, plan),
         measured_peak_bytes=None if oom else peak,
         memory_kind="" if oom else kind,
         oom=oom,
@@ -209,7 +185,8 @@ def read_row(raw: Mapping[str, str], table: str) -> Row:
 def table_rows(table: Table) -> tuple[list[Row], list[Skipped]]:
     """Return the cases of one training table, and the rows that are none."""
     rows, skipped = [], []
-    for raw in table.rows:
+    for row_id, cells in zip(table.ids, table.rows, strict=True):
+        raw = cleaned(cells) | {"id": row_id}
         try:
             rows.append(read_row(raw, table.stem))
         except SpecError as error:

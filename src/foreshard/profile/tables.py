@@ -45,6 +45,11 @@ LAYOUTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (MIXED, "sailor-runs", ("gpu_mix", "pp_stages", "dp_per_stage", "tp_per_stage", "measured_iter_s")),
     (MIXED, "amp-trials", ("experiment", "model", "cluster", "partition", "measured_s")),
     (MIXED, "points", ("system", "model", "cluster", "strategy", "metric", "value")),
+    # Training runs that leave whole columns out.
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_step_time_s")),
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_tokens_per_s_per_gpu")),
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_tflops_per_gpu")),
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_peak_memory_gb")),
 )
 # Tables that state no time of a run: constants, specifications, traces, other tools' outputs.
 NOT_VALIDATION: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -133,12 +138,22 @@ def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, 
     )
 
 
+def _distinct(ids: list[str]) -> tuple[str, ...]:
+    """Return the ids, those seen before with the number of their repeat behind a '#'."""
+    seen: dict[str, int] = {}
+    out = []
+    for row_id in ids:
+        seen[row_id] = seen.get(row_id, 0) + 1
+        out.append(row_id if seen[row_id] == 1 else f"{row_id}#{seen[row_id]}")
+    return tuple(out)
+
+
 def _identity(
     columns: list[str], rows: list[dict[str, str]], stem: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ids and families: of the id column, else stem and row number, and the system or device."""
     if "id" in columns:
-        ids = tuple(row["id"] for row in rows)
+        ids = _distinct([row["id"] or f"{stem}-{i}" for i, row in enumerate(rows, start=1)])
         return ids, tuple(row_id.rpartition("-")[0] or row_id for row_id in ids)
     ids = tuple(f"{stem}-{i}" for i in range(1, len(rows) + 1))
     column = next((name for name in _FAMILY_COLUMNS if name in columns), None)

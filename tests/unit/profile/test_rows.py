@@ -75,11 +75,12 @@ def test_blank_cells_are_filled_and_listed(row):
     assert case.plan.groups[0].sp
 
 
-def test_rows_without_degrees_are_not_guessed(row):
-    with pytest.raises(SpecError, match="degrees"):
-        row(tp="", pp="")
-    with pytest.raises(SpecError, match="sequence"):
-        row(seq_len="")
+def test_a_step_time_without_its_batch_says_nothing(row):
+    with pytest.raises(SpecError, match="global batch"):
+        row(global_batch="", metric_step_time_s="10.5")
+    case = row(global_batch="", metric_step_time_s="", metric_tokens_per_s_per_gpu="1000")
+    assert case.plan.global_batch == 1 * 2 * 4 * 4  # micro-batch, dp, four micro-batches for each stage
+    assert case.measured_s == pytest.approx(case.plan.global_batch * case.plan.seq_len / (1000 * 64))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +95,24 @@ def test_rows_without_degrees_are_not_guessed(row):
         ("fp16", "v100-sxm-16gb", "fp16"),
         ("bfloat16", "h100-sxm", "bf16"),
         ("FP8 hybrid", "h100-sxm", "fp8"),
+        ("bf16-mixed", "a100-sxm-80gb", "bf16"),
+        ("fp16 mixed", "a100-sxm-80gb", "fp16"),
+        ("mixed", "v100-sxm-16gb", "fp16"),
+        ("AMP", "a100-sxm-80gb", "bf16"),
+        ("float16", "h100-sxm", "fp16"),
+        ("Float 32", "h100-sxm", "fp32"),
+        ("MX FP8", "b200-sxm", "mxfp8"),
+        ("int8", "tpu-v5p", "fp8"),
     ],
 )
 def test_precisions(text, device, want):
     assert precision_of(text, resolve_device(device))[0] == want
 
 
-@pytest.mark.parametrize("text", ["int8", "whatever"])
-def test_precisions_that_are_not_modelled(text):
+@pytest.mark.parametrize(("text", "device"), [("int8", "gaudi-2"), ("whatever", "h100-sxm")])
+def test_precisions_that_are_not_modelled(text, device):
     with pytest.raises(SpecError):
-        precision_of(text, resolve_device("h100-sxm"))
+        precision_of(text, resolve_device(device))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,13 @@ def test_precisions_that_are_not_modelled(text):
         ("none; activation cpu offload 40 layers", ("none", "activations")),
         ("selective: SAVE_DOT_ONLY", ("selective:core_attn+layernorm", "none")),
         ("selective 2", ("every-2", "none")),
+        ("yes", ("full", "none")),
+        ("No", ("none", "none")),
+        ("gradient checkpointing", ("full", "none")),
+        ("selective (core_attn)", ("selective:core_attn", "none")),
+        ("full (uniform, 1)", ("full", "none")),
+        ("every 2nd layer", ("every-2", "none")),
+        ("partial", ("selective:core_attn", "none")),
     ],
 )
 def test_recompute_takes_the_normal_form(text, want):
@@ -133,6 +149,10 @@ def test_recompute_takes_the_normal_form(text, want):
         ("", (7, None, "")),
         ("FSDP FULL_SHARD", (3, None, "fsdp")),
         ("FSDP SHARD_GRAD_OP", (2, None, "fsdp")),
+        ("ZeRO stage 2", (2, None, "")),
+        ("3", (3, None, "")),
+        ("hybrid_shard", (3, None, "fsdp")),
+        ("no", (0, None, "")),
         ("Megatron-FSDP", (3, None, "megatron-fsdp")),
         ("ZeRO-3 + CPU-offloaded AdamW", (3, None, "")),
         ("FSDP 128 x DP 4", (3, 128, "fsdp")),
