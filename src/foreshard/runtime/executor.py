@@ -28,6 +28,7 @@ from foreshard.runtime.tensor_ranks import TensorRanks, peers_of, ranks_of
 from foreshard.runtime.zero import Shards
 
 Hook = Callable[[str], None]
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class Executor:
         self.modules, self.exchange, self.clock = modules, exchange, clock
         self.device, self.seed, self.shards = device, seed, shards
         self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
+        self.loss_scale = 1.0
         self.tensor, self.windows = tensor or TensorRanks(), windows
         self.tensor.bytes_summed = [] if clock.virtual else None
         self.group, self.stage = layout.group_of(rank), layout.stage_of(rank)
@@ -209,13 +211,15 @@ class Executor:
         self._passing[chunk, batch] = passing
 
     def _loss(self, made: list[Tensor], data: Any, sums: StepSums) -> Tensor:
+        if self.layout.plan.precision == "fp16":  # sums over words leave its range
+            made = [t.float() if t.dtype is torch.float16 else t for t in made]
         output = made[0] if len(made) == 1 else tuple(made)
         with self._precision():
             total, count = self.job.loss(output, _moved(data, self.device))
         if self.seat.tensor == 0:  # the others have the same
             sums.loss += float(total.detach())
             sums.count += float(count)
-        return total
+        return total if self.loss_scale == 1.0 else total * self.loss_scale
 
     def _backward(self, chunk: int, batch: int, span: Span, sums: StepSums, *, inputs_only: bool) -> None:
         virtual, passing = self._virtual(chunk), self._passing[chunk, batch]
@@ -283,9 +287,8 @@ class Executor:
         return list(values)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self.layout.plan.precision == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        dtype = _HALF.get(self.layout.plan.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _weights(self, chunk: int) -> list[nn.Parameter]:
         start, stop = self.stage.layers[chunk]

@@ -51,9 +51,10 @@ def _phi3(config: Any) -> TensorPlan:
     heads = _heads(config)
     fused = ",".join(str(heads[name]) for name in ("attention heads", *["key-value heads"] * 2))
     roles = {"self_attn.qkv_proj": f"column:{fused}", "self_attn.o_proj": "row", **_FUSED_GATE}
+    numbers = ("num_key_value_heads", "config.num_attention_heads")
     return TensorPlan(
         roles={f"block.{name}": role for name, role in roles.items()}, units=heads, draws_by_head=True,
-        divided=(("block.self_attn", "num_key_value_heads"), ("block.self_attn", "config.num_attention_heads")),
+        divided=tuple(("block.self_attn", name) for name in numbers),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from foreshard.errors import SpecError
 from foreshard.spec.plan import Group, Plan, Stage
 
 RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
-RUN_PRECISIONS = ("fp32", "tf32", "bf16")
+RUN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ something once the vote has passed; a rank cut off behind it finishes the step w
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from foreshard.runtime.fixed import FixedMembership, Generation
 from foreshard.runtime.holding import Holding
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, layout_of
+from foreshard.runtime.loss_scale import LossScale, first_scale, heard_scale
 from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
 from foreshard.runtime.migrate import told as told_pieces
 from foreshard.runtime.probe import Probe
@@ -167,6 +169,7 @@ class Trainer:
         self._next_plans: dict[int, Plan] = {}
         self._base_lr: list[float] = []
         self._rooms: dict[int, float | None] = {}
+        self._scale: LossScale | None = None
         self._last: StepDone | None = None
         self._told = self._saved = -1
 
@@ -205,6 +208,8 @@ class Trainer:
         assert self._sync is not None
         self.holding.zero_gradients()
         self._sync.begin()
+        if self._executor is not None:
+            self._executor.loss_scale = 1.0 if self._scale is None else self._scale.value
         sums = self._executor.run(self.step) if self._executor is not None else StepSums()
         self.phase("all-reduce")
         self._sync.finish()
@@ -238,7 +243,7 @@ class Trainer:
 
     def _square_norm(self) -> float:
         """Return the squares of the gradients that this rank answers for: each parameter is counted once."""
-        if self.options.clip_norm is None and not self.options.track_norm:
+        if self.options.clip_norm is None and not self.options.track_norm and self._scale is None:
             return 0.0
         mine = [b.flat for b in self.holding.buckets if b.segment.owners[0] == self.rank]
         return float(sum(flat.double().square().sum() for flat in mine))
@@ -264,6 +269,10 @@ class Trainer:
     def _update(self, vote: Vote) -> float | None:
         """Divide the summed gradients once, clip, and let the optimizer step."""
         scale, norm = 1.0 / vote.count if vote.count else 0.0, None
+        if self._scale is not None:
+            scale /= self._scale.value
+            if self._rescale(vote):
+                return None
         if self.options.clip_norm is not None or self.options.track_norm:
             norm = vote.square_norm**0.5 * scale
         if norm is not None and self.options.clip_norm is not None and norm > self.options.clip_norm:
@@ -278,6 +287,17 @@ class Trainer:
             self.holding.optimizer.step()
         self.clock.end("optimizer", 0, layers)
         return norm
+
+    def _rescale(self, vote: Vote) -> bool:
+        """Choose the next loss scale; return whether the gradient is not finite and nothing is updated."""
+        before = self._scale
+        assert before is not None
+        self._scale = before.after(vote.square_norm)
+        skipped = not math.isfinite(vote.square_norm)
+        if skipped and self._conducts:
+            text = f"gradient not finite: nothing updated, loss scale {self._scale.value:g}"
+            self.on_event("overflow", text, step=self.step)
+        return skipped
 
     def _spread_values(self) -> None:
         """Get the parameters that other ranks of the stage have updated.
@@ -379,6 +399,8 @@ class Trainer:
         target = max(status["step"] for status in told.values())
         held = self._roll_forward(told, target)
         self._tell_late(told)
+        scales = [s["loss_scale"] for s in told.values() if s["step"] == target and s["loss_scale"]]
+        self._scale = heard_scale(scales[0] if scales else None)
         wanted = self._wanted(layout_of(generation.plan))
         _, missing = moves_of(held, wanted)
         if missing or resume:
@@ -410,6 +432,7 @@ class Trainer:
         return {
             "step": self.step,
             "room_bytes": self.room_bytes,
+            "loss_scale": None if self._scale is None else self._scale.told(),
             "reduced": self._reduced,
             "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
             "told": self._told,
@@ -478,8 +501,9 @@ class Trainer:
         self._forget()
         layout = layout_of(plan)
         self.holding.build(layout)
-        self.step = 0 if step is None else step
+        self.step, self._scale = 0 if step is None else step, None
         if step is not None:
+            self._scale = heard_scale(self._meta_of(step).get("loss_scale"))
             self._load(step, self._wanted(layout)[self.rank])
         if self.ledger is not None:
             self.ledger.rollback(self.step, self._generation.number)  # type: ignore[union-attr]
@@ -503,6 +527,8 @@ class Trainer:
     def _take_place(self, layout: Layout, wanted: Held) -> None:
         deal = Deal(layout, self.parameters, self._rooms)
         self._layout, self._held = layout, wanted
+        scaled = layout.plan.precision == "fp16"
+        self._scale = (self._scale or first_scale(layout.plan.tokens)) if scaled else None
         updated = {piece[1:] for piece in wanted if piece[0] == "state"}
         self._kept = frozenset(piece for piece in wanted if piece[0] != "value" or piece[1:] in updated)
         self.holding.arrange(layout, deal)
@@ -597,7 +623,10 @@ class Trainer:
             for item, tensor in self.holding.items_of(piece)
         }
         cuts = {f"{layer}.{name}": cut.to_dict() for (layer, name), cut in self.parameters.cuts.items()}
-        meta = {"plan": self._layout.plan.to_dict(), "seed": self.options.seed, "cuts": cuts}
+        meta = {
+            "plan": self._layout.plan.to_dict(), "seed": self.options.seed, "cuts": cuts,
+            "loss_scale": None if self._scale is None else self._scale.told(),
+        }  # fmt: skip
         try:
             checkpoint.save(
                 self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank,
@@ -623,6 +652,12 @@ class Trainer:
         from foreshard.runtime import checkpoint
 
         return checkpoint.latest(self.checkpoints)
+
+    def _meta_of(self, step: int) -> dict[str, Any]:
+        from foreshard.runtime import checkpoint
+
+        assert self.checkpoints is not None
+        return checkpoint.read_meta(self.checkpoints, step)
 
     def _load(self, step: int, wanted: Held) -> None:
         from foreshard.runtime import checkpoint
