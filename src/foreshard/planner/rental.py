@@ -282,6 +282,9 @@ def _clusters(
     for name in asked or known:
         price = usd_per_h.get(name, known[name].usd_per_h)
         count = min(max_devices // known[name].per_node, max_nodes.get(name, max_devices))
+        if known[name].nic_bytes_per_s is None and price is not None and count > 1:
+            search.left_out[name] = "more than one node: the catalog does not know its network"
+            count = 1
         if price is None:
             search.left_out[name] = "no price in the catalog"
         elif count < 1:

@@ -60,7 +60,7 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
     low, high = prediction.step_time_interval_s
     memory = prediction.memory
     price = prediction.cost.usd_per_1b_tokens
-    dated = f"prices of {prediction.cost.price_date}" if prediction.cost.price_date else "price stated by you"
+    dated = _prices(prediction.cost.price_date)
     whole = "" if prediction.run_time_s is None else f", {run_line(prediction)}"
     return (
         Box(
@@ -80,6 +80,12 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
             note=("give --usd-per-device-hour" if price is None else dated) + whole,
         ),
     )
+
+
+def _prices(price_date: str | None) -> str:
+    if price_date is None:
+        return "price stated by you"
+    return f"prices of {price_date}" if price_date[0].isdigit() else f"prices {price_date}"
 
 
 def _of_capacity(memory: Memory) -> str:

@@ -83,3 +83,10 @@ def test_spot_prices_and_what_is_available_decide(cheapest):
 def test_an_unknown_instance():
     with pytest.raises(SpecError, match="unknown instance"):
         rent(load_model("llama3-8b"), **(RUN | {"instances": ("aws-p9",)}))
+
+
+def test_nodes_whose_network_nobody_knows_are_not_rented_together():
+    name = "lambda-gpu-8x-h100-sxm5"
+    found = rent(load_model("llama3-8b"), objective="cost", **{**RUN, "instances": (name,)})
+    assert {one.num_nodes for one in found.offers} == {1}
+    assert "network" in found.left_out[name]
