@@ -19,8 +19,10 @@ from foreshard.report.screen import Screen, table
 
 _EXTRAS = {
     "numba": ("fast", "faster batches of predictions, the same numbers"),
+    "scipy": ("plan", "plans on mixed nodes"),
+    "torch": ("run", "profile and run jobs, models given as modules"),
     "transformers": ("models", "check parameter counts against transformers"),
-    "torch": ("run", "models given as modules"),
+    "ray": ("sweep", "searches in tasks of Ray"),
 }
 FAULT = 1
 

@@ -98,3 +98,14 @@ def test_version(shell):
     from foreshard import __version__
 
     assert shell("--version").out == f"foreshard {__version__}\n"
+
+
+def test_doctor_names_every_extra_of_the_package():
+    import tomllib
+    from pathlib import Path
+
+    from foreshard.cli.doctor import _EXTRAS
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
+    stated = set(project["project"]["optional-dependencies"]) - {"test", "dev"}
+    assert {extra for extra, _ in _EXTRAS.values()} == stated
