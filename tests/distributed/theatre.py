@@ -72,7 +72,7 @@ class Theatre:
         self._next_pid = 1000
         self._lock = threading.Lock()
 
-    def play(self, after: Callable[[Trainer], Any], *, within_s: float = 60.0) -> Audit:
+    def play(self, after: Callable[[Trainer], Any], *, within_s: float = 120.0) -> Audit:
         """Run to the end; what `after` gives of each rank is in `found`."""
         before, real = torch.get_num_threads(), membership_module.os
         torch.set_num_threads(1)

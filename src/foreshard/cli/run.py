@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 @click.option("--local", type=int, metavar="N", help="Start N ranks on this machine; else be a rank of torchrun.")
 @click.option("--steps", type=int, default=100, show_default=True, help="Steps to train.")
 @click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp64"]),
+              help="Instead of the plan's precision; bf16 by autocast, fp64 builds the layers in it.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of first values, order of samples, dropout.")
 @click.option("--clip-norm", type=float, help="Largest norm of the gradient.")
 @click.option("--checkpoint-every", type=int, default=0, show_default=True, help="Steps between checkpoints.")

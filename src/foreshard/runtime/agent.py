@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreshard.errors import ForeshardError, SpecError
+from foreshard.runtime.rehost import Place, announce, claim, own_address, place_of, term_of
 from foreshard.runtime.store import Client
 from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
 from foreshard.spec.plan import Plan
@@ -30,7 +31,7 @@ _GRACE_S = 5.0
 _TEND_S = 0.2
 _STALLED_S = 10.0
 _LATE_S = 20.0
-_LOST_S = 300.0
+_NEVER_S = 300.0
 _SUPERVISOR_STARTS = 5
 _SUPERVISOR_S = 60.0
 
@@ -67,6 +68,10 @@ class Agent:
         0 for any free one; the same after a restart of the supervisor.
     supervises : bool
         Whether the supervisor is this agent's.
+    own : str, optional
+        Address of this host, where it would host the rendezvous if its host is lost; found out if not given.
+    rehost_s : float
+        Silence of the rendezvous after which another host takes it over.
     secret_file : Path
     max_starts : int
         Of one rank; beyond it the rank stays away.
@@ -85,6 +90,8 @@ class Agent:
     address: str = "127.0.0.1"
     port: int = 0
     supervises: bool = True
+    own: str | None = None
+    rehost_s: float = 60.0
     max_starts: int = 4
     restart_s: float = 1.0
     command: Callable[[int], list[str]] = lambda rank: []
@@ -95,6 +102,9 @@ class Agent:
     _heard_s: float = 0.0
     _tended_s: float = 0.0
     _over_s: float | None = None
+    _was_heard: bool = False
+    _term: int = 0
+    _claimed: int = 0
     _finished: frozenset[int] = frozenset()
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
@@ -108,8 +118,11 @@ class Agent:
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         with _ending_on_sigterm():
             try:
+                self._term = self._claimed = term_of(self.out)
                 if self.supervises:
-                    _bindable(self.address, self.port)
+                    if not _is_free(self.address, self.port):
+                        raise _taken(self.address, self.port)
+                    self._term += 1
                     self._start_supervisor()
                 self._heard_s = time.monotonic()
                 for rank in self.ranks:
@@ -120,6 +133,11 @@ class Agent:
                     time.sleep(0.05)
                 self._see_off()
                 return sum(started.starts - 1 for started in self._ranks.values())
+            except BaseException:
+                if self.supervises:  # ended on purpose: no other host is to go on
+                    with contextlib.suppress(OSError):
+                        announce(self.out, Place(address=self.address, port=0, term=self._term + 1))
+                raise
             finally:
                 self.stop()
 
@@ -151,7 +169,11 @@ class Agent:
     def _look(self) -> None:
         """See who has ended, and start again who should go on."""
         if self._supervisor is not None and self._supervisor.poll() is not None:
-            self._start_supervisor()
+            place = place_of(self.out)
+            if place is not None and place.term > self._term:
+                self._follow(place)  # this host was out of reach for a while, and is not missed
+            else:
+                self._start_supervisor()
         for rank, started in self._ranks.items():
             if started.done:
                 continue
@@ -196,6 +218,7 @@ class Agent:
         except RuntimeError:
             self._unheard()
             return
+        self._was_heard = True
         self._heard_s, self._died, self._finished = time.monotonic(), [], frozenset(told["finished"])
         if told["over"] and self._over_s is None:
             self._over_s = time.monotonic()
@@ -223,11 +246,39 @@ class Agent:
         if self._supervisor is not None and silent_s > max(self.work.detect_s, _STALLED_S):
             self._supervisor.kill()  # alive, but it does not answer
             self._heard_s = time.monotonic()
-        elif self._supervisor is None and silent_s > _LOST_S:
+        if self._supervisor is not None:
+            return
+        place = place_of(self.out)
+        if place is not None and place.term > self._term:
+            self._follow(place)
+        elif not self._was_heard and silent_s > _NEVER_S:
             raise ForeshardError(
-                f"the supervisor has not answered for {silent_s:.0f} s", value=f"{self.address}:{self.port}",
-                rule="the host of rank 0 has to live", fix="Start the run again with --resume",
+                f"no supervisor has answered for {silent_s:.0f} s", value=f"{self.address}:{self.port}",
+                rule="rank 0 hosts the rendezvous at first", fix="See what rank 0 says; start the run again",
             )  # fmt: skip
+        elif self._was_heard and silent_s > self.rehost_s:
+            self._heard_s, self._claimed = time.monotonic(), max(self._claimed, self._term) + 1
+            if claim(self.out, self._claimed):
+                self._take_over(self._claimed)
+
+    def _follow(self, place: Place) -> None:
+        """Go where the rendezvous is now."""
+        if not place.port:
+            raise ForeshardError(
+                "the run was ended", value=place.address, file=str(self.out),
+                rule="who hosts the rendezvous ends it for all",
+                fix="See what that host said; start the run again with --resume",
+            )  # fmt: skip
+        self.address, self.port, self._term = place.address, place.port, place.term
+        self.supervises, self._supervisor, self._client = False, None, None
+        self._heard_s = time.monotonic()
+
+    def _take_over(self, term: int) -> None:
+        """Host the rendezvous: who did before does not answer."""
+        address = self.own or own_address(self.address)
+        self.port = self.port if _is_free(address, self.port) else 0
+        self.address, self._term, self.supervises, self._client = address, term, True, None
+        self._start_supervisor()
 
     def _see_off(self) -> None:
         """Stay until ranks of other hosts have heard that the run is over."""
@@ -279,6 +330,8 @@ class Agent:
             self._supervisor, port = self._spawn_supervisor()
             if port is not None:
                 self.port, self._heard_s = port, time.monotonic()
+                if term_of(self.out) < self._term:
+                    announce(self.out, Place(address=self.address, port=port, term=self._term))
                 return
             self._supervisor.kill()
             self._supervisor.wait(_GRACE_S)
@@ -288,7 +341,7 @@ class Agent:
     def _spawn_supervisor(self) -> tuple[subprocess.Popen[bytes], int | None]:
         """Return its process, and the port it listens on once it does."""
         told, tell = os.pipe()
-        told_it = [self.out, self.address, self.port, self.secret_file, self.work.detect_s]
+        told_it = [self.out, self.address, self.port, self.secret_file, self.work.detect_s, self._term]
         words = [sys.executable, "-m", "foreshard.runtime.supervisor", *map(str, told_it)]
         try:
             with (self.out / "logs" / "supervisor.log").open("ab") as log:
@@ -324,15 +377,20 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _bindable(address: str, port: int) -> None:
-    """Raise if the supervisor could not listen there."""
+def _is_free(address: str, port: int) -> bool:
+    """Return whether the supervisor could listen there."""
     try:
         socket.create_server((address, port)).close()
-    except OSError as error:
-        raise SpecError(
-            f"cannot listen on {address}:{port}: {error.strerror or error}", key="--interface", value=address,
-            rule="ranks meet on an address of this host, at a free port", fix="Change --interface or --port",
-        ) from None  # fmt: skip
+    except OSError:
+        return False
+    return True
+
+
+def _taken(address: str, port: int) -> SpecError:
+    return SpecError(
+        f"cannot listen on {address}:{port}", key="--interface", value=address,
+        rule="ranks meet on an address of this host, at a free port", fix="Change --interface or --port",
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,13 @@ class Job:
             warnings.warn(_BATCH_STATISTICS, stacklevel=2)
         return layer
 
+    def in_double(self) -> Job:
+        """Return the job in double precision: its layers, and what the first of them takes."""
+        return replace(
+            self, builders=[_doubled(builder) for builder in self.builders],
+            inputs=lambda batch: _to_double(self.inputs(batch)),
+        )  # fmt: skip
+
     @classmethod
     def of(
         cls, layers: Any, dataset: Any, loss: Any, optimizer: Any, *, seed: int = 0,
@@ -153,6 +160,17 @@ def load_job(path: str, *, seed: int = 0) -> Job:
         with own_code(name, path):
             made[name] = getattr(module, name)()
     return Job.of(made["model"], made["dataset"], module.loss, module.optimizer, seed=seed, path=path, **more)
+
+
+def _doubled(builder: Builder) -> Builder:
+    return lambda: builder().double()
+
+
+def _to_double(value: Any) -> Any:
+    """Return tensors of floating point in double precision, others as they are."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    return type(value)(map(_to_double, value)) if isinstance(value, tuple | list) else value
 
 
 def first_input(batch: Any) -> Any:

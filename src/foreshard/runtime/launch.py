@@ -29,7 +29,7 @@ def launch(
     checkpoint_every: int = 0, resume: bool = False, lab: str | None = None, detect_s: float = 30.0,
     interface: str | None = None, port: int = 0, secret_file: str | None = None, max_starts: int = 4, threads: int = 1,
     tensorboard: bool = False, trace: str | None = None, progress: Watch | None = None, bed: LabNetwork | None = None,
-    policy: str = "static", budgets: Sequence[str] = (), costs: str | None = None,
+    policy: str = "static", budgets: Sequence[str] = (), costs: str | None = None, dtype: str | None = None,
 ) -> Outcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
 
@@ -42,6 +42,8 @@ def launch(
         raise SpecError("no such file", file=job, key="JOB.py", rule="The job is a Python file",
                         fix="See examples/jobs/gpt_job.py")  # fmt: skip
     plan = load_plan(plan_file)
+    if dtype is not None:  # double precision is the job's own: its layers are built in it
+        plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
     check_sound(plan, file=plan_file)
     ranks = local if local is not None else int(os.environ["WORLD_SIZE"])
     _fits(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
@@ -55,7 +57,7 @@ def launch(
         job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
         checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
         detect_s=detect_s, interface=interface, threads=threads, tensorboard=tensorboard,
-        trace=trace is not None, steering=_steering(policy, budgets, costs, lab, steps, plan, folder),
+        trace=trace is not None, double=dtype == "fp64", steering=_steering(policy, budgets, costs, lab, steps, plan, folder),
     )  # fmt: skip
     agent = _local(plan, work, local, interface, port, max_starts, bed) if local is not None else _under_torchrun(
         plan, work, interface, port, secret_file, max_starts
@@ -118,6 +120,7 @@ def _under_torchrun(
         out=Path(work.out), plan=plan, work=work, ranks=[rank], expected=range(size), secret_file=secret,
         address=os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface,
         port=port or int(os.environ.get("MASTER_PORT", "29500")) + 1, supervises=rank == 0, max_starts=max_starts,
+        own=interface, rehost_s=max(2 * work.detect_s, 5.0),
     )  # fmt: skip
 
 

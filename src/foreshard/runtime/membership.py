@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -41,13 +42,18 @@ class Membership:
     backend : {'gloo', 'nccl'}
     resume : bool
         Go on from the latest checkpoint in the first generation.
+    beat_s : float
+        Between heartbeats.
+    locate : callable, optional
+        Where the rendezvous is now, asked when it does not answer.
     """
 
     def __init__(
         self, address: tuple[str, int], rank: int, secret: bytes, *, timeout_s: float = 30.0,
         interface: str | None = None, backend: str = "gloo", resume: bool = False, beat_s: float = 0.5,
+        locate: Callable[[], tuple[str, int] | None] = lambda: None,
     ):  # fmt: skip
-        self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S)
+        self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S, locate=locate)
         self.store: dist.Store = RankStore(self.client, timeout_s=timeout_s, abandoned=self._abandoned)
         self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}

@@ -31,6 +31,7 @@ ANSWER_S = 20.0
 _NONCE_BYTES = 32
 _BIND_S = 10.0
 _ONCE_KEPT = 4096
+_LOCATE_S = 0.5
 _REFUSAL = b"refused".ljust(32, b"\0")
 
 
@@ -278,10 +279,16 @@ class Client:
     secret : bytes
     patience_s : float
         How long to try to connect: the server may be about to come back.
+    locate : callable, optional
+        Where the server is now; asked when it does not answer.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, *, patience_s: float = 20.0):
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, *, patience_s: float = 20.0,
+        locate: Callable[[], tuple[str, int] | None] = lambda: None,
+    ):  # fmt: skip
         self.address, self._secret, self._patience_s = address, secret, patience_s
+        self._locate, self._located_s = locate, 0.0
         self._local = threading.local()
         self._name = uuid.uuid4().hex
         self._asked = itertools.count()
@@ -310,6 +317,7 @@ class Client:
                 raise
             except (OSError, ValueError) as error:
                 self._drop()
+                self._look_elsewhere()
                 if time.monotonic() > until:
                     raise RuntimeError(
                         f"the rendezvous at {self.address} does not answer: {error}"
@@ -319,6 +327,12 @@ class Client:
             if "error" in reply:
                 raise RuntimeError(str(reply["error"]))
             return reply
+
+    def _look_elsewhere(self) -> None:
+        now = time.monotonic()
+        if now - self._located_s > _LOCATE_S:
+            self._located_s = now
+            self.address = self._locate() or self.address
 
     def _link(self) -> socket.socket:
         line: _Line | None = getattr(self._local, "line", None)

@@ -20,6 +20,7 @@ from typing import Any
 
 from foreshard.errors import InfeasibleError
 from foreshard.runtime.decided import Decided, recalled, remember
+from foreshard.runtime.rehost import term_of
 from foreshard.runtime.repair import repaired
 from foreshard.runtime.store import StoreServer
 from foreshard.runtime.suspicion import Suspicion
@@ -304,8 +305,8 @@ class Supervisor:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a supervisor: FOLDER ADDRESS PORT SECRET_FILE DETECT_S; the plan is FOLDER/plan.json."""
-    folder, address, port, secret_file, detect_s = argv
+    """Run a supervisor: FOLDER ADDRESS PORT SECRET_FILE DETECT_S TERM; the plan is FOLDER/plan.json."""
+    folder, address, port, secret_file, detect_s, term = argv
     path, parent = Path(folder), os.getppid()
     plan = parse_plan(json.loads((path / "plan.json").read_text()))
     expected = json.loads((path / "ranks.json").read_text())
@@ -318,6 +319,9 @@ def main(argv: Sequence[str]) -> int:
     while os.getppid() == parent:  # its agent is gone: so is the run on this host
         time.sleep(min(0.2, float(detect_s) / 5))
         supervisor.watch()
+        if term_of(path) > int(term):
+            supervisor.log("superseded", term=term_of(path))  # another host has the rendezvous now
+            return 0
     return 0
 
 

@@ -31,6 +31,7 @@ class Work:
     threads: int = 1
     trace: bool = False
     steering: str | None = None
+    double: bool = False
     kept_bytes: int = KEPT_BYTES
 
     def to_json(self) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from foreshard.runtime.lines import settle, whole_lines
 from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
 from foreshard.runtime.pace import Pace, slow_in
+from foreshard.runtime.rehost import located
 from foreshard.runtime.spare import Spare
 from foreshard.runtime.steering import PROBE_EVERY, Steering, wheel_of
 from foreshard.runtime.timeline import Timeline, wall_epoch_s
@@ -52,7 +54,8 @@ class Worker:
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
         self.lab: Lab | None = load_lab(work.lab) if work.lab else None
-        self.job = load_job(work.job, seed=work.seed)
+        job = load_job(work.job, seed=work.seed)
+        self.job = job.in_double() if work.double else job
         await_turn(self.lab, rank, self.out / "metrics.jsonl", work.steps)
         self._at = [0]
         self._pace, self._paced_in = Pace(), -1
@@ -67,8 +70,9 @@ class Worker:
         self.membership = Membership(
             store, rank, secret, timeout_s=work.detect_s,
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
-            backend="nccl" if cuda else "gloo", resume=work.resume,
+            backend="nccl" if cuda else "gloo", resume=work.resume, locate=lambda: located(self.out),
         )  # fmt: skip
+        self._tell_warnings()
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
 
@@ -196,6 +200,19 @@ class Worker:
                 who=change.rank, pid=generation.pids.get(change.rank), factor=round(change.factor, 3),
                 since_step=change.since_step,
             )  # fmt: skip
+
+    def _tell_warnings(self) -> None:
+        """Tell the operator's log too what is warned of, once: logs of ranks are read by nobody."""
+        show, told = warnings.showwarning, set[str]()
+
+        def showing(message: Any, category: type[Warning], *where: Any) -> None:
+            leads = self.rank == self.membership.generation.ranks[0]
+            if issubclass(category, UserWarning) and leads and str(message) not in told:
+                told.add(str(message))
+                self._event("warning", str(message))
+            show(message, category, *where)
+
+        warnings.showwarning = showing
 
     def _event(self, kind: str, text: str, **facts: Any) -> None:
         self.metrics.event(kind, text, **facts)

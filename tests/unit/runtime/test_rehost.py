@@ -1,0 +1,119 @@
+"""One host at a time has the rendezvous, and ranks find it."""
+
+import time
+
+import pytest
+
+from foreshard.errors import ForeshardError
+from foreshard.runtime.agent import Agent
+from foreshard.runtime.rehost import Place, announce, claim, located, own_address, place_of, term_of
+from foreshard.runtime.store import Client, StoreServer
+from foreshard.runtime.work import Work
+from foreshard.spec.plan import parse_plan
+
+SECRET = b"of this test only"
+PLAN = parse_plan({
+    "global_batch": 2, "seq_len": 8, "precision": "fp32",
+    "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 2]]}]} for rank in range(2)],
+})  # fmt: skip
+
+
+def test_a_term_is_claimed_once(tmp_path):
+    assert claim(tmp_path, 2) and not claim(tmp_path, 2)
+    assert claim(tmp_path, 3) and claim(tmp_path, 4)
+    assert not (tmp_path / "rendezvous-2.claim").exists(), "claims of long ago are cleared away"
+
+
+def test_a_place_is_read_as_it_was_announced(tmp_path):
+    assert place_of(tmp_path) is None and term_of(tmp_path) == 0
+    announce(tmp_path, Place(address="10.0.0.7", port=29501, term=3))
+    assert place_of(tmp_path) == Place(address="10.0.0.7", port=29501, term=3)
+    assert located(tmp_path) == ("10.0.0.7", 29501)
+    announce(tmp_path, Place(address="10.0.0.7", port=0, term=4))
+    assert located(tmp_path) is None and term_of(tmp_path) == 4
+    (tmp_path / "rendezvous.json").write_text("{ torn")
+    assert place_of(tmp_path) is None
+
+
+def test_an_address_of_this_host_is_found():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_client_finds_the_server_where_it_is_now():
+    first = StoreServer("127.0.0.1", 0, SECRET)
+    second = StoreServer("127.0.0.1", 0, SECRET)
+    client = Client(("127.0.0.1", first.port), SECRET, locate=lambda: ("127.0.0.1", second.port))
+    try:
+        assert client.ask({"ask": "count"}) == {"value": 0}
+        second._values["here"] = b"1"
+        first.close()
+        assert client.ask({"ask": "count"}, patience_s=5.0) == {"value": 1}
+    finally:
+        client.close()
+        second.close()
+
+
+class Elsewhere:
+    """A rendezvous that does not answer."""
+
+    def ask(self, *told, **more):
+        raise RuntimeError("nobody")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What agents start in place of a supervisor."""
+    found: list = []
+    monkeypatch.setattr(Agent, "_start_supervisor", lambda self: found.append((self.address, self._term)))
+    return found
+
+
+def agent(folder):
+    work = Work(job="job.py", out=str(folder), steps=1)
+    made = Agent(
+        out=folder, plan=PLAN, work=work, ranks=[1], expected=[0, 1], secret_file=folder / "secret",
+        address="10.255.255.1", port=29501, supervises=False, own="127.0.0.1", rehost_s=-1.0,
+    )  # fmt: skip
+    made._client, made._term, made._was_heard = Elsewhere(), 1, True
+    return made
+
+
+def test_one_of_those_who_hear_nothing_takes_over(tmp_path, started):
+    one, other = agent(tmp_path), agent(tmp_path)
+    one._tend(), other._tend()
+    assert started == [("127.0.0.1", 2)]
+    assert one.supervises and not other.supervises
+    announce(tmp_path, Place(address="127.0.0.1", port=4000, term=2))
+    other._client = Elsewhere()
+    other._tend()
+    assert (other.address, other.port, other._term) == ("127.0.0.1", 4000, 2)
+    assert len(started) == 1
+
+
+def test_if_who_claimed_it_is_lost_too_the_next_term_is_claimed(tmp_path, started):
+    assert claim(tmp_path, 2)
+    late = agent(tmp_path)
+    late._tend()
+    assert started == []
+    late._tend()
+    assert started == [("127.0.0.1", 3)]
+
+
+def test_nobody_takes_over_before_it_has_begun(tmp_path, started):
+    early = agent(tmp_path)
+    early._was_heard, early._heard_s = False, time.monotonic()
+    early._tend()
+    early._heard_s -= 400.0
+    with pytest.raises(ForeshardError, match="no supervisor has answered for 400 s"):
+        early._tend()
+    assert started == [] and not (tmp_path / "rendezvous-2.claim").exists()
+
+
+def test_a_run_that_was_ended_on_purpose_is_not_gone_on_with(tmp_path, started):
+    announce(tmp_path, Place(address="10.0.0.1", port=0, term=2))
+    with pytest.raises(ForeshardError, match=r"the run was ended.*--resume"):
+        agent(tmp_path)._tend()
+    assert started == []
