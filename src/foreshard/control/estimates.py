@@ -134,6 +134,10 @@ class Level:
             self.refused += 1
 
 
+_SETTLED = 3
+"""Measurements after which a link that has changed is known again."""
+
+
 class Links:
     """Rates between ranks. Links between the same kinds of places are taken to be alike until one is not.
 
@@ -224,7 +228,8 @@ class Links:
     def _is_fresh(self, pair: tuple[int, int]) -> bool:
         """Return whether nothing has changed near a link since it was measured."""
         moved = max(self._kind_moved[self._class[pair]], *self._end_moved[list(pair)])
-        return bool(self._last[pair] >= moved)
+        last = self._last[pair]
+        return bool(not moved or last >= moved + _SETTLED or self._now - last < _SETTLED)
 
     def _weakest_end(self, rate: np.ndarray, fresh: Mapping[tuple[int, int], Level]) -> np.ndarray:
         """Return by what part links are slower because all links measured at one of their ends are."""

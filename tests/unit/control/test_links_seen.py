@@ -49,3 +49,11 @@ def test_one_slow_link_says_nothing_of_its_ends():
     rate = seen.rates()
     assert rate[0, 1] == pytest.approx(SLOW, rel=0.1)
     assert rate[0, 2] == pytest.approx(FAST, rel=0.1) and rate[1, 3] == pytest.approx(FAST, rel=0.1)
+
+
+def test_a_link_last_seen_as_it_began_to_fade_is_not_trusted():
+    seen = links()
+    see(seen, dict.fromkeys((*RING, (1, 3)), FAST))
+    see(seen, dict.fromkeys((*RING, (1, 3)), SLOW), times=1)
+    see(seen, dict.fromkeys(RING, SLOW))
+    assert seen.rates()[1, 3] == pytest.approx(SLOW, rel=0.1)
