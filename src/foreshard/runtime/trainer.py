@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -517,12 +518,21 @@ class Trainer:
         layout = layout_of(plan)
         wanted = self._wanted(layout)
         moves, _ = moves_of(held, wanted, self._bytes_of)
-        self.holding.build(layout)
+        with self._at_work("build", layout):
+            self.holding.build(layout)
         if self._world is not None:
             self.last_moved = migrate(self.holding, moves, self._world, self._ranks, self.clock)
             barrier = torch.zeros(1, dtype=torch.float64)
             self._world.allreduce([barrier]).wait()
-        self._take_place(layout, wanted[self.rank])
+        with self._at_work("arrange", layout):
+            self._take_place(layout, wanted[self.rank])
+
+    @contextmanager
+    def _at_work(self, name: str, layout: Layout) -> Iterator[None]:
+        """Count work between steps: a change of plan takes the rank's time too."""
+        self.clock.begin()
+        yield
+        self.clock.end(name, 0, len(layout.layers_of(self.rank)))
 
     def _take_place(self, layout: Layout, wanted: Held) -> None:
         deal = Deal(layout, self.parameters, self._rooms)
