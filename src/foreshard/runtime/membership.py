@@ -20,6 +20,7 @@ BOUNDARY = "boundary"
 """Reason of a rank that leaves a generation in step with all others."""
 _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
+_LOOK_S = 0.1
 
 
 DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
@@ -77,8 +78,30 @@ class Membership:
         key = (tuple(ranks), name)
         if key not in self._groups:
             where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
-            self._groups[key] = self._made(dist.PrefixStore(where, self.store), list(ranks), name)
+            store = dist.PrefixStore(where, self.store)
+            self._groups[key] = self._unless_abandoned(lambda: self._made(store, list(ranks), name))
         return self._groups[key]
+
+    def _unless_abandoned(self, make: Callable[[], Any]) -> Any:
+        """Return what is made in a thread, or give up: gloo tries a peer that is gone five timeouts long."""
+        made: list[Any] = []
+        faults: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                made.append(make())
+            except BaseException as error:  # raised where it is waited for
+                faults.append(error.with_traceback(None))
+
+        thread = threading.Thread(target=body, daemon=True, name="connecting")
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if thread.is_alive() and self._abandoned():
+                raise RuntimeError("a peer left while ranks were connecting")
+        if faults:
+            raise faults.pop()
+        return made.pop()
 
     def _made(self, store: dist.Store, ranks: list[int], name: str) -> Any:
         place, timeout = ranks.index(self.rank), timedelta(seconds=self._timeout_s)
