@@ -238,6 +238,10 @@ class Controller:
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
+        counted = bool(self.budgets and steps and math.isfinite(self.choice.time_s))
+        known = counted and self.lessons.knows(state.key())
+        if known:
+            self._learn(state, steps)
         time_weight, cost_weights = self.queues.weights()
         running = self.choice.structure
         try:
@@ -247,7 +251,8 @@ class Controller:
             )  # fmt: skip
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
-        if self.budgets and steps and math.isfinite(self.choice.time_s):
+        if counted and not known:
+            # What runs in a new state is known when it was searched.
             self._learn(state, steps)
         if urgent or not math.isfinite(found.stay_worth):
             return self._change(found.best, state, "the running plan has lost a rank")

@@ -23,7 +23,7 @@ LAST_PART, MOST_CORRECTION = 0.05, 0.2
 MARGIN = 0.004
 """Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
 MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
-"""Largest multiplier that is believed, in mean steps per budget of a step; that where none is enough."""
+"""Largest multiplier that is believed, in reference steps per budget of a step; that where none is enough."""
 LEAST_WEIGHT = 10.0
 _MOST_STATES = 2048
 
@@ -58,6 +58,10 @@ class Lessons:
         self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
         self._seen, self._next = 0, 1
+
+    def knows(self, key: bytes) -> bool:
+        """Return whether it is known what runs in a state."""
+        return key in self._visited
 
     def needs(self, key: bytes) -> bool:
         """Return whether a state is new, or was seen so often that its rows are worth another look."""
@@ -99,7 +103,7 @@ class Lessons:
         found = dual.solve(table, left)
         self.feasible = found.feasible
         for one, multiplier in zip(self.budgets, found.multipliers, strict=True):
-            worth = multiplier * queues[one.name].unit / queues.mean_s if found.feasible else UNKEPT_WORTH
+            worth = multiplier * queues[one.name].unit / queues.step_s if found.feasible else UNKEPT_WORTH
             queues.place(one.name, queues.weight * min(worth, MOST_WORTH))
 
     def _left(self, queues: Queues, budget: Budget) -> Budget:

@@ -137,8 +137,8 @@ class Queues:
 
     Notes
     -----
-    With a budget per second or hour slots are of unequal length, and the ratio of cost to time counts: the
-    weight of time becomes V over the mean step so far, less what the budgets allow per second.
+    A budget per second or hour bounds the ratio of cost to time, which is to say that cost less what the time
+    of the step allows is not above zero in the mean: the weight of time is less by what the budgets allow.
     """
 
     def __init__(
@@ -176,16 +176,6 @@ class Queues:
     def __getitem__(self, name: str) -> Queue:
         return self._queues[name]
 
-    @property
-    def renewal(self) -> bool:
-        """Return whether some budget counts per time."""
-        return any(queue.budget.per != "step" for queue in self._queues.values())
-
-    @property
-    def mean_s(self) -> float:
-        """Return the seconds that weigh as V: the reference step, or with budgets per time the mean step."""
-        return self.total_s / self.steps if self.renewal and self.steps else self.step_s
-
     def place(self, name: str, backlog: float) -> None:
         """Make a backlog the place-holder that a queue started from; what it gathered since stays."""
         queue = self._queues[name]
@@ -199,7 +189,7 @@ class Queues:
         The weight of a second can be negative where budgets per time are far exceeded: then slow is good, as
         long as it is cheap.
         """
-        time_weight = self.weight / self.mean_s
+        time_weight = self.weight / self.step_s
         costs = {}
         for name, queue in self._queues.items():
             costs[name] = queue.backlog / queue.unit

@@ -106,9 +106,7 @@ def test_shares_follow_a_straggler_and_come_back(cases):
 
 @pytest.mark.parametrize("budgets", [(), MONEY], ids=["free", "money"])
 @pytest.mark.parametrize(("seed", "noise", "longest"), [(0, 0.1, 4), (1, 0.1, 1), (2, 0.2, 1), (3, 0.05, 1)])
-def test_noise_alone_changes_groups_once_in_200_steps_at_most(
-    cases, seed, noise, longest, budgets
-):
+def test_noise_alone_changes_groups_once_in_200_steps_at_most(cases, seed, noise, longest, budgets):
     world = World(cases, [1.0, 1.0, 0.5, 0.5], noise=noise, seed=seed)
     controller = world.controller(budgets=budgets, max_stages=longest)
     run(world, controller, 60, budgets=budgets)
