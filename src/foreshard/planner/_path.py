@@ -19,43 +19,50 @@ def shortest_path(
     longest_tail_s,
     deepest,
     bands,
-    num_types,
+    lengths,
 ):
     """Return the least cost, the number of stages (0 where there is no path), their options and stops.
 
     Parameters
     ----------
     types, options, times_s, tail_s, rooms, units : arrays, shape (stages,)
-        Of every stage a path may have; `rooms` is how many stages may follow it, itself included, at most
-        `deepest`; `units` of a resource of which a path takes at most `limit`.
+        Of every stage a path may have, by time; `rooms` is how many stages may follow it, itself included, at
+        most `deepest`; `units` of a resource of which a path takes at most `limit`.
     prices : array, by option
     rate, upper_s, longest_tail_s, deepest : numbers
     bands : array of int, shape (layers, layers)
         Type of the stage from each start by length less one, -1 past the end.
-    num_types : int
+    lengths : array of int
+        Layers of the longest stage of each type.
     """
     num_layers = bands.shape[0]
-    least = np.full((limit + 1, deepest + 1, num_types), np.inf)
-    chosen = np.full((limit + 1, deepest + 1, num_types), -1)
-    for k in range(len(types)):
-        if times_s[k] > upper_s or tail_s[k] > longest_tail_s:
+    # Stages come by time; types beyond the greatest in use are never asked for.
+    number = 0
+    while number < len(times_s) and times_s[number] <= upper_s:
+        number += 1
+    used_types = 0
+    for k in range(number):
+        if tail_s[k] <= longest_tail_s and types[k] >= used_types:
+            used_types = types[k] + 1
+    least = np.full((limit + 1, deepest + 1, used_types), np.inf)
+    chosen = np.full((limit + 1, deepest + 1, used_types), -1)
+    for k in range(number):
+        if tail_s[k] > longest_tail_s:
             continue
         cost = times_s[k] * rate + prices[options[k]]
         if cost < least[units[k], rooms[k], types[k]]:
             least[units[k], rooms[k], types[k]] = cost
             chosen[units[k], rooms[k], types[k]] = options[k]
-    lengths = np.zeros(limit + 1, dtype=np.int64)
+    longest = np.zeros(limit + 1, dtype=np.int64)
     for unit in range(limit + 1):
         for depth in range(deepest - 1, 0, -1):
-            for t in range(num_types):
+            for t in range(used_types):
                 if least[unit, depth + 1, t] < least[unit, depth, t]:
                     least[unit, depth, t] = least[unit, depth + 1, t]
                     chosen[unit, depth, t] = chosen[unit, depth + 1, t]
-        for length in range(num_layers):
-            for start in range(num_layers - length):
-                if chosen[unit, 1, bands[start, length]] >= 0:
-                    lengths[unit] = length + 1
-                    break
+        for t in range(used_types):
+            if chosen[unit, 1, t] >= 0 and lengths[t] > longest[unit]:
+                longest[unit] = lengths[t]
     after = np.full((deepest + 1, limit + 1, num_layers + 1), np.inf)
     stops = np.full((deepest + 1, limit + 1, num_layers + 1), -1)
     took = np.full((deepest + 1, limit + 1, num_layers + 1), -1)
@@ -67,16 +74,16 @@ def shortest_path(
         any_left = False
         for used in range(limit + 1):
             for unit in range(used + 1):
-                longest = lengths[unit]
-                if longest == 0:
+                if longest[unit] == 0:
                     continue
                 for start in range(num_layers):
                     low = after[depth, used, start]
                     at = -1
-                    for length in range(min(longest, num_layers - start)):
+                    for length in range(min(longest[unit], num_layers - start)):
                         rest = after[depth - 1, used - unit, start + 1 + length]
-                        if rest < low:
-                            total = least[unit, depth, bands[start, length]] + rest
+                        t = bands[start, length]
+                        if rest < low and t < used_types:
+                            total = least[unit, depth, t] + rest
                             if total < low:
                                 low = total
                                 at = start + 1 + length

@@ -14,8 +14,8 @@ def plan_of(
     """Return the plan of an arrangement, None when its stages do not pack into the nodes.
 
     A stage of fewer devices than a node lies within one; larger ones take whole nodes. The largest stages are
-    placed first, those of equal size pipeline by pipeline, so that neighbours share nodes where they can; with
-    `replicas_near` layer by layer, so that stages that join their gradients do.
+    placed first, those of equal size pipeline by pipeline, so that neighbours share nodes where they can;
+    with `replicas_near` layer by layer, so that stages that join their gradients do.
     """
     demands = []
     for g, template in enumerate(arrangement.templates):
@@ -84,7 +84,7 @@ def _group(
                 tp=kind.tp,
                 zero=kind.zero,
                 recompute=kind.recompute,
-            )  # fmt: skip
+            )
         )
     return Group(
         share=arrangement.shares[g],

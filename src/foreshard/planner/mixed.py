@@ -17,7 +17,7 @@ from foreshard.planner.judge import engine_seconds, engine_shares, predicted
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_infeasible import nothing_fits
 from foreshard.planner.nearby import work_bound
-from foreshard.planner.problem import Part, Problem, Template, faults
+from foreshard.planner.problem import Part, Problem, Template, faults, step_seconds
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
@@ -29,18 +29,19 @@ from foreshard.spec.prediction import Prediction
 
 SPACE = (
     "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
-    "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel ranks, 1, 2 "
-    "or 4 samples a rank, three recompute rules; any shares of at least a micro-batch; 1f1b; every stage has "
-    "memory for one micro-batch for each stage after it; stages of the same layers in different pipelines lie in "
-    "different link domains (side by side in one they are inner data-parallel ranks of one pipeline), differ at "
-    "most by a factor of two in inner data-parallel ranks, and no gradient collective has more members in a link "
-    "domain than its stage's tp leaves room for"
+    "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
+    "ranks, 1, 2 or 4 samples a rank, three recompute rules; any shares of at least a micro-batch; 1f1b; "
+    "every stage has memory for one micro-batch for each stage after it; stages of the same layers in different pipelines "
+    "lie in different link domains (side by side in one they are inner data-parallel ranks of one pipeline), "
+    "differ at most by a factor of two in inner data-parallel ranks, and no gradient collective has more "
+    "members in a link domain than its stage's tp leaves room for"
 )
 _JUDGED = 24
 _LEAST_S = 0.5
 _SEARCHING = 0.88
 _FIRST = 0.5
-_ALONE = 0.8
+_ALONE = 0.6
+_APART = 0.5
 _LATER = 0.2
 _SLACK = 2.0
 _NEAR = 1.55
@@ -88,14 +89,13 @@ def search_mixed(request: Request) -> PlanResult:
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
     for i, use in enumerate(sets):
         now = time.perf_counter()
-        # The first set has most devices; each later one as long as the others leave it, and what they do not need.
-        share = (
-            min(max(1.0 - _LATER * _rivals(request, sets), _FIRST), _ALONE)
-            if i == 0
-            else _SLACK / (len(sets) - i)
-        )
-        _search_set(request, use, found, now + min(share, 1.0) * (deadline - now), every=price)
+        # The first set has most devices; each later one as long as the others leave it.
+        first = min(max(1.0 - _LATER * _rivals(request, sets), _FIRST), _ALONE)
+        share = first if i == 0 else min(_SLACK / (len(sets) - i), 1.0)
+        _search_set(request, use, found, now + share * (deadline - now), every=price)
     if not price:
+        now = time.perf_counter()
+        _search_apart(request, sets[0], found, now + _APART * (deadline - now))
         _search_again(found, request, deadline)
     if price:
         _search_one_domain(request, sets, found)
@@ -216,7 +216,8 @@ def _search_set(
         found.searched[len(found.bounds)] = problem, solution
     found.bounds.append(bound)
     found.ladder = found.ladder or dict(solution.ladder)
-    found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
+    late = deadline + _JUDGING * request.budget_s
+    found.judged.extend(_judge(request, problem, solution, late, None if every else found.best_s))
 
 
 def _search_one_domain(request: Request, sets: Sequence[tuple[int, ...]], found: _Found) -> None:
@@ -245,7 +246,8 @@ def _search_again(found: _Found, request: Request, deadline: float) -> None:
         )  # fmt: skip
         found.evaluated += solution.evaluated
         found.bounds[low] = max(found.bounds[low], solution.lower_bound_s)
-        found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
+        late = deadline + _JUDGING * request.budget_s
+        found.judged.extend(_judge(request, problem, solution, late, found.best_s))
 
 
 def _named(problem: Problem, solution: Solution) -> dict[NamedTemplate, None]:
@@ -291,7 +293,8 @@ def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadlin
     left = deadline - time.perf_counter()
     solution = solve(problem, budget_s=left, target_gap=_AIM, columns=_known(problem, found))
     found.evaluated += solution.evaluated
-    found.judged.extend(_judge(request, problem, solution, deadline + _JUDGING * request.budget_s))
+    late = deadline + _JUDGING * request.budget_s
+    found.judged.extend(_judge(request, problem, solution, late, found.best_s))
 
 
 def _search_roomier(request: Request, use: tuple[int, ...], found: _Found) -> None:
@@ -326,14 +329,18 @@ def capped(problem: Problem, max_devices: int | None) -> Problem:
 
 
 def _judge(
-    request: Request, problem: Problem, solution: Solution, deadline: float
+    request: Request, problem: Problem, solution: Solution, deadline: float, beat_s: float | None = None
 ) -> list[tuple[float, Plan]]:
     """Return plans of the arrangements, as they are and with shares balanced anew, and their step times.
 
-    Late, the best arrangement alone.
+    Late, the best arrangement alone. With a time to beat, those that cannot beat it, or the best here, are
+    left out: no plan is faster by the engine than its arrangement is by the problem.
     """
     made: list[tuple[float, Plan]] = []
     for arrangement in solution.others[:_JUDGED]:
+        least = step_seconds(problem, arrangement)
+        if beat_s is not None and made and least >= min(beat_s, *(seconds for seconds, _ in made)):
+            continue
         for near in (False, True):
             if made and time.perf_counter() > deadline:
                 return made

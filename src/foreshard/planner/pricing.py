@@ -1,10 +1,10 @@
 """The best pipeline when devices have prices: what column generation asks, with a bound on the answer.
 
 A pipeline of micro-batch m with slowest stage b and tail w gets through
-m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum over
-stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a bound on
-every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline that
-exists.
+m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum
+over stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a
+bound on every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline
+that exists.
 """
 
 from __future__ import annotations
@@ -27,18 +27,37 @@ _RATIO = 1.3
 """Widest box of slowest stages at the start; narrower ones follow where they matter."""
 
 
+Path = tuple[tuple[int, ...], tuple[int, ...]]
+"""Options and stops of the stages of a pipeline, first to last."""
+
+
+def template_of(path: Path) -> Template:
+    """Return the pipeline of a path."""
+    starts = (0, *path[1][:-1])
+    return tuple(
+        Part(option=option, start=start, stop=stop)
+        for option, start, stop in zip(path[0], starts, path[1], strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """Pipelines of one family whose slowest stage and tail lie between limits, seconds.
 
     cost : least price of the devices plus samples lost to filling, over the pipelines of the box
+    path : of the pipeline of that cost
     """
 
     family: Family
     bottleneck_s: tuple[float, float]
     tail_s: tuple[float, float]
     cost: float
-    template: Template
+    path: Path
+
+    @property
+    def template(self) -> Template:
+        """Return the pipeline of least cost."""
+        return template_of(self.path)
 
     def seconds(self, goal: float) -> float:
         """Return a time before which no pipeline of the box gets `goal` samples beyond its price."""
@@ -110,8 +129,9 @@ class Pricing:
     ) -> tuple[float, list[Template]]:
         """Return a time before which no pipeline gets `goal` samples beyond its price, and pipelines found.
 
-        Boxes are split, the earliest first, until none is before `aim_s` (what was to be proven), until a pipeline
-        is met within the tolerance, until enough are found that are before `known_s`, or until the deadline.
+        Boxes are split, the earliest first, until none is before `aim_s` (what was to be proven), until a
+        pipeline is met within the tolerance, until enough are found that are before `known_s`, or until the
+        deadline.
 
         Parameters
         ----------
@@ -123,75 +143,98 @@ class Pricing:
         order = count()
         heap = [(box.seconds(goal), next(order), box) for box in self.boxes.values()]
         heapq.heapify(heap)
-        found: dict[Template, float] = {}
+        found: dict[Path, float] = {}
         nearest, better = np.inf, 0
         while heap and heap[0][0] < aim_s and better < _ENOUGH:
             bound, number, box = heap[0]
-            if box.template not in found:
-                own = found[box.template] = self._seconds(box, goal)
+            if box.path not in found:
+                own = found[box.path] = self._seconds(box, goal)
                 nearest = min(nearest, own)
                 better += own < known_s
             if bound >= nearest * (1.0 - tolerance) or (number % 64 == 0 and time.perf_counter() > deadline):
                 break
             heapq.heappop(heap)
-            del self.boxes[id(box)]
-            parts = self._split(box, goal)
+            parts = self.parts(box, goal)
             for part in parts:
                 heapq.heappush(heap, (part.seconds(goal), next(order), part))
             if any(same_limits(part, box) for part in parts):
                 break
         bound = heap[0][0] if heap else np.inf
-        return bound, [one for one in sorted(found, key=found.__getitem__) if found[one] < known_s]
+        return bound, [
+            template_of(one) for one in sorted(found, key=found.__getitem__) if found[one] < known_s
+        ]
 
     def _seconds(self, box: Box, goal: float) -> float:
         """Return when a box's pipeline gets `goal` samples beyond its price, whole grains not asked for."""
-        problem, template = self.problem, box.template
-        times, last = self._times(box), float(self._tails(template).max())
-        price = float((problem.takes[[p.option for p in template]] @ self.prices).sum())
-        passes = max((goal + price) / float(problem.micro_batch[template[0].option]), 1.0)
-        return last + float(times.sum() + times.max() * (passes - 1.0))
+        times, tails, price = self._of(box.family, box.path)
+        passes = max((goal + price) / box.family.micro_batch, 1.0)
+        return float(tails.max() + times.sum() + times.max() * (passes - 1.0))
 
-    def _split(self, box: Box, goal: float) -> list[Box]:
-        """Return the parts of a box below and above what its own pipeline does, by what loosens the bound more.
+    def parts(self, box: Box, goal: float) -> list[Box]:
+        """Return the parts of a box below and above its own pipeline, by what loosens the bound more.
 
         Above, the pipeline's worth is what the bound says of it; below, it is no longer allowed. A box whose
         tail alone outlasts the time may not come apart: its bound is then as tight as it gets.
         """
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
-        times, tails = self._times(box), self._tails(box.template)
+        times, tails, price = self._of(box.family, box.path)
         own, own_tail = float(times.max()), float(tails.max())
         size = box.family.micro_batch
-        price = box.cost - size * float(times.sum()) / lower
+        del self.boxes[id(box)]
         by_bottleneck = ((goal + price) / size - 1.0) * (own - lower)
         by_tail = own_tail - least
-        parts = []
         if by_bottleneck >= by_tail:
             cut = min(max(own, lower), upper)
             if upper > lower * _WIDE and cut > lower * (1 + 1e-9):
                 cut = min(cut, (lower * upper) ** 0.5)
-            parts.append(self._add(box.family, (cut, upper), box.tail_s))
-            if cut > lower * (1 + 1e-9):
-                parts.append(self._add(box.family, (lower, cut * (1 - 1e-9)), box.tail_s))
-        else:
-            cut = min(own_tail, 0.5 * (least + most))
-            parts.append(self._add(box.family, box.bottleneck_s, (cut, most)))
-            parts.append(self._add(box.family, box.bottleneck_s, (least, cut * (1 - 1e-9))))
+            return self._cut_bottleneck(box, cut)
+        return self._cut_tail(box, min(own_tail, 0.5 * (least + most)))
+
+    def _cut_bottleneck(self, box: Box, cut: float) -> list[Box]:
+        """Return the parts of a box with slowest stages from a limit on, and below it."""
+        lower, upper = box.bottleneck_s
+        parts = [self._add(box.family, (cut, upper), box.tail_s)]
+        if cut > lower * (1 + 1e-9):
+            parts.append(self._add(box.family, (lower, cut * (1 - 1e-9)), box.tail_s))
         return [part for part in parts if part is not None]
 
-    def _times(self, box: Box) -> np.ndarray:
-        problem = self.problem
-        table = problem.far_s if box.family.kind is None else problem.time_s
-        return np.array([table[p.option, problem.types[p.start, p.stop]] for p in box.template])
+    def _cut_tail(self, box: Box, cut: float) -> list[Box]:
+        """Return the parts of a box with tails from a limit on, and below it."""
+        least, most = box.tail_s
+        parts = [self._add(box.family, box.bottleneck_s, (cut, most))]
+        parts.append(self._add(box.family, box.bottleneck_s, (least, cut * (1 - 1e-9))))
+        return [part for part in parts if part is not None]
 
-    def _tails(self, template: Template) -> np.ndarray:
-        problem, tail = self.problem, self.tails
-        return np.array([tail[p.option, problem.types[p.start, p.stop]] for p in template])
+    def extremes(self, family: Family, path: Path) -> tuple[float, float]:
+        """Return a pipeline's slowest stage, messages between kinds not counted, and its longest tail."""
+        times, tails, _ = self._of(family, path)
+        return float(times.max()), float(tails.max())
+
+    def apart(self, box: Box, path: Path, seconds: float) -> list[Box]:
+        """Return two parts of a box, one of which says more of a pipeline; none where the box says all."""
+        own, tail = self.extremes(box.family, path)
+        lower, least = box.bottleneck_s[0], box.tail_s[0]
+        by_bottleneck, by_tail = (seconds - least) * (1.0 - lower / own), tail - least
+        if by_bottleneck >= by_tail and own > lower * (1 + 1e-8):
+            self.boxes.pop(id(box), None)
+            return self._cut_bottleneck(box, min(own, box.bottleneck_s[1]))
+        if tail > least + 1e-9 and box.tail_s[1] > least + 1e-9:
+            self.boxes.pop(id(box), None)
+            return self._cut_tail(box, tail)
+        return []
+
+    def _of(self, family: Family, path: Path) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return times and tails of the stages of a pipeline, and the price of its devices."""
+        problem, options, stops = self.problem, np.array(path[0]), np.array(path[1])
+        types = problem.types[np.append(0, stops[:-1]), stops]
+        times = (problem.far_s if family.kind is None else problem.time_s)[options, types]
+        return times, self.tails[options, types], float(self.worth[options].sum())
 
     def _add(self, family: Family, bottleneck: tuple[float, float], tail: tuple[float, float]) -> Box | None:
         """Keep the box of these limits unless it is empty."""
         if _compiled() is None:
-            solution = _path_of_arrays(self.problem, self.tails, self.prices, family, bottleneck, tail[1])
+            solution = _path_of_arrays(self.problem, self.tails, self.worth, family, bottleneck, tail[1])
         else:
             if family not in self.stages:
                 self.stages[family] = stages_of(self.problem, self.tails, family)
@@ -199,8 +242,8 @@ class Pricing:
         self.solved += 1
         if solution is None:
             return None
-        cost, template = solution
-        box = Box(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, template=template)
+        cost, path = solution
+        box = Box(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path)
         self.boxes[id(box)] = box
         return box
 
@@ -234,24 +277,25 @@ def cheapest_path(
     """
     asked = family if isinstance(family, Family) else Family(int(family))
     find = _path_of_arrays if _compiled() is None else _path_of_loops
-    return find(problem, tail_s, prices, asked, bottleneck_s, longest_tail_s)
+    found = find(problem, tail_s, problem.takes @ prices, asked, bottleneck_s, longest_tail_s)
+    return None if found is None else (found[0], template_of(found[1]))
 
 
 def _path_of_loops(
     problem: Problem,
     tail_s: np.ndarray,
-    prices: np.ndarray,
+    worth: np.ndarray,
     family: Family,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
-) -> tuple[float, Template] | None:
+) -> tuple[float, Path] | None:
     stages = stages_of(problem, tail_s, family)
-    return path_among(problem, stages, problem.takes @ prices, bottleneck_s, longest_tail_s)
+    return path_among(problem, stages, worth, bottleneck_s, longest_tail_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Stages that a pipeline of a family may have, none worse than another for the same layers and devices.
+    """Stages that a pipeline of a family may have, by time, none worse than another of its kind.
 
     Arrays of shape (stages,); `rooms` is how many stages may follow one, itself included, at most `deepest`.
     """
@@ -287,6 +331,8 @@ def stages_of(problem: Problem, tail_s: np.ndarray, family: Family) -> Stages:
                     worse = (times[i] >= times[j]) & (tails[i] >= tails[j]) & (rooms[i] <= rooms[j])
                     usable[i] &= ~(worse & usable[j] & (~equal | (i > j)))
     kept, types = np.nonzero(usable)
+    order = np.argsort(times[kept, types], kind="stable")
+    kept, types = kept[order], types[order]
     return Stages(
         family=family, types=types, options=options[kept], times_s=times[kept, types],
         tail_s=tails[kept, types], rooms=rooms[kept, types].astype(np.int64), units=units[kept],
@@ -297,31 +343,26 @@ def stages_of(problem: Problem, tail_s: np.ndarray, family: Family) -> Stages:
 def path_among(
     problem: Problem,
     stages: Stages,
-    prices: np.ndarray,
+    worth: np.ndarray,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
-) -> tuple[float, Template] | None:
-    """Return the pipeline of some stages that costs least, as :func:`cheapest_path`; prices by option."""
+) -> tuple[float, Path] | None:
+    """Return the path over some stages that costs least, as :func:`cheapest_path`; `worth` by option."""
     if not len(stages.types):
         return None
     best, depth, options, stops = _compiled()(
         stages.types, stages.options, stages.times_s, stages.tail_s, stages.rooms, stages.units,
-        prices.astype(float), stages.limit, stages.family.micro_batch / bottleneck_s[0],
+        worth.astype(float), stages.limit, stages.family.micro_batch / bottleneck_s[0],
         bottleneck_s[1] * (1 + 1e-12), longest_tail_s * (1 + 1e-12), stages.deepest, problem.bands,
-        problem.time_s.shape[1],
+        problem.lengths,
     )  # fmt: skip
     if depth == 0:
         return None
-    cuts = [0, *stops.tolist()]
-    parts = (
-        Part(option=option, start=start, stop=stop)
-        for option, start, stop in zip(options.tolist(), cuts[:-1], cuts[1:], strict=True)
-    )
-    return float(best), tuple(parts)
+    return float(best), (tuple(options.tolist()), tuple(stops.tolist()))
 
 
 def units_of(problem: Problem, family: Family, options: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return how many devices a pipeline of a family may take, and each option takes; 0 where it is all one."""
+    """Return how many devices a pipeline of a family may take, and each option; 0 where it is all one."""
     if family.kind is None:
         return 0, np.zeros(len(options), dtype=np.int64)
     limit = min(problem.domains[family.kind], problem.counts[family.kind])
@@ -343,11 +384,11 @@ def _compiled() -> Any:
 def _path_of_arrays(
     problem: Problem,
     tail_s: np.ndarray,
-    prices: np.ndarray,
-    family: Family | int,
+    worth: np.ndarray,
+    family: Family,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
-) -> tuple[float, Template] | None:
+) -> tuple[float, Path] | None:
     options, times, rooms = problem.options_of(family)
     allowed = (times <= bottleneck_s[1] * (1 + 1e-12)) & (rooms > 0)
     allowed &= tail_s[options] <= longest_tail_s * (1 + 1e-12)
@@ -359,7 +400,7 @@ def _path_of_arrays(
     options, units, allowed = options[used], units[used], allowed[np.ix_(used, kept)]
     times, rooms = times[np.ix_(used, kept)], rooms[np.ix_(used, kept)]
     rate = family.micro_batch / bottleneck_s[0]
-    costs = np.where(allowed, times * rate + (problem.takes[options] @ prices)[:, None], np.inf)
+    costs = np.where(allowed, times * rate + worth[options][:, None], np.inf)
     size = problem.num_layers
     # Stages by start and length: long ones are cut off where none is allowed.
     short = np.full(int(problem.types.max()) + 2, len(kept))
@@ -395,9 +436,9 @@ def _path_of_arrays(
     if not np.isfinite(best):
         return None
     depth, whole = (int(i) for i in np.argwhere(after[:, :, 0] == best)[0])
-    parts, start = [], 0
+    path, start = [], 0
     for behind in range(depth, 0, -1):
         option, end = int(chosen[behind, whole, start]), int(stops[behind, whole, start])
-        parts.append(Part(option=int(options[option]), start=start, stop=end))
+        path.append((int(options[option]), end))
         start, whole = end, whole - int(units[option])
-    return float(best), tuple(parts)
+    return float(best), (tuple(option for option, _ in path), tuple(end for _, end in path))

@@ -49,8 +49,8 @@ class Problem:
     max_in_flight : ndarray of int, shape (options, types)
         Micro-batches whose activations fit beside the states, 0 where not even one does.
     hop_s : ndarray, shape (options, options)
-        Seconds that a message between neighbours [before, after] adds to the stage after it, per micro-batch and
-        both directions, on top of what `time_s` holds.
+        Seconds that a message between neighbours [before, after] adds to the stage after it, per micro-batch
+        and both directions, on top of what `time_s` holds.
     jitter : float
         A step on D devices takes 1 + jitter * max(0, log2(D / 8)) times as long.
     names : tuple
@@ -61,6 +61,8 @@ class Problem:
         Devices of each kind that share a link domain; empty where `leave_s` is None.
     bands : ndarray of int, shape (num_layers, num_layers)
         `types` by start and length less one; -1 past the end.
+    lengths : ndarray of int, shape (types,)
+        Layers of the longest stage of each type.
     far_s : ndarray, shape (options, types)
         Times of stages of pipelines that no link domain holds.
     """
@@ -82,6 +84,7 @@ class Problem:
     leave_s: np.ndarray | None = None
     domains: tuple[int, ...] = ()
     bands: np.ndarray = field(init=False)
+    lengths: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
     _by_family: dict[Family, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(
         init=False, default_factory=dict
@@ -94,6 +97,10 @@ class Problem:
         inside = np.minimum(stop, size)
         types = np.where(stop <= size, self.types[np.arange(size)[:, None], inside], -1)
         object.__setattr__(self, "bands", types)
+        lengths = np.zeros(int(types.max()) + 1, dtype=np.int64)
+        _, length = np.nonzero(types >= 0)
+        np.maximum.at(lengths, types[types >= 0], length + 1)
+        object.__setattr__(self, "lengths", lengths)
         far = self.time_s if self.leave_s is None else self.time_s + self.leave_s
         object.__setattr__(self, "far_s", far)
 
@@ -122,7 +129,7 @@ class Problem:
         return self._by_family[family]
 
     def tail_between(self, pipelines: tuple[int, int]) -> np.ndarray:
-        """Return the least `tail_s` for any number of pipelines from fewest to most, shape (options, types)."""
+        """Return the least `tail_s` of numbers of pipelines from fewest to most, shape (options, types)."""
         first = max(int(np.searchsorted(self.copies, pipelines[0], side="right")) - 1, 0)
         last = max(int(np.searchsorted(self.copies, pipelines[1], side="right")) - 1, first)
         return self.tail_s[first] if first == last else self.tail_s[first : last + 1].min(0)

@@ -89,8 +89,8 @@ def price_stages(
         Pipelines share no link domain, are as wide as each other and send over the network, instead of all at
         its best: no bound, but nearer to what plans take.
     by_domain : bool
-        Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`. Without
-        it all messages are taken to stay inside as soon as any pipeline fits a domain.
+        Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
+        Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
     """
     kinds = list(dict.fromkeys((*_options(request, use), *extra)))
     types = _stage_types(request)
@@ -139,16 +139,16 @@ def price_stages(
 def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, apart: bool) -> np.ndarray:
     """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
 
-    Stages of the same layers in other pipelines lie in other link domains and have half to twice as many inner
-    data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for. All are
-    terms of the space.
+    Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
+    inner data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for.
+    All are terms of the space.
     """
     rank = batch.machine.rank
     width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
     if apart or copies == 1:
         return _tail_of(batch, stage, width * copies, np.minimum(width, room), blocks)
-    # The engine takes the mean over domains for what each holds: at most twice as many as this stage has ranks,
-    # and then every domain but one at least one less.
+    # The engine takes the mean over domains for what each holds: at most twice as many as this stage has
+    # ranks, and then every domain but one at least one less.
     fewest = width + (copies - 1) * np.ceil(width / 2.0)
     tail = _tail_of(batch, stage, fewest, np.minimum(width, blocks), blocks)
     twice = np.minimum(np.ceil(width * (2.0 - 1.0 / copies)), room) >= 2.0 * width
@@ -162,7 +162,7 @@ def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, a
 def _tail_of(
     batch: Batch, stage: StageTimes, replicas: np.ndarray, inside: np.ndarray, blocks: np.ndarray
 ) -> np.ndarray:
-    """Return the tail of every stage when so many ranks join its gradients, some of them inside each domain."""
+    """Return the tail of every stage when so many ranks join its gradients, some inside each domain."""
     rank = batch.machine.rank
     stride = np.where(replicas > 1, blocks / inside * (1.0 - 1e-9), 1.0)
     spread = replace(rank, dp=replicas, copies=replicas / rank.shard, sync_stride=stride)

@@ -1,0 +1,178 @@
+"""From bounds by fractions to bounds by whole numbers: times that no plan takes, one after the other.
+
+For a number of pipelines and a time all pipelines that a plan of that time can be made of are listed
+(`contenders`) and put together (`combination`). Either nothing reaches the batch, and the bound rises to that
+time, or there is a better plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.planner.combination import combine
+from foreshard.planner.configuration import fractional_mix
+from foreshard.planner.contenders import Contenders, Room, Table
+from foreshard.planner.device_prices import goal_of, priced, varied
+from foreshard.planner.problem import pace_of, spread_factor, tail_seconds
+from foreshard.planner.progress import Progress
+from foreshard.planner.whole import offer_whole
+
+_STEP, _LONGEST_STEP, _SHORTEST_STEP = 0.003, 0.02, 2e-4
+_QUICK, _SLOW = 0.08, 0.2
+"""Parts of the time left that an attempt may take to be followed by a longer step, and by one as long."""
+_PART = 0.5
+_STALE = 0.004
+_ROUNDS = 3
+_LEARNT = 48
+_BARGAIN = 0.5
+"""Samples beyond its price by which a pipeline may be better, for prices to be good."""
+_SAME = 1e-3
+_REFINED = 40
+_KEPT = 12
+_TOLERANCE = 5e-3
+_VARIED = 0.12
+_VARIANTS = 24
+
+
+@dataclass(slots=True, kw_only=True)
+class Closer:
+    """Raises bounds of ranges of pipelines, each by steps as long as the time allows."""
+
+    progress: Progress
+    room: Room
+    _steps: dict[tuple[int, int], float] = field(default_factory=dict)
+    _costs: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def step(self, pipelines: tuple[int, int], bound: float) -> tuple[float, bool]:
+        """Return the bound of a range after one attempt to raise it, and whether another is no use."""
+        progress, started = self.progress, time.perf_counter()
+        left = progress.deadline - started
+        step = self._steps.get(pipelines, _STEP)
+        if self._costs.get(pipelines, 0.0) > left:
+            return bound, True
+        seconds, before = min(bound * (1.0 + step), progress.aim_s), progress.best_s
+        excluded = _excluded(progress, pipelines, seconds, self.room, started + _PART * left)
+        cost = time.perf_counter() - started
+        if excluded:
+            step *= 1.6 if cost < _QUICK * left else 1.0 if cost < _SLOW * left else 0.5
+        elif progress.best_s >= before:
+            step, cost = 0.4 * step, 0.3 * cost
+        self._steps[pipelines], self._costs[pipelines] = min(step, _LONGEST_STEP), cost
+        return seconds if excluded else bound, step < _SHORTEST_STEP
+
+
+def _excluded(
+    progress: Progress, pipelines: tuple[int, int], seconds: float, room: Room, deadline: float
+) -> bool:
+    """Return whether it is proven that no such plan takes so few seconds; offer what is found."""
+    problem = progress.problem
+    contenders = _priced_well(progress, pipelines, seconds, room, deadline)
+    if contenders is None or not contenders.find_all():
+        return False
+    spread = spread_factor(problem, sum(problem.counts))
+    for _ in range(_REFINED):
+        table = contenders.table()
+        takes = room.demands(table.codes)
+        combined = combine(takes, table.samples, table.worth, problem.counts, pipelines, keep=_KEPT)
+        for rows in combined.sets:
+            templates = [contenders.template(int(table.at[i]), int(table.row[i])) for i in rows]
+            progress.offer(templates)
+            progress.columns.update(dict.fromkeys(templates))
+        if not combined.proven or time.perf_counter() > deadline:
+            return False
+        if not combined.sets or combined.samples[0] < problem.global_batch - 0.5:
+            return True
+        if progress.best_s <= seconds * spread or not _refined(
+            contenders, table, combined.sets[0], pipelines
+        ):
+            return False
+    return False
+
+
+def _priced_well(
+    progress: Progress, pipelines: tuple[int, int], seconds: float, room: Room, deadline: float
+) -> Contenders | None:
+    """Return the bargains there are, at prices that leave few; None when they are too many all the same."""
+    problem = progress.problem
+    prices = None
+    for round_ in range(_ROUNDS):
+        before, pricing = progress.priced.get(pipelines, (0.0, None))
+        if round_ or pricing is None or abs(seconds / before - 1.0) > _STALE:
+            prices = _whole_prices(progress, pipelines, seconds) if prices is None else prices
+            if prices is not None:
+                pricing = progress.pricing(pipelines, prices)
+                progress.priced[pipelines] = seconds, pricing
+        if pricing is None:
+            return None
+        contenders = Contenders(
+            pricing=pricing, seconds=seconds, goal=goal_of(problem, pricing.prices, pipelines),
+            num_pipelines=pipelines[1], room=room, deadline=deadline,
+        )  # fmt: skip
+        solved = pricing.solved
+        complete = contenders.find_bargains()
+        progress.evaluated += pricing.solved - solved
+        table = contenders.table()
+        best = np.argsort(table.worth, kind="stable")[:_LEARNT]
+        learnt = (contenders.template(int(table.at[i]), int(table.row[i])) for i in best)
+        progress.columns.update(dict.fromkeys(learnt))
+        if not complete:
+            return None
+        if contenders.short >= -_BARGAIN or pipelines[1] == 1:
+            break
+        prices = _whole_prices(progress, pipelines, seconds)
+        if prices is None or np.allclose(prices, pricing.prices, rtol=_SAME):
+            break
+    return contenders
+
+
+def _whole_prices(progress: Progress, pipelines: tuple[int, int], seconds: float) -> np.ndarray | None:
+    """Return what devices are worth when the columns, mixed in fractions, get through whole samples."""
+    problem = progress.problem
+    table = progress.table()
+    samples = table.whole_samples(seconds - table.tails_s(pipelines[0]))
+    mix = fractional_mix(table.takes, samples, problem.counts, pipelines)
+    return None if mix is None or not mix.device_prices.any() else mix.device_prices
+
+
+def _refined(contenders: Contenders, table: Table, rows: Sequence[int], pipelines: tuple[int, int]) -> bool:
+    """Look closer at the pipeline of a set that is flattered most; False when nothing is left to see."""
+    problem = contenders.pricing.problem
+    flattery = []
+    for i in rows:
+        template = contenders.template(int(table.at[i]), int(table.row[i]))
+        left = contenders.seconds - tail_seconds(problem, template, pipelines[0])
+        flattery.append(float(table.samples[i]) - pace_of(problem, template).samples(left))
+    worst = rows[int(np.argmax(flattery))]
+    return max(flattery) > 0.0 and contenders.refine(int(table.at[worst]), int(table.row[worst]))
+
+
+def vary(progress: Progress, bounds: dict[tuple[int, int], float]) -> None:
+    """Look for better whole numbers with the time left, among pipelines that other prices call for."""
+    if progress.best is None or not bounds:
+        return
+    rng, ranges = np.random.default_rng(0), sorted(bounds, key=bounds.__getitem__)
+    for i in range(_VARIANTS):
+        if progress.late or progress.near(min(bounds.values())):
+            return
+        size = len(progress.best.templates)
+        own = [one for one in ranges if one[0] <= size <= one[1]]
+        pipelines = (own or ranges)[0] if i % 2 == 0 else ranges[i // 2 % len(ranges)]
+        mix = priced(progress, pipelines, bounds[pipelines])
+        if mix is None:
+            continue
+        prices = mix[1] * np.exp(rng.normal(0.0, _VARIED, len(mix[1])))
+        pricing = progress.pricing(pipelines, prices)
+        pricing.start()
+        goal = goal_of(progress.problem, prices, pipelines)
+        _, good = pricing.earliest(
+            goal, known_s=np.inf, aim_s=np.inf, tolerance=_TOLERANCE, deadline=progress.deadline
+        )
+        progress.evaluated += pricing.solved
+        before = len(progress.columns)
+        progress.columns.update(dict.fromkeys(varied(progress.problem, good)))
+        if len(progress.columns) > before:
+            offer_whole(progress, pipelines, bounds[pipelines])

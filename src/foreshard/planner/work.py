@@ -1,0 +1,60 @@
+"""Times that no step can undercut, from the work of a sample alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreshard.planner.problem import Problem
+
+
+def fluid_s(problem: Problem, prices: np.ndarray, work: float, devices: float) -> float:
+    """Return a time that no plan on at most so many devices beats, whatever its pipelines.
+
+    Parameters
+    ----------
+    problem : Problem
+    prices : ndarray, shape (kinds,)
+        Of a second of a device of each kind.
+    work : float
+        What a sample costs at these prices at least: :func:`least_work`.
+    devices : float
+    """
+    worth, left = 0.0, devices
+    for kind in np.argsort(-prices):
+        used = min(left, problem.counts[kind])
+        worth += used * prices[kind]
+        left -= used
+    return problem.global_batch * work / worth if worth > 0 else 0.0
+
+
+def least_work(problem: Problem, prices: np.ndarray, options: np.ndarray | None = None) -> float:
+    """Return the least priced device-seconds of a sample on its way through a pipeline of some options."""
+    some = np.arange(len(problem.takes)) if options is None else options
+    times = problem.time_s[some]
+    usable = np.isfinite(times) & (problem.max_in_flight[some] > 0)
+    worth = (problem.takes[some] @ prices / problem.micro_batch[some])[:, None]
+    cost = np.where(usable, worth * np.where(usable, times, 0.0), np.inf)
+    least = np.append(cost.min(0), np.inf)[problem.types]
+    after = np.full(problem.num_layers + 1, np.inf)
+    after[problem.num_layers] = 0.0
+    for start in range(problem.num_layers - 1, -1, -1):
+        after[start] = (least[start] + after).min()
+    return float(after[0])
+
+
+def rate_of(problem: Problem, kind: int) -> float:
+    """Return the samples a second and device of one kind alone; 0 when it cannot run every layer."""
+    own = np.flatnonzero((problem.takes.sum(1) == problem.takes[:, kind]) & (problem.takes[:, kind] > 0))
+    if not len(own):
+        return 0.0
+    prices = np.zeros(len(problem.counts))
+    prices[kind] = 1.0
+    work = least_work(problem, prices, own)
+    return 1.0 / work if np.isfinite(work) and work > 0 else 0.0
+
+
+def least_tail(problem: Problem, pipelines: tuple[int, int]) -> float:
+    """Return the least tail of any stage, for a number of pipelines in a range."""
+    tail = problem.tail_between(pipelines)
+    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    return float(tail[usable].min()) if usable.any() else 0.0

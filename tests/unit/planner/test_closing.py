@@ -1,0 +1,91 @@
+"""Times excluded by whole numbers of pipelines, against every pipeline and every set of small problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from tests.unit.planner.test_brute_force import best_by_force, every_template, random_problem
+
+from foreshard.planner import solve as solving
+from foreshard.planner.combination import combine
+from foreshard.planner.contenders import Contenders, room_for
+from foreshard.planner.problem import pace_of, tail_seconds, takes_of
+from foreshard.planner.progress import Progress
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_best_sets_are_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    rows, kinds = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+    takes = rng.integers(0, 4, (rows, kinds))
+    takes[takes.sum(1) == 0, 0] = 1
+    samples = rng.integers(1, 20, rows).astype(float)
+    counts = tuple(int(n) for n in rng.integers(2, 8, kinds))
+    pipelines = (int(rng.integers(1, 3)), int(rng.integers(2, 5)))
+    sums = {}
+    for number in range(pipelines[0], pipelines[1] + 1):
+        for one in combinations_with_replacement(range(rows), number):
+            if np.all(takes[list(one)].sum(0) <= counts):
+                sums[one] = samples[list(one)].sum()
+    # Worth so low that nothing is left out.
+    found = combine(takes, samples, np.full(rows, -1e6), counts, pipelines)
+    assert found.proven
+    assert bool(found.sets) == bool(sums)
+    if sums:
+        assert found.samples[0] == max(sums.values())
+        assert all(sums[one] == total for one, total in zip(found.sets, found.samples, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_contenders_hold_every_pipeline_worth_its_price(seed):
+    problem = random_problem(seed)
+    room = room_for(problem)
+    if room is None:
+        pytest.skip("numba is not installed")
+    templates = every_template(problem)
+    if not templates:
+        return
+    rng = np.random.default_rng(seed)
+    number = int(rng.integers(1, 4))
+    seconds = float(rng.uniform(1.0, 3.0)) * min(
+        pace_of(problem, one).seconds(1) + tail_seconds(problem, one, number) for one in templates
+    )
+    prices = rng.random(len(problem.counts)) * problem.global_batch / sum(problem.counts)
+    goal = (problem.global_batch - prices @ np.array(problem.counts)) / number
+    progress = Progress(problem=problem, deadline=np.inf, target_gap=0.0)
+    contenders = Contenders(
+        pricing=progress.pricing((number, number), prices), seconds=seconds, goal=goal, num_pipelines=number,
+        room=room, deadline=np.inf,
+    )  # fmt: skip
+    assert contenders.find_bargains() and contenders.find_all()
+    table = contenders.table()
+    listed = dict(zip(map(tuple, room.demands(table.codes).tolist()), table.samples, strict=True))
+    for one in templates:
+        takes = takes_of(problem, one)
+        samples = pace_of(problem, one).samples(seconds - tail_seconds(problem, one, number))
+        samples = min(samples, problem.global_batch)
+        worth = goal + takes @ prices - samples
+        if samples > 0 and worth <= contenders.spare - 1e-6:
+            assert listed[tuple(takes.tolist())] >= samples
+    for at, row, samples, code in zip(table.at, table.row, table.samples, table.codes, strict=True):
+        template = contenders.template(int(at), int(row))
+        assert takes_of(problem, template).tolist() == room.demands(np.array([code]))[0].tolist()
+        real = pace_of(problem, template).samples(seconds - tail_seconds(problem, template, number))
+        assert samples >= min(real, problem.global_batch)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_search_by_whole_numbers_ends_at_the_optimum(seed, monkeypatch):
+    pytest.importorskip("scipy")
+    pytest.importorskip("numba")
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    drawn = random_problem(seed)
+    problem = replace(drawn, hop_s=np.zeros_like(drawn.hop_s), jitter=0.0)
+    best = best_by_force(problem)
+    if np.isfinite(best):
+        solution = solving.solve(problem, budget_s=10.0, target_gap=1e-3)
+        assert best * (1 - 1e-9) <= solution.step_time_s <= best * (1 + 1e-3)
+        assert best / 1.002 <= solution.lower_bound_s <= best * (1 + 1e-9)
