@@ -16,6 +16,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MEAN = "time_metrics/end_to_end(s)"
 
 
+def shown_loss(line: Mapping[str, Any]) -> str:
+    """Return the loss of a step; it is null in the metrics where it was NaN or infinite."""
+    loss = line["loss_metrics/global_avg_loss"]
+    return "not finite" if loss is None else f"{loss:.4g}"
+
+
 class Board:
     """What is drawn of a run, from the lines of its metrics.
 
@@ -61,7 +67,7 @@ class Board:
     def head(self) -> str:
         """Return the line of the step: loss, its time, the bound."""
         line = self.line
-        words = [f"step {line['step'] + 1}/{self.steps}", f"loss {line['loss_metrics/global_avg_loss']:.4g}"]
+        words = [f"step {line['step'] + 1}/{self.steps}", f"loss {shown_loss(line)}"]
         if line.get(_MEAN):
             words.append(f"{format_seconds(line[_MEAN])} a step")
             bound_s = line["controller/bound_s"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foreshard.report.run_board import Board
+from foreshard.report.run_board import Board, shown_loss
 from foreshard.units import format_seconds
 
 _EVERY_S = 0.5
@@ -41,7 +41,7 @@ class Follow:
 
 def told(line: dict[str, Any], predicted_s: float | None = None) -> str:
     """Return what is said of a step: loss, its time, the predicted one if there is one, tokens per second."""
-    words = [f"loss {line['loss_metrics/global_avg_loss']:.4g}"]
+    words = [f"loss {shown_loss(line)}"]
     step_s = line["time_metrics/end_to_end(s)"]
     if step_s:  # none for a step that a change of ranks cut in two
         against = "" if predicted_s is None else f" ({format_seconds(predicted_s)} predicted)"

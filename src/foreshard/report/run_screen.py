@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from foreshard.runtime.outcome import Outcome
 
 
+_BROKEN = (
+    "The loss is not a number, and training went on with it. events.jsonl says from which step on; see the "
+    "data, lower the learning rate, or clip with --clip-norm."
+)
+
+
 def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
     """Return the screen of a run that has ended, its step beside the predicted one where there is one."""
     step = "-" if outcome.median_step_s is None else format_seconds(outcome.median_step_s)
@@ -18,18 +24,23 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
     if predicted_s is not None and outcome.median_step_s:
         error = predicted_s / outcome.median_step_s - 1
         against = f"predicted {format_seconds(predicted_s)}, {100 * error:+.1f} %"
-    loss = "-" if outcome.last_loss is None else f"{outcome.last_loss:.6g}"
+    broken = outcome.last_loss is None and outcome.median_step_s is not None
+    loss = "not finite" if broken else "-" if outcome.last_loss is None else f"{outcome.last_loss:.6g}"
     began = "" if outcome.first_loss is None else f"from {outcome.first_loss:.6g}"
     wrong = outcome.lost + outcome.repeated + outcome.misread
     told = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks"
     ledger = told if wrong else "every one once"
+    starts, together = str(outcome.restarts), f"{outcome.generations} generations"
     return Screen(
         header=(f"{outcome.steps} steps, {outcome.clock} clock",),
         boxes=(
             Box(title="step, median", value=step, note=against),
-            Box(title="loss", value=loss, note=began),
+            Box(title="loss", value=loss, note=began, alarm=broken),
             Box(title="samples", value=f"{outcome.samples}", note=ledger, alarm=wrong > 0),
-            Box(title="ranks started again", value=str(outcome.restarts), note=f"{outcome.generations} generations"),
+            Box(title="ranks started again", value=starts, note=together),
         ),
-        notes=(f"Numbers by step in {outcome.out}/metrics.jsonl, what happened in {outcome.out}/events.jsonl.",),
+        notes=(
+            *((_BROKEN,) if broken else ()),
+            f"Numbers by step in {outcome.out}/metrics.jsonl, what happened in {outcome.out}/events.jsonl.",
+        ),
     )  # fmt: skip

@@ -7,6 +7,7 @@ bound the oldest are given up, and the log counts them: numbers never stop a run
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from importlib.util import find_spec
@@ -45,6 +46,7 @@ class Metrics:
         self._tokens: dict[int, float] = {}
         self._size_bytes = -1
         self._missed = 0
+        self._lost_loss = False
         if tensorboard and find_spec("tensorboard") is None:
             raise ExtraMissingError("tensorboard is not installed", key="--tensorboard",
                                     fix="pip install tensorboard")  # fmt: skip
@@ -68,7 +70,7 @@ class Metrics:
         ----------
         step : int
         loss : float
-            Mean over what is counted.
+            Mean over what is counted; null in the line, and an event, where it is not finite.
         count : float
             What is counted, tokens mostly.
         gradient_norm : float or None
@@ -83,8 +85,8 @@ class Metrics:
         """  # fmt: skip
         line = {
             "step": step,
-            "loss_metrics/global_avg_loss": loss,
-            "grad_norm": gradient_norm,
+            "loss_metrics/global_avg_loss": _finite(loss),
+            "grad_norm": _finite(gradient_norm),
             "throughput(tps)": count / time_s / devices if time_s and time_s > 0 else None,
             "time_metrics/end_to_end(s)": time_s,
             **_memory(),
@@ -96,6 +98,7 @@ class Metrics:
             **more,
         }
         self._add(self._metrics, line)
+        self._told_once(step, loss)
         if not self._metrics.waiting:
             self._size_bytes = self._metrics.path.stat().st_size
         self._show(line)
@@ -122,6 +125,14 @@ class Metrics:
         """Write what waits, as far as the disk takes it."""
         for lines in self.lines:
             lines.flush()
+
+    def _told_once(self, step: int, loss: float) -> None:
+        lost = not math.isfinite(loss)
+        if lost and not self._lost_loss:
+            self.event(
+                "loss not finite", f"The loss is {loss} from this step on; training goes on.", step=step
+            )
+        self._lost_loss = lost
 
     def _add(self, lines: Lines, line: dict[str, Any]) -> None:
         lines.add(line)
@@ -157,6 +168,11 @@ class Metrics:
                 f"TensorBoard's files end here: {error.strerror or error}",
                 step=line["step"],
             )
+
+
+def _finite(value: float | None) -> float | None:
+    """Return the number, or None where JSON has none for it."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _tokens_of(path: Path) -> dict[int, float]:

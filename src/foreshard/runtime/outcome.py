@@ -21,6 +21,7 @@ class Outcome:
     out : str
     steps : int
     first_loss, last_loss : float or None
+        None also where it was not finite.
     median_step_s, mean_step_s : float or None
         On the clock, the first step of the run and of each generation left out (they warm up) where more
         are there.

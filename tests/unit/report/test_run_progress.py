@@ -34,3 +34,19 @@ def test_a_pipe_gets_no_bar_and_a_terminal_gets_one(monkeypatch, tmp_path):
     look = progress(5, 0.48)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(LINE) + "\n")
     look(tmp_path / "metrics.jsonl")
+
+
+def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
+    from foreshard.report.plain import render
+    from foreshard.report.run_screen import run_screen
+    from foreshard.runtime.outcome import Outcome
+
+    assert told({**LINE, "loss_metrics/global_avg_loss": None}).startswith("loss not finite")
+    told_of = {
+        "out": "run", "steps": 5, "first_loss": 2.5, "last_loss": None,
+        "median_step_s": 0.1, "mean_step_s": 0.1,
+        "clock": "wall", "restarts": 0, "generations": 1, "samples": 10, "lost": 0, "repeated": 0,
+    }  # fmt: skip
+    shown = render(run_screen(Outcome(**told_of)))
+    assert "not finite" in shown and "--clip-norm" in shown
+    assert "--clip-norm" not in render(run_screen(Outcome(**{**told_of, "last_loss": 2.0})))

@@ -121,3 +121,17 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
 def test_tensorboard_that_is_not_installed_is_named(tmp_path):
     with pytest.raises(ExtraMissingError, match="pip install tensorboard"):
         Metrics(tmp_path, 0, tensorboard=True)
+
+
+def test_a_loss_that_is_no_number_is_null_in_json_and_one_event_each_time(tmp_path):
+    metrics = Metrics(tmp_path, 0)
+    for step, loss in enumerate((2.5, float("nan"), float("inf"), 2.0, float("nan"))):
+        write(metrics, step, loss=loss, gradient_norm=loss)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    kept = lines(tmp_path / "metrics.jsonl")
+    assert [line["loss_metrics/global_avg_loss"] for line in kept] == [2.5, None, None, 2.0, None]
+    assert [line["grad_norm"] for line in kept] == [2.5, None, None, 2.0, None]
+    assert [(one["kind"], one["step"]) for one in lines(tmp_path / "events.jsonl")] == [
+        ("loss not finite", 1), ("loss not finite", 4),
+    ]  # fmt: skip
