@@ -40,6 +40,8 @@ class Images:
 class Embedding(nn.Module):
     """Words to vectors."""
 
+    tensor_plan = {"words": "words"}
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.drop = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.1)
@@ -69,6 +71,8 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """Vectors to scores of words."""
+
+    tensor_plan = {"scores": "gather"}
 
     def __init__(self) -> None:
         super().__init__()

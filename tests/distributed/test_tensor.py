@@ -106,6 +106,23 @@ def test_parts_draw_what_the_whole_would(name: str) -> None:
     assert worst_error(found, reference("fp64")) > 1e-3, "it draws, or the test says nothing"
 
 
+WORDS = {
+    "tp 4": {(0, "words.weight"), (7, "scores.weight")},
+    "tp 2 beside two alone, uneven": {(0, "words.weight"), (7, "scores.weight")},
+    "tp 2 before one, zb-h1": {(0, "words.weight")},
+    "one before tp 2, gpipe, recompute": {(7, "scores.weight")},
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_shared_out_where_nothing_ties_them(name: str) -> None:
+    alone = rehearse(gpt(torch.float64, tied=False), ALONE, steps=1, after=slices)[0][1][0]
+    found = rehearse(gpt(torch.float64, tied=False), PLANS[name], steps=1, after=slices, ranks=range(4))
+    parted = {(layer, key.partition("@")[0]) for _, (held, _) in found.values() for layer, key in held if "@" in key}
+    assert {key for key in parted if key[0] in (0, 7)} == WORDS[name]
+    assert worst_error(whole(found), alone) <= 1e-12
+
+
 CHANGES = {
     "tp 2 to 1 and back": ["tp 2", "alone", "tp 2", "tp 4"],
     "in groups, stages, shards": ["tp 2 beside two alone, uneven", "tp 2 in two stages", "tp 2, zero 3",
@@ -117,6 +134,15 @@ CHANGES = {
 @functools.cache
 def alone(steps: int, clip: float | None = None) -> tuple[list[float], dict]:
     return rehearse(gpt(torch.float64), ALONE, steps=steps, after=values, options=Options(clip_norm=clip))[0]
+
+
+def test_words_follow_changes_of_degree() -> None:
+    job = functools.partial(gpt, torch.float64, tied=False)
+    losses, last = rehearse(job(), ALONE, steps=6, after=values)[0]
+    changes = {1: PLANS["tp 2 beside two alone, uneven"], 3: PLANS["tp 4"]}
+    found = rehearse(job(), PLANS["tp 2"], steps=6, changes=changes, after=parts, ranks=range(4))
+    assert found[0][0] == pytest.approx(losses, rel=1e-12)
+    assert worst_error(whole(found), last) <= 1e-9
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -76,6 +76,12 @@ def test_four_ranks_in_single_precision() -> None:
     assert gradient_error(job("llama", torch.float32, tie_word_embeddings=True), TP4) <= 1e-6
 
 
+def test_words_that_do_not_divide_stay_whole() -> None:
+    """33 words on four ranks, and on two beside one."""
+    assert gradient_error(job("gpt_neox", vocab_size=33), TP4) <= 1e-12
+    assert gradient_error(job("llama", vocab_size=34), TP2) <= 1e-12
+
+
 @pytest.mark.parametrize("kind", sorted(set(KNOWN) - set(CUT)))
 def test_other_types_are_refused_by_name(kind: str) -> None:
     with pytest.raises((SpecError, RuntimeError), match=f"cannot be cut: the norms of a {kind}"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from foreshard.errors import SpecError
 from foreshard.runtime.hf_tensor import plan_of_block
+from foreshard.runtime.tensor_split import TensorPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class Embedding(nn.Module):
 
     def __init__(self, inner: nn.Module, family: _Family):
         super().__init__()
+        self.tensor_plan = TensorPlan(roles={"words": "words"}, draws_by_head=True)
         self.words = getattr(inner, family.words)
         self.places = getattr(inner, family.places) if family.places else None
         self.drop = getattr(inner, family.drop) if family.drop else None
@@ -134,6 +136,7 @@ class Head(nn.Module):
 
     def __init__(self, norm: nn.Module, scores: nn.Module):
         super().__init__()
+        self.tensor_plan = TensorPlan(roles={"scores": "gather"}, draws_by_head=True)
         self.norm, self.scores = norm, scores
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:

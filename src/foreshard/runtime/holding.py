@@ -92,9 +92,11 @@ class Holding:
 
     def interval(self, layer: int, name: str) -> Interval:
         """Return which part of a parameter is held."""
-        holder = self._names_of((layer, name))[0][0]
-        index, degree = self._places[holder] if (layer, name) in self.parameters.cuts else (0, 1)
-        return index, index + 1, degree
+        return self._interval_at((layer, name), self._places[self._names_of((layer, name))[0][0]])
+
+    def _interval_at(self, key: Key, place: Place) -> Interval:
+        index, degree = place
+        return (index, index + 1, degree) if self.parameters.degree(key, degree) > 1 else WHOLE
 
     def items_of(self, piece: Item) -> list[tuple[Item, Tensor]]:
         """Return the tensors of a piece: a parameter's value, its optimizer state, or a layer's frame.
@@ -218,8 +220,7 @@ class Holding:
         for name in self.trainable_names(layer):
             key = self.first_name(layer, name)
             is_cut = key in self.parameters.cuts
-            index, degree = self._next[layer] if is_cut else (0, 1)
-            lo, hi, of = common(self.interval(*key), (index, index + 1, degree))
+            lo, hi, of = common(self.interval(*key), self._interval_at(key, self._next[layer]))
             there = self.parameter(*key).untyped_storage().size() > 0
             for kind in ("value",) * there + ("state",) * is_cut:
                 for i in range(lo, hi):

@@ -32,7 +32,9 @@ class TensorRanks:
 
     def __init__(self) -> None:
         self.index, self.degree = 0, 1
-        self.bytes_summed: list[int] | None = None  # of sums that a virtual clock is to be told
+        self.bytes_summed: list[tuple[int, float]] | None = (
+            None  # and which part of a sum: for virtual clocks
+        )
         self._mesh: DeviceMesh | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._tensors: Any = None
@@ -127,11 +129,23 @@ class TensorRanks:
             return
         sizes, self.bytes_summed = self.bytes_summed, []
         latest(self._backend, now := torch.tensor([clock.now()], dtype=torch.float64))
-        clock.received(float(now[0]) + sum(clock.reduced_s(size, self._ranks) for size in sizes))
+        clock.received(float(now[0]) + sum(part * clock.reduced_s(size, self._ranks) for size, part in sizes))
 
-    def _count(self, size: int) -> None:
+    def addend(self, tensor: Tensor) -> DTensor:
+        """Return the sum of which a tensor is this rank's part."""
+        return self._tensors.DTensor.from_local(  # type: ignore[no-any-return]
+            tensor, self._mesh, [self._tensors.Partial()], run_check=False
+        )
+
+    def gathered(self, parts: DTensor) -> Tensor:
+        """Return all ranks' parts put together, on every rank."""
+        found = parts.redistribute(placements=[self._tensors.Replicate()]).to_local()
+        self._count(found.numel() * found.element_size(), 0.5)  # the second half of a ring that sums
+        return found
+
+    def _count(self, size: int, part: float = 1.0) -> None:
         if self.bytes_summed is not None:
-            self.bytes_summed.append(size)
+            self.bytes_summed.append((size, part))
 
 
 def peers_of(ranks: Sequence[int], index: int, degree: int, *, sends: bool) -> Sequence[int]:

@@ -28,7 +28,9 @@ BY_ELEMENT = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
 """Optimizers of torch that update every element by itself: parts of a weight as the whole."""
-RULE = "A role is column, column:BLOCKS (3, or sizes like 4096,1024,1024), row, or shared"
+RULE = "A role is column, column:BLOCKS (3, or sizes like 4096,1024,1024), row, gather, words or shared"
+_WHERE_POSSIBLE = ("gather", "words")
+"""Roles of weights that every rank holds whole where they cannot be cut: nothing else changes by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,8 @@ class TensorPlan:
     Attributes
     ----------
     roles : mapping of module name to role
-        ``column[:BLOCKS]``, ``row``, or ``shared``: held whole by every rank and used for its part only.
+        ``column[:BLOCKS]``; ``row``; ``gather``, a column whose outputs are put together; ``words``, rows of
+        an embedding; ``shared``, held whole by every rank and used for its part only.
     units : mapping of words to int
         What the degree has to divide (heads).
     divided : tuple of (module name, attribute)
@@ -77,6 +80,13 @@ class LayerSplit:
     shared: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
 
+    def degree(self, name: str, degree: int) -> int:
+        """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
+        if name not in self.cuts:
+            return 1
+        free = self.roles[name.rpartition(".")[0]][0] in _WHERE_POSSIBLE
+        return 1 if free and not self.cuts[name].divides(self.shapes[name], degree) else degree
+
 
 def split_of(
     module: nn.Module, declared: Mapping[str, str], path: str | None = None, tied: Collection[str] = ()
@@ -113,14 +123,28 @@ def split_of(
         return None
     cuts, shared = _cuts(module, roles, path)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    times = Counter(map(id, parameters.values()))
-    for name in cuts:
-        if not parameters[name].requires_grad:
-            return _refused(f"{name} is frozen")
-        if times[id(parameters[name])] > 1 or name in tied:
-            return _refused(f"{name} is used in more than one place")
+    for name, why in _uncut(parameters, cuts, tied).items():
+        owner = name.rpartition(".")[0]
+        if roles[owner][0] not in _WHERE_POSSIBLE:
+            return _refused(why)
+        del roles[owner]
+        cuts = {other: cut for other, cut in cuts.items() if other.rpartition(".")[0] != owner}
     shapes = {name: tuple(parameters[name].shape) for name in cuts}
-    return LayerSplit(plan=plan, roles=roles, cuts=cuts, shared=shared, shapes=shapes)
+    return LayerSplit(plan=plan, roles=roles, cuts=cuts, shared=shared, shapes=shapes) if roles else None
+
+
+def _uncut(
+    parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], tied: Collection[str]
+) -> dict[str, str]:
+    """Return which of the weights to be cut cannot be, and why; one a module."""
+    times = Counter(map(id, parameters.values()))
+    found: dict[str, tuple[str, str]] = {}
+    for name in cuts:
+        frozen = not parameters[name].requires_grad
+        if frozen or times[id(parameters[name])] > 1 or name in tied:
+            why = "is frozen" if frozen else "is used in more than one place"
+            found.setdefault(name.rpartition(".")[0], (name, f"{name} {why}"))
+    return dict(found.values())
 
 
 def _refused(why: str) -> LayerSplit:
@@ -142,36 +166,44 @@ def cut_module(module: nn.Module, split: LayerSplit, ranks: TensorRanks, index: 
     for name, (kind, _) in split.roles.items():
         if kind == "shared":
             continue
-        linear = module.get_submodule(name)
-        made = ColumnLinear if kind == "column" else RowLinear
+        if split.degree(f"{name}.weight", degree) == 1:
+            continue
+        cuts = {leaf: split.cuts.get(f"{name}.{leaf}") for leaf in ("weight", "bias")}
         with torch.no_grad():
-            part = made(linear, {leaf: split.cuts.get(f"{name}.{leaf}") for leaf in ("weight", "bias")},
-                        ranks, index, degree)  # fmt: skip
+            part = _PARTS[kind](module.get_submodule(name), cuts, ranks, index, degree)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, part)
     for name, attribute in split.plan.divided:
         _divide(module.get_submodule(name), attribute, degree)
 
 
-class _CutLinear(nn.Module):
-    """A linear layer of which a rank holds a part."""
+class _Part(nn.Module):
+    """A module of whose weights a rank holds a part."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, linear: nn.Module, cuts: Mapping[str, Cut | None], ranks: TensorRanks, index: int, degree: int
+        self, module: nn.Module, cuts: Mapping[str, Cut | None], ranks: TensorRanks, index: int, degree: int
     ):
         super().__init__()
-        self.ranks, self.transposed = ranks, not isinstance(linear, nn.Linear)
+        self.ranks, self.index = ranks, index
         for name, cut in cuts.items():
-            whole = getattr(linear, name, None)
+            whole = getattr(module, name, None)
             if whole is None:
                 self.register_parameter(name, None)
                 continue
             value = whole.data if cut is None else cut.taken(whole.data, index, index + 1, degree).clone()
             self.register_parameter(name, nn.Parameter(value, requires_grad=whole.requires_grad))
-        self.train(linear.training)
+        self.train(module.training)
+
+
+class _CutLinear(_Part):
+    """A linear layer of which a rank holds a part."""
+
+    def __init__(self, module: nn.Module, *given: Any):
+        super().__init__(module, *given)
+        self.transposed = not isinstance(module, nn.Linear)
 
     def _times(self, given: Tensor, dim: int) -> Tensor:
         """Return the product with the weight, which is cut along a dimension of (outputs, inputs)."""
@@ -198,10 +230,45 @@ class RowLinear(_CutLinear):
         return made if self.bias is None else made + self.bias
 
 
+class GatheredLinear(_CutLinear):
+    """Computes this rank's part of the outputs, which then are put together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all outputs."""
+        made = self._times(self.ranks.entering(x), 0)
+        if self.bias is not None:
+            made = made + self.ranks.part(self.bias, 0)
+        return self.ranks.gathered(made)  # type: ignore[arg-type]
+
+
+class WordsPart(_Part):
+    """Holds the vectors of some words."""
+
+    def __init__(self, module: nn.Embedding, *given: Any):
+        super().__init__(module, *given)
+        self.padding = module.padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of words, whoever holds them."""
+        rows = len(self.weight)
+        own = ids - self.index * rows
+        mine = (own >= 0) & (own < rows)
+        padding = None if self.padding is None else self.padding - self.index * rows
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        found = functional.embedding(own.where(mine, 0), self.weight, padding)
+        return self.ranks.summed(self.ranks.addend(found * mine.unsqueeze(-1)))
+
+
+_PARTS: dict[str, Any] = {
+    "column": ColumnLinear, "row": RowLinear, "gather": GatheredLinear, "words": WordsPart,
+}  # fmt: skip
+
+
 def _role(told: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
     kind, _, rest = str(told).partition(":")
     sizes = rest.split(",") if rest else ["1"]
-    plain = kind in ("row", "shared") and not rest
+    plain = kind in ("row", "shared", "gather", "words") and not rest
     if not plain and (kind != "column" or not all(size.strip().isdecimal() and int(size) for size in sizes)):
         raise SpecError(f"{told!r} is no role", file=path, key="tensor_plan", value=str(told), rule=RULE)
     numbers = tuple(int(size) for size in sizes)
@@ -229,12 +296,27 @@ def _cuts(
         if kind == "shared":
             shared += [f"{name}.{own}" for own, _ in part.named_parameters()]
             continue
+        if kind == "words":
+            _check_words(part, name, path)
+            cuts[f"{name}.weight"] = Cut(dim=0)
+            continue
         first = _outputs_first(part, name, path)
-        dim = 0 if (kind == "column") == first else 1
+        dim = 0 if (kind != "row") == first else 1
         cuts[f"{name}.weight"] = Cut(dim=dim, blocks=blocks)
-        if kind == "column" and getattr(part, "bias", None) is not None:
+        if kind != "row" and getattr(part, "bias", None) is not None:
             cuts[f"{name}.bias"] = Cut(dim=0, blocks=blocks)
     return cuts, frozenset(shared)
+
+
+def _check_words(part: nn.Module, name: str, path: str | None) -> None:
+    plain = type(part) is nn.Embedding and not (part._forward_hooks or part._forward_pre_hooks)
+    if not plain or part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
+        raise SpecError(
+            f"{name} is a {type(part).__name__}: its words cannot be shared out", file=path,
+            key="tensor_plan", value=name,
+            rule="An nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
+            fix=f"Leave {name} out of the plan",
+        )  # fmt: skip
 
 
 def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
@@ -283,7 +365,7 @@ def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
                             value=degree, rule=f"tp divides the {what}",
                             fix=f"Use a divisor of {count}")  # fmt: skip
     for name, cut in split.cuts.items():
-        if not cut.divides(split.shapes[name], degree):
+        if not cut.divides(split.shapes[name], split.degree(name, degree)):
             size = split.shapes[name][cut.dim]
             raise SpecError(
                 f"tp {degree} does not divide {name} of layer {layer}: {size} in {len(cut.blocks)} block(s)",

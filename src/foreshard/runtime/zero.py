@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout
 from foreshard.runtime.migrate import Held
-from foreshard.runtime.slices import WHOLE, Cut, Interval, common, parsed, sliced
+from foreshard.runtime.slices import Cut, Interval, common, parsed, sliced
 from foreshard.runtime.tensor_split import LayerSplit, split_of
 from foreshard.spec.plan import Stage
 
@@ -73,6 +73,10 @@ class Parameters:
     splits: dict[int, LayerSplit] = field(default_factory=dict)
     cuts: dict[Key, Cut] = field(default_factory=dict)
     shared: frozenset[Key] = frozenset()
+
+    def degree(self, key: Key, degree: int) -> int:
+        """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
+        return self.splits[key[0]].degree(key[1], degree) if key in self.cuts else 1
 
     def of(self, layers: Iterable[int]) -> dict[Key, int]:
         """Return the sizes of the parameters that layers use."""
@@ -132,7 +136,8 @@ class Deal:
                 for key in own:
                     self._stages.setdefault(key, []).append((g, s))
                     if key in parameters.cuts:
-                        self._grain[key] = math.lcm(self._grain.get(key, 1), stage.tp)
+                        parts = parameters.degree(key, stage.tp)
+                        self._grain[key] = math.lcm(self._grain.get(key, 1), parts)
 
     def updater(self, rank: int, key: Key) -> int | None:
         """Return the rank of a rank's stage that updates its part of a parameter; None where it does itself.
@@ -148,10 +153,10 @@ class Deal:
         return self._slices(self.layout.stage_of(rank), self.layout.seats[rank].tensor, key)
 
     def _slices(self, stage: Stage, tensor: int, key: Key) -> Interval:
-        num = self._grain.get(key, 1)
-        if key not in self.parameters.cuts:
-            return WHOLE
-        return num // stage.tp * tensor, num // stage.tp * (tensor + 1), num
+        num, parts = self._grain.get(key, 1), self.parameters.degree(key, stage.tp)
+        if parts == 1:
+            return 0, num, num
+        return num // parts * tensor, num // parts * (tensor + 1), num
 
     def names(self, rank: int, key: Key) -> list[Key]:
         """Return the slices of a parameter that a rank holds, by name."""
@@ -177,7 +182,8 @@ class Deal:
 
         What ranks that compute together hold whole has the same gradient on all of them.
         """
-        alike = key not in self.parameters.cuts and key not in self.parameters.shared
+        parts = self.parameters.degree(key, self.layout.stage_of(rank).tp)
+        alike = parts == 1 and key not in self.parameters.shared
         return not alike or self.layout.seats[rank].tensor == 0
 
     def updated(self, rank: int) -> list[Key]:
