@@ -62,24 +62,24 @@ def search_homogeneous(request: Request, *, explain: bool = True) -> PlanResult:
     predictions = _predictions(request, searched, started + request.budget_s)
     error: InfeasibleError | LimitError | None
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
-    if not plans:
+    if not plans and request.beat_s == np.inf:
         pairs = list(zip(searched.parts, searched.found, strict=True))
         explain = explain and not searched.stopped
         error = infeasible(request, pairs, exhaustive=not searched.interrupted, explain=explain)
     ladder = _ladder(request, searched, plans)
-    best = plans[0].prediction.step_time_s if plans else 0.0
-    bound = min(max(ladder.values()), best) if plans else 0.0
+    best = plans[0].prediction.step_time_s if plans else np.inf
+    bound = min(max(ladder.values(), default=0.0), best)
     bound = best if bound > best * (1.0 - 1e-12) else bound  # the same sum in another order
     return PlanResult(
         plans=plans,
         lower_bound_step_time_s=bound,
-        gap=best / bound - 1.0 if bound > 0 else 0.0,
+        gap=best / bound - 1.0 if plans and bound > 0 else 0.0,
         binding=plans[0].prediction.bottleneck if plans else "",
         evaluated=sum(found.evaluated for found in searched.found),
         pruned=sum(found.pruned for found in searched.found),
         wall_s=time.perf_counter() - started,
         space=_space(request, searched, plans),
-        ladder=ladder,
+        ladder=ladder if plans else {},
         interrupted=searched.interrupted,
         stopped=searched.stopped,
         infeasible=error,
@@ -164,7 +164,7 @@ def _beat(request: Request, searched: _Searched, size: int) -> float:
     """
     if request.limits or request.engine != "analytical":
         return np.inf
-    known = []
+    known = [request.beat_s] if request.objectives[0] == "time" else []
     for part, found in zip(searched.parts, searched.found, strict=True):
         scale = part.num_devices / size if request.objectives[0] == "cost" else 1.0
         known += [score * scale for score in found.score]
@@ -201,17 +201,17 @@ def _ladder(request: Request, searched: _Searched, plans: Sequence[Ranked]) -> d
     For the objective time they hold for every number of devices, else for that of the chosen plan.
     """
     pairs = list(zip(searched.parts, searched.found, strict=True))
-    if not plans:
-        return {}
-    used = len(plans[0].plan.ranks)
-    same = [found for part, found in pairs if part.num_devices == used]
     everywhere = request.objectives[0] == "time"
+    if not plans and not everywhere:
+        return {}
+    used = len(plans[0].plan.ranks) if plans else 0
+    same = [found for part, found in pairs if part.num_devices == used]
     asked = [found for _, found in pairs] if everywhere else same
     others = [*searched.skipped.values(), *searched.left.values()] if everywhere else []
     floors = (found.floor_s for found in asked if 0 < found.floor_s < np.inf)
-    ladder = {"compute": float(min([*floors, *others]))}
+    ladder = {"compute": float(min([*floors, *others], default=0.0))}
     if request.engine == "analytical" and request.objectives[0] != "energy":
-        ladder["search"] = float(min([*(found.bound for found in asked), *others]))
+        ladder["search"] = float(min([*(found.bound for found in asked), *others], default=0.0))
     return ladder
 
 

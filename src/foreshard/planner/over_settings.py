@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 _TIE = 1e-12
+_ANY = 1e30  # seconds: any plan is faster
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,8 +30,13 @@ class _Searched:
     @property
     def open(self) -> list[Setting]:
         """Return the settings that may hold plans nobody has seen."""
-        short = [setting for setting, result in self.results if result.interrupted and not result.plans]
-        return [*short, *self.missing]
+        unknown = [setting for setting, result in self.results if _unknown(result)]
+        return [*unknown, *self.missing]
+
+
+def _unknown(result: PlanResult) -> bool:
+    """Return whether a result says nothing of the plans it has not seen."""
+    return result.interrupted and not result.plans and result.lower_bound_step_time_s <= 0.0
 
 
 def search_settings(
@@ -80,7 +87,8 @@ def _one_by_one(
                 searched.missing.append(setting)
                 continue
             part_s = max(left_s, 1e-3) / (len(chosen) - i)
-            result = _stated(request, search(replace(setting.of(request), budget_s=part_s)), setting)
+            asked = replace(setting.of(request), budget_s=part_s, beat_s=_beat_s(request, searched))
+            result = _stated(request, search(asked), setting)
             searched.results.append((setting, result))
             if result.stopped or (result.interrupted and result.wall_s < part_s):
                 searched.missing += chosen[i + 1 :]
@@ -90,6 +98,16 @@ def _one_by_one(
             raise
         searched.missing += chosen[len(searched.results) :]
     return searched
+
+
+def _beat_s(request: Request, searched: _Searched) -> float:
+    """Return the step time from which on no plan is shown any more; finite once a setting was searched."""
+    if not searched.results:
+        return math.inf
+    if request.objectives[0] != "time" or request.limits or request.engine != "analytical":
+        return _ANY
+    shown = _distinct(request, [one.prediction for _, result in searched.results for one in result.plans])
+    return shown[request.top - 1].step_time_s if len(shown) >= request.top else _ANY
 
 
 def _in_tasks(
@@ -141,14 +159,14 @@ def _joined(
     request: Request, searched: _Searched, least_step_s: Callable[[Request], float] | None, started: float
 ) -> PlanResult:
     results = [result for _, result in searched.results]
-    with_plans = [result for result in results if result.plans]
+    known = [result for result in results if not _unknown(result)]
     everything = _distinct(request, [one.prediction for result in results for one in result.plans])
     plans, error = ranked(everything, request.objectives, request.limits, request.top)
     if not plans:
         return _nothing(results, searched, time.perf_counter() - started)
-    ours = next(r for r in with_plans if any(one.prediction is plans[0].prediction for one in r.plans))
+    ours = next(r for r in known if any(one.prediction is plans[0].prediction for one in r.plans))
     best = plans[0].prediction.step_time_s
-    ladder = _ladder(request, with_plans, len(plans[0].plan.ranks))
+    ladder = _ladder(request, known, len(plans[0].plan.ranks))
     if least_step_s and searched.open:
         least = min(least_step_s(one.of(request)) for one in _of_each_precision(searched.open))
         ladder = {name: min(value, least) for name, value in ladder.items()}
@@ -208,16 +226,18 @@ def _distinct(request: Request, predictions: Sequence[Prediction]) -> list[Predi
 def _ladder(request: Request, results: Sequence[PlanResult], used: int) -> dict[str, float]:
     """Return what no setting falls below; for other objectives than time, of those on as many devices."""
     if request.objectives[0] != "time":
-        results = [result for result in results if len(result.plans[0].plan.ranks) == used]
-    names = [name for name in results[0].ladder if all(name in result.ladder for result in results)]
-    return {name: min(result.ladder[name] for result in results) for name in names} | {
-        "settings": min(result.lower_bound_step_time_s for result in results)
+        results = [result for result in results if result.plans and len(result.plans[0].plan.ranks) == used]
+    shown = [result for result in results if result.plans]
+    names = [name for name in shown[0].ladder if all(name in result.ladder for result in shown)]
+    whole = min(result.lower_bound_step_time_s for result in results)
+    return {name: min(whole, *(result.ladder[name] for result in shown)) for name in names} | {
+        "settings": whole
     }
 
 
 def _words(searched: _Searched) -> str:
     """Return which settings the search covers."""
-    covered = [setting for setting, result in searched.results if result.plans or not result.interrupted]
+    covered = [setting for setting, result in searched.results if not _unknown(result)]
     precisions = list(dict.fromkeys(setting.precision for setting in covered))
     names = list(dict.fromkeys(name for setting in covered for name in setting.comm))
     both = [n for n in names if len({setting.comm.get(n) for setting in covered}) > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ class Request:
     """A search: what to train, on what, what to make small, and how long to look.
 
     comm : what the plans hide otherwise than the framework does by default; `framework` has it too
+    beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
     """
 
     model: Model
@@ -41,6 +43,7 @@ class Request:
     budget_s: float = 60.0
     usd_per_device_hour: float | None = None
     executor: str = "local"
+    beat_s: float = math.inf
 
     @property
     def constants(self) -> TrainingConstants:

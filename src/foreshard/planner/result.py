@@ -31,7 +31,8 @@ class PlanResult:
     ----------
     plans : tuple of Ranked
     lower_bound_step_time_s : float
-        No plan of the space takes less, by the engine that predicted `plans`.
+        No plan of the space takes less, by the engine that predicted `plans`; without plans 0 where it is not
+        known.
     gap : float
         (step time of plans[0] - bound) / bound; 0 means proven best.
     binding : str

@@ -251,3 +251,13 @@ def test_an_interrupt_keeps_the_changes_that_were_found_to_fit(monkeypatch):
     found = search_homogeneous(request)
     assert found.infeasible is not None and found.infeasible.fix.startswith("It fits with ")
     assert len(calls) == 4
+
+
+def test_a_setting_that_cannot_beat_the_best_counts_in_the_bound():
+    best = search_homogeneous(_asked())
+    least = best.plans[0].prediction.step_time_s
+    nothing = search_homogeneous(replace(_asked(), beat_s=least))
+    assert not nothing.plans and nothing.infeasible is None
+    assert nothing.lower_bound_step_time_s == pytest.approx(least)
+    again = search_homogeneous(replace(_asked(), beat_s=1.01 * least))
+    assert again.plans[0].plan == best.plans[0].plan
