@@ -46,6 +46,7 @@ class Closer:
     room: Room
     _steps: dict[tuple[int, int], float] = field(default_factory=dict)
     _costs: dict[tuple[int, int], float] = field(default_factory=dict)
+    _mixed: set[tuple[int, int]] = field(default_factory=set)
 
     def step(self, pipelines: tuple[int, int], bound: float) -> tuple[float, bool]:
         """Return the bound of a range after one attempt to raise it, and whether another is no use."""
@@ -61,6 +62,10 @@ class Closer:
             step *= 1.6 if cost < _QUICK * left else 1.0 if cost < _SLOW * left else 0.5
         elif progress.best_s >= before:
             step, cost = 0.4 * step, 0.3 * cost
+            if pipelines not in self._mixed:
+                # What was learnt may make a better plan all the same, which leaves less to exclude.
+                self._mixed.add(pipelines)
+                offer_whole(progress, pipelines, bound)
         self._steps[pipelines], self._costs[pipelines] = min(step, _LONGEST_STEP), cost
         return seconds if excluded else bound, step < _SHORTEST_STEP
 

@@ -25,7 +25,7 @@ def priced(progress: Progress, pipelines: tuple[int, int], low: float) -> tuple[
     problem = progress.problem
     table = progress.table()
     tails = table.tails_s(pipelines[0])
-    seconds, high, prices = low, np.inf, None
+    seconds, high, prices = low, np.inf, np.zeros(len(problem.counts))
     for _ in range(12):
         samples = table.samples(seconds - tails)
         mix = fractional_mix(table.takes, samples, problem.counts, pipelines)
@@ -44,7 +44,7 @@ def priced(progress: Progress, pipelines: tuple[int, int], low: float) -> tuple[
 def varied(problem: Problem, templates: Sequence[Template]) -> list[Template]:
     """Return the first few pipelines of each demand for devices, best first."""
     seen: dict[tuple[int, ...], int] = {}
-    kept = []
+    kept: list[Template] = []
     for one in templates:
         key = (*takes_of(problem, one).tolist(), int(problem.micro_batch[one[0].option]))
         seen[key] = seen.get(key, 0) + 1

@@ -31,7 +31,8 @@ SPACE = (
     "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
     "ranks, 1, 2 or 4 samples a rank, three recompute rules; any shares of at least a micro-batch; 1f1b; "
-    "every stage has memory for one micro-batch for each stage after it; stages of the same layers in different pipelines "
+    "every stage has memory for one micro-batch for each stage after it; stages of the same layers in "
+    "different pipelines "
     "lie in different link domains (side by side in one they are inner data-parallel ranks of one pipeline), "
     "differ at most by a factor of two in inner data-parallel ranks, and no gradient collective has more "
     "members in a link domain than its stage's tp leaves room for"
@@ -47,6 +48,7 @@ _SLACK = 2.0
 _NEAR = 1.55
 _JUDGING = 0.05
 _AIM = 0.003
+_CLOSED = 0.005
 _GAP = 0.15
 """Gap above which plans are looked for again at less hopeful prices."""
 _MANY_GROUPS = 6
@@ -87,6 +89,8 @@ def search_mixed(request: Request) -> PlanResult:
     found, notes = _Found(), _notes(request)
     sets = _sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
+    if price:
+        _search_one_domain(request, sets, found)
     for i, use in enumerate(sets):
         now = time.perf_counter()
         # The first set has most devices; each later one as long as the others leave it.
@@ -95,10 +99,9 @@ def search_mixed(request: Request) -> PlanResult:
         _search_set(request, use, found, now + share * (deadline - now), every=price)
     if not price:
         now = time.perf_counter()
-        _search_apart(request, sets[0], found, now + _APART * (deadline - now))
+        share = 1.0 if _is_closed(found) else _APART
+        _search_apart(request, sets[0], found, now + share * (deadline - now))
         _search_again(found, request, deadline)
-    if price:
-        _search_one_domain(request, sets, found)
     above = found.best_s / max(min(found.bounds), 1e-12) - 1.0
     if not found.judged or price or above > _GAP:
         _offer_published(request, sets[0], found, deadline)
@@ -231,6 +234,12 @@ def _search_one_domain(request: Request, sets: Sequence[tuple[int, ...]], found:
             problem = capped(price_stages(request, use, by_domain=True), most)
             solution = solve(problem, budget_s=_LEAST_S, target_gap=_AIM)
             found.judged.extend(_judge(request, problem, solution, time.perf_counter() + _LEAST_S))
+
+
+def _is_closed(found: _Found) -> bool:
+    """Return whether no bound can rise by much: the arrangement of the lowest is known to be as good."""
+    low = int(np.argmin(found.bounds))
+    return low in found.searched and found.searched[low][1].gap < _CLOSED
 
 
 def _search_again(found: _Found, request: Request, deadline: float) -> None:

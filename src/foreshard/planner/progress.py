@@ -39,7 +39,7 @@ class Progress:
     beat_s: float = np.inf
     made: dict[Arrangement, float] = field(default_factory=dict)
     columns: dict[Template, None] = field(default_factory=dict)
-    prices: np.ndarray | None = None
+    prices: np.ndarray = field(default_factory=lambda: np.zeros(1))
     stages: dict[tuple[int, int], dict[Family, Stages]] = field(default_factory=dict)
     evaluated: int = 0
     interrupted: bool = False
@@ -98,7 +98,7 @@ class Progress:
 
     def fluid_s(self, devices: float) -> float:
         """Return a time that no plan on at most so many devices beats, whatever its pipelines."""
-        if self.prices is None or self.prices.max() <= 0:
+        if self.prices.max() <= 0:
             return 0.0
         if self._work is None:
             self._work = least_work(self.problem, self.prices)
