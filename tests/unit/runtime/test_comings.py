@@ -1,0 +1,87 @@
+"""Ranks that stay away, come to the door in time, and die where the lab says so."""
+
+import json
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("torch")
+
+from foreshard.runtime import comings
+from foreshard.runtime.lab import Change, Lab
+
+LAB = Lab(
+    clock="table", slow=(1.0,) * 3, devices=("x",) * 3, bandwidth_bytes_per_s=1e9, latency_s=0.0,
+    changes=(
+        Change(at_step=0, rank=2, there=False), Change(at_step=5, rank=2, there=True),
+        Change(at_step=7, rank=1, there=False),
+    ),
+)  # fmt: skip
+
+
+class Door:
+    """A membership that is asked so many times until somebody is at the door."""
+
+    def __init__(self, after):
+        self.after, self.asked = after, 0
+
+    def wanted(self):
+        self.asked += 1
+        return self.asked > self.after
+
+
+def told(tmp_path, steps):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "pad": "x" * 500}) + "\n" for step in range(steps)))
+    return path
+
+
+def test_the_steps_of_a_run_are_read_from_the_end_of_its_metrics(tmp_path):
+    assert comings.steps_told(tmp_path / "none.jsonl") == 0
+    assert comings.steps_told(told(tmp_path, 0)) == 0
+    path = told(tmp_path, 400)
+    assert comings.steps_told(path) == 400
+    with path.open("a") as file:
+        file.write('{"step": 400, "pa')
+    assert comings.steps_told(path) == 400, "half a line is none"
+
+
+def test_a_rank_waits_for_the_step_before_it_is_there(tmp_path, monkeypatch):
+    path, slept = told(tmp_path, 2), []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        told(tmp_path, 2 + len(slept))
+
+    monkeypatch.setattr(comings.time, "sleep", sleep)
+    comings.await_turn(LAB, 2, path, 50)
+    assert comings.steps_told(path) == 4, "step 4 runs, it is there from step 5 on"
+    comings.await_turn(LAB, 0, path, 50)
+    comings.await_turn(None, 2, path, 50)
+
+
+def test_a_rank_that_never_comes_back_ends_with_the_run(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        comings.await_turn(LAB, 1, told(tmp_path, 20), 20)
+    assert ended.value.code == 0
+
+
+def test_a_step_waits_for_who_is_due_at_the_next(monkeypatch):
+    monkeypatch.setattr(comings.time, "sleep", lambda seconds: None)
+    door = Door(after=3)
+    assert comings.come_and_go(LAB, 0, 4, door, waits=True) and door.asked == 4
+    for step, waits in ((3, True), (5, True), (4, False)):
+        door = Door(after=3)
+        assert comings.come_and_go(LAB, 0, step, door, waits=waits) and door.asked == 0
+    monkeypatch.setattr(comings, "PATIENCE_S", 0.0)
+    assert not comings.come_and_go(LAB, 0, 4, Door(after=10**9), waits=True)
+
+
+def test_a_rank_kills_itself_where_the_lab_says_so(monkeypatch):
+    killed = []
+    monkeypatch.setattr(comings.os, "kill", lambda pid, how: killed.append((pid, how)))
+    comings.come_and_go(LAB, 1, 6, Door(0), waits=True)
+    assert killed == []
+    comings.come_and_go(LAB, 1, 7, Door(0), waits=True)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
