@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,7 @@ SPACE = (
 )
 _JUDGED = 24
 _LEAST_S = 0.5
+_HASTE_S = 0.2  # before its deadline a search ends at a proven gap, or by Ctrl-C
 _SEARCHING = 0.88
 _FIRST = 0.5
 _ALONE = 0.6
@@ -69,6 +71,7 @@ class _Found:
     evaluated: int = 0
     pruned: int = 0
     interrupted: bool = False
+    stopped: bool = False
     columns: dict[NamedTemplate, None] = field(default_factory=dict)
     searched: dict[int, tuple[Problem, Solution]] = field(default_factory=dict)
 
@@ -76,6 +79,11 @@ class _Found:
     def best_s(self) -> float:
         """Return the least step time so far, by the analytical engine."""
         return min((seconds for seconds, _ in self.judged), default=np.inf)
+
+    def note(self, solution: Solution, deadline: float) -> None:
+        """Count what was priced; what ended before its time was ended by the user."""
+        self.evaluated += solution.evaluated
+        self.stopped |= solution.interrupted and time.perf_counter() < deadline - _HASTE_S
 
 
 def search_mixed(request: Request) -> PlanResult:
@@ -90,22 +98,30 @@ def search_mixed(request: Request) -> PlanResult:
     sets = _sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
     if price:
-        _search_one_domain(request, sets, found)
+        _until_stopped(found, _search_one_domain, request, sets, found)
     for i, use in enumerate(sets):
         now = time.perf_counter()
         # The first set has most devices; each later one as long as the others leave it.
-        first = min(max(1.0 - _LATER * _rivals(request, sets), _FIRST), _ALONE)
-        share = first if i == 0 else min(_SLACK / (len(sets) - i), 1.0)
-        _search_set(request, use, found, now + share * (deadline - now), every=price)
+        share = (
+            min(max(1.0 - _LATER * _rivals(request, sets), _FIRST), _ALONE)
+            if i == 0
+            else min(_SLACK / (len(sets) - i), 1.0)
+        )
+        if found.stopped:
+            found.bounds.append(_work_s(request, use))
+            continue
+        _until_stopped(found, _search_set, request, use, found, now + share * (deadline - now), every=price)
+        if len(found.bounds) == i:
+            found.bounds.append(_work_s(request, use))
     if not price:
         now = time.perf_counter()
         share = 1.0 if _is_closed(found) else _APART
-        _search_apart(request, sets[0], found, now + share * (deadline - now))
-        _search_again(found, request, deadline)
+        _until_stopped(found, _search_apart, request, sets[0], found, now + share * (deadline - now))
+        _until_stopped(found, _search_again, found, request, deadline)
     above = found.best_s / max(min(found.bounds), 1e-12) - 1.0
     if not found.judged or price or above > _GAP:
-        _offer_published(request, sets[0], found, deadline)
-        _search_apart(request, sets[0], found, deadline)
+        _until_stopped(found, _offer_published, request, sets[0], found, deadline)
+        _until_stopped(found, _search_apart, request, sets[0], found, deadline)
     predictions = _predictions(request, found, deadline)
     if found.judged and not predictions:
         _search_roomier(request, sets[0], found)
@@ -115,7 +131,8 @@ def search_mixed(request: Request) -> PlanResult:
         return PlanResult(
             plans=(), lower_bound_step_time_s=0.0, gap=0.0, binding="memory", evaluated=found.evaluated,
             pruned=found.pruned, wall_s=time.perf_counter() - started, space=SPACE,
-            interrupted=found.interrupted, infeasible=_none(request, found, sets), notes=tuple(notes),
+            interrupted=found.interrupted, stopped=found.stopped, infeasible=_none(request, found, sets),
+            notes=tuple(notes),
         )  # fmt: skip
     bound = _bound(request, found, sets, notes)
     best_s = plans[0].prediction.step_time_s
@@ -130,10 +147,28 @@ def search_mixed(request: Request) -> PlanResult:
         space=SPACE,
         ladder={name: float(value) for name, value in found.ladder.items()} | {"configuration": float(bound)},
         interrupted=found.interrupted,
+        stopped=found.stopped,
         infeasible=error,
         notes=tuple(notes),
         front=front_of(predictions, request.limits),
     )
+
+
+def _until_stopped(found: _Found, search: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """Run a part of the search; once there is a plan, Ctrl-C ends it and all parts that follow."""
+    if found.stopped and found.judged:
+        return
+    try:
+        search(*arguments, **options)
+    except KeyboardInterrupt:
+        if not found.judged:
+            raise
+        found.stopped = found.interrupted = True
+
+
+def _work_s(request: Request, use: tuple[int, ...]) -> float:
+    """Return a step time that no plan on some node groups beats, from work alone."""
+    return work_bound(capped(price_stages(request, use, by_domain=True), request.max_devices))
 
 
 def _none(request: Request, found: _Found, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
@@ -209,7 +244,7 @@ def _search_set(
         problem, budget_s=max(left, 0.05), target_gap=_AIM, beat_s=best, columns=_known(problem, found)
     )
     found.columns.update(_named(problem, solution))
-    found.evaluated += solution.evaluated
+    found.note(solution, deadline)
     found.pruned += solution.excluded
     found.interrupted |= solution.interrupted
     # Fewer devices than the set has can be chosen in other ways than the one searched.
@@ -244,7 +279,7 @@ def _is_closed(found: _Found) -> bool:
 
 def _search_again(found: _Found, request: Request, deadline: float) -> None:
     """Spend the time that is left on the set that holds the bound down, from where its search stood."""
-    while found.judged and deadline - time.perf_counter() > _LEAST_S:
+    while found.judged and not found.stopped and deadline - time.perf_counter() > _LEAST_S:
         low = int(np.argmin(found.bounds))
         if found.best_s <= found.bounds[low] * (1.0 + _AIM) or low not in found.searched:
             return
@@ -253,7 +288,7 @@ def _search_again(found: _Found, request: Request, deadline: float) -> None:
             problem, budget_s=deadline - time.perf_counter(), target_gap=_AIM, beat_s=found.best_s,
             start=before.arrangement, columns=before.columns, bounds=before.bounds,
         )  # fmt: skip
-        found.evaluated += solution.evaluated
+        found.note(solution, deadline)
         found.bounds[low] = max(found.bounds[low], solution.lower_bound_s)
         late = deadline + _JUDGING * request.budget_s
         found.judged.extend(_judge(request, problem, solution, late, found.best_s))
@@ -301,7 +336,7 @@ def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadlin
     problem = capped(price_stages(request, use, apart=True), request.max_devices)
     left = deadline - time.perf_counter()
     solution = solve(problem, budget_s=left, target_gap=_AIM, columns=_known(problem, found))
-    found.evaluated += solution.evaluated
+    found.note(solution, deadline)
     late = deadline + _JUDGING * request.budget_s
     found.judged.extend(_judge(request, problem, solution, late, found.best_s))
 

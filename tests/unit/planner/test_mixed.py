@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -148,3 +150,45 @@ def test_devices_left_out_for_their_precision_are_the_first_change_that_fits():
     assert "the one device that may be used" in found.infeasible.what
     assert found.infeasible.fix == "Use --dtype fp16, which all of them have"
     assert search("llama3-8b", "1x1xh100-sxm+3x1xv100-sxm-32gb", batch=8, precision="fp16").plans
+
+
+NEAR = "1x2xh100-sxm+1x2xa100-sxm-80gb"
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_ends_every_part_of_the_search(monkeypatch, at):
+    from foreshard.planner import mixed
+
+    calls, solve = [], mixed.solve
+
+    def interrupted(problem, *, budget_s, **options):
+        calls.append(0)
+        found = solve(problem, budget_s=0.3, **options)
+        return replace(found, interrupted=len(calls) == at)  # as one that Ctrl-C ended
+
+    monkeypatch.setattr(mixed, "solve", interrupted)
+    whole = search("gpt2-xl", NEAR, batch=16, seq_len=1024, budget_s=60.0)
+    assert whole.plans and whole.stopped and whole.interrupted
+    assert len(calls) == at
+
+
+def test_an_interrupt_outside_a_solver_keeps_the_plans_found(monkeypatch):
+    from foreshard.planner import mixed
+
+    calls, price, judge = [], mixed.price_stages, mixed._judge
+
+    def judged(*arguments, **options):
+        calls.append(0)
+        return judge(*arguments, **options)
+
+    def interrupted(*arguments, **options):
+        if calls:
+            calls.append(0)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return price(*arguments, **options)
+
+    monkeypatch.setattr(mixed, "_judge", judged)
+    monkeypatch.setattr(mixed, "price_stages", interrupted)
+    found = search("gpt2-xl", NEAR, batch=16, seq_len=1024)
+    assert found.plans and found.stopped
