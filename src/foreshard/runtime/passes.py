@@ -50,10 +50,16 @@ class Passes:
         """
 
         def step_s(size: int) -> float:
-            slowest = max(
-                self.slow[rank] * size * self.sample_s(rank, span, size, size) for rank, span in stages
-            )
-            return float((-(-share // size) + len(stages) - 1) * slowest)
+            def pass_s(samples: int) -> list[float]:
+                return [
+                    float(self.slow[rank]) * samples * self.sample_s(rank, span, samples, samples)
+                    for rank, span in stages
+                ]
+
+            whole, rest = divmod(share, size)
+            first = pass_s(size)
+            fill_s = sum(first) - max(first)
+            return fill_s + whole * max(first) + (max(pass_s(rest)) if rest else 0.0)
 
         return min(range(1, min(most, share) + 1), key=lambda size: (step_s(size), -size))
 
