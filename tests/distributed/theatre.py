@@ -24,7 +24,7 @@ from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.plan import Plan
 
 SECRET = b"of this test only"
-TIMEOUT_S = 20.0
+DETECT_S, TIMEOUT_S = 30.0, 10.0
 
 
 class Killed(BaseException):
@@ -60,7 +60,7 @@ class Theatre:
         self.folder, self.job, self.plan, self.steps = folder, job, plan, steps
         self.faults, self.ranks, self.away = faults, list(ranks), stays_away
         self.every, self.hook = every, hook
-        self.supervisor = Supervisor(folder, plan, self.ranks, detect_s=TIMEOUT_S)
+        self.supervisor = Supervisor(folder, plan, self.ranks, detect_s=DETECT_S)
         self.server = StoreServer("127.0.0.1", 0, SECRET, self.supervisor.answer)
         self.supervisor.server = self.server
         self.found: dict[int, Any] = {}
@@ -177,6 +177,13 @@ class Theatre:
                 stage.trainer.adopt(generation)
             except RuntimeError as error:
                 reason = str(error)[:200]
+
+
+def wait_for_connections() -> None:
+    """Wait for threads that are inside of gloo: the interpreter must not end in the middle of one."""
+    for thread in threading.enumerate():
+        if thread.name in ("closing", "connecting"):
+            thread.join(60.0)
 
 
 class _Stage:
