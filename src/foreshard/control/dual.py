@@ -16,6 +16,7 @@ from foreshard.control.slots import SECONDS, Budget
 
 _ROUNDS, _STEPS = 12, 60
 _DIRECTIONS, _FEW = 256, 64
+_TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,8 @@ def solve(table: Table, budgets: Sequence[Budget]) -> Dual:
     feasible = True
     if len(budgets) and (excess > 0.0).any():
         multipliers, feasible = _ascend(table, budgets)
+        if feasible and len(budgets) > 1:
+            multipliers = _polished(table, multipliers)
         # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
         multipliers = multipliers if feasible else np.zeros(len(budgets))
         value, _ = table.value(multipliers)
@@ -126,6 +129,56 @@ def _ascend(table: Table, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:
             break
         best = value
     return found, feasible
+
+
+def _polished(table: Table, start: np.ndarray) -> np.ndarray:
+    """Return multipliers at least as good, found on smoothed duals: one at a time can end in a corner.
+
+    With a temperature the least of a state becomes a soft one; the dual is then smooth and concave, and
+    Newton's method climbs it. Temperatures fall, each start is the end of the one before.
+
+    Source
+    ------
+    Nesterov 2005, Smooth minimization of non-smooth functions.
+    """
+    best, best_value = start, table.value(start)[0]
+    scale = 1.0 / np.maximum(np.abs(table.excess).max(0), 1e-300)
+    found = start / scale
+    for part in _TEMPERATURES:
+        heat = part * float(table.weight @ np.minimum.reduceat(table.time_s, table.starts))
+        for _ in range(_NEWTON):
+            slope, bend = _softened(table, found * scale, heat)
+            slope, bend = slope * scale, bend * np.outer(scale, scale)
+            free = (found > 0.0) | (slope > 0.0)
+            if not free.any() or not np.isfinite(bend).all():
+                break
+            most = 0.5 * max(float(np.abs(found).max()), heat)
+            # Where the dual is flat the step is along the slope, and no longer than may be gone.
+            ridge = 1e-9 * float(bend.max()) + max(float(np.abs(slope).max()), 1e-300) / (100.0 * most)
+            bend = bend[np.ix_(free, free)] + ridge * np.eye(int(free.sum()))
+            step = np.zeros(len(found))
+            step[free] = np.linalg.solve(bend, slope[free])
+            step *= min(1.0, most / max(float(np.abs(step).max()), 1e-300))
+            found = np.maximum(found + step, 0.0)
+            if np.abs(step).max() < 1e-6 * most:
+                break
+        value, _ = table.value(found * scale)
+        if value > best_value:
+            best, best_value = found * scale, value
+    return np.asarray(best)
+
+
+def _softened(table: Table, multipliers: np.ndarray, heat: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slope of the smoothed dual, and how fast it falls."""
+    total = table.time_s + table.excess @ multipliers
+    size = np.diff(np.append(table.starts, len(total)))
+    least = np.repeat(np.minimum.reduceat(total, table.starts), size)
+    part = np.exp((least - total) / heat)
+    part /= np.repeat(np.add.reduceat(part, table.starts), size)
+    part *= np.repeat(table.weight, size)
+    mean = np.add.reduceat(part[:, None] * table.excess, table.starts, axis=0)
+    spread = (part[:, None] * table.excess).T @ table.excess - (mean / table.weight[:, None]).T @ mean
+    return mean.sum(0), spread / heat
 
 
 def _slope(table: Table, multipliers: np.ndarray, i: int, at: float) -> float:
