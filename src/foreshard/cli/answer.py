@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -33,8 +35,24 @@ def answering(command: click.Command) -> click.Command:
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if param.name == "output" and value:
+        must_be_writable(value)
     ctx.meta[f"foreshard.{param.name}"] = value
     return value
+
+
+def must_be_writable(path: str) -> None:
+    """Refuse, before a search or a run, a file that could not be written after it."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        wrong = errno.EISDIR
+    elif not os.path.isdir(folder):
+        wrong = errno.ENOENT if not os.path.exists(folder) else errno.ENOTDIR
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        wrong = errno.EACCES
+    else:
+        return
+    raise cannot_write(path, OSError(wrong, os.strerror(wrong)))
 
 
 def wants_json() -> bool:

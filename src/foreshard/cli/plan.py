@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, cannot_write, dump, give, say, write_text
+from foreshard.cli.answer import answering, cannot_write, dump, give, must_be_writable, say, write_text
 from foreshard.cli.options import Amount, Count, Word
 from foreshard.cli.settings import configurable
 from foreshard.cli.watched import watched
@@ -147,6 +147,8 @@ def command(
     from foreshard import api
 
     _limits_need_tokens(values)
+    if report:
+        must_be_writable(report)
     asked = {name: value for name, value in values.items() if value is not None}
     if "costs" in asked:
         _measured(ctx, model, cluster, asked, {"report": report, "explain": explain, "against": against})

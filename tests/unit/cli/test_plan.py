@@ -76,6 +76,16 @@ def test_a_folder_that_is_not_there_exits_2(shell, tmp_path):
     assert answer.code == 2 and "cannot write" in answer.err
 
 
+@pytest.mark.parametrize("flag", ["-o", "--report"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(shell, tmp_path, monkeypatch, flag):
+    from foreshard import api
+
+    monkeypatch.setattr(api, "plan", lambda *_, **__: pytest.fail("searched"))
+    for place in (tmp_path / "no" / "plan.json", tmp_path):
+        answer = shell(*RUN, flag, place)
+        assert answer.code == 2 and "cannot write" in answer.err
+
+
 def test_the_words_name_plan_bound_and_devices(shell):
     out = shell(*MIXED, "--budget-s", "2").out
     for words in (
