@@ -113,7 +113,8 @@ class Worker:
         while True:
             self._train()
             self._write_trace()
-            settle([self.trainer.ledger.lines, *self.metrics.lines], _LAST_LINES_S)
+            settle([self.trainer.ledger.lines], _LAST_LINES_S)
+            self.metrics.flush()
             if self.membership.finish():
                 return
             self._rebuild("a peer has to finish its step")
