@@ -56,7 +56,7 @@ def test_several_budgets_never_exceed_the_linear_program(seed):
     exact = program(states, weight, budgets)
     found = dual.solve(dual.table_of(states, weight, budgets), budgets)
     assert exact.status == 0 and found.value_s <= exact.fun * (1 + 1e-9)
-    assert found.value_s >= 0.998 * exact.fun
+    assert found.value_s >= 0.995 * exact.fun
 
 
 def test_what_nothing_keeps_is_said():
