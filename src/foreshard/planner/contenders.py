@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.planner.compiled import compiled
 from foreshard.planner.pricing import Box, Path, Pricing, same_limits, template_of, units_of
 from foreshard.planner.problem import Family, Problem, Template, rounds_of
 
@@ -281,10 +282,6 @@ def _choices_of(problem: Problem, tail_s: np.ndarray, family: Family, grain: int
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     """Return the loops compiled, None without numba."""
-    try:
-        import numba
-    except ImportError:
-        return None
     from foreshard.planner._labels import label_paths
 
-    return numba.njit(cache=True, nogil=True)(label_paths)
+    return compiled(label_paths)

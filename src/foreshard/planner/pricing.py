@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from foreshard.planner.compiled import compiled
 from foreshard.planner.problem import Family, Part, Problem, Template, rounds_of
 
 _ENOUGH = 48
@@ -372,13 +373,9 @@ def units_of(problem: Problem, family: Family, options: np.ndarray) -> tuple[int
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     """Return the loops compiled, None without numba."""
-    try:
-        import numba
-    except ImportError:
-        return None
     from foreshard.planner._path import shortest_path
 
-    return numba.njit(cache=True, nogil=True)(shortest_path)
+    return compiled(shortest_path)
 
 
 def _path_of_arrays(

@@ -1,0 +1,43 @@
+"""Ctrl-C during compiled loops is Ctrl-C."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from foreshard.planner.compiled import compiled, stoppable
+
+
+def count(most):
+    """Return a sum that takes a while."""
+    total = 0.0
+    for i in range(most):
+        total += 1.0 / (i + 1.0)
+    return total
+
+
+def test_an_interrupt_of_compiled_loops_is_a_keyboard_interrupt():
+    pytest.importorskip("numba", reason="numba (extra fast) is not installed")
+    loops = compiled(count)
+    assert loops(2) == 1.5
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(100):
+                loops(20_000_000)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_cause_of_a_system_error_is_raised_only_when_it_is_an_interrupt():
+    def failing(cause):
+        raise SystemError("returned a result with an exception set") from cause
+
+    with pytest.raises(KeyboardInterrupt):
+        stoppable(failing)(KeyboardInterrupt())
+    with pytest.raises(SystemError):
+        stoppable(failing)(ValueError())
