@@ -16,7 +16,7 @@ def compiled(loops: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def stoppable(loops: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with Ctrl-C raised as such: a compiled one hides it as the cause of a SystemError."""
+    """Return the function with Ctrl-C raised as such; compiled, it hides it as the cause of a SystemError."""
 
     def call(*arguments: Any) -> Any:
         try:
