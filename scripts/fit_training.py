@@ -82,6 +82,7 @@ def batch_of(rows: Iterable[Row]) -> Batch:
 def _fitted(row: Row) -> bool:
     """Whether a row takes part: it is timed, and neither its degrees nor its cost are an estimate of ours."""
     guessed = not (row.raw["tp"] and row.raw["pp"]) or "int8" in row.raw["dtype"].lower()
+    guessed = guessed or any(block.scan_state for block, _ in row.model.block_kinds())
     return bool(row.measured_s) and not row.oom and not guessed and row.family not in NOT_FITTED
 
 

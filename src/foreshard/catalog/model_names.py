@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foreshard.catalog.hf import model_from_config
+from foreshard.catalog.hybrids import hybrid_model
 from foreshard.catalog.model_dims import model_from_dims
 from foreshard.errors import SpecError
 from foreshard.spec.model import Model
@@ -63,6 +64,8 @@ def _entry(name: str) -> Model:
     entry = _data()["models"][name]
     if "dims" in entry:
         model = model_from_dims(name, **entry["dims"])
+    elif "hybrid" in entry:
+        model = hybrid_model(name, **entry["hybrid"])
     else:
         model = model_from_config(entry["config"], name=name)
     return replace(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from foreshard.catalog.model_dims import DEFAULT_SEQ_LEN, model_from_dims
 from foreshard.catalog.model_names import find_model
 from foreshard.errors import SpecError
-from foreshard.spec.model import Model, lora
+from foreshard.spec.model import Block, Model, lora
 
 DIMENSIONS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab")
 ROW_SOURCE = "dimensions in the row"
@@ -103,16 +103,9 @@ def _whole(row: Mapping[str, str], column: str) -> int | None:
 
 def _agrees(model: Model, row: Mapping[str, str]) -> bool:
     """Whether the row states nothing else than the catalog, up to leaving layers out."""
-    block = model.blocks[-1]
-    wanted = {
-        "hidden": model.hidden,
-        "n_heads": block.num_heads,
-        "n_kv_heads": block.num_kv_heads,
-        "vocab": model.vocab,
-        "ffn_hidden": block.expert_ffn or block.ffn,
-        "n_experts": block.num_experts or None,
-        "topk": block.top_k or None,
-    }
+    _, inner = _last_of_each(model)
+    wanted = _of_model(model) | {"n_experts": inner.num_experts or None, "topk": inner.top_k or None}
+    wanted.pop("n_layers")
     same = all((stated := _whole(row, column)) is None or stated == wanted[column] for column in wanted)
     return same and (_whole(row, "n_layers") or 1) <= model.num_layers
 
@@ -153,6 +146,14 @@ def _with_positions(model: Model, seq_len: int) -> Model:
 def _from_columns(row: Mapping[str, str], stated: str, seq_len: int, known: Model | None = None) -> Model:
     sizes = {column: _whole(row, column) for column in DIMENSIONS}
     blank = [column for column, value in sizes.items() if value is None]
+    if known is not None and any(block.scan_state for block in known.blocks):
+        raise SpecError(
+            f"{stated!r} is a hybrid with other dimensions in the catalog",
+            file=row.get("id"),
+            key="model",
+            value=stated,
+            rule="Dimensions alone do not make a hybrid",
+        )
     if blank == ["n_kv_heads"] and known is None:
         sizes["n_kv_heads"] = sizes["n_heads"]
         blank = []
@@ -189,15 +190,22 @@ def _from_columns(row: Mapping[str, str], stated: str, seq_len: int, known: Mode
 
 def _of_model(known: Model) -> dict[str, int | None]:
     """Return the dimensions of a catalog model, by column."""
-    block = known.blocks[-1]
+    block, inner = _last_of_each(known)
     return {
         "n_layers": known.num_layers,
         "hidden": known.hidden,
-        "ffn_hidden": block.expert_ffn or block.ffn,
+        "ffn_hidden": inner.expert_ffn or inner.ffn,
         "n_heads": block.num_heads,
         "n_kv_heads": block.num_kv_heads,
         "vocab": known.vocab,
     }
+
+
+def _last_of_each(model: Model) -> tuple[Block, Block]:
+    """Return the last block with attention and the last with an MLP or experts: one block but in hybrids."""
+    attention = next(block for block in reversed(model.blocks) if block.num_heads)
+    inner = next(b for b in reversed(model.blocks) if (b.ffn or b.num_experts) and not b.scan_state)
+    return attention, inner
 
 
 def _usual(

@@ -152,9 +152,10 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
 
 def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> Any:
     """Return inputs and outputs of the norms, and dropout masks."""
-    norms = 1 if block.parallel else 2
+    single = not block.num_heads or not (block.ffn or block.num_experts)  # one mixer, one norm
+    norms = 1 if block.parallel or single else 2
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
-    outputs = (np.maximum(qkv, up) if block.parallel else qkv + up) * (1 - load.recompute.layernorm)
+    outputs = (np.maximum(qkv, up) if block.parallel or single else qkv + up) * (1 - load.recompute.layernorm)
     inputs = norms * (n.element + 6 * profile.eager_norm)
     return n.norm * block.hidden * (inputs + outputs + 2 * _drops(block, profile))
 
@@ -171,10 +172,11 @@ def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) 
     rule, width = load.recompute, block.expert_ffn / load.etp
     routed = block.top_k * n.split * load.etp
     inner, act = _mlp_saved(block, n, width, routed, profile)
-    inputs = routed * (_input_bytes(block, n, "gate", "up") * block.hidden + 4)
+    hidden = block.expert_hidden or block.hidden
+    inputs = routed * (_input_bytes(block, n, "gate", "up") * hidden + 4)
     kept = inputs + 8 * block.num_experts * n.norm + inner - rule.moe_act * act
     shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
-    gradients = n.element * ((2 + block.gated) * width + block.hidden) * routed
+    gradients = n.element * ((2 + block.gated) * width + hidden) * routed
     saved = (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
     return saved, gradients + rule.moe * (kept + shared)
 

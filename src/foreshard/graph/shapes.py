@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from foreshard.spec.model import Block
 
 
@@ -47,6 +49,16 @@ class LayerShape:
     dense_params: Any  # all parameters but the experts'
     expert_params: Any  # of all routed experts
     trainable: Any  # share of the dense parameters that get a gradient
+    expert_hidden: Any  # width of the tokens that experts see
+    scan_heads: Any
+    scan_state: Any
+    scan_groups: Any
+
+    @property
+    def mixers(self) -> Any:
+        """How many of attention and MLP (or experts) the layer has: 2, or 1 in a hybrid model."""
+        inner = np.asarray(self.ffn + self.shared_ffn + self.num_experts, dtype=float)
+        return (np.asarray(self.num_heads, dtype=float) > 0) * 1.0 + (inner > 0)
 
 
 def layer_shape(block: Block) -> LayerShape:
@@ -88,6 +100,10 @@ def layer_shape(block: Block) -> LayerShape:
         dense_params=dense,
         expert_params=expert,
         trainable=trained / max(1, dense),
+        expert_hidden=block.expert_hidden or block.hidden,
+        scan_heads=block.scan_heads,
+        scan_state=block.scan_state,
+        scan_groups=block.scan_groups,
     )
 
 

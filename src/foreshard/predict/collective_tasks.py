@@ -66,7 +66,9 @@ def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
     if not np.count_nonzero(layer.num_experts):
         return 0.0
     has_experts = np.asarray(layer.num_experts) > 0
-    routed = rank.element_bytes * layer.top_k * tokens_of(machine) / rank.tp * layer.hidden * has_experts
+    routed = (
+        rank.element_bytes * layer.top_k * tokens_of(machine) / rank.tp * layer.expert_hidden * has_experts
+    )
     shared: Any = 0.0
     if np.count_nonzero(np.asarray(rank.etp) > 1):
         shared = (
@@ -76,7 +78,7 @@ def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
         return shared
     sent = 2.0 * all_to_all_s(routed, rank.ep, rank.ep_stride, machine.fabric)
     if np.count_nonzero(traits.gather_tokens):
-        everyone = rank.element_bytes * own_tokens(machine) * layer.hidden * rank.ep * has_experts
+        everyone = rank.element_bytes * own_tokens(machine) * layer.expert_hidden * rank.ep * has_experts
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.ep_stride, machine.fabric)
         sent = np.where(traits.gather_tokens > 0, gathered, sent)
     sent = sent * np.where(traits.fast_dispatch > 0, c.expert_fast, 1.0)

@@ -126,7 +126,8 @@ def layer_times(
     forward = linear.forward + attention + stream + expert + adapter + cast
     forward = forward + weight_cast_s(dense + experts, machine)
     # Experts have their own exchange; a dense or shared MLP is a second tensor-parallel region.
-    regions = 1.0 + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
+    regions = (np.asarray(layer.num_heads, dtype=float) > 0) * 1.0
+    regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
     if region is None:
         region = region_s(layer.hidden, machine)
     tensor, tensor_back = tensor_times(region, machine, linear.weight_gradient / 2.0)

@@ -11,6 +11,7 @@ from foreshard.cost.attention import backward_of_forward_s, flash_attention_forw
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
+from foreshard.cost.scan import scan_s
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import Machine, kv_share, own_tokens, sustained, tokens_of
 
@@ -65,6 +66,15 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
         ]
     if np.count_nonzero(layer.num_experts):
         sizes.append((own, layer.num_experts, h, "router"))
+    if np.count_nonzero(np.asarray(layer.expert_hidden) - np.asarray(h)):
+        latent_own = own * (np.asarray(layer.num_experts) > 0) * (layer.expert_hidden != h)
+        sizes += [
+            (latent_own, layer.expert_hidden, h, "router"),
+            (latent_own, h, layer.expert_hidden, "router"),
+        ]
+    if np.count_nonzero(layer.scan_state):
+        beside = (2.0 * layer.scan_groups * layer.scan_state + layer.scan_heads) / tp
+        sizes.append((tokens * (np.asarray(layer.scan_state) > 0), beside, h, "mlp"))
     return sizes
 
 
@@ -147,7 +157,7 @@ def expert_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     local = np.maximum(1.0, layer.num_experts / rank.ep)
     width = layer.expert_ffn / rank.etp
     wide = (1.0 + layer.gated) * width
-    h = layer.hidden
+    h = layer.expert_hidden
     # A balanced router needs no correction when one rank holds every expert.
     imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep) * machine.traits.uneven_routing
 
@@ -177,8 +187,9 @@ def attention_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     rank = machine.rank
     forward, backward = _attention_round(layer, machine, rank.seq_len)
     forward, backward = forward / rank.cp, backward / rank.cp
+    scan, scan_back = scan_times(layer, machine)
     if not np.count_nonzero(np.asarray(rank.cp) > 1):
-        return forward, backward
+        return forward + scan, backward + scan_back
     own = rank.seq_len / rank.cp
     # Half of the rounds' blocks have a diagonal and pay for it, the others run like one long sequence.
     short, short_back = _attention_round(layer, machine, own)
@@ -186,7 +197,16 @@ def attention_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     join = stream_s(joined * layer.value_width, machine.kernels)
     join_back = stream_s(joined * (layer.query_width + layer.kv_width), machine.kernels)
     forward = 0.5 * (forward + rank.cp * short) + join
-    return forward, 0.5 * (backward + rank.cp * short_back) + join_back
+    return forward + scan, 0.5 * (backward + rank.cp * short_back) + join_back + scan_back
+
+
+def scan_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
+    """Return forward and backward seconds of a state-space scan, 0 where a layer has none."""
+    if not np.count_nonzero(layer.scan_state):
+        return 0.0, 0.0
+    channels = layer.ffn * (np.asarray(layer.scan_state) > 0) / machine.rank.tp
+    groups = layer.scan_groups / machine.rank.tp
+    return scan_s(tokens_of(machine), channels, layer.scan_state, groups, machine.kernels)
 
 
 def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[Any, Any]:
@@ -213,11 +233,12 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
 
 
 def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
-    """Return seconds of memory-bound kernels, forward and backward; of norms and expert activations forward."""
+    """Return seconds of memory-bound kernels, both ways; of norms and expert activations forward."""
     rank, traits, c = machine.rank, machine.traits, machine.constants
     tokens, own = tokens_of(machine), own_tokens(machine)
     gate = 1.0 + np.asarray(layer.gated, dtype=float)
     wide = own * layer.hidden
+    joins = layer.mixers
     norm = layer.num_norms * wide
     drop = 2.0 * np.asarray(layer.dropout, dtype=float) * wide * _DROPOUT
     rope = tokens * (layer.query_width + layer.key_width) / rank.tp * _ROPE
@@ -226,14 +247,19 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     # Eager code runs the activation and the product of a gated MLP as kernels of their own.
     split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * _SPLIT_GATE
     # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
-    permute = 8.0 * routed * layer.hidden
+    permute = 8.0 * routed * layer.expert_hidden
     norm_forward = norm * (_NORM + traits.norm_cast * (_CAST_NORM - _NORM))
     norm_back = norm * (_NORM_BACK + traits.norm_cast * (_CAST_NORM_BACK - _NORM_BACK))
     forward = (
-        norm_forward + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
+        norm_forward + joins * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (gate + 1.0) + permute
     )
     back = (
-        norm_back + 2.0 * wide * _RESIDUAL + drop + rope + split * inner * 2.0 * (2.0 * gate + 1.0) + permute
+        norm_back
+        + joins * wide * _RESIDUAL
+        + drop
+        + rope
+        + split * inner * 2.0 * (2.0 * gate + 1.0)
+        + permute
     )
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
     # The byte counts are those of 16 bit.
@@ -251,7 +277,7 @@ def cast_s(layer: LayerShape, machine: Machine) -> Any:
     tokens = tokens_of(machine)
     tp = machine.rank.tp
     inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
-    routed = layer.top_k * (layer.hidden + layer.expert_ffn) / tp
+    routed = layer.top_k * (layer.expert_hidden + layer.expert_ffn) / tp
     moved = 3.0 * tokens * (inputs + routed) * _cast_factor(machine)
     return stream_s(moved, machine.kernels) * machine.rank.low
 

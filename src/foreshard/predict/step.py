@@ -198,6 +198,9 @@ def _learned(predicted_s: float, interval: tuple[float, float], observed_s: floa
 
 
 def _evidence(case: Case) -> str:
+    """Return the weakest of what kernel times rest on; no kernel of a state-space scan was measured."""
+    if any(block.scan_state for block, _ in case.model.block_kinds()):
+        return "datasheet"
     found = {kernel_evidence(device, case.plan.precision) for device, _ in devices_of(case)}
     return next((weakest for weakest in ("datasheet", "architecture") if weakest in found), "fitted")
 

@@ -128,7 +128,7 @@ def _likely(
     trained with longer sequences, whose ranks share them (cp) before layers are cut. The run took place: the
     finest cut is taken where nothing is said to fit.
     """
-    heads = size.model.blocks[0].num_heads or 1
+    heads = max(block.num_heads for block, _ in size.model.block_kinds())
     adapted = size.model.trainable_params < 0.5 * size.model.num_params
     tps = [tp] if tp else [n for n in _powers(per_node) if gpus % n == 0 and heads % n == 0]
     pps = [pp] if pp else [n for n in _powers(gpus) if n <= size.model.num_layers]

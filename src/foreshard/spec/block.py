@@ -48,6 +48,10 @@ class Block:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     frozen: bool = False
+    expert_hidden: int = 0  # width tokens are projected to before their experts; 0: hidden
+    scan_heads: int = 0  # of a state-space mixer (Mamba-2), whose channels are `ffn`, with `gated`
+    scan_state: int = 0
+    scan_groups: int = 0
 
     @property
     def query_width(self) -> int:
@@ -97,7 +101,28 @@ class Block:
     @property
     def expert_params(self) -> int:
         """Parameters of one routed expert."""
-        return self._mlp_params(self.expert_ffn)
+        return self._mlp_params(self.expert_ffn) * self._expert_width // self.hidden
+
+    @property
+    def _expert_width(self) -> int:
+        return self.expert_hidden + (self.expert_hidden == 0) * self.hidden
+
+    @property
+    def latent_params(self) -> int:
+        """Parameters of the projections between the hidden width and that of the experts."""
+        return 2 * self.hidden * self.expert_hidden
+
+    @property
+    def scan_matmul_params(self) -> int:
+        """Weights that make a scan's inputs, outputs and step sizes beside its channels and their gate."""
+        return self.hidden * (2 * self.scan_groups * self.scan_state + self.scan_heads)
+
+    @property
+    def scan_params(self) -> int:
+        """Parameters of a scan beside its channels: a convolution of 4 with bias, three per head, a norm."""
+        channels = (self.scan_heads > 0) * self.ffn
+        convolved = channels + 2 * self.scan_groups * self.scan_state
+        return self.scan_matmul_params + 5 * convolved + 3 * self.scan_heads + channels
 
     @property
     def shared_params(self) -> int:
@@ -135,6 +160,8 @@ class Block:
             + self.mlp_params
             + self.shared_params
             + self.router_params
+            + self.latent_params
+            + self.scan_params
             + self.norm_total_params
             + num_experts * self.expert_params
         )
@@ -159,8 +186,11 @@ class Block:
         """Active weights that are multiplied with every token: no biases, norms or adapters."""
         return (
             self.attention_matmul_params
-            + self._mlp_matmul_params(self.ffn + self.shared_ffn + self.top_k * self.expert_ffn)
+            + self._mlp_matmul_params(self.ffn + self.shared_ffn)
+            + self.top_k * self._mlp_matmul_params(self.expert_ffn) * self._expert_width // self.hidden
             + self.num_experts * self.hidden
+            + self.latent_params
+            + self.scan_matmul_params
             + self.shared_gate * self.hidden
         )
 
@@ -176,7 +206,8 @@ class Block:
     def attention_flops(self, seq_len: int, causal: bool) -> float:
         """Forward FLOPs per token of scores and weighted values (no projections)."""
         keys = self.context(seq_len, causal) + self.cross_attention * seq_len
-        return 2 * self.num_heads * (self.head_dim + self.value_head_dim) * keys
+        scan = 4 * (self.scan_heads > 0) * self.ffn * self.scan_state
+        return 2 * self.num_heads * (self.head_dim + self.value_head_dim) * keys + scan
 
     def forward_flops(self, seq_len: int, causal: bool) -> float:
         """Forward FLOPs per token of the whole block."""

@@ -174,7 +174,7 @@ def lora(model: Model, rank: int, targets: Iterable[str] = ("q", "k", "v", "o"))
         raise SpecError(f"LoRA rank {rank}", key="lora_rank", value=rank, rule="The rank is at least 1")
     for block, _ in model.block_kinds():
         on_mlp = {"gate", "up", "down"} & set(targets)
-        if block.kv_lora or (on_mlp and not block.ffn) or block.cross_attention:
+        if block.kv_lora or block.scan_state or (on_mlp and not block.ffn) or block.cross_attention:
             raise SpecError(
                 f"LoRA on {model.name} is not modelled",
                 key="lora_targets",

@@ -73,8 +73,8 @@ def test_spelling_does_not_matter_and_unknown_names_get_a_suggestion():
     assert load_model("Llama-3/3.1-8B") is load_model("llama3 8b") is load_model("LLAMA3-8B")
     with pytest.raises(SpecError, match="Did you mean 'llama3-8b'"):
         load_model("llama3-8bb")
-    with pytest.raises(SpecError, match="hybrid"):
-        load_model("Nemotron_3_Nano")
+    with pytest.raises(SpecError, match="without published dimensions"):
+        load_model("DeepSeekV4 Flash")
 
 
 def test_config_file_takes_the_name_of_its_folder(tmp_path):
