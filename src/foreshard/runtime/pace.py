@@ -102,9 +102,8 @@ class Pace:
         }
         if not longer:
             return []
-        all_of_them = median_low(
-            factor / (self._known[rank].slow_by or 1.0) for rank, factor in longer.items()
-        )
+        well = [factor for rank, factor in longer.items() if self._known[rank].slow_by is None]
+        all_of_them = median_low(well) if well else 1.0  # slow ranks are no measure: they may recover
         judged = (self._judged(rank, factor / all_of_them, all_of_them) for rank, factor in longer.items())
         return [change for change in judged if change is not None]
 

@@ -99,3 +99,14 @@ def test_who_begins_to_conduct_goes_on_from_the_log():
     assert told(pace, range(30), r1=2.0) == []
     (well,) = told(pace, range(30, 60))
     assert (well.rank, well.slow) == (1, False)
+
+
+def test_of_two_ranks_one_may_become_slow_and_recover():
+    pace, samples = Pace(), {0: 1.0, 1: 1.0}
+    found = []
+    for step in range(120):
+        found += pace.stepped(step, "plan", {0: 1.0, 1: 3.0 if 40 <= step < 80 else 1.0}, samples)
+    assert [(change.rank, change.slow, change.since_step) for change in found] == [
+        (1, True, 40),
+        (1, False, 80),
+    ]
