@@ -11,6 +11,7 @@ import math
 UNKNOWN = "-"
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_LEAST_SHOWN = {"GiB": 0.05, "MiB": 0.5, "KiB": 0.0}
 _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -55,7 +56,7 @@ def memory_unit(most_bytes: float) -> str:
     """Return the unit of a column whose largest entry is `most_bytes`: GiB, of small jobs MiB or KiB."""
     if not most_bytes:
         return "GiB"
-    return next((unit for unit, size in _MEMORY_UNITS.items() if abs(most_bytes) >= 0.05 * size), "KiB")
+    return next(unit for unit, size in _MEMORY_UNITS.items() if abs(most_bytes) >= _LEAST_SHOWN[unit] * size)
 
 
 def memory_in(unit: str, num_bytes: float | None) -> str:

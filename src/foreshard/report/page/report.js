@@ -23,7 +23,7 @@
   };
   const time = (x) => Math.abs(x) >= 1 ? digits(x) + " s" : Math.abs(x) >= 1e-3 ? digits(x * 1e3) + " ms" : digits(x * 1e6) + " us";
   const SIZES = { GiB: 2 ** 30, MiB: 2 ** 20, KiB: 2 ** 10 };
-  const sizeOf = (x) => !x ? "GiB" : Object.keys(SIZES).find((unit) => x >= 0.05 * SIZES[unit]) || "KiB";
+  const sizeOf = (x) => !x ? "GiB" : x >= 0.05 * SIZES.GiB ? "GiB" : x >= 0.5 * SIZES.MiB ? "MiB" : "KiB";
   const sized = (x, unit) => {
     const value = x / SIZES[unit];
     return value >= 0.05 || !value ? value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) : digits(value, 2);
