@@ -149,9 +149,10 @@ class Controller:
             self.ignored += 1
             return (Command(kind="keep", reason=f"step {event.step} came after step {self.step}: ignored"),)
         self.step = max(self.step, event.step)
-        told = [self._heard(one) for one in (event.events if isinstance(event, Together) else (event,))]
+        facts = event.events if isinstance(event, Together) else (event,)
+        told = [self._heard(one) for one in facts]
         running = list(self.choice.structure.workers)
-        steps = event.steps if isinstance(event, StepMeasured) else 0
+        steps = sum(max(one.steps, 1) for one in facts if isinstance(one, StepMeasured))
         unknown = [reason for reason in told if reason]
         if len(unknown) == len(told):
             return (Command(kind="keep", reason="; ".join(unknown)),)

@@ -282,6 +282,9 @@ def test_several_steps_at_once_are_as_many(cases):
     event = world.step(0, one.plan, MONEY)
     for number in range(8):
         one.on(replace(event, step=number))
+    together = world.controller(budgets=MONEY)
+    together.on(Together(step=7, events=(replace(event, step=7, steps=8), DeviceSeen(step=7, rank=1))))
+    assert together.queues.steps == 8 and together.choice == one.choice
     many.on(replace(event, step=7, steps=8))
     assert many.queues.steps == one.queues.steps == 8
     assert many.queues["money"].spent == pytest.approx(one.queues["money"].spent)
