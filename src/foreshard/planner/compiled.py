@@ -22,8 +22,11 @@ def stoppable(loops: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return loops(*arguments)
         except SystemError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):
-                raise error.__cause__ from None
+            cause: BaseException | None = error
+            while isinstance(cause, SystemError):  # one hides another
+                cause = cause.__cause__
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
             raise
 
     return call
