@@ -1,4 +1,4 @@
-"""Training in fp16: the loss is scaled, gradients come out as those of single precision, overflows are skipped."""
+"""Training in fp16: the loss is scaled, gradients are those of single precision, overflows are skipped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rehearsal import gradients, rehearse, values, worst_error
 from small_jobs import gpt
 from small_plans import ALONE, PLANS
-from rehearsal import gradients, rehearse, values, worst_error
 
 from foreshard.runtime.loss_scale import GROWTH_STEPS, LossScale, first_scale
 from foreshard.runtime.trainer import Options, Trainer
@@ -27,7 +27,9 @@ def scale_of(trainer: Trainer) -> list[float]:
     return trainer._scale.told()
 
 
-@pytest.mark.parametrize("name", ["two uneven pipelines", "three stages, zb-h1", "uneven data in both stages, zero 2"])
+@pytest.mark.parametrize(
+    "name", ["two uneven pipelines", "three stages, zb-h1", "uneven data in both stages, zero 2"]
+)
 def test_gradients_are_those_of_single_precision_but_for_rounding(name: str) -> None:
     reference = rehearse(gpt(), ALONE, steps=1, after=gradients)[0][1]
     found = rehearse(gpt(), half(name), steps=1, after=gradients, ranks=range(4))
@@ -56,20 +58,31 @@ def test_small_gradients_do_not_vanish() -> None:
 
 def test_an_overflow_updates_nothing_anywhere_and_halves_the_scale() -> None:
     first = first_scale(12 * 8).value
-    start = rehearse(gpt(), ALONE, steps=0, after=lambda trainer: {(n, k): p.detach().clone() for n in range(8)
-                     for k, p in trainer.job.layer(n).named_parameters()})[0][1]  # fmt: skip
-    found = rehearse(shrunk(2.0**20), half("two uneven pipelines"), steps=2, after=lambda t: (values(t), scale_of(t)))
+    job = gpt()
+    start = {(n, name): p.detach() for n in range(8) for name, p in job.layer(n).named_parameters()}
+    found = rehearse(
+        shrunk(2.0**20), half("two uneven pipelines"), steps=2, after=lambda t: (values(t), scale_of(t))
+    )
     assert {tuple(scale) for _, (_, scale) in found.values()} == {(first / 4, 0)}
     assert all(torch.equal(t, start[key]) for _, (held, _) in found.values() for key, t in held.items())
-    later = rehearse(shrunk(2.0**20), half("two uneven pipelines"), steps=24, after=lambda t: (values(t), scale_of(t)))
+    later = rehearse(
+        shrunk(2.0**20), half("two uneven pipelines"), steps=24, after=lambda t: (values(t), scale_of(t))
+    )
     assert {tuple(scale) for _, (_, scale) in later.values()} == {tuple(later[0][1][1])}
     assert later[0][1][1][1] > 0, "steps are good again"
     assert not all(torch.equal(t, start[key]) for key, t in later[0][1][0].items())
 
 
 def test_the_scale_goes_with_a_change_of_plan_and_a_checkpoint(tmp_path: Path) -> None:
-    more = {"options": Options(checkpoint_every=2), "checkpoints": tmp_path, "ranks": range(4), "after": scale_of}
-    first = rehearse(shrunk(2.0**20), half("two uneven pipelines"), steps=4, changes={1: half("four stages")}, **more)
+    more = {
+        "options": Options(checkpoint_every=2),
+        "checkpoints": tmp_path,
+        "ranks": range(4),
+        "after": scale_of,
+    }
+    first = rehearse(
+        shrunk(2.0**20), half("two uneven pipelines"), steps=4, changes={1: half("four stages")}, **more
+    )
     again = rehearse(shrunk(2.0**20), half("uneven replicas"), steps=1, resume=True, **more)
     assert {tuple(scale) for _, scale in first.values()} == {(first_scale(12 * 8).value / 16, 0)}
     assert {tuple(scale) for _, scale in again.values()} == {(first_scale(12 * 8).value / 32, 0)}

@@ -1,4 +1,4 @@
-"""Ranks that compute a layer together train what one process trains: gradients, losses, changes, checkpoints."""
+"""Ranks that compute a layer together train what one process trains, through changes and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rehearsal import plan_of, rehearse, values, worst_error
 from small_jobs import gpt
 from small_plans import ALONE
-from rehearsal import plan_of, rehearse, values, worst_error
 
 from foreshard.runtime.checkpoint import load
 from foreshard.runtime.equality import joined
@@ -43,7 +43,8 @@ PLANS = {
     "tp 2, zero 2": plan(one([0, 1, 2, 3], 2), zero=2),
     "tp 2, zero 3": plan(one([3, 1, 2, 0], 2), zero=3),
     "tp 2 in two stages": plan(
-        {"share": 12, "micro_batch": 5, "stages": [([0, 1], [[0, 3]], {"tp": 2}), ([2, 3], [[3, 8]], {"tp": 2})]}
+        {"share": 12, "micro_batch": 5,
+         "stages": [([0, 1], [[0, 3]], {"tp": 2}), ([2, 3], [[3, 8]], {"tp": 2})]}
     ),
     "tp 2 before one, zb-h1": plan(
         {"share": 12, "micro_batch": 2, "schedule": "zb-h1",
@@ -109,7 +110,6 @@ def test_parts_draw_what_the_whole_would(name: str) -> None:
 WORDS = {
     "tp 4": {(0, "words.weight"), (7, "scores.weight")},
     "tp 2 beside two alone, uneven": {(0, "words.weight"), (7, "scores.weight")},
-    "tp 2 before one, zb-h1": {(0, "words.weight")},
     "one before tp 2, gpipe, recompute": {(7, "scores.weight")},
 }
 
@@ -118,16 +118,18 @@ WORDS = {
 def test_words_are_shared_out_where_nothing_ties_them(name: str) -> None:
     alone = rehearse(gpt(torch.float64, tied=False), ALONE, steps=1, after=slices)[0][1][0]
     found = rehearse(gpt(torch.float64, tied=False), PLANS[name], steps=1, after=slices, ranks=range(4))
-    parted = {(layer, key.partition("@")[0]) for _, (held, _) in found.values() for layer, key in held if "@" in key}
+    parted = {
+        (layer, key.partition("@")[0]) for _, (held, _) in found.values() for layer, key in held if "@" in key
+    }
     assert {key for key in parted if key[0] in (0, 7)} == WORDS[name]
     assert worst_error(whole(found), alone) <= 1e-12
 
 
 CHANGES = {
-    "tp 2 to 1 and back": ["tp 2", "alone", "tp 2", "tp 4"],
+    "tp 2 to 1 and back": ["tp 2", "alone", "tp 2"],
     "in groups, stages, shards": ["tp 2 beside two alone, uneven", "tp 2 in two stages", "tp 2, zero 3",
                                   "one before tp 2, gpipe, recompute", "tp 2, zero 1"],
-    "between degrees": ["tp 4", "tp 2 beside tp 2, uneven", "tp 4", "interleaved"],
+    "between degrees": ["tp 4", "tp 2 beside tp 2, uneven", "interleaved"],
 }  # fmt: skip
 
 
@@ -150,41 +152,36 @@ def test_live_changes_keep_losses_and_parameters(change: str) -> None:
     plans = {**PLANS, "alone": ALONE}
     names = CHANGES[change]
     changes = {1 + 2 * number: plans[name] for number, name in enumerate(names[1:])}
-    found = rehearse(gpt(torch.float64), plans[names[0]], steps=9, changes=changes, after=parts, ranks=range(4))
+    found = rehearse(
+        gpt(torch.float64), plans[names[0]], steps=9, changes=changes, after=parts, ranks=range(4)
+    )
     losses, last = alone(9)
     assert max(abs(a - b) / b for a, b in zip(found[0][0], losses, strict=True)) <= 1e-9
     assert worst_error(whole(found), last) <= 1e-9
 
 
-def test_a_virtual_clock_waits_for_all_ranks_and_for_their_sums() -> None:
-    """One micro-batch on ranks of which one is four times as slow: the slower works, both sum."""
+def test_a_virtual_clock_waits_for_the_slower_and_for_sums() -> None:
+    """One of two ranks is four times as slow: the step is its work, and what both sum."""
     lab = Lab(clock="table", slow=(1.0, 4.0), devices=("a", "b"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
               table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
-    times: dict[int, float] = {}
+    speeds, steps = iter(lab.slow), []
 
     def clock() -> Any:
-        made = lab.make_clock([0])
-        made.slow = 4.0  # who is faster waits: the step is that of two slow ranks
-        return made
-
-    def uneven() -> Any:
         made = lab.make_clock([0])
         made.slow = next(speeds)
         return made
 
-    for number, make in enumerate((clock, uneven)):
-        speeds = iter((1.0, 4.0))
-        done: list[float] = []
-        rehearse(gpt(torch.float64), plan(one([0, 1], 2, micro_batch=12)), steps=1, clock=make,
-                 on_step=lambda: lambda step: done.append(step.time_s))  # fmt: skip
-        times[number] = done[0]
+    rehearse(gpt(torch.float64), plan(one([0, 1], 2, micro_batch=12)), steps=1, clock=clock,
+             on_step=lambda: steps.append)  # fmt: skip
     size = 12 * 8 * 16 * 8  # of what crosses: samples, words, channels, bytes
-    sums = 24 * lab.make_clock([0]).reduced_s(size, (0, 1))  # two a block and direction
-    whole = [t.numel() * 8 for (layer, name), t in reference("fp64").items() if "norm" in name or layer in (0, 7)]
-    held = sum(whole) + sum(t.numel() * 8 for (_, name), t in reference("fp64").items() if name in ("out.bias", "down.bias"))
-    after = lab.make_clock([0]).reduced_s(held, (0, 1)) + lab.make_clock([0]).reduced_s(0, (0, 1))
-    assert times[0] == pytest.approx(4 * (12 * 8 * 3e-3 + 8 * 5e-4) + sums + after, rel=1e-9)
-    assert times[1] == pytest.approx(times[0], rel=1e-9)
+    whole = sum(
+        t.numel() * 8
+        for (layer, name), t in reference("fp64").items()
+        if layer in (0, 7) or "norm" in name or name in ("out.bias", "down.bias")
+    )
+    ring_s = lab.make_clock([0]).reduced_s
+    sums_s = 24 * ring_s(size, (0, 1)) + ring_s(whole, (0, 1)) + ring_s(0, (0, 1))  # two a block and pass
+    assert steps[0].time_s == pytest.approx(4 * (12 * 8 * 3e-3 + 8 * 5e-4) + sums_s, rel=1e-9)
 
 
 def test_the_norm_counts_every_slice_once() -> None:
@@ -195,7 +192,7 @@ def test_the_norm_counts_every_slice_once() -> None:
     assert abs(alone(5)[0][-1] - losses[-1]) > 1e-6, "the limit must bind, or the test says nothing"
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp 2, zero 1", "tp 4"), ("tp 4", "alone"), ("alone", "tp 2 in two stages")])
+@pytest.mark.parametrize(("before", "after"), [("tp 2, zero 1", "tp 4"), ("alone", "tp 2")])
 def test_a_checkpoint_is_gone_on_from_at_another_degree(before: str, after: str, tmp_path: Path) -> None:
     plans = {**PLANS, "alone": ALONE}
     more = {"options": Options(checkpoint_every=3), "checkpoints": tmp_path, "ranks": range(4)}

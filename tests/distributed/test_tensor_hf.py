@@ -63,7 +63,9 @@ TP2 = plan_of([
     {"share": 4, "micro_batch": 2, "stages": [([0, 1], [[0, 2]], {"tp": 2}), ([2], [[2, 4]])]},
     {"share": 2, "micro_batch": 2, "stages": [([3], [[0, 4]])]},
 ], global_batch=6)  # fmt: skip
-TP4 = plan_of([{"share": 6, "micro_batch": 4, "stages": [([0, 1, 2, 3], [[0, 4]], {"tp": 4})]}], global_batch=6)
+TP4 = plan_of(
+    [{"share": 6, "micro_batch": 4, "stages": [([0, 1, 2, 3], [[0, 4]], {"tp": 4})]}], global_batch=6
+)
 
 
 @pytest.mark.parametrize("kind", CUT)

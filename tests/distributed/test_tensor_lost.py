@@ -1,4 +1,4 @@
-"""Ranks that compute layers together, killed: the others go on with wider parts, from replicas or a checkpoint."""
+"""Ranks that compute layers together, killed: the others go on, from replicas or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ STEPS = 6
 FAULTS = {
     "one of a row beside others": ("tp 2 beside two alone, uneven", {(3, 0): ("backward", 5)}, ()),
     "one of four, and away": ("tp 4", {(2, 0): ("forward", 8)}, (2,)),
-    "one of each row": ("tp 2 and two parts of the data", {(0, 0): ("vote", 3), (3, 0): ("update", 3)}, (0, 3)),
+    "one of each row": (
+        "tp 2 and two parts of the data", {(0, 0): ("vote", 3), (3, 0): ("update", 3)}, (0, 3)
+    ),
     "one in a migration": ("tp 2, zero 2", {(1, 0): ("all-reduce", 4), (0, 0): ("migration", 2)}, ()),
     "one in a checkpoint": ("tp 2 in two stages", {(2, 0): ("checkpoint", 1), (1, 0): ("backward", 9)}, ()),
 }  # fmt: skip
@@ -35,9 +37,7 @@ def alone() -> tuple[list[float], Any]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_killed_ranks_change_nothing(name: str, tmp_path: Path, alone: Any) -> None:
     plan, faults, away = FAULTS[name]
-    theatre = Theatre(
-        tmp_path, gpt(torch.float64), PLANS[plan], steps=STEPS, faults=faults, stays_away=away
-    )
+    theatre = Theatre(tmp_path, gpt(torch.float64), PLANS[plan], steps=STEPS, faults=faults, stays_away=away)
     found = theatre.play(parts)
     assert theatre.crashes == []
     assert theatre.spent, "no fault was met"

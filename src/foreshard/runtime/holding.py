@@ -18,6 +18,7 @@ from foreshard.runtime.buckets import Bucket, Gradient
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, Segment, segments_of
 from foreshard.runtime.slices import WHOLE, Interval, common, parsed, sliced, within
+from foreshard.runtime.tensor_draws import TensorDraws
 from foreshard.runtime.tensor_ranks import TensorRanks
 from foreshard.runtime.tensor_split import check_by_element, cut_module
 
@@ -54,6 +55,7 @@ class Holding:
         self.optimizer: torch.optim.Optimizer | None = None
         self.updated: dict[Key, nn.Parameter] = {}
         self.ranks = TensorRanks()
+        self.draws = TensorDraws(job, parameters.splits, self.ranks)
         self._states: dict[Key, dict[str, Any]] = {}
         self._tied = tuple(tuple(group) for group in job.tied)
         self._names: dict[int, tuple[str, ...]] = {}

@@ -32,7 +32,6 @@ from foreshard.runtime.migrate import told as told_pieces
 from foreshard.runtime.probe import Probe
 from foreshard.runtime.slices import parsed
 from foreshard.runtime.sync import GradientSync, gradient_sync, latest
-from foreshard.runtime.tensor_draws import TensorDraws
 from foreshard.runtime.tensor_ranks import ranks_of
 from foreshard.runtime.tensor_split import check_split
 from foreshard.runtime.vote import Vote, cast
@@ -572,7 +571,7 @@ class Trainer:
             device=self.device, seed=self.options.seed, on_action=self.on_action,
             on_gradients=None if self._sync is None else self._sync.passed, phase=self.phase,
             shards=self._shards, tensor=self.holding.ranks,
-            windows=TensorDraws(self.job, self.parameters.splits, self.holding.ranks).windows,
+            windows=self.holding.draws.windows,
         )  # fmt: skip
 
     def _make_shards(self, layout: Layout, deal: Deal) -> Shards | None:

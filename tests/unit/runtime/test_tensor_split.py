@@ -39,7 +39,12 @@ class Block(nn.Module):
 def plan_of(*stages: tuple[list[int], int], zero: int = 0) -> Any:
     """A group per (ranks, tp), of one stage each."""
     groups = [
-        {"share": 2, "micro_batch": 1, "zero": zero, "stages": [{"ranks": ranks, "layers": [[0, 2]], "tp": tp}]}
+        {
+            "share": 2,
+            "micro_batch": 1,
+            "zero": zero,
+            "stages": [{"ranks": ranks, "layers": [[0, 2]], "tp": tp}],
+        }
         for ranks, tp in stages
     ]
     return parse_plan({"global_batch": 2 * len(stages), "seq_len": 8, "precision": "fp32", "groups": groups})
@@ -78,8 +83,13 @@ def test_blocks_are_cut_each_by_itself() -> None:
     assert not Cut(dim=0, blocks=(2, 1, 1)).divides((8,), 4)
 
 
-@pytest.mark.parametrize("told", [{"dim": 0, "blocks": []}, {"dim": -1, "blocks": [1]}, {"dim": 0, "blocks": [0]},
-                                  {"dim": True, "blocks": [1]}, {"dim": 0, "blocks": ["1"]}])  # fmt: skip
+NO_CUTS = [
+    {"dim": 0, "blocks": []}, {"dim": -1, "blocks": [1]}, {"dim": 0, "blocks": [0]},
+    {"dim": True, "blocks": [1]}, {"dim": 0, "blocks": ["1"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("told", NO_CUTS)
 def test_what_is_no_cut_is_not_read(told: dict) -> None:
     with pytest.raises(ValueError, match="is no cut"):
         cut_of(told)
@@ -135,8 +145,10 @@ def test_a_plan_names_weights_of_the_layer() -> None:
 
 
 def test_plans_that_say_nothing_sensible() -> None:
-    for plan, text in [({"qkv": "columns"}, "no role"), ({"qkv": "column:0"}, "no role"), ({"qkv": "row:2"}, "no role"),
-                       ({"nothing": "row"}, "no module 'nothing'"), ({"scale": "row"}, "a LayerNorm")]:  # fmt: skip
+    roles = ("columns", "column:0", "column:1,x", "row:2", "gather:3", "")
+    wrong = [*(({"qkv": role}, "no role") for role in roles), ({"nothing": "row"}, "no module 'nothing'"),
+             ({"scale": "row"}, "a LayerNorm"), ({"qkv": "words"}, "a Linear")]  # fmt: skip
+    for plan, text in wrong:
         with pytest.raises(SpecError, match=text):
             split_of(Block(plan), {})
     hooked = Block(PLAN)
@@ -194,5 +206,14 @@ def test_every_slice_is_summed_and_updated_where_it_is_held(zero: int) -> None:
                 assert len(mine) == (1 if zero and len(ranks) > 1 else len(ranks)), index
                 summed = set(deal.summed_by((0, f"qkv.weight@{i}/6"))) & set(ranks)
                 assert summed == (mine if zero >= 2 else set(ranks))
-    assert [deal.adds(rank, (0, "out.bias")) for rank in range(8)] == [True, False, True, False, True, True, False, False]
+    assert [deal.adds(rank, (0, "out.bias")) for rank in range(8)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert all(deal.adds(rank, (0, name)) for rank in range(8) for name in ("qkv.weight", "scale.bias"))
