@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-_PAIRS = 2_000_000
+_PAIRS = 600_000
 """Most sets looked at for one more pipeline."""
 _CELLS = 8_000_000
 

@@ -44,7 +44,8 @@ def bound_ranges(
         # The widest range first: most plans are of several pipelines.
         one = min(pending, key=bounds.__getitem__) if progress.best is not None else max(pending)
         if progress.near(bounds[one]):
-            break
+            pending.remove(one)
+            continue
         fine = fineness.get(one, 0)
         if closer is not None and fine:
             bounds[one], stuck = closer.step(one, bounds[one])
@@ -53,8 +54,9 @@ def bound_ranges(
             bounds[one] = max(bounds[one], found)
             fineness[one] = fine + 1
             stuck = closer is None and fine + 1 == len(_TOLERANCES)
-        halves = _halves(one, rows[one], stuck)
-        if progress.near(bounds[one]) or halves or stuck:
+        near = progress.near(bounds[one])
+        halves = {} if near else _halves(one, rows[one], stuck)
+        if near or halves or stuck:
             pending.remove(one)
         for half, some in halves.items():
             rows[half], bounds[half], fineness[half] = some, bounds[one], int(len(some) == len(rows[one]))

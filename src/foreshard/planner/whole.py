@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from foreshard.planner.combination import combine
 from foreshard.planner.configuration import columns_of, samples_of, whole_mix
-from foreshard.planner.device_prices import priced
+from foreshard.planner.device_prices import goal_of, priced
 from foreshard.planner.problem import Template, takes_of
 from foreshard.planner.progress import Progress
 
@@ -17,6 +18,8 @@ _CLOSER = 4
 _CLOSE = 1.002
 _MIXED = 96
 _MIX_S = 0.2
+_FEW = 6
+_TRIED = 10
 
 
 def offer_whole(
@@ -35,10 +38,12 @@ def offer_whole(
         return
     low, prices = mix
     takes = columns_of(problem, templates)
-    for stretch in _STRETCH:
-        if np.isfinite(progress.best_s) or progress.interrupted:
-            break
-        _offer_mix(progress, pipelines, templates, takes, low * (1.0 + stretch), prices)
+    # Small sets are tried out first: that takes no longer on a busy machine, and what comes of it is good.
+    for few in (True, False):
+        for stretch in _STRETCH[: _TRIED if few else None]:
+            if np.isfinite(progress.best_s) or progress.interrupted:
+                break
+            _offer_mix(progress, pipelines, templates, takes, low * (1.0 + stretch), prices, few=few)
     for _ in range(_CLOSER if closely else 0):
         high = progress.best_s / progress.factor
         if high <= low * _CLOSE or progress.late:
@@ -48,6 +53,30 @@ def offer_whole(
             low = middle
 
 
+def _chosen(
+    progress: Progress,
+    pipelines: tuple[int, int],
+    takes: np.ndarray,
+    samples: np.ndarray,
+    prices: np.ndarray,
+    *,
+    few: bool,
+) -> np.ndarray | None:
+    """Return how many of each pipeline get through most: a few that reach the batch, or any by a program."""
+    problem = progress.problem
+    whole = takes.T.astype(np.int64)
+    for number in range(pipelines[0], min(pipelines[1], _FEW) + 1):
+        some = number, number
+        worth = goal_of(problem, prices, some) + prices @ takes - samples
+        found = combine(whole, samples, worth, problem.counts, some, keep=1)
+        if found.sets and found.samples[0] >= problem.global_batch:
+            return np.bincount(found.sets[0], minlength=len(samples))
+    if few:
+        return None
+    limit = min(_MIX_S, max(0.02, progress.deadline - time.perf_counter()))
+    return whole_mix(takes, samples, problem.counts, pipelines, limit_s=limit)
+
+
 def _offer_mix(
     progress: Progress,
     pipelines: tuple[int, int],
@@ -55,6 +84,8 @@ def _offer_mix(
     takes: np.ndarray,
     seconds: float,
     prices: np.ndarray,
+    *,
+    few: bool = False,
 ) -> bool:
     """Offer whole numbers of some pipelines that get through most in some time; return whether it is all."""
     problem = progress.problem
@@ -64,8 +95,7 @@ def _offer_mix(
     keep = order[samples[order] > 0][:_MIXED]
     if not len(keep):
         return False
-    limit = min(_MIX_S, max(0.02, progress.deadline - time.perf_counter()))
-    chosen = whole_mix(takes[:, keep], samples[keep], problem.counts, pipelines, limit_s=limit)
+    chosen = _chosen(progress, pipelines, takes[:, keep], samples[keep], prices, few=few)
     if chosen is None:
         return False
     before = progress.best_s
