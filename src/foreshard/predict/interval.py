@@ -10,7 +10,7 @@ when the query is far from every run of the class. `data/residuals.json` is writ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ FEATURES = ("log2 parameters", "log2 hidden", "log2 sequence", "log2 tokens per 
 HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
 MIN_CLASS = 19  # smallest class: its 90 % interval ends inside the residuals with room on both sides
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+TRAINED = frozenset(("volta", "ampere", "ada", "hopper", "blackwell", "cdna3"))
+"""Architectures with training runs among the residuals; kernels alone are measured on more."""
 
 
 def conformal_quantile(scores: ArrayLike, level: float) -> float:
@@ -150,6 +152,14 @@ def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
         len(plan.ranks),
     )
     return tuple(float(np.log2(max(float(size), 1.0))) for size in sizes)
+
+
+def interval_evidence(evidence: str, architectures: Iterable[str]) -> str:
+    """Return what an interval rests on: no more than a datasheet where no training run was measured.
+
+    Kernels of a device may be measured while none of the constants between kernels and a step was.
+    """
+    return evidence if TRAINED.issuperset(architectures) else "datasheet"
 
 
 def class_of(

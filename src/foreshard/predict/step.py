@@ -18,7 +18,7 @@ from foreshard.predict.analytical import StepTimes, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
 from foreshard.predict.explanation import explanations
-from foreshard.predict.interval import step_interval
+from foreshard.predict.interval import interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.spec.checks import check_plan
@@ -228,7 +228,8 @@ def _assemble(
     """Join time parts, memory, money and energy into one Prediction."""
     plan, evidence = case.plan, _evidence(case)
     step_s = sum(parts.values())
-    interval = step_interval(case, step_s, parts, evidence=evidence, fidelity=asked.fidelity)
+    known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
+    interval = step_interval(case, step_s, parts, evidence=known, fidelity=asked.fidelity)
     fidelity = asked.fidelity
     learned: tuple[str, ...] = ()
     if observed_step_s is not None:

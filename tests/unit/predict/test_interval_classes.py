@@ -1,6 +1,10 @@
 """Intervals on devices of an architecture that nobody has measured."""
 
-from foreshard.predict.interval import class_interval, points_of, residual_classes
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.predict import predict
+from foreshard.predict.interval import class_interval, interval_evidence, points_of, residual_classes
+from foreshard.spec.layout import plan_from_degrees
 
 
 def test_points_of_unmeasured_architectures_are_those_of_the_class_one_wider():
@@ -18,3 +22,17 @@ def test_a_known_architecture_is_not_less_certain_than_an_unknown_one():
             assert low < 1.0 < high
             assert entry["bounds"][1] >= known["bounds"][1]
     assert table["dense:flash:wide:datasheet"]["bounds"][1] > table["dense:flash:wide:fitted"]["bounds"][1]
+
+
+def test_kernels_without_a_training_run_are_worth_a_datasheet():
+    assert interval_evidence("fitted", {"hopper", "ampere"}) == "fitted"
+    assert interval_evidence("fitted", {"hopper", "gaudi"}) == "datasheet"
+
+    def width(device):
+        model = load_model("llama3-70b")
+        plan = plan_from_degrees(80, 8, tp=8, micro_batch=2, global_batch=8, seq_len=8192, precision="bf16")
+        made = predict(model, load_cluster(f"1x8x{device}"), plan, engine="analytical")
+        return made.step_time_interval_s[1] / made.step_time_s, made.evidence
+
+    assert width("gaudi-2")[0] > width("a100-sxm-80gb")[0]
+    assert width("gaudi-2")[1] == "fitted"
