@@ -39,11 +39,17 @@ def _boxes(found: Contest) -> tuple[Box, ...]:
         boxes.append(
             Box(
                 title="lyapunov", value=f"{100 * gap:.1f} % over the bound",
-                note=f"budget kept to {100 * over:.2f} %", alarm=over > KEPT,
+                note=_budget_words(over), alarm=over > KEPT,
             )
         )  # fmt: skip
         boxes += _cut(found)
     return tuple(boxes)
+
+
+def _budget_words(over: float) -> str:
+    if over > KEPT:
+        return f"budget exceeded by {100 * over:.2f} %"
+    return f"budget kept, {100 * over:.2f} % above" if over > 0.0 else "budget kept"
 
 
 def _cut(found: Contest) -> list[Box]:
@@ -79,6 +85,8 @@ def policies_table(found: Contest) -> Table:
     columns = (
         "policy", ">batch", ">95 %", ">over bound", ">budget", ">reconfigurations", ">re-shares", ">devices",
     )  # fmt: skip
+    if len(found.rounds) == 1:  # one path has no spread
+        columns, rows = columns[:2] + columns[3:], [row[:4] + row[5:] for row in rows]
     return table("Policies", columns, [row[2:] for row in rows], spare=(">devices", ">re-shares"))
 
 

@@ -42,6 +42,16 @@ def test_the_same_seed_gives_the_same_bytes(capsys):
 def test_people_see_who_kept_the_budget(capsys):
     code, out, _ = ask(capsys, STRAGGLERS, "--slots", 40, "--policy", "lyapunov,equal-share")
     assert code == 0 and "broken" in out and "over the bound" in out and "0.6 of what greedy-fastest" in out
+    assert "95 %" not in out  # of one path
+
+
+@pytest.mark.parametrize(
+    ("over", "said"), [(0.12, "exceeded by 12.00 %"), (0.004, "kept, 0.40 %"), (0.0, "kept")]
+)
+def test_a_budget_that_is_broken_is_not_said_to_be_kept(over, said):
+    from foreshard.report.online_table import _budget_words
+
+    assert said in _budget_words(over) and ("kept" in _budget_words(over)) == (over <= 0.01)
 
 
 @pytest.mark.parametrize(
