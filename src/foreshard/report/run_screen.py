@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from foreshard.report.quantity import digits
 from foreshard.report.screen import Box, Screen
 from foreshard.units import format_seconds
 
@@ -15,6 +16,12 @@ _BROKEN = (
     "The loss is not a number, and training went on with it. events.jsonl says from which step on; see the "
     "data, lower the learning rate, or clip with --clip-norm."
 )
+
+
+def _budget(name: str, limit: float, mean: float) -> Box:
+    over = mean / limit - 1
+    kept = f"exceeded by {100 * over:.1f} %" if over > 0 else "kept"
+    return Box(title=f"{name}, mean", value=digits(mean), note=f"budget {limit:g}, {kept}", alarm=over > 0)
 
 
 def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
@@ -38,6 +45,7 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
             Box(title="loss", value=loss, note=began, alarm=broken),
             Box(title="samples", value=f"{outcome.samples}", note=ledger, alarm=wrong > 0),
             Box(title="ranks started again", value=starts, note=together),
+            *(_budget(name, **told) for name, told in outcome.budgets.items()),
         ),
         notes=(
             *((_BROKEN,) if broken else ()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +30,8 @@ class Outcome:
         Ranks started again.
     generations : int
         Times the ranks came together anew.
+    budgets : dict of str to dict
+        Of a run that was steered: `limit` and `mean` of each budget.
     samples, lost, repeated, misread : int
         By the ledgers; misread are positions at which ranks read different samples of the dataset.
     """
@@ -47,6 +49,7 @@ class Outcome:
     lost: int
     repeated: int
     misread: int = 0
+    budgets: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `run --json` prints it."""
@@ -96,7 +99,14 @@ def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: i
         clock=lines[-1]["clock"] if lines else "", restarts=restarts,
         generations=len({line["generation"] for line in lines}), samples=checked.samples,
         lost=len(checked.lost), repeated=len(checked.repeated), misread=len(checked.misread),
+        budgets=_budgets(lines[-1]) if lines else {},
     )  # fmt: skip
+
+
+def _budgets(line: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return limit and mean of each budget of a line, `budget/NAME/limit` and `budget/NAME/mean`."""
+    names = [key.split("/")[1] for key in line if key.startswith("budget/") and key.endswith("/limit")]
+    return {name: {what: line[f"budget/{name}/{what}"] for what in ("limit", "mean")} for name in names}
 
 
 def settled_times(lines: list[dict[str, Any]]) -> list[float]:

@@ -50,3 +50,14 @@ def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
     shown = render(run_screen(Outcome(**told_of)))
     assert "not finite" in shown and "--clip-norm" in shown
     assert "--clip-norm" not in render(run_screen(Outcome(**{**told_of, "last_loss": 2.0})))
+    steered = {**told_of, "last_loss": 2.0, "budgets": {"usd_per_h": {"limit": 8.0, "mean": 7.4952}}}
+    assert "usd_per_h, mean" in (kept := render(run_screen(Outcome(**steered)))) and "budget 8, kept" in kept
+    steered["budgets"] = {"usd_per_h": {"limit": 8.0, "mean": 10.0}}
+    assert "exceeded by 25.0 %" in render(run_screen(Outcome(**steered)))
+
+
+def test_budgets_of_a_run_are_read_from_its_last_line():
+    from foreshard.runtime.outcome import _budgets
+
+    line = {"budget/duty:0/limit": 0.7, "budget/duty:0/mean": 0.5, "budget/duty:0/backlog": 3.0, "step": 4}
+    assert _budgets(line) == {"duty:0": {"limit": 0.7, "mean": 0.5}} and _budgets({"step": 4}) == {}
