@@ -37,8 +37,8 @@ def command(
 ) -> None:
     """Write the plan file PLAN for another tool.
 
-    What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the flags
-    of its sizes (megatron) or is needed (torchtitan); slurm and skypilot need CLUSTER.
+    What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the
+    flags of its sizes (megatron) or is needed (torchtitan); slurm and skypilot need CLUSTER.
 
     \b
     foreshard export plan.json llama3-8b --to megatron

@@ -126,14 +126,13 @@ def test_a_budget_that_ends_is_not_an_interruption(shell):
 def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
     from foreshard.planner import solve
 
-    search = solve._search_range
+    vary = solve.vary
 
     def pressed(*values):
-        search(*values)
         os.kill(os.getpid(), signal.SIGINT)
-        return search(*values)
+        return vary(*values)
 
-    monkeypatch.setattr(solve, "_search_range", pressed)
+    monkeypatch.setattr(solve, "vary", pressed)
     run = ("plan", "llama3-70b", "4x8xa100-sxm-80gb+4x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
     answer = shell(*run, "--budget-s", "3", "--json")
     assert answer.code == 130 and answer.json["interrupted"]
