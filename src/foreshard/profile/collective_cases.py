@@ -100,12 +100,18 @@ def _measured_s(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float)
     return None
 
 
+def _kind(text: str) -> str:
+    """Return the collective a cell names, whatever its case and joints."""
+    bare = re.sub(r"[^a-z0-9]", "", text.lower())
+    return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
+
+
 def _case(index: int, row: Mapping[str, str], exclude: str) -> Case:
-    kind = row["collective"]
+    kind = _kind(row["collective"])
     megabytes = number(row, "data_size_mb") if "data_size_mb" in row else None
     num_bytes = megabytes * 1e6 if megabytes is not None else number(row, "size_bytes") or 0.0
     ranks = integer(row, "num_gpus")
-    if ranks is None or not num_bytes:
+    if ranks is None or num_bytes <= 0:
         return Case(index=index, measured_s=None, reason="size or number of devices not stated")
     measured = _measured_s(row, kind, ranks, num_bytes)
     if kind not in _TIMES and kind != "p2p":

@@ -23,6 +23,7 @@ from foreshard.profile.tables import Table
 
 Rows = list[Mapping[str, str]]
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "fp8": "fp8", "nvfp4": "nvfp4"}
+_PRECISION |= {"bf16": "bf16", "fp16": "fp16", "float32": "fp32", "half": "fp16"}
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
 _STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
@@ -48,7 +49,7 @@ def _with_overhead(kernels: KernelModel, table: str, device: str, field: str) ->
 
 
 def _gemm(rows: Rows) -> NDArray[np.float64]:
-    dtype = rows[0]["dtype"]
+    dtype = rows[0]["dtype"].lower()
     if dtype not in _PRECISION:
         raise SpecError("not modelled", key="dtype", value=dtype)
     precision = _PRECISION[dtype]
@@ -152,17 +153,46 @@ def kernel_cases(table: Table) -> list[Case]:
     for indices in groups.values():
         rows = [table.rows[i] for i in indices]
         measured = [stated_s(row, column, unit) for row in rows]
-        try:
-            predicted, reason = seconds(rows), None
-        except SpecError as error:
-            reason = error.what if error.what == "not modelled" else str(error)
-            predicted = np.full(len(rows), np.nan)
-        for index, row, time_s, value in zip(indices, rows, measured, predicted, strict=True):
-            why = reason or _refusal(row, time_s, float(value))
+        predicted, reasons = _predicted(rows, seconds)
+        for place, (index, row, time_s, value) in enumerate(
+            zip(indices, rows, measured, predicted, strict=True)
+        ):
+            why = reasons.get(place) or _refusal(row, time_s, float(value))
             cases[index] = Case(
                 index=index, measured_s=time_s, predicted_s=None if why else float(value), reason=why
             )
     return [cases[i] for i in range(len(table.rows))]
+
+
+def _predicted(
+    rows: Rows, seconds: Callable[[Rows], NDArray[np.float64]]
+) -> tuple[NDArray[np.float64], dict[int, str]]:
+    """Return seconds of rows that share a call, and why some have none; a bad cell costs its own row only."""
+    values = np.full(len(rows), np.nan)
+    reasons: dict[int, str] = {}
+    left = list(range(len(rows)))
+    while left:
+        try:
+            with np.errstate(all="ignore"):
+                values[left] = seconds([rows[i] for i in left])
+            break
+        except SpecError as error:
+            text = error.what if error.what == "not modelled" else str(error)
+            key = error.key or ""
+            bad = {i for i in left if key in rows[i] and not _is_number(rows[i][key])}
+            if not error.what.endswith("is not a number") or not bad:
+                bad = set(left)
+            reasons |= dict.fromkeys(bad, text)
+            left = [i for i in left if i not in bad]
+    return values, reasons
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _refusal(row: Mapping[str, str], measured_s: float | None, predicted_s: float) -> str | None:

@@ -65,7 +65,9 @@ def _stages(
 
 
 def _sailor_parts(raw: Mapping[str, str], model: Model) -> tuple[Cluster, tuple[Stage, ...]]:
-    mix = re.findall(r"(\d+)x([A-Za-z0-9-]+)", raw["gpu_mix"])
+    mix = re.findall(r"(\d+)[xX]([A-Za-z0-9-]+)", raw["gpu_mix"])
+    if not mix:
+        raise SpecError("no devices are stated", key="gpu_mix", value=raw["gpu_mix"])
     parts: list[tuple[str, str | None]] = []
     for count, gpu in mix:
         device = resolve_device(gpu)
@@ -147,6 +149,8 @@ def _case(table: Table, index: int) -> Row:
     measured = float(raw[column]) if raw[column] else None
     failed = measured == float("inf")
     model, cluster, plan, notes = build(raw)
+    if not plan.ranks or min(plan.global_batch, *(len(stage.ranks) for stage in plan.groups[0].stages)) < 1:
+        raise SpecError("a plan without devices or samples", key=column, value=raw[column])
     peak = raw.get("measured_max_mem_bytes", "")
     inputs = tuple(value for key, value in raw.items() if not key.startswith(("measured", "predicted")))
     return Row(
