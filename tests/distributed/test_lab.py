@@ -60,6 +60,43 @@ def test_a_lab_of_two_ranks(tmp_path):
     _check_trace(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())))
 
 
+COMINGS = """
+[[change]]
+at_step = 2
+rank = 0
+there = false
+[[change]]
+at_step = 4
+rank = 0
+there = true
+"""
+
+
+def test_a_rank_is_killed_and_joins_at_the_steps_that_the_lab_says(tmp_path):
+    """Rank 1 trains two steps alone: three samples of four layers at 6 ms, and 8 ms for the optimizer."""
+    (tmp_path / "lab.toml").write_text(LAB.partition("[[change]]")[0] + COMINGS)
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    words = [
+        sys.executable, "-m", "foreshard", "run", str(JOB), "--plan", "plan.json", "--local", "2",
+        "--lab", "lab.toml", "--steps", "6", "--out", "out", "--json",
+    ]  # fmt: skip
+    env = os.environ | {"GPT_WIDTH": "16", "GPT_BLOCKS": "2"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["lost"], answer["repeated"], answer["restarts"], answer["steps"]) == (0, 0, 1, 6)
+    lines = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line for line in reversed(lines)}  # who is left tells the step before once more
+    assert [found[step]["generation"] for step in range(6)] == [0, 0, 1, 1, 2, 2]
+    times = [found[step]["time_metrics/end_to_end(s)"] for step in range(6)]
+    assert times == pytest.approx([0.032, 0.032, 0.080, 0.080, 0.032, 0.032], abs=2e-3)
+    ends = [found[step]["clock_s"] for step in range(6)]
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(sum(times) + 0.024, abs=0.012), "one step was begun twice"
+
+
 def _check_trace(trace):
     kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
     assert len(kernels) == 4 * (2 + 1) * 2  # steps, micro-batches of both ranks, forward and backward

@@ -409,6 +409,7 @@ class Trainer:
         else:
             self.step = target
         self._settle(generation.plan, held)
+        self._advance_together()  # a rank that is new has no time yet
         if not first:
             self.on_event(
                 "rebuilt", f"generation {generation.number}: ranks {list(self._ranks)}", step=self.step
