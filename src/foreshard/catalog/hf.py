@@ -117,7 +117,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
             )
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:  # absent, unreadable, a NUL in the name, or not UTF-8
-        raise SpecError(f"cannot be read ({error})", file=str(path), rule=rule) from None
+        raise SpecError(
+            f"cannot be read ({getattr(error, 'strerror', None) or error})",
+            file=str(path),
+            rule=rule,
+            fix="Check the path",
+        ) from None
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:

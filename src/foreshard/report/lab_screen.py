@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreshard.report.screen import Screen, table
+from foreshard.report.quantity import usd
+from foreshard.report.screen import Screen, table, without_empty
 from foreshard.units import format_bytes, format_rate, format_seconds
 
 _CLOCKS = {
@@ -19,17 +20,20 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
     """Return the screen of a lab, given as `lab --json` prints it."""
     network = lab["network"]
     ranks = [
-        (rank["rank"], rank["device"], f"{rank['slow']:g}", _memory(rank["memory_bytes"]))
+        (
+            rank["rank"], rank["device"], f"{rank['slow']:g}",
+            _memory(rank["memory_bytes"]), _price(rank["usd_per_h"]),
+        )
         for rank in lab["ranks"]
     ]  # fmt: skip
     changes = [
         (change["at_step"], "all" if change["rank"] is None else change["rank"], *_told(change))
         for change in lab["changes"]
     ]  # fmt: skip
-    tables = [table("", ("rank", "device", ">slow", ">memory"), ranks)]
+    tables = [without_empty(table("", ("rank", "device", ">slow", ">memory", ">per hour"), ranks))]
     if changes:
         head = (">step", "rank", ">slow", ">bandwidth", ">latency", "")
-        tables.append(table("changes", head, changes))
+        tables.append(without_empty(table("changes", head, changes)))
     notes = [f"Clock: {_CLOCKS[lab['clock']]}."]
     if missing is not None:
         notes.append(f"This machine cannot enforce it: {missing}.")
@@ -39,6 +43,10 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
 
 def _memory(size_bytes: float | None) -> str | None:
     return None if size_bytes is None else format_bytes(size_bytes)
+
+
+def _price(usd_per_h: float | None) -> str | None:
+    return None if usd_per_h is None else usd(usd_per_h)
 
 
 def _told(change: Mapping[str, Any]) -> tuple[str | None, ...]:

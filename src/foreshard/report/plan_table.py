@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreshard.report import quantity
-from foreshard.report.screen import Box, Screen, Table, spans, table
+from foreshard.report.screen import Box, Screen, Table, spans, table, without_empty
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import Prediction
@@ -78,19 +78,7 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
     )
     rows = [_row(i, one, unit) for i, one in enumerate(plans)]
     spare = (">MFU", ">tokens/s", peak, ">devices", ">run")
-    return _without_empty(table("Plans, best first", columns, rows, spare=spare))
-
-
-def _without_empty(made: Table) -> Table:
-    """Return a table without the columns that say nothing in any row."""
-    kept = [i for i in range(len(made.columns)) if any(row[i] not in ("", "-") for row in made.rows)]
-    names = {made.columns[i] for i in kept}
-    return Table(
-        title=made.title,
-        columns=tuple(made.columns[i] for i in kept),
-        rows=tuple(tuple(row[i] for i in kept) for row in made.rows),
-        spare=tuple(name for name in made.spare if name in names),
-    )
+    return without_empty(table("Plans, best first", columns, rows, spare=spare))
 
 
 def _row(i: int, one: Ranked, unit: str) -> tuple[str, ...]:
@@ -222,7 +210,7 @@ def rivals_table(rivals: Sequence[Rival]) -> Table:
         for one in rivals
     ]
     columns = ("planner", ">step", ">against ours", ">above the bound", ">took", "note")
-    return _without_empty(table("Other planners, same judge", columns, rows))
+    return without_empty(table("Other planners, same judge", columns, rows))
 
 
 def gains_table(gains: Sequence[Gain]) -> Table:
@@ -237,7 +225,7 @@ def gains_table(gains: Sequence[Gain]) -> Table:
         for one in gains
     ]
     columns = ("change", ">tokens/s", ">step", "note")
-    return _without_empty(table("What other hardware would gain", columns, rows))
+    return without_empty(table("What other hardware would gain", columns, rows))
 
 
 def step_box(prediction: Prediction) -> Box:

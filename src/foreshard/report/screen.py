@@ -63,3 +63,15 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             out.append([number, number])
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in out)
+
+
+def without_empty(made: Table) -> Table:
+    """Return a table without the columns that say nothing in any row."""
+    kept = [i for i in range(len(made.columns)) if any(row[i] not in ("", "-") for row in made.rows)]
+    names = {made.columns[i] for i in kept}
+    return Table(
+        title=made.title,
+        columns=tuple(made.columns[i] for i in kept),
+        rows=tuple(tuple(row[i] for i in kept) for row in made.rows),
+        spare=tuple(name for name in made.spare if name in names),
+    )

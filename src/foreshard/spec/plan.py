@@ -416,7 +416,8 @@ def load_plan(path: str) -> Plan:
         with open(path, "rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise SpecError(f"cannot read the plan: {error}", file=file, fix="Give a JSON plan file") from None
+        why = getattr(error, "strerror", None) or error
+        raise SpecError(f"cannot read the plan: {why}", file=file, fix="Give a JSON plan file") from None
     if len(data) > MAX_FILE_BYTES:
         rule = f"a plan file has at most {MAX_FILE_BYTES // 10**6} MB"
         raise SpecError("the plan file is too large", file=file, rule=rule, fix="Check the path")

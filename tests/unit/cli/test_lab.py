@@ -20,6 +20,8 @@ def test_a_lab_is_shown(shell):
     assert [rank["slow"] for rank in found["lab"]["ranks"]] == [1, 2, 4, 8]
     text = shell("lab", LABS / "links_change.toml").out
     assert "cpu-2x" in text and "6.25 MB/s" in text
+    assert "memory" not in text and "per hour" not in text  # not stated
+    assert "$4.00" in shell("lab", LABS / "swinging4.toml").out
 
 
 def test_the_schema_lists_exactly_the_keys_of_the_parser(shell):
