@@ -18,7 +18,8 @@ class Offers:
     schedules : of the pipelines it runs, empty without pipelines
     overlaps : communication options it has a switch for
     degrees : kinds of parallelism besides data parallelism
-    recompute : leading words of the recompute rules it takes
+    recompute : leading words of the recompute rules it takes; with "selective", modules as Megatron names
+        them and parts of a stage (full:uniform:N, full:block:N) too
     low_precision : whether it trains with 8-bit matrix products
     shards_pipelines : whether levels above 1 go with pipelines
     offload : what it can keep in host memory
@@ -92,7 +93,7 @@ _OFFERS = {
         schedules=("gpipe", "1f1b", "interleaved"),
         overlaps=("tp_overlap", "context_gather"),
         degrees=_ALL,
-        recompute=("none", "selective", "every", "full"),
+        recompute=("none", "selective:op", "every", "full"),
         low_precision=True,
         shards_pipelines=True,
     ),

@@ -145,9 +145,15 @@ def cells_of(request: GridRequest) -> PlanTable:
 
 
 def _rules(request: GridRequest) -> tuple[str, ...]:
-    words = {"every": "every-"} | {word: word for word in request.offers.recompute}
-    allowed = tuple(words[word] for word in request.offers.recompute)
-    return tuple(rule for rule in RULES if rule.startswith(allowed))
+    words = request.offers.recompute
+    parts = "selective" in words  # of a stage, and modules by name: as Megatron has them
+    return tuple(
+        rule
+        for rule in RULES
+        if rule in words
+        or (parts and rule.partition(":")[0] in words)
+        or (rule.startswith("every-") and "every" in words)
+    )
 
 
 def passes_of(request: GridRequest, cells: PlanTable) -> PlanTable:

@@ -17,6 +17,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop import TARGETS, export
+from foreshard.planner.search import plan as search
 from foreshard.spec.layout import plan_from_degrees
 from foreshard.spec.plan import Plan
 
@@ -251,3 +252,15 @@ def test_every_target_names_what_it_was_checked_against(target):
     result = export(plan(**made), target, model=MODEL, cluster=CLUSTER)
     assert result.version and result.files and all(file.text.endswith("\n") for file in result.files)
     assert json.dumps(result.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("framework", "target"),
+    [("megatron-core", "megatron"), ("torchtitan", "torchtitan@0.2"), ("torchtitan", "torchtitan@0.3")],
+)
+def test_what_is_planned_for_a_framework_it_can_be_told(framework, target):
+    made = (
+        search(MODEL, CLUSTER, global_batch=64, seq_len=8192, framework=framework, comm="all").plans[0].plan
+    )
+    assert made.comm or framework == "torchtitan"
+    assert export(made, target, model=MODEL, cluster=CLUSTER).files

@@ -65,10 +65,9 @@ def _shapes(request):
 def _rows(request):
     """Yield every plan that keeps the rules a framework states, as its columns."""
     offers = offers_of(request.framework)
-    words = {"every": "every-"}
-    rules = [
-        i for i, rule in enumerate(RULES) if any(rule.startswith(words.get(w, w)) for w in offers.recompute)
-    ]
+    whole = {"none", "full"} | ({"every-2"} if "every" in offers.recompute else set())
+    rules = [i for i, rule in enumerate(RULES) if "selective" in offers.recompute or rule in whole]
+    rules = [i for i in rules if RULES[i] != "every-2" or "every" in offers.recompute]
     for dp, tp, pp, cp, ep, etp, micro_batch, rounds in _shapes(request):
         names = [name for name in offers.schedules if name != "interleaved"] if pp > 1 else ["1f1b"]
         deepest = request.model.num_layers // pp if "interleaved" in offers.schedules and pp > 1 else 1
