@@ -1,8 +1,8 @@
 """The factor on the loss that keeps gradients in half precision from vanishing.
 
 Small gradients are zero in fp16, large ones infinite. The loss is multiplied before the backward, gradients
-are divided after the sum; a step whose gradient is not finite updates nothing and halves the factor, many good
-steps double it. All ranks see one norm, so that all have one factor.
+are divided after the sum. A step whose gradient is not finite updates nothing and halves the factor, many
+good steps double it. All ranks see one norm, so that all have one factor.
 
 Source
 ------
