@@ -97,7 +97,7 @@ def test_greedy_bounds_the_others():
 
 
 def test_ours_keeps_the_budget_near_the_bound_and_the_books_close():
-    arena = arena_of(seed=1, slots=4000)
+    arena = arena_of(seed=1, slots=2000)
     budget = budget_of(arena)
     ours = ours_of(arena, (budget,))
     free = type(arena)(work=arena.work, path=arena.path, pause_s=0.0, _memo={})
