@@ -1,6 +1,6 @@
 """Real runs on a lab that changes, every policy in the same one, each beside what `foretell` says of it.
 
-Four local ranks (examples/labs/restless4.toml: speeds and links change ten times, a rank joins late, one is
+Four local ranks (examples/labs/restless4.toml: speeds and links change nine times, a rank joins late, one is
 killed and comes back), in virtual time of measured processor time, in double precision. Without a budget: the
 controller, the greedy plan, shares by the last speeds, the planned plan, even shares. Under a budget of rent:
 those that can keep one. All losses are compared with a run that nothing disturbs. A step is the mean over the
