@@ -637,10 +637,11 @@ class Trainer:
             "plan": self._layout.plan.to_dict(), "seed": self.options.seed, "cuts": cuts,
             "loss_scale": None if self._scale is None else self._scale.told(),
         }  # fmt: skip
+        assert self.checkpoints is not None
         try:
             checkpoint.save(
                 self.checkpoints, step=self.step, tensors=tensors, meta=meta, rank=self.rank,
-                group=self._world,  # type: ignore[arg-type]
+                group=self._world,
                 lead=self._conducts, before=self.ledger.flush if self.ledger is not None else lambda: None,
             )  # fmt: skip
         except checkpoint.CheckpointFault as fault:
@@ -648,7 +649,7 @@ class Trainer:
             return
         self._saved = self.step
         if self._conducts:
-            checkpoint.prune(self.checkpoints)  # type: ignore[arg-type]
+            checkpoint.prune(self.checkpoints)
             self.on_event("checkpoint", f"after step {self.step - 1}", step=self.step)
 
     def _first_of_mine(self) -> Held:

@@ -213,7 +213,7 @@ class Worker:
                 self._event("warning", str(message))
             show(message, category, *where)
 
-        warnings.showwarning = showing
+        warnings.showwarning = showing  # type: ignore[assignment]
 
     def _event(self, kind: str, text: str, **facts: Any) -> None:
         self.metrics.event(kind, text, **facts)
