@@ -285,7 +285,9 @@ def _clusters(
         if known[name].nic_bytes_per_s is None and price is not None and count > 1:
             search.left_out[name] = "more than one node: the catalog does not know its network"
             count = 1
-        if price is None:
+        if asked is None and "made for inference" in known[name].notes:
+            search.left_out[name] = "made for inference"
+        elif price is None:
             search.left_out[name] = "no price in the catalog"
         elif count < 1:
             search.left_out[name] = f"no node of {known[name].per_node} devices may be rented"

@@ -90,3 +90,10 @@ def test_nodes_whose_network_nobody_knows_are_not_rented_together():
     found = rent(load_model("llama3-8b"), objective="cost", **{**RUN, "instances": (name,)})
     assert {one.num_nodes for one in found.offers} == {1}
     assert "network" in found.left_out[name]
+
+
+def test_chips_for_inference_are_rented_by_name_only():
+    asked = {key: value for key, value in RUN.items() if key != "instances"} | {"budget_s": 1e-3}
+    assert rent(load_model("llama3-8b"), **asked).left_out["aws-inf2.48xlarge"] == "made for inference"
+    named = rent(load_model("llama3-8b"), **{**RUN, "instances": ("aws-inf2.48xlarge",)})
+    assert named.offers[0].instance == "aws-inf2.48xlarge"
