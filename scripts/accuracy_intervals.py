@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from accuracy_rows import TRIO, Row, Run, fitted_families, markdown, percent, run_all
+from fit_training import takes_part
 
 from foreshard.predict.interval import MIN_CLASS, class_of, features_of
 from foreshard.profile.conformal import (
@@ -37,7 +38,7 @@ def _by_configuration(runs: Sequence[Run]) -> dict[Any, LeftOut]:
     for run in runs:
         made, row = run.prediction, run.row
         known = made is not None and row.measured_s and row.config_key not in out
-        if not known or row.family not in fitted_families():
+        if not known or row.family not in fitted_families() or not takes_part(row):
             continue
         names = class_of(row.model, row.plan, row.framework, made.time_breakdown_s, evidence=made.evidence)
         out[row.config_key] = LeftOut(
@@ -93,7 +94,7 @@ def unmeasured_rows(rows: Sequence[Row], engine: str) -> list[LeftOut]:
 
     They serve only the narrowest classes, which end in what the kernel times rest on: `datasheet`.
     """
-    known = [unmeasured(row) for row in rows if row.family in fitted_families()]
+    known = [unmeasured(row) for row in rows if row.family in fitted_families() and takes_part(row)]
     made = left_out_rows(run_all(known, engine=engine, left_out=True))
     return [replace(one, classes=one.classes[:1]) for one in made]
 

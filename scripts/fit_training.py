@@ -79,9 +79,9 @@ def batch_of(rows: Iterable[Row]) -> Batch:
     return build_batch(cases, TrainingConstants())
 
 
-def _fitted(row: Row) -> bool:
+def takes_part(row: Row) -> bool:
     """Whether a row takes part: it is timed, and neither its degrees nor its cost are an estimate of ours."""
-    guessed = not (row.raw["tp"] and row.raw["pp"]) or "int8" in row.raw["dtype"].lower()
+    guessed = not (row.raw.get("tp") and row.raw.get("pp")) or "int8" in row.raw.get("dtype", "").lower()
     guessed = guessed or any(block.scan_state for block, _ in row.model.block_kinds())
     return bool(row.measured_s) and not row.oom and not guessed and row.family not in NOT_FITTED
 
@@ -90,7 +90,7 @@ def load_runs(paths: Sequence[Path]) -> Runs:
     """Return every timed run once; equal inputs are one row with the median time."""
     groups: dict[tuple, list[Row]] = {}
     for row in read_training_rows(paths)[0]:
-        if _fitted(row):
+        if takes_part(row):
             groups.setdefault((row.family, *row.config_key), []).append(row)
     firsts = tuple(rows[0] for rows in groups.values())
     measured = np.array([np.median([row.measured_s for row in rows]) for rows in groups.values()])
