@@ -1,8 +1,9 @@
 """Uneven shares on a mixed lab against even ones and against the linear bound, for heterogeneity 1 to 8.
 
-Four ranks, one to h times as slow (geometric), 256 samples a step in micro-batches of 4; virtual time of measured
-processor time. The bound is the linear program of continuous shares: all ranks end together (water filling), by the
-same measured costs. `--wall` repeats h = 8 in wall time with CPU shares, where root and cgroups allow.
+Four ranks, one to h times as slow (geometric), 256 samples a step in micro-batches of 4; virtual time of
+measured processor time. The bound is the linear program of continuous shares: all ranks end together (water
+filling), by the same measured costs. `--wall` repeats h = 8 in wall time with CPU shares, where root and
+cgroups allow.
 """
 
 from __future__ import annotations
@@ -40,10 +41,23 @@ def lab_of(folder: Path, h: float) -> Path:
 def plan_of(shares: list[int]) -> Plan:
     """Replicas with these shares."""
     groups = [
-        {"share": share, "micro_batch": min(MICRO, share), "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 8]]}]}
+        {
+            "share": share,
+            "micro_batch": min(MICRO, share),
+            "zero": 0,
+            "stages": [{"ranks": [rank], "layers": [[0, 8]]}],
+        }
         for rank, share in enumerate(shares)
     ]
-    return parse_plan({"global_batch": BATCH, "seq_len": 64, "precision": "fp32", "framework": "foreshard", "groups": groups})
+    return parse_plan(
+        {
+            "global_batch": BATCH,
+            "seq_len": 64,
+            "precision": "fp32",
+            "framework": "foreshard",
+            "groups": groups,
+        }
+    )
 
 
 def lines(costs: MeasuredCosts, lab) -> list[tuple[float, float]]:
@@ -87,10 +101,28 @@ def run(folder: Path, plan: Plan, lab: Path, name: str, steps: int) -> float:
     file = folder / f"{name}.json"
     file.write_text(json.dumps(plan.to_dict()))
     subprocess.run(
-        [sys.executable, "-m", "foreshard", "run", JOB, "--plan", str(file), "--local", str(RANKS), "--lab", str(lab),
-         "--steps", str(steps), "--out", str(folder / name), "--json"],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "foreshard",
+            "run",
+            JOB,
+            "--plan",
+            str(file),
+            "--local",
+            str(RANKS),
+            "--lab",
+            str(lab),
+            "--steps",
+            str(steps),
+            "--out",
+            str(folder / name),
+            "--json",
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     return median(settled_times(kept_steps(folder / name / "metrics.jsonl")))
 
 
@@ -104,14 +136,24 @@ def main() -> None:
         folder = Path(name)
         profile = folder / "profile.json"
         words = [sys.executable, "-m", "foreshard"]
-        subprocess.run([*words, "profile", JOB, "--local", str(RANKS), "--samples", "1,2,4,8", "-o", str(profile)],
-                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-        print(f"{'h':>4} {'shares':>18} {'measured':>9} {'predicted':>9} {'LP bound':>9} {'over':>7} {'even':>8} {'ratio':>6}")
+        subprocess.run(
+            [*words, "profile", JOB, "--local", str(RANKS), "--samples", "1,2,4,8", "-o", str(profile)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        print(
+            f"{'h':>4} {'shares':>18} {'measured':>9} {'predicted':>9} {'LP bound':>9} {'over':>7} {'even':>8} {'ratio':>6}"
+        )
         for h in args.heterogeneity:
             lab = lab_of(folder, h)
             file = folder / f"costs-{h:g}.json"
-            subprocess.run([*words, "calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)],
-                           check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+            subprocess.run(
+                [*words, "calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             costs, bed = load_costs(str(file)), load_lab(str(lab))
             rows = lines(costs, bed)
             shares = whole_shares(rows)
@@ -120,8 +162,11 @@ def main() -> None:
             even = run(folder, plan_of([BATCH // RANKS] * RANKS), lab, f"even-{h:g}", args.steps)
             told = predict_measured(costs, bed.cluster(), plan).step_time_s
             bound = water(rows)
-            print(f"{h:4g} {':'.join(map(str, shares)):>18} {1e3 * ours:6.0f} ms {1e3 * told:6.0f} ms {1e3 * bound:6.0f} ms "
-                  f"{100 * (ours / bound - 1):+6.1f}% {1e3 * even:5.0f} ms {even / ours:6.2f}", flush=True)  # fmt: skip
+            print(
+                f"{h:4g} {':'.join(map(str, shares)):>18} {1e3 * ours:6.0f} ms {1e3 * told:6.0f} ms {1e3 * bound:6.0f} ms "
+                f"{100 * (ours / bound - 1):+6.1f}% {1e3 * even:5.0f} ms {even / ours:6.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The runtime against torch's own on even plans, and against the ideal of its plan; ratios of one run.
 
-Two ranks train the same small GPT for the same samples: two replicas against DistributedDataParallel and FSDP2,
-two stages against torch.distributed.pipelining. Rounds alternate, so that whatever else the machine does hits all
-alike; each number is a median of rounds. Wall time; one thread a rank.
+Two ranks train the same small GPT for the same samples: two replicas against DistributedDataParallel and
+FSDP2, two stages against torch.distributed.pipelining. Rounds alternate, so that whatever else the machine
+does hits all alike; each number is a median of rounds. Wall time; one thread a rank.
 """
 
 from __future__ import annotations
@@ -32,13 +32,31 @@ def even(kind: str, layers: int):
 
     half = layers // 2
     if kind == "pipeline":
-        groups = [{"share": BATCH, "micro_batch": MICRO, "stages": [
-            {"ranks": [0], "layers": [[0, half]]}, {"ranks": [1], "layers": [[half, layers]]}]}]  # fmt: skip
+        groups = [
+            {
+                "share": BATCH,
+                "micro_batch": MICRO,
+                "stages": [{"ranks": [0], "layers": [[0, half]]}, {"ranks": [1], "layers": [[half, layers]]}],
+            }
+        ]
     elif kind == "sharded":
-        groups = [{"share": BATCH, "micro_batch": BATCH, "zero": 3, "stages": [{"ranks": [0, 1], "layers": [[0, layers]]}]}]
+        groups = [
+            {
+                "share": BATCH,
+                "micro_batch": BATCH,
+                "zero": 3,
+                "stages": [{"ranks": [0, 1], "layers": [[0, layers]]}],
+            }
+        ]
     else:
-        groups = [{"share": BATCH // 2, "micro_batch": BATCH // 2, "stages": [{"ranks": [r], "layers": [[0, layers]]}]}
-                  for r in range(RANKS)]  # fmt: skip
+        groups = [
+            {
+                "share": BATCH // 2,
+                "micro_batch": BATCH // 2,
+                "stages": [{"ranks": [r], "layers": [[0, layers]]}],
+            }
+            for r in range(RANKS)
+        ]
     return parse_plan({"global_batch": BATCH, "seq_len": 64, "precision": "fp32", "groups": groups})
 
 
@@ -102,7 +120,10 @@ def pipelined(rank: int):
     module = nn.Sequential(*(layers[:half] if rank == 0 else layers[half:]))
     stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(
-        stage, BATCH // MICRO, loss_fn=lambda out, batch: gpt_job.loss(out, batch)[0] / (BATCH * 64), scale_grads=False
+        stage,
+        BATCH // MICRO,
+        loss_fn=lambda out, batch: gpt_job.loss(out, batch)[0] / (BATCH * 64),
+        scale_grads=False,
     )
     optimizer = gpt_job.optimizer(module.parameters())
 
@@ -133,8 +154,11 @@ def overhead(store, rank: int, rounds: int) -> float:
             spent[0] += time.thread_time() - self._began_s
             super().end(action, samples, layers)
 
-    trainer = Trainer(job, membership=FixedMembership(dist.PrefixStore("overhead", store), rank, plan, range(RANKS)),
-                      clock=Counting(lambda a, b: (1e9, 5e-5)))  # fmt: skip
+    trainer = Trainer(
+        job,
+        membership=FixedMembership(dist.PrefixStore("overhead", store), rank, plan, range(RANKS)),
+        clock=Counting(lambda a, b: (1e9, 5e-5)),
+    )
     ratios = []
     for _ in range(rounds + 3):
         spent[0], began = 0.0, time.thread_time()
@@ -159,9 +183,10 @@ def recut(store, rank: int, rounds: int) -> tuple[float, float]:
         first["layers"], second["layers"] = [[0, cut]], [[cut, job.num_layers]]
         plans.append(parse_plan(told))
     trainer = Trainer(
-        job, membership=FixedMembership(dist.PrefixStore("recut", store), rank, plans[0], range(RANKS)),
+        job,
+        membership=FixedMembership(dist.PrefixStore("recut", store), rank, plans[0], range(RANKS)),
         on_event=lambda kind, text, **facts: changes.append(facts["wall_s"]) if kind == "adopted" else None,
-    )  # fmt: skip
+    )
     trainer.train_step()
     for turn in range(rounds):
         if rank == 0:
@@ -177,10 +202,13 @@ def rank_main(rank: int, folder: str, rounds: int) -> None:
     file = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=dist.PrefixStore("torch", file), rank=rank, world_size=RANKS)
     steps = {
-        "replicas": ours("replicas", file, rank), "DDP": replicas(rank, sharded=False),
-        "sharded": ours("sharded", file, rank), "FSDP2": replicas(rank, sharded=True),
-        "pipeline": ours("pipeline", file, rank), "torch.distributed.pipelining": pipelined(rank),
-    }  # fmt: skip
+        "replicas": ours("replicas", file, rank),
+        "DDP": replicas(rank, sharded=False),
+        "sharded": ours("sharded", file, rank),
+        "FSDP2": replicas(rank, sharded=True),
+        "pipeline": ours("pipeline", file, rank),
+        "torch.distributed.pipelining": pipelined(rank),
+    }
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         for name, step in steps.items():
@@ -208,8 +236,14 @@ def main() -> None:
         mp.spawn(rank_main, (folder, args.rounds), RANKS)
         told = json.loads(Path(folder, "times.json").read_text())
     times = told["times"]
-    print(f"two ranks, GPT of width {os.environ['GPT_WIDTH']}, {BATCH} samples a step, {args.rounds} rounds, wall time")
-    for mine, other in (("replicas", "DDP"), ("sharded", "FSDP2"), ("pipeline", "torch.distributed.pipelining")):
+    print(
+        f"two ranks, GPT of width {os.environ['GPT_WIDTH']}, {BATCH} samples a step, {args.rounds} rounds, wall time"
+    )
+    for mine, other in (
+        ("replicas", "DDP"),
+        ("sharded", "FSDP2"),
+        ("pipeline", "torch.distributed.pipelining"),
+    ):
         ratios = [a / b for a, b in zip(times[mine], times[other], strict=True)]
         print(
             f"{mine:9} {1e3 * statistics.median(times[mine]):7.1f} ms, {other} {1e3 * statistics.median(times[other]):7.1f} ms: "
@@ -218,7 +252,9 @@ def main() -> None:
         )
     over, change_s, step_s = told["extra"]
     print(f"processor time of a step over that of its actions, worse of two ranks: {over:.3f}")
-    print(f"re-cut that moves a quarter of the layers: {1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step")
+    print(
+        f"re-cut that moves a quarter of the layers: {1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step"
+    )
 
 
 if __name__ == "__main__":

@@ -210,6 +210,7 @@ def answered(fake, stand_in):
     prediction = fake.predict(asked.model, asked.cluster, plan, usd_per_device_hour=2.0, tokens=1e12)
     return asked, prediction, fake.timeline(plan, prediction.step_time_s)
 
+
 # The same examples on every machine and in every run.
 settings.register_profile("fixed", derandomize=True, deadline=None)  # the machine may be busy
 settings.load_profile("fixed")

@@ -370,11 +370,13 @@ def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | No
     """
     from foreshard.predict import measured
 
-    return measured.predict_measured(measured.load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens)
+    return measured.predict_measured(
+        measured.load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens
+    )
 
 
 def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, Cluster]:
-    """Return the best plans by measured costs, and the cluster; see `planner.measured_plans.plan_measured`."""
+    """Return the best plans by measured costs, and the cluster: `planner.measured_plans.plan_measured`."""
     from foreshard.planner.measured_plans import plan_measured as planned
     from foreshard.predict.measured import load_costs
 

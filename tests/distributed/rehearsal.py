@@ -26,9 +26,15 @@ def plan_of(
         for ranks, layers, *more in group["stages"]:
             stages.append({"ranks": list(ranks), "layers": layers, **(more[0] if more else {})})
         told.append({**group, "stages": stages})
-    return parse_plan({
-        "global_batch": global_batch, "seq_len": 8, "precision": precision, "defaults": defaults, "groups": told,
-    })  # fmt: skip
+    return parse_plan(
+        {
+            "global_batch": global_batch,
+            "seq_len": 8,
+            "precision": precision,
+            "defaults": defaults,
+            "groups": told,
+        }
+    )
 
 
 def rehearse(
@@ -54,7 +60,9 @@ def rehearse(
     def body(rank: int) -> None:
         try:
             membership = FixedMembership(store, rank, plan, ranks, timeout_s=30, resume=resume)
-            trainer = Trainer(job, membership=membership, **{k: v() if callable(v) else v for k, v in more.items()})
+            trainer = Trainer(
+                job, membership=membership, **{k: v() if callable(v) else v for k, v in more.items()}
+            )
             losses = []
             for step in range(steps):
                 if changes and step in changes and rank == ranks[0]:
@@ -82,7 +90,8 @@ def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
     """Every parameter that a rank holds; of a sharded stage the rest is with others."""
     return {
         (layer, name): p.detach().clone()
-        for layer, module in trainer.holding.modules.items() for name, p in module.named_parameters()
+        for layer, module in trainer.holding.modules.items()
+        for name, p in module.named_parameters()
         if p.untyped_storage().size()
     }
 
@@ -93,10 +102,11 @@ def gradients(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def worst_error(found: Mapping[int, Any], reference: Mapping[Any, torch.Tensor]) -> float:
-    """The largest difference between any rank's tensor and the reference, in norms of the reference's tensor."""
+    """The largest difference between any rank's tensor and the reference, in norms of the latter."""
     return max(
         float((tensor - reference[key]).norm() / reference[key].norm().clamp_min(1e-30))
-        for _, tensors in found.values() for key, tensor in tensors.items()
+        for _, tensors in found.values()
+        for key, tensor in tensors.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""Small jobs for the tests: a language model with tied embeddings and dropout, a CNN, a model with frozen layers."""
+"""Small jobs for the tests: a language model with ties and dropout, a CNN, a model with frozen layers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,16 @@ class Block(nn.Module):
     def __init__(self, inner: float = 0.0) -> None:
         super().__init__()
         self.inner = inner
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.up, self.down, self.drop = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
@@ -122,7 +130,9 @@ def cnn(dtype: torch.dtype = torch.float32, **_: Any) -> Job:
         conv(3, 8), conv(8, 8), conv(8, 16, 2), conv(16, 16), conv(16, 16), conv(16, 32, 2),
         lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), lambda: nn.Linear(32, 5).to(dtype),
     ]  # fmt: skip
-    return Job.of(layers, Images(dtype), image_loss, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+    return Job.of(
+        layers, Images(dtype), image_loss, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    )
 
 
 JOBS = {"gpt": gpt, "cnn": cnn}

@@ -13,9 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rehearsal import gradients, rehearse, values, worst_error
 from small_jobs import JOBS, gpt
 from small_plans import ALONE, PLANS
-from rehearsal import gradients, rehearse, values, worst_error
 
 from foreshard.runtime.trainer import Options
 
@@ -51,12 +51,29 @@ def through(names: list[str], every: int) -> dict:
 CHANGES = {
     "shares": ["even replicas", "uneven replicas", "even replicas", "uneven replicas", "even replicas"],
     "cuts": ["four stages", "four stages, gpipe", "four stages", "three stages, zb-h1", "four stages"],
-    "groups": ["two uneven pipelines", "a pipeline and a device", "uneven replicas", "four stages", "interleaved"],
-    "sharding": ["four ranks in a stage, zero 1", "uneven data in both stages, zero 2", "even replicas",
-                 "three ranks sharded whole beside one, zero 3", "sharded pipeline with recompute, zero 3",
-                 "four ranks in a stage, zero 1"],
-    "ranks leave and come": ["an idle rank", "two uneven pipelines", "an idle rank", "many micro-batches", "recompute"],
-}  # fmt: skip
+    "groups": [
+        "two uneven pipelines",
+        "a pipeline and a device",
+        "uneven replicas",
+        "four stages",
+        "interleaved",
+    ],
+    "sharding": [
+        "four ranks in a stage, zero 1",
+        "uneven data in both stages, zero 2",
+        "even replicas",
+        "three ranks sharded whole beside one, zero 3",
+        "sharded pipeline with recompute, zero 3",
+        "four ranks in a stage, zero 1",
+    ],
+    "ranks leave and come": [
+        "an idle rank",
+        "two uneven pipelines",
+        "an idle rank",
+        "many micro-batches",
+        "recompute",
+    ],
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -65,7 +82,12 @@ def test_fifty_steps_with_five_live_changes_in_double_precision(job: str, change
     losses, _, last = reference(job, "fp64", 52)
     names = CHANGES[change]
     found = rehearse(
-        JOBS[job](torch.float64), PLANS[names[-1]], steps=52, changes=through(names, 8), after=values, ranks=RANKS
+        JOBS[job](torch.float64),
+        PLANS[names[-1]],
+        steps=52,
+        changes=through(names, 8),
+        after=values,
+        ranks=RANKS,
     )
     assert max(abs(a - b) / b for a, b in zip(found[0][0], losses, strict=True)) <= 1e-9
     assert worst_error(found, last) <= 1e-9
@@ -82,8 +104,13 @@ def test_losses_in_single_precision_stay_within_1e_4(job: str) -> None:
 
 def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
     losses, _, last = reference("gpt", "fp64", 6, 0.3)
-    found = rehearse(gpt(torch.float64), PLANS["two uneven pipelines"], steps=6, after=values,
-                     options=Options(clip_norm=0.3))  # fmt: skip
+    found = rehearse(
+        gpt(torch.float64),
+        PLANS["two uneven pipelines"],
+        steps=6,
+        after=values,
+        options=Options(clip_norm=0.3),
+    )
     free, _, _ = reference("gpt", "fp64", 6)
     assert found[0][0] == pytest.approx(losses, rel=1e-12)
     assert worst_error(found, last) <= 1e-11

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from small_plans import ALONE, PLANS
 from rehearsal import rehearse, values, worst_error
+from small_plans import ALONE, PLANS
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence

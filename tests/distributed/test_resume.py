@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rehearsal import rehearse, values, worst_error
 from small_jobs import JOBS
 from small_plans import ALONE, PLANS
-from rehearsal import rehearse, values, worst_error
 
 from foreshard.runtime.trainer import Options
 

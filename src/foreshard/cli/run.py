@@ -20,28 +20,51 @@ if TYPE_CHECKING:
 @click.command("run")
 @click.argument("job", metavar="JOB.py")
 @click.option("--plan", "plan_file", metavar="FILE", required=True, help="The plan to run.")
-@click.option("--local", type=int, metavar="N", help="Start N ranks on this machine; else be a rank of torchrun.")
+@click.option(
+    "--local", type=int, metavar="N", help="Start N ranks on this machine; else be a rank of torchrun."
+)
 @click.option("--steps", type=int, default=100, show_default=True, help="Steps to train.")
 @click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp64"]),
-              help="Instead of the plan's precision; bf16 by autocast, fp64 builds the layers in it.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of first values, order of samples, dropout.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp64"]),
+    help="Instead of the plan's precision; bf16 by autocast, fp64 builds the layers in it.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of first values, order of samples, dropout."
+)
 @click.option("--clip-norm", type=float, help="Largest norm of the gradient.")
 @click.option("--checkpoint-every", type=int, default=0, show_default=True, help="Steps between checkpoints.")
 @click.option("--resume", is_flag=True, help="Go on from the latest checkpoint in DIR.")
 @click.option("--lab", metavar="LAB.toml", help="Test bed: speeds, links and clock of the ranks.")
-@click.option("--detect-s", type=float, default=30.0, show_default=True, help="Silence after which a rank is lost.")
+@click.option(
+    "--detect-s", type=float, default=30.0, show_default=True, help="Silence after which a rank is lost."
+)
 @click.option("--interface", metavar="ADDRESS", help="Address of this host that ranks meet on.")
 @click.option("--port", type=int, default=0, show_default=True, help="Of the rendezvous; 0 for any free one.")
 @click.option("--secret-file", metavar="FILE", help="Secret that all hosts share; made in DIR if not given.")
-@click.option("--max-starts", type=int, default=4, show_default=True, help="Times a rank that dies is started.")
+@click.option(
+    "--max-starts", type=int, default=4, show_default=True, help="Times a rank that dies is started."
+)
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
-@click.option("--costs", metavar="FILE", help="Measured costs: the predicted step beside the measured; with a lab.")
-@click.option("--policy", type=click.Choice(["static", "lyapunov", "lb-bsp", "greedy"]), default="static",
-              show_default=True, help="Keep the plan, let the controller change it, or a rule to compare it with.")
-@click.option("--budget", "budgets", multiple=True, metavar="NAME=VALUE",
-              help="Long-term mean: usd_per_h, energy_j_per_h, carbon_kg_per_h, the same per_step, or duty:RANK.")
+@click.option(
+    "--costs", metavar="FILE", help="Measured costs: the predicted step beside the measured; with a lab."
+)
+@click.option(
+    "--policy",
+    type=click.Choice(["static", "lyapunov", "lb-bsp", "greedy"]),
+    default="static",
+    show_default=True,
+    help="Keep the plan, let the controller change it, or a rule to compare it with.",
+)
+@click.option(
+    "--budget",
+    "budgets",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Long-term mean: usd_per_h, energy_j_per_h, carbon_kg_per_h, the same per_step, or duty:RANK.",
+)
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
     """Train JOB.py under a plan, and survive what happens to the ranks.
@@ -56,8 +79,12 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ExtraMissingError("torch is not installed", key="run", rule="Training needs the extra 'run'",
-                                fix="pip install 'foreshard[run]'") from None  # fmt: skip
+        raise ExtraMissingError(
+            "torch is not installed",
+            key="run",
+            rule="Training needs the extra 'run'",
+            fix="pip install 'foreshard[run]'",
+        ) from None
     from foreshard.runtime.launch import launch
 
     check(options)
@@ -69,27 +96,44 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     say(f"written to {options['out']}/")
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
-            f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks",
+            f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} unlike among ranks",
             file=f"{options['out']}/samples.jsonl",
-            rule="every sample of a step is trained once", fix="Report it with the folder of the run",
-        )  # fmt: skip
+            rule="every sample of a step is trained once",
+            fix="Report it with the folder of the run",
+        )
 
 
 def check(options: dict[str, Any]) -> None:
     """Raise for options out of range."""
     for name in ("steps", "max_starts", "threads"):
         if options[name] < 1:
-            raise SpecError(f"{options[name]} is not valid", key=f"--{name.replace('_', '-')}", value=options[name],
-                            rule="must be a whole number of at least 1")  # fmt: skip
+            raise SpecError(
+                f"{options[name]} is not valid",
+                key=f"--{name.replace('_', '-')}",
+                value=options[name],
+                rule="must be a whole number of at least 1",
+            )
     if not 0.2 <= options["detect_s"] <= 86400:
-        raise SpecError(f"{options['detect_s']} is not valid", key="--detect-s", value=options["detect_s"],
-                        rule="must be from 0.2 to 86400 seconds")  # fmt: skip
+        raise SpecError(
+            f"{options['detect_s']} is not valid",
+            key="--detect-s",
+            value=options["detect_s"],
+            rule="must be from 0.2 to 86400 seconds",
+        )
     if options["checkpoint_every"] < 0:
-        raise SpecError(f"{options['checkpoint_every']} is not valid", key="--checkpoint-every",
-                        value=options["checkpoint_every"], rule="must be 0 or more steps")  # fmt: skip
+        raise SpecError(
+            f"{options['checkpoint_every']} is not valid",
+            key="--checkpoint-every",
+            value=options["checkpoint_every"],
+            rule="must be 0 or more steps",
+        )
     if options.get("local", 0) is None and "RANK" not in os.environ:
-        raise SpecError("neither --local nor torchrun", key="--local", rule="ranks are started here or by torchrun",
-                        fix="Add --local N, or start with torchrun --no-python foreshard run ...")  # fmt: skip
+        raise SpecError(
+            "neither --local nor torchrun",
+            key="--local",
+            rule="ranks are started here or by torchrun",
+            fix="Add --local N, or start with torchrun --no-python foreshard run ...",
+        )
 
 
 def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | None:
@@ -97,8 +141,13 @@ def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | Non
     if costs is None:
         return None
     if lab is None:
-        raise SpecError("costs without a lab", key="--costs", value=costs, rule="a prediction needs the cluster",
-                        fix="Add --lab LAB.toml")  # fmt: skip
+        raise SpecError(
+            "costs without a lab",
+            key="--costs",
+            value=costs,
+            rule="a prediction needs the cluster",
+            fix="Add --lab LAB.toml",
+        )
     from foreshard import api
 
     plan = api.load_plan(plan_file)
@@ -121,4 +170,3 @@ def tell(outcome: Outcome, predicted_s: float | None) -> None:
 
     told = {} if predicted_s is None else {"predicted_step_s": predicted_s}
     give(outcome.to_dict() | told, lambda: run_screen(outcome, predicted_s))
-

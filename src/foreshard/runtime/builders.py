@@ -79,9 +79,7 @@ def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
     return built
 
 
-def _with_tied(
-    builders: list[Builder], tied: Tied, path: str | None
-) -> list[Builder]:
+def _with_tied(builders: list[Builder], tied: Tied, path: str | None) -> list[Builder]:
     """Return builders whose tied parameters start from the values of the first of their group."""
     _check_tied(builders, tied, path)
     first = {key: group[0] for group in tied for key in group[1:]}

@@ -1,10 +1,10 @@
 """A lab that the machine enforces: a network namespace per rank, links of a rate, portions of the cores.
 
-Every rank's namespace has one link to a bridge in a namespace of its own. A token bucket at both ends of the
-link gives it the lab's rate in both directions. Control groups cap the processor time of a rank at its portion
-of a core, since a cap, unlike weights, also holds while other ranks wait; weights keep the ratios where others
-take so much that the caps are not reached. Only root may do this. Nothing outside the namespaces and groups of
-this lab is touched, and all of them are gone when it ends.
+Every rank's namespace has one link to a bridge in a namespace of its own. A token bucket at both ends of
+the link gives it the lab's rate in both directions. Control groups cap the processor time of a rank at its
+portion of a core, since a cap, unlike weights, also holds while other ranks wait; weights keep the ratios
+where others take so much that the caps are not reached. Only root may do this. Nothing outside the
+namespaces and groups of this lab is touched, and all of them are gone when it ends.
 """
 
 from __future__ import annotations

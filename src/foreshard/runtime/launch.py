@@ -25,11 +25,31 @@ Watch = Callable[[Path], None]
 
 
 def launch(
-    job: str, plan_file: str, *, local: int | None, steps: int, out: str, seed: int = 0, clip_norm: float | None = None,
-    checkpoint_every: int = 0, resume: bool = False, lab: str | None = None, detect_s: float = 30.0,
-    interface: str | None = None, port: int = 0, secret_file: str | None = None, max_starts: int = 4, threads: int = 1,
-    tensorboard: bool = False, trace: str | None = None, progress: Watch | None = None, bed: LabNetwork | None = None,
-    policy: str = "static", budgets: Sequence[str] = (), costs: str | None = None, dtype: str | None = None,
+    job: str,
+    plan_file: str,
+    *,
+    local: int | None,
+    steps: int,
+    out: str,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    checkpoint_every: int = 0,
+    resume: bool = False,
+    lab: str | None = None,
+    detect_s: float = 30.0,
+    interface: str | None = None,
+    port: int = 0,
+    secret_file: str | None = None,
+    max_starts: int = 4,
+    threads: int = 1,
+    tensorboard: bool = False,
+    trace: str | None = None,
+    progress: Watch | None = None,
+    bed: LabNetwork | None = None,
+    policy: str = "static",
+    budgets: Sequence[str] = (),
+    costs: str | None = None,
+    dtype: str | None = None,
 ) -> Outcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
 
@@ -37,10 +57,15 @@ def launch(
     ------
     SpecError
         For a plan that does not fit the ranks, or a job at fault.
-    """  # fmt: skip
+    """
     if not Path(job).is_file():
-        raise SpecError("no such file", file=job, key="JOB.py", rule="The job is a Python file",
-                        fix="See examples/jobs/gpt_job.py")  # fmt: skip
+        raise SpecError(
+            "no such file",
+            file=job,
+            key="JOB.py",
+            rule="The job is a Python file",
+            fix="See examples/jobs/gpt_job.py",
+        )
     plan = load_plan(plan_file)
     if dtype is not None:  # double precision is the job's own: its layers are built in it
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
@@ -54,14 +79,27 @@ def launch(
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     _open(folder, resume, plan, ranks)
     work = Work(
-        job=str(Path(job).resolve()), out=str(folder), steps=steps, seed=seed, clip_norm=clip_norm,
-        checkpoint_every=checkpoint_every, resume=resume, lab=str(Path(lab).resolve()) if lab else None,
-        detect_s=detect_s, interface=interface, threads=threads, tensorboard=tensorboard,
-        trace=trace is not None, double=dtype == "fp64", steering=_steering(policy, budgets, costs, lab, steps, plan, folder),
-    )  # fmt: skip
-    agent = _local(plan, work, local, interface, port, max_starts, bed) if local is not None else _under_torchrun(
-        plan, work, interface, port, secret_file, max_starts
-    )  # fmt: skip
+        job=str(Path(job).resolve()),
+        out=str(folder),
+        steps=steps,
+        seed=seed,
+        clip_norm=clip_norm,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        lab=str(Path(lab).resolve()) if lab else None,
+        detect_s=detect_s,
+        interface=interface,
+        threads=threads,
+        tensorboard=tensorboard,
+        trace=trace is not None,
+        double=dtype == "fp64",
+        steering=_steering(policy, budgets, costs, lab, steps, plan, folder),
+    )
+    agent = (
+        _local(plan, work, local, interface, port, max_starts, bed)
+        if local is not None
+        else _under_torchrun(plan, work, interface, port, secret_file, max_starts)
+    )
     restarts = agent.run(_watching([progress, bed.follow if bed is not None else None], folder))
     if not agent.supervises:
         return None
@@ -71,37 +109,70 @@ def launch(
 
 
 def _steering(
-    policy: str, budgets: Sequence[str], costs: str | None, lab: str | None, steps: int, plan: Plan, folder: Path
+    policy: str,
+    budgets: Sequence[str],
+    costs: str | None,
+    lab: str | None,
+    steps: int,
+    plan: Plan,
+    folder: Path,
 ) -> str | None:
     """Return what ranks build the controller from, or None for a plan that stays."""
     if policy == "static":
         if budgets:
-            raise SpecError("a budget without a controller", key="--budget", value=budgets[0],
-                            rule="budgets are kept by a policy", fix="Add --policy lyapunov")  # fmt: skip
+            raise SpecError(
+                "a budget without a controller",
+                key="--budget",
+                value=budgets[0],
+                rule="budgets are kept by a policy",
+                fix="Add --policy lyapunov",
+            )
         return None
     if costs is None or lab is None:
-        raise SpecError(f"--policy {policy} without measured costs of a lab", key="--policy", value=policy,
-                        rule="the controller starts from measured layers and stated devices",
-                        fix="Give --costs costs.json and --lab LAB.toml")  # fmt: skip
-    told = {"costs": str(Path(costs).resolve()), "lab": str(Path(lab).resolve()), "budgets": list(budgets), "steps": steps,
-            "policy": policy}  # fmt: skip
+        raise SpecError(
+            f"--policy {policy} without measured costs of a lab",
+            key="--policy",
+            value=policy,
+            rule="the controller starts from measured layers and stated devices",
+            fix="Give --costs costs.json and --lab LAB.toml",
+        )
+    told = {
+        "costs": str(Path(costs).resolve()),
+        "lab": str(Path(lab).resolve()),
+        "budgets": list(budgets),
+        "steps": steps,
+        "policy": policy,
+    }
     text = json.dumps(told)
     wheel_of(text, plan, folder).check()
     return text
 
 
 def _local(
-    plan: Plan, work: Work, local: int, interface: str | None, port: int, max_starts: int, bed: LabNetwork | None
+    plan: Plan,
+    work: Work,
+    local: int,
+    interface: str | None,
+    port: int,
+    max_starts: int,
+    bed: LabNetwork | None,
 ) -> Agent:
     secret = make_secret(Path(work.out) / "secret")
     lab = load_lab(work.lab) if work.lab is not None else None
     expected = [rank for rank in range(local) if lab is None or lab.there_at(0, rank)]
     address = bed.address if bed is not None else interface or "127.0.0.1"
     return Agent(
-        out=Path(work.out), plan=plan, work=replace(work, interface=address), ranks=range(local),
-        expected=expected, secret_file=secret, address=address, port=port, max_starts=max_starts,
+        out=Path(work.out),
+        plan=plan,
+        work=replace(work, interface=address),
+        ranks=range(local),
+        expected=expected,
+        secret_file=secret,
+        address=address,
+        port=port,
+        max_starts=max_starts,
         command=bed.command if bed is not None else lambda rank: [],
-    )  # fmt: skip
+    )
 
 
 def _under_torchrun(
@@ -112,33 +183,65 @@ def _under_torchrun(
     own = Path(work.out) / "secret"
     told = "FORESHARD_SECRET" in os.environ
     if secret_file is None and not told and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-        raise SpecError("no shared secret", key="--secret-file", rule="ranks of several hosts share a secret",
-                        fix="Copy one file to every host and name it with --secret-file, "
-                            "or set FORESHARD_SECRET")  # fmt: skip
-    secret = _given_secret(secret_file) if secret_file else make_secret(own) if rank == 0 or told else _awaited(own)
+        raise SpecError(
+            "no shared secret",
+            key="--secret-file",
+            rule="ranks of several hosts share a secret",
+            fix="Copy one file to every host and name it with --secret-file, or set FORESHARD_SECRET",
+        )
+    secret = (
+        _given_secret(secret_file)
+        if secret_file
+        else make_secret(own)
+        if rank == 0 or told
+        else _awaited(own)
+    )
     return Agent(
-        out=Path(work.out), plan=plan, work=work, ranks=[rank], expected=range(size), secret_file=secret,
+        out=Path(work.out),
+        plan=plan,
+        work=work,
+        ranks=[rank],
+        expected=range(size),
+        secret_file=secret,
         address=os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface,
-        port=port or int(os.environ.get("MASTER_PORT", "29500")) + 1, supervises=rank == 0, max_starts=max_starts,
-        own=interface, rehost_s=max(2 * work.detect_s, 5.0),
-    )  # fmt: skip
+        port=port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
+        supervises=rank == 0,
+        max_starts=max_starts,
+        own=interface,
+        rehost_s=max(2 * work.detect_s, 5.0),
+    )
 
 
 def _fits(plan: Plan, ranks: int, key: str) -> None:
     most = max(plan.ranks)
     if most >= ranks:
-        raise SpecError(f"the plan uses rank {most}, there are {ranks} ranks", key=key, value=ranks,
-                        rule="ranks are 0 to N - 1", fix=f"Start {most + 1} ranks")  # fmt: skip
+        raise SpecError(
+            f"the plan uses rank {most}, there are {ranks} ranks",
+            key=key,
+            value=ranks,
+            rule="ranks are 0 to N - 1",
+            fix=f"Start {most + 1} ranks",
+        )
 
 
 def _fits_lab(lab: Lab, ranks: int, file: str, bed: LabNetwork | None) -> None:
     if len(lab.slow) < ranks:
-        raise SpecError(f"the lab has {len(lab.slow)} ranks, {ranks} start", file=file, key="ranks",
-                        value=len(lab.slow), rule="a lab says what every rank is")  # fmt: skip
+        raise SpecError(
+            f"the lab has {len(lab.slow)} ranks, {ranks} start",
+            file=file,
+            key="ranks",
+            value=len(lab.slow),
+            rule="a lab says what every rank is",
+        )
     if lab.clock == "wall" and bed is None:
-        raise SpecError("the wall clock has to be enforced", file=file, key="clock", value="wall",
-                        rule="only `foreshard lab` makes slow ranks and links, as root",
-                        fix='Use foreshard lab, or clock = "cpu"')  # fmt: skip
+        raise SpecError(
+            "the wall clock has to be enforced",
+            file=file,
+            key="clock",
+            value="wall",
+            rule="only `foreshard lab` makes slow ranks and links, as root",
+            fix='Use foreshard lab, or clock = "cpu"',
+        )
 
 
 def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
@@ -147,8 +250,13 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
     if int(os.environ.get("RANK", "0")) or not holds_run(folder):
         return
     if not resume:
-        raise SpecError("holds a run already", file=str(folder), key="--out", rule="a run has a folder of its own",
-                        fix="Add --resume to go on from its latest checkpoint, or name another folder")  # fmt: skip
+        raise SpecError(
+            "holds a run already",
+            file=str(folder),
+            key="--out",
+            rule="a run has a folder of its own",
+            fix="Add --resume to go on from its latest checkpoint, or name another folder",
+        )
     reopen(folder, plan, list(range(ranks)))
 
 
@@ -159,11 +267,21 @@ def _given_secret(file: str) -> Path:
     except OSError as error:
         raise SpecError(f"cannot read the secret: {error.strerror}", file=file, key="--secret-file") from None
     if mode & 0o077:
-        raise SpecError("others may read the secret", file=file, key="--secret-file",
-                        rule="only its owner reads a secret", fix=f"chmod 600 {file}")  # fmt: skip
+        raise SpecError(
+            "others may read the secret",
+            file=file,
+            key="--secret-file",
+            rule="only its owner reads a secret",
+            fix=f"chmod 600 {file}",
+        )
     if size < 16:
-        raise SpecError("the secret is short", file=file, key="--secret-file", rule="a secret has 16 bytes or more",
-                        fix=f"head -c 32 /dev/urandom | base64 > {file}")  # fmt: skip
+        raise SpecError(
+            "the secret is short",
+            file=file,
+            key="--secret-file",
+            rule="a secret has 16 bytes or more",
+            fix=f"head -c 32 /dev/urandom | base64 > {file}",
+        )
     return path
 
 

@@ -43,7 +43,7 @@ def test_command(command, place, shell):
 
 
 def test_the_training_chapter_runs_from_top_to_bottom(tmp_path, monkeypatch, shell):
-    """The job of the chapter, timed, planned and trained by its commands; the first needs the plan of a later one."""
+    """The job of the chapter by its commands; the first needs the plan of a later one."""
     pytest.importorskip("torch")
     pytest.importorskip("scipy")
     monkeypatch.chdir(tmp_path)

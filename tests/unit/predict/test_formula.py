@@ -266,8 +266,13 @@ def test_every_task_is_finite_and_not_negative():
 
 def test_a_compiler_does_not_recompute_what_no_gradient_reads():
     rule = "selective:mlp"
-    eager, compiled = (batch_of("llama3-8b", "1x1xh100-sxm", name)[1] for name in ("megatron-core", "maxtext"))
-    whole, pruned = times_of(eager, rule=rule).recompute.item(), times_of(compiled, rule=rule).recompute.item()
+    eager, compiled = (
+        batch_of("llama3-8b", "1x1xh100-sxm", name)[1] for name in ("megatron-core", "maxtext")
+    )
+    whole, pruned = (
+        times_of(eager, rule=rule).recompute.item(),
+        times_of(compiled, rule=rule).recompute.item(),
+    )
     up, down = (linear_sizes(eager.kinds[0], eager.machine)[i] for i in (2, 3))
     work = [m.item() * np.max(n) * np.max(k) for m, n, k, _ in (up, down)]
     assert work[0] == 2.0 * work[1]
@@ -275,8 +280,10 @@ def test_a_compiler_does_not_recompute_what_no_gradient_reads():
 
 
 def test_what_offload_moves_has_the_width_it_is_saved_in():
-    wide, narrow = (batch_of("llama3-8b", "1x8xh100-sxm", tp=1, dp=8, offload="activations", precision=name)[1]
-                    for name in ("bf16", "fp8"))  # fmt: skip
+    wide, narrow = (
+        batch_of("llama3-8b", "1x8xh100-sxm", tp=1, dp=8, offload="activations", precision=name)[1]
+        for name in ("bf16", "fp8")
+    )
     layer = wide.kinds[0]
     h, kv, f = 4096.0, 2.0 * 1024.0, 14336.0
     link = wide.machine.traits.host_link_bytes_per_s.item()

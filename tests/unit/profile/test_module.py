@@ -2,9 +2,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is in the extra `run`, not in `test`")
 
-from foreshard.catalog.models import load_model  # noqa: E402
-from foreshard.errors import SpecError  # noqa: E402
-from foreshard.profile.module import model_from_module  # noqa: E402
+from foreshard.catalog.models import load_model
+from foreshard.errors import SpecError
+from foreshard.profile.module import model_from_module
 
 nn = torch.nn
 

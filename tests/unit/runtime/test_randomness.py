@@ -1,4 +1,4 @@
-"""What a sample draws in a layer belongs to the sample: not to its batch, its rank, or how often it is done."""
+"""What a sample draws in a layer belongs to the sample: not to its batch, its rank, its repeats."""
 
 from __future__ import annotations
 

@@ -130,7 +130,9 @@ def test_whoever_is_left_gets_every_layer_and_every_sample_once(case):
 
 
 def test_ranks_that_compute_together_stay_or_go_together():
-    plan = plan_of((8, {"micro_batch": 4}, [([0, 1, 2, 3], [[0, 8]], {"tp": 2, "rank_shares": [3, 1], "zero": 1})]))
+    plan = plan_of(
+        (8, {"micro_batch": 4}, [([0, 1, 2, 3], [[0, 8]], {"tp": 2, "rank_shares": [3, 1], "zero": 1})])
+    )
     left = repaired(plan, [0, 2, 3]).groups[0].stages[0]
     assert (left.ranks, left.tp, left.rank_shares) == ((2, 3), 2, (4,))
     narrow = repaired(plan, [0, 3]).groups[0].stages[0]

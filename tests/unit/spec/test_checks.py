@@ -204,7 +204,9 @@ def test_each_rule_names_what_rule_and_fix(name, file):
 
 def test_one_vendor():
     mixed = load_cluster("1x4xh100-sxm+1x4xmi300x")
-    with pytest.raises(SpecError, match=r"devices of amd and nvidia in one plan\. no collective library joins"):
+    with pytest.raises(
+        SpecError, match=r"devices of amd and nvidia in one plan\. no collective library joins"
+    ):
         check_plan(good(), DENSE, mixed)
     only = good(stages=(stage(range(4), ((0, LAST),)),))
     check_plan(only, DENSE, mixed)
