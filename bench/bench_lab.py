@@ -1,6 +1,6 @@
 """Uneven shares on a mixed lab against even ones and against the linear bound, for heterogeneity 1 to 8.
 
-Four ranks, one to h times as slow (geometric), 256 samples a step in micro-batches of 4; virtual time of
+Four ranks, one to h times as slow (geometric), 512 samples a step in micro-batches of 4; virtual time of
 measured processor time. The bound is the linear program of continuous shares: all ranks end together (water
 filling), by the same measured costs. `--wall` repeats h = 8 in wall time with CPU shares, where root and
 cgroups allow.
@@ -24,7 +24,7 @@ from foreshard.spec.plan import Plan, parse_plan
 
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")
-RANKS, BATCH, MICRO = 4, 256, 4
+RANKS, BATCH, MICRO = 4, 512, 4
 
 
 def lab_of(folder: Path, h: float) -> Path:
@@ -129,7 +129,7 @@ def run(folder: Path, plan: Plan, lab: Path, name: str, steps: int) -> float:
 def main() -> None:
     """Print a line per heterogeneity."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--heterogeneity", type=float, nargs="*", default=[1, 2, 4, 8])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -29,7 +29,7 @@ def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[
     job : str
     count : int
     samples : str
-        As ``foreshard profile --samples`` takes them.
+        As ``foreshard profile --samples`` takes them; small ones would leave the caches to who is timed.
     threads : int
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -83,7 +83,7 @@ def _busy(
     count = min(others, (os.cpu_count() or 1) - 1)
     if device != "cpu" or count < 1 or job.path is None:
         return nullcontext()
-    return companions(job.path, count, samples=",".join(map(str, samples)), threads=threads)
+    return companions(job.path, count, samples=str(max(samples)), threads=threads)
 
 
 def _own(out: Path, ranks: Ranks | None) -> Path:
