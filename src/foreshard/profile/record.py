@@ -80,7 +80,7 @@ def _busy(
     job: Trainable, device: str, samples: Sequence[int], threads: int, others: int
 ) -> AbstractContextManager[None]:
     """Return a context in which the processors are as busy as other ranks will keep them."""
-    count = min(others, (os.cpu_count() or 1) - 1)
+    count = min(others, 2 * (os.cpu_count() or 1) - 1)  # more take turns just as these do
     if device != "cpu" or count < 1 or job.path is None:
         return nullcontext()
     return companions(job.path, count, samples=str(max(samples)), threads=threads)
