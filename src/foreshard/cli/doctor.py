@@ -18,7 +18,7 @@ from foreshard.cli.settings import configurable
 from foreshard.report.screen import Screen, table
 
 _EXTRAS = {
-    "numba": ("plan", "faster searches with tighter bounds, faster batches of predictions"),
+    "numba": ("fast", "faster searches with tighter bounds, faster batches of predictions"),
     "scipy": ("plan", "plans on mixed nodes"),
     "torch": ("run", "profile and run jobs, models given as modules"),
     "transformers": ("models", "check parameter counts against transformers"),
