@@ -130,8 +130,12 @@ def _micro_batch(
     return 1
 
 
-def _sequence_parallel(raw: Mapping[str, str], tp: int, notes: Notes) -> bool:
+def _sequence_parallel(raw: Mapping[str, str], framework: Framework, tp: int, notes: Notes) -> bool:
     said = truth(raw["sp"])
+    if framework.name in ("maxtext", "paxml") and tp > 1 and not said:
+        # MaxText base.yml, logical_axis_rules: activation_embed lies on the tensor axis.
+        notes.add("what layers pass on is cut over tp, as MaxText's axis rules do: as sequence parallelism")
+        return True
     if said is not None:
         return said
     if tp > 1:
@@ -187,7 +191,7 @@ def row_plan(
         micro_batch=micro_batch,
         global_batch=global_batch,
         seq_len=seq_len,
-        sp=_sequence_parallel(raw, cut["tp"], notes),
+        sp=_sequence_parallel(raw, framework, cut["tp"], notes),
         precision=precision,
         framework=framework.label,
         **options,
