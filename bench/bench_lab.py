@@ -142,9 +142,10 @@ def main() -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        print(
-            f"{'h':>4} {'shares':>18} {'measured':>9} {'predicted':>9} {'LP bound':>9} {'over':>7} {'even':>8} {'ratio':>6}"
-        )
+        columns = ("measured", "predicted", "LP bound", "over", "even", "ratio")
+        widths = (9, 9, 9, 7, 8, 6)
+        heads = " ".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True))
+        print(f"{'h':>4} {'shares':>18} {heads}")
         for h in args.heterogeneity:
             lab = lab_of(folder, h)
             file = folder / f"costs-{h:g}.json"
@@ -163,7 +164,8 @@ def main() -> None:
             told = predict_measured(costs, bed.cluster(), plan).step_time_s
             bound = water(rows)
             print(
-                f"{h:4g} {':'.join(map(str, shares)):>18} {1e3 * ours:6.0f} ms {1e3 * told:6.0f} ms {1e3 * bound:6.0f} ms "
+                f"{h:4g} {':'.join(map(str, shares)):>18} "
+                f"{1e3 * ours:6.0f} ms {1e3 * told:6.0f} ms {1e3 * bound:6.0f} ms "
                 f"{100 * (ours / bound - 1):+6.1f}% {1e3 * even:5.0f} ms {even / ours:6.2f}",
                 flush=True,
             )

@@ -236,25 +236,24 @@ def main() -> None:
         mp.spawn(rank_main, (folder, args.rounds), RANKS)
         told = json.loads(Path(folder, "times.json").read_text())
     times = told["times"]
-    print(
-        f"two ranks, GPT of width {os.environ['GPT_WIDTH']}, {BATCH} samples a step, {args.rounds} rounds, wall time"
-    )
+    width = os.environ["GPT_WIDTH"]
+    print(f"two ranks, GPT of width {width}, {BATCH} samples a step, {args.rounds} rounds, wall time")
     for mine, other in (
         ("replicas", "DDP"),
         ("sharded", "FSDP2"),
         ("pipeline", "torch.distributed.pipelining"),
     ):
         ratios = [a / b for a, b in zip(times[mine], times[other], strict=True)]
+        mine_s, other_s = statistics.median(times[mine]), statistics.median(times[other])
         print(
-            f"{mine:9} {1e3 * statistics.median(times[mine]):7.1f} ms, {other} {1e3 * statistics.median(times[other]):7.1f} ms: "
-            f"ratio of medians {statistics.median(times[mine]) / statistics.median(times[other]):.3f}, "
+            f"{mine:9} {1e3 * mine_s:7.1f} ms, {other} {1e3 * other_s:7.1f} ms: "
+            f"ratio of medians {mine_s / other_s:.3f}, "
             f"median of paired ratios {statistics.median(ratios):.3f}"
         )
     over, change_s, step_s = told["extra"]
     print(f"processor time of a step over that of its actions, worse of two ranks: {over:.3f}")
-    print(
-        f"re-cut that moves a quarter of the layers: {1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step"
-    )
+    spent = f"{1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step"
+    print(f"re-cut that moves a quarter of the layers: {spent}")
 
 
 if __name__ == "__main__":

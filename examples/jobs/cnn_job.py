@@ -27,6 +27,7 @@ class Residual(nn.Module):
         self.skip = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x):
+        """Return the images with what the convolutions found added."""
         inner = functional.silu(self.norms[0](self.first(x)))
         return functional.silu(self.skip(x) + self.norms[1](self.second(inner)))
 

@@ -1,6 +1,7 @@
 """A small GPT on made-up text: what `foreshard run` needs of a job, in plain PyTorch."""
 
 import os
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -20,13 +21,14 @@ class Embedding(nn.Module):
         self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
 
     def forward(self, ids):
+        """Return a vector of each word."""
         return self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
 
 
 class Block(nn.Module):
     """Attention and a feed-forward part; what several ranks may share out, and so have fewer heads of."""
 
-    tensor_plan = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
+    tensor_plan: ClassVar = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
 
     def __init__(self):
         super().__init__()
@@ -36,6 +38,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
+        """Return vectors that have seen the ones before them."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.drop(self.out(seen))
@@ -50,6 +53,7 @@ class Head(nn.Module):
         self.norm, self.scores = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x):
+        """Return the scores of every word."""
         return self.scores(self.norm(x))
 
 

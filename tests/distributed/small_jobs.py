@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Images:
 class Embedding(nn.Module):
     """Words to vectors."""
 
-    tensor_plan = {"words": "words"}
+    tensor_plan: ClassVar = {"words": "words"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,21 +53,14 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward part; `inner` is the dropout of what tensor-parallel ranks share out."""
 
-    tensor_plan = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
+    tensor_plan: ClassVar = {"qkv": "column:3", "out": "row", "up": "column", "down": "row"}
 
     def __init__(self, inner: float = 0.0) -> None:
         super().__init__()
         self.inner = inner
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-        self.up, self.down, self.drop = (
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-            nn.Dropout(0.1),
-        )
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
@@ -80,7 +73,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Vectors to scores of words."""
 
-    tensor_plan = {"scores": "gather"}
+    tensor_plan: ClassVar = {"scores": "gather"}
 
     def __init__(self) -> None:
         super().__init__()
