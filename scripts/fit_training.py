@@ -34,7 +34,7 @@ OUT = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/training
 SEALED = "llm_torchtitan_2024.csv"
 TOGETHER = ("dgxc", "megatronbridge", "nemo_docs")  # one recipe code base: they leave together
 NOT_FITTED = (
-    "maxtext_tpu",  # torus links are not modelled
+    "maxtext_tpu",  # no kernel of a TPU is measured
     "stas_h200_b200",  # offloads to the host, whose bandwidth is not in the data
     "megatronbridge_memory",  # measures memory; its times come from a few steps
     "misc_fsdp",  # two rows

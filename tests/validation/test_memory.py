@@ -97,7 +97,7 @@ def test_runs_that_did_not_fit():
 
 @pytest.mark.parametrize(
     ("table", "limit"),
-    [("llmfoundry", 0.0), ("mlperf", 0.02), ("maxtext_tpu", 0.0), ("megatronbridge", 0.02), ("dgxc", 0.10)],
+    [("llmfoundry", 0.0), ("mlperf", 0.02), ("maxtext_tpu", 0.04), ("megatronbridge", 0.02), ("dgxc", 0.10)],
 )
 def test_runs_without_stated_memory_ran(table, limit):
     """They are evidence too: at most this share is judged not to fit.

@@ -202,9 +202,14 @@ def _shard_times(params: Any, sharing: Sharing, machine: Machine) -> ShardTimes:
     )
 
 
+def contention(machine: Machine) -> Any:
+    """Return how much a second of collectives slows the compute it runs beside."""
+    return machine.constants.fsdp_contention * (1.0 - machine.traits.static)
+
+
 def beside_s(moved: Any, busy: Any, machine: Machine) -> Any:
     """Return what `moved` seconds of a layer's collectives add to `busy` seconds of compute."""
-    overlapped = np.maximum(machine.constants.fsdp_contention * np.minimum(busy, moved), moved - busy)
+    overlapped = np.maximum(contention(machine) * np.minimum(busy, moved), moved - busy)
     return np.where(machine.traits.grad_overlap > 0, overlapped, moved)
 
 

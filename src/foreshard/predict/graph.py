@@ -13,6 +13,7 @@ import numpy as np
 from foreshard.graph.program import Kind
 from foreshard.graph.schedules import Op
 from foreshard.predict.batch import Batch, Case
+from foreshard.predict.collective_tasks import contention
 from foreshard.predict.graph_lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph_prices import GroupPrices, group_prices
 from foreshard.sim import critical_path
@@ -49,7 +50,7 @@ def graph_times(
     ------
     docs/derivations/step.md.
     """
-    run = _Run(case.framework, float(batch.machine.constants.fsdp_contention), compiled)
+    run = _Run(case.framework, float(np.max(contention(batch.machine))), compiled)
     prices = group_prices(case, batch)
     parts = run.parts(prices)
     makespan_s = sum(parts.values())

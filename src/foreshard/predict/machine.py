@@ -42,11 +42,14 @@ def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
     """Return the kernels at the rates matrix products keep inside a training step.
 
     What falls is the arithmetic rate (clocks under load, processors lent to collectives); bandwidth stays.
+    A TPU keeps its clock, and its links move data on their own (docs/derivations/step.md).
     """
     c, t, rank, kernels = machine.constants, machine.traits, machine.rank, machine.kernels
     power = slower * (1.0 + c.gemm_power * t.power)
     sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0)) * power
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
+    if np.count_nonzero(t.static):
+        sixteen = np.where(t.static > 0, slower, sixteen)
     if not np.count_nonzero(rank.low):
         return replace(kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm16_eff=kernels.gemm16_eff / sixteen)
     narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power

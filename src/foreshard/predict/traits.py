@@ -27,6 +27,7 @@ class Traits:
     flash: Any
     hopper: Any
     blackwell: Any
+    static: Any  # 1 where neither load nor collectives slow the arithmetic
     eager: Any
     norm_cast: Any
     host_class: Any
@@ -100,6 +101,7 @@ def traits_of(
         flash=float(framework.attention != "unfused"),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
+        static=float(device.arch == "tpu" and precision not in _NARROW),
         eager=float(framework.elementwise in ("eager", "jit")),
         norm_cast=float(framework.norm_cast),
         host_class=float(HOST_CLASSES.index(framework.host)),

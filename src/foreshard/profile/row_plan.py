@@ -115,12 +115,19 @@ def _micro_batch(
     raw: Mapping[str, str], framework: Framework, size: Size, at: dict[str, int], notes: Notes
 ) -> int:
     stated = integer(raw, "micro_batch")
+    whole = max(1, at["global_batch"] // at["dp"])
+    together = stated is None or stated * at["tp"] * at["cp"] == whole
+    if framework.name in ("maxtext", "paxml") and at["pp"] == 1 and stated != whole and together:
+        # MaxText base.yml: per_device_batch_size counts every device, also those that share a sample.
+        said = "micro-batch not stated" if stated is None else f"micro-batch {stated} of a device"
+        notes.add(f"{said}: {whole}, all samples of a replica at once")
+        return whole
     if stated is not None:
         return stated
     text = raw["framework"].lower()
     if text.startswith("colossal"):
         notes.add("micro-batch not stated: the batch per data-parallel rank, no accumulation")
-        return max(1, at["global_batch"] // at["dp"])
+        return whole
     sharding = framework.fsdp != "none" or framework.name in ("ddp", "deepspeed")
     if ("megatron" in text and "nemo" not in text) or sharding:
         largest = size.largest_micro_batch(at["tp"], at["pp"], at["dp"], at["cp"], at["vpp"])

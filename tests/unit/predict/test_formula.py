@@ -13,11 +13,12 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.collective_tasks import message_s, region_s, shard_times, sync_times
+from foreshard.predict.collective_tasks import contention, message_s, region_s, shard_times, sync_times
 from foreshard.predict.flops import model_flops, recomputed_flops
 from foreshard.predict.formula import end_times, layer_times
 from foreshard.predict.host_tasks import offload_s, optimizer_s
 from foreshard.predict.kernel_tasks import attention_times, linear_sizes
+from foreshard.predict.machine import sustained
 
 CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
 MODELS = ("llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3", "falcon-7b")
@@ -292,3 +293,13 @@ def test_what_offload_moves_has_the_width_it_is_saved_in():
     saved_8 = 2.0 * (4.0 * h + kv + 2.0 * f) + 1.0 * (3.0 * h + f)
     assert offload_s(layer, wide.machine, 0.0).item() == pytest.approx(tokens * saved_16 / link, rel=1e-12)
     assert offload_s(layer, narrow.machine, 0.0).item() == pytest.approx(tokens * saved_8 / link, rel=1e-12)
+
+
+def test_a_tpu_keeps_its_rate_beside_collectives_and_under_load():
+    for cluster, precision, kept in (
+        ("1x4xtpu-v5p", "bf16", True), ("1x4xtpu-v6e", "fp8", False), ("1x4xh100-sxm", "bf16", False)
+    ):  # fmt: skip
+        machine = batch_of("llama3-8b", cluster, "maxtext", precision=precision)[1].machine
+        machine = replace(machine, constants=replace(CONSTANTS, gemm_derate=1.5, gemm_derate_8bit=1.5))
+        assert np.all(contention(machine) == 0.0) is np.bool_(kept)
+        assert np.allclose(sustained(machine).gemm_eff, machine.kernels.gemm_eff) is kept

@@ -168,3 +168,20 @@ def test_tables_that_leave_columns_or_ids_out(tmp_path):
     assert not skipped
     path.write_text("id," + ",".join(columns) + f"\na-1,{line}\na-1,{line}\n", encoding="utf-8")
     assert [row.id for row in read_training_rows([path])[0]] == ["a-1", "a-1#2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "micro_batch", "note"),
+    [
+        ({"micro_batch": "2"}, 16, "micro-batch 2 of a device: 16"),  # 2 x tp 8 = 256 over dp 16
+        ({"micro_batch": ""}, 16, "micro-batch not stated: 16"),
+        ({"micro_batch": "16"}, 16, ""),
+        ({"micro_batch": "4"}, 4, ""),  # accumulates
+    ],
+)
+def test_maxtext_counts_samples_by_device_and_cuts_what_layers_pass_on(changes, micro_batch, note):
+    maxtext = {"framework": "MaxText", "gpu": "TPU v5p", "gpus": "128", "tp": "8", "pp": "1", "dp": "16"}
+    row = read(**maxtext, global_batch="256", seq_len="2048", sp="False", **changes)
+    group = row.plan.groups[0]
+    assert (group.micro_batch // group.stages[0].inner_dp, group.sp) == (micro_batch, True)
+    assert note in said(row) and "cut over tp" in said(row)
