@@ -15,6 +15,7 @@ from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.judge import engine_seconds, engine_shares, predicted
+from foreshard.planner.loading import HASTE, is_hasty
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_infeasible import nothing_fits
 from foreshard.planner.nearby import work_bound
@@ -53,6 +54,8 @@ _AIM = 0.003
 _CLOSED = 0.005
 _GAP = 0.15
 """Gap above which plans are looked for again at less hopeful prices."""
+_QUICK = (hetpipe, amp)
+"""Planners that find a plan in tenths of a second."""
 _MANY_GROUPS = 6
 """Node groups above which not every set of them is a problem of its own."""
 
@@ -74,6 +77,25 @@ class _Found:
     stopped: bool = False
     columns: dict[NamedTemplate, None] = field(default_factory=dict)
     searched: dict[int, tuple[Problem, Solution]] = field(default_factory=dict)
+    problems: dict[tuple[int, ...], Problem] = field(default_factory=dict)
+
+    def problem(self, request: Request, use: tuple[int, ...]) -> Problem:
+        """Return the problem of some node groups, priced once."""
+        if use not in self.problems:
+            self.problems[use] = price_stages(request, use, by_domain=True)
+        return self.problems[use]
+
+    def work_s(self, request: Request, use: tuple[int, ...]) -> float:
+        """Return a step time that no plan on some node groups beats, from work alone.
+
+        Among more node groups the stages of these take no longer: one problem speaks for all its sets.
+        """
+        wider = next((one for one in self.problems if set(use) <= set(one)), use)
+        problem = self.problem(request, wider)
+        counts = tuple(n if g in use else 0 for g, n in enumerate(problem.counts))
+        own = np.all(problem.takes <= np.array(counts), axis=1)
+        rooms = np.where(own[:, None], problem.max_in_flight, 0)
+        return work_bound(capped(replace(problem, counts=counts, max_in_flight=rooms), request.max_devices))
 
     @property
     def best_s(self) -> float:
@@ -97,29 +119,34 @@ def search_mixed(request: Request) -> PlanResult:
     found, notes = _Found(), _notes(request)
     sets = _sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
-    if price:
+    hasty = is_hasty(max(request.budget_s, request.overall_s))
+    if hasty:
+        _until_stopped(found, _offer_published, request, sets[0], found, deadline, some=_QUICK)
+        hasty = found.interrupted = bool(found.judged)
+        notes += [HASTE] if hasty else []
+    if price and not hasty:
         _until_stopped(found, _search_one_domain, request, sets, found)
     for i, use in enumerate(sets):
         now = time.perf_counter()
         # The first set has most devices; each later one as long as the others leave it.
         share = (
-            min(max(1.0 - _LATER * _rivals(request, sets), _FIRST), _ALONE)
+            min(max(1.0 - _LATER * _rivals(request, sets, found), _FIRST), _ALONE)
             if i == 0
             else min(_SLACK / (len(sets) - i), 1.0)
         )
-        if found.stopped:
-            found.bounds.append(_work_s(request, use))
+        if found.stopped or hasty:
+            found.bounds.append(found.work_s(request, use))
             continue
         _until_stopped(found, _search_set, request, use, found, now + share * (deadline - now), every=price)
         if len(found.bounds) == i:
-            found.bounds.append(_work_s(request, use))
-    if not price:
+            found.bounds.append(found.work_s(request, use))
+    if not (price or hasty):
         now = time.perf_counter()
         share = 1.0 if _is_closed(found) else _APART
         _until_stopped(found, _search_apart, request, sets[0], found, now + share * (deadline - now))
         _until_stopped(found, _search_again, found, request, deadline)
     above = found.best_s / max(min(found.bounds), 1e-12) - 1.0
-    if not found.judged or price or above > _GAP:
+    if not found.judged or (not hasty and (price or above > _GAP)):
         _until_stopped(found, _offer_published, request, sets[0], found, deadline)
         _until_stopped(found, _search_apart, request, sets[0], found, deadline)
     predictions = _predictions(request, found, deadline)
@@ -166,11 +193,6 @@ def _until_stopped(found: _Found, search: Callable[..., None], *arguments: Any, 
         found.stopped = found.interrupted = True
 
 
-def _work_s(request: Request, use: tuple[int, ...]) -> float:
-    """Return a step time that no plan on some node groups beats, from work alone."""
-    return work_bound(capped(price_stages(request, use, by_domain=True), request.max_devices))
-
-
 def _none(request: Request, found: _Found, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
     """Return why there is no plan: nothing fits, or nothing was found though something may fit."""
     if not np.isfinite(min(found.bounds, default=np.inf)):
@@ -211,17 +233,11 @@ def _sets(request: Request) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda use: -sum(nodes[g].num_devices for g in use))
 
 
-def _rivals(request: Request, sets: Sequence[tuple[int, ...]]) -> int:
+def _rivals(request: Request, sets: Sequence[tuple[int, ...]], found: _Found) -> int:
     """Return how many other sets of node groups come near the first by work alone, and will need a search."""
-    if len(sets) < 2:
-        return 0
-    problem = price_stages(request, sets[0])
-    whole = work_bound(problem)
-    near = 0
-    for use in sets[1:]:
-        counts = tuple(n if g in use else 0 for g, n in enumerate(problem.counts))
-        near += work_bound(replace(problem, counts=counts)) < _NEAR * whole
-    return near
+    found.problem(request, sets[0])
+    near = _NEAR * found.work_s(request, sets[0])
+    return sum(found.work_s(request, use) < near for use in sets[1:] if set(use) <= set(sets[0]))
 
 
 def _search_set(
@@ -232,14 +248,13 @@ def _search_set(
     With `every`, the fastest plan matters no more than others: each set is searched for its own best.
     """
     best = np.inf if every else found.best_s
-    problem = capped(price_stages(request, use, by_domain=True), request.max_devices)
-    simple = work_bound(problem)
-    left = deadline - time.perf_counter()
+    simple, left = found.work_s(request, use), deadline - time.perf_counter()
     if simple >= best or (left <= 0.0 and found.judged):
         found.bounds.append(simple)
         found.pruned += simple >= best
         found.interrupted |= simple < best
         return
+    problem = capped(found.problem(request, use), request.max_devices)
     solution = solve(
         problem, budget_s=max(left, 0.05), target_gap=_AIM, beat_s=best, columns=_known(problem, found)
     )
@@ -249,7 +264,7 @@ def _search_set(
     found.interrupted |= solution.interrupted
     # Fewer devices than the set has can be chosen in other ways than the one searched.
     fewer = request.max_devices is not None and sum(problem.counts) >= request.max_devices
-    bound = simple if fewer else solution.lower_bound_s
+    bound = work_bound(problem) if fewer else solution.lower_bound_s
     if not fewer:
         found.searched[len(found.bounds)] = problem, solution
     found.bounds.append(bound)
@@ -312,13 +327,22 @@ def _known(problem: Problem, found: _Found) -> list[Template]:
     ]
 
 
-def _offer_published(request: Request, use: tuple[int, ...], found: _Found, deadline: float) -> None:
+def _offer_published(
+    request: Request,
+    use: tuple[int, ...],
+    found: _Found,
+    deadline: float,
+    *,
+    some: Sequence[Callable[..., object]] = (hetpipe, amp, pipedream),
+) -> None:
     """Judge what planners with fixed orders of devices find: columns may miss the few pipelines that fit.
 
     As long as there is no plan at all, they are asked whatever the time.
     """
-    problem = capped(price_stages(request, use, by_domain=True), request.max_devices)
-    for planner in (hetpipe, amp, pipedream):
+    if found.judged and time.perf_counter() >= deadline:
+        return
+    problem = capped(found.problem(request, use), request.max_devices)
+    for planner in some:
         if found.judged and time.perf_counter() >= deadline:
             return
         best = Best(problem=problem, slack=0.25)

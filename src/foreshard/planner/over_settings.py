@@ -87,7 +87,10 @@ def _one_by_one(
                 searched.missing.append(setting)
                 continue
             part_s = max(left_s, 1e-3) / (len(chosen) - i)
-            asked = replace(setting.of(request), budget_s=part_s, beat_s=_beat_s(request, searched))
+            asked = replace(
+                setting.of(request), budget_s=part_s, overall_s=request.budget_s,
+                beat_s=_beat_s(request, searched),
+            )  # fmt: skip
             result = _stated(request, search(asked), setting)
             searched.results.append((setting, result))
             if result.stopped or (result.interrupted and result.wall_s < part_s):

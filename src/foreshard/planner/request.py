@@ -23,6 +23,7 @@ class Request:
     """A search: what to train, on what, what to make small, and how long to look.
 
     comm : what the plans hide otherwise than the framework does by default; `framework` has it too
+    overall_s : seconds that all searches may take of which this one is a part
     beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
     """
 
@@ -44,6 +45,7 @@ class Request:
     usd_per_device_hour: float | None = None
     executor: str = "local"
     beat_s: float = math.inf
+    overall_s: float = 0.0
 
     @property
     def constants(self) -> TrainingConstants:
