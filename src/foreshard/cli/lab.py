@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard.cli import run
 from foreshard.cli.answer import answering, give, say
+from foreshard.cli.extras import needs_torch
 from foreshard.cli.settings import configurable
-from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.errors import SpecError
 from foreshard.report.lab_screen import lab_screen
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def show(lab: Lab) -> None:
 
 def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, Any]) -> None:
     """Run the job on the lab and print what came of it."""
-    _needs_torch()
+    needs_torch("lab", "Training")
     from foreshard.runtime.lab_network import LabNetwork, missing
     from foreshard.runtime.launch import launch
 
@@ -90,9 +90,3 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     if outcome is not None:
         run.tell(outcome, predicted_s)
         say(f"written to {options['out']}/")
-
-
-def _needs_torch() -> None:
-    if find_spec("torch") is None:
-        raise ExtraMissingError("torch is not installed", key="lab", rule="Training needs the extra 'run'",
-                                fix="pip install 'foreshard[run]'")  # fmt: skip

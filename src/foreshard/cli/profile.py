@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from foreshard.cli.answer import answering, give, say
+from foreshard.cli.extras import needs_torch
 from foreshard.cli.settings import configurable
-from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.errors import SpecError
 
 
 class Sizes(click.ParamType):  # type: ignore[type-arg]
@@ -58,15 +59,7 @@ def command(job: str, **options: Any) -> None:
     foreshard profile job.py --local 4 -o profile.json
     torchrun --nproc-per-node 8 --no-python foreshard profile job.py --device cuda -o profile.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise ExtraMissingError(
-            "torch is not installed",
-            key="profile",
-            rule="Profiling needs the extra 'run'",
-            fix="pip install 'foreshard[run]'",
-        ) from None
+    needs_torch("profile", "Profiling")
     from foreshard import api
     from foreshard.report.measured_screen import profile_screen
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.cli.answer import answering, give, say, wants_json
+from foreshard.cli.extras import needs_torch
 from foreshard.cli.settings import configurable
-from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
+from foreshard.errors import ForeshardError, SpecError
 
 if TYPE_CHECKING:
     from foreshard.runtime.outcome import Outcome
@@ -76,15 +77,7 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     foreshard run --plan plan.json --local 4 examples/jobs/gpt_job.py
     torchrun --nproc-per-node 8 --no-python foreshard run --plan plan.json job.py
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise ExtraMissingError(
-            "torch is not installed",
-            key="run",
-            rule="Training needs the extra 'run'",
-            fix="pip install 'foreshard[run]'",
-        ) from None
+    needs_torch("run", "Training")
     from foreshard.runtime.launch import launch
 
     check(options)
@@ -106,27 +99,11 @@ def command(job: str, plan_file: str, **options: Any) -> None:
 def check(options: dict[str, Any]) -> None:
     """Raise for options out of range."""
     for name in ("steps", "max_starts", "threads"):
-        if options[name] < 1:
-            raise SpecError(
-                f"{options[name]} is not valid",
-                key=f"--{name.replace('_', '-')}",
-                value=options[name],
-                rule="must be a whole number of at least 1",
-            )
-    if not 0.2 <= options["detect_s"] <= 86400:
-        raise SpecError(
-            f"{options['detect_s']} is not valid",
-            key="--detect-s",
-            value=options["detect_s"],
-            rule="must be from 0.2 to 86400 seconds",
-        )
-    if options["checkpoint_every"] < 0:
-        raise SpecError(
-            f"{options['checkpoint_every']} is not valid",
-            key="--checkpoint-every",
-            value=options["checkpoint_every"],
-            rule="must be 0 or more steps",
-        )
+        _refuse_unless(options[name] >= 1, name, options[name], "must be a whole number of at least 1")
+    told = options["detect_s"]
+    _refuse_unless(0.2 <= told <= 86400, "detect_s", told, "must be from 0.2 to 86400 seconds")
+    told = options["checkpoint_every"]
+    _refuse_unless(told >= 0, "checkpoint_every", told, "must be 0 or more steps")
     if options.get("local", 0) is None and "RANK" not in os.environ:
         raise SpecError(
             "neither --local nor torchrun",
@@ -134,6 +111,11 @@ def check(options: dict[str, Any]) -> None:
             rule="ranks are started here or by torchrun",
             fix="Add --local N, or start with torchrun --no-python foreshard run ...",
         )
+
+
+def _refuse_unless(valid: bool, name: str, value: float, rule: str) -> None:
+    if not valid:
+        raise SpecError(f"{value} is not valid", key=f"--{name.replace('_', '-')}", value=value, rule=rule)
 
 
 def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | None:

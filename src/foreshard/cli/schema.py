@@ -19,8 +19,8 @@ _PLACES = {
     "plan": "foreshard.report",
     "lab": "foreshard.report",
     "prediction": "foreshard.report",
+    "scenario": "foreshard.report",
 }
-_PLACES |= {"scenario": "foreshard.report"}
 NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
 
