@@ -110,7 +110,7 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
                 f"a lab without --{name}", file=file, key=f"--{name}",
                 rule="A lab is played with measured costs, from a plan", fix=f"Add --{name} FILE",
             )  # fmt: skip
-    from foreshard.report.lab_table import lab_screen
+    from foreshard.report.foretold_screen import foretold_screen
     from foreshard.runtime.foretelling import foretell
     from foreshard.runtime.steering import POLICIES
 
@@ -119,7 +119,7 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
         policies=options["policy"] or POLICIES, budgets=budgets,
     )  # fmt: skip
     policies = {name: one.to_dict() for name, one in found.items()}
-    give({"schema_version": 1, "lab": file, "policies": policies}, lambda: lab_screen(file, policies))
+    give({"schema_version": 1, "lab": file, "policies": policies}, lambda: foretold_screen(file, policies))
 
 
 def _write(path: str, found: Contest) -> None:

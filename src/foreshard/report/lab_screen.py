@@ -22,7 +22,7 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
     ranks = [
         (
             rank["rank"], rank["device"], f"{rank['slow']:g}",
-            _memory(rank["memory_bytes"]), _price(rank["usd_per_h"]),
+            _memory(rank["memory_bytes"]), usd(rank["usd_per_h"]),
         )
         for rank in lab["ranks"]
     ]  # fmt: skip
@@ -43,10 +43,6 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
 
 def _memory(size_bytes: float | None) -> str | None:
     return None if size_bytes is None else format_bytes(size_bytes)
-
-
-def _price(usd_per_h: float | None) -> str | None:
-    return None if usd_per_h is None else usd(usd_per_h)
 
 
 def _told(change: Mapping[str, Any]) -> tuple[str | None, ...]:

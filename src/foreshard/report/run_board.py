@@ -55,14 +55,9 @@ class Board:
         """Return the numbers of each budget."""
         for key in self.line:
             if key.startswith("budget/") and key.endswith("/backlog"):
-                name = key.split("/")[1]
-                yield (
-                    name,
-                    {
-                        what: self.line[f"budget/{name}/{what}"]
-                        for what in ("backlog", "over", "limit", "mean")
-                    },
-                )
+                whose = key.removesuffix("backlog")
+                numbers = {what: self.line[whose + what] for what in ("backlog", "over", "limit", "mean")}
+                yield key.split("/")[1], numbers
 
     def head(self) -> str:
         """Return the line of the step: loss, its time, the bound."""

@@ -22,11 +22,6 @@ class Follow:
     def __init__(self) -> None:
         self._read_bytes = 0
 
-    def latest(self, metrics: Path) -> dict[str, Any] | None:
-        """Return the newest whole line that came since the last look."""
-        lines = self.lines(metrics)
-        return lines[-1] if lines else None
-
     def lines(self, metrics: Path) -> list[dict[str, Any]]:
         """Return the whole lines that came since the last look."""
         if not metrics.exists():

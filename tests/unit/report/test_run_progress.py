@@ -19,13 +19,13 @@ def test_a_step_cut_in_two_has_no_time():
 
 def test_whole_lines_only_and_each_once(tmp_path):
     path, follow = tmp_path / "metrics.jsonl", Follow()
-    assert follow.latest(path) is None
+    assert follow.lines(path) == []
     path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"step": 5}) + '\n{"step"')
-    assert follow.latest(path)["step"] == 5
-    assert follow.latest(path) is None
+    assert follow.lines(path) == [LINE, LINE | {"step": 5}]
+    assert follow.lines(path) == []
     with path.open("a") as file:
         file.write(": 6}\n")
-    assert follow.latest(path) == {"step": 6}
+    assert follow.lines(path) == [{"step": 6}]
 
 
 def test_a_pipe_gets_no_bar_and_a_terminal_gets_one(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Policies in a lab as a screen: step times, budgets, changes."""
+"""Policies foretold in a lab as a screen: step times, budgets, changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foreshard.report.online_table import KEPT
 from foreshard.report.screen import Box, Screen, table
 
 
-def lab_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Screen:
+def foretold_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Screen:
     """Return what `foreshard simulate LAB.toml` shows: those that keep the budgets first, fastest first."""
     steps = max(one["steps"] for one in policies.values())
     rows = sorted(
