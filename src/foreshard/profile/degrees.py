@@ -13,7 +13,7 @@ from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 
-KEEP_FREE = 0.85  # share of the device memory that rules for blank cells fill
+_FILLED = 0.85  # share of the device memory that rules for blank cells fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class Size:
     sharded: bool  # parameters, gradients and states are cut over the data-parallel ranks
 
     @property
-    def _adapted(self) -> bool:
+    def adapted(self) -> bool:
+        """Whether little of the model is trained: adapters on frozen weights."""
         return self.model.trainable_params < 0.5 * self.model.num_params
 
     def fits(
@@ -49,13 +50,13 @@ class Size:
         1F1B; frozen weights are 2 bytes and keep what their inputs need, sharded states 18 bytes over all.
         """
         model, tokens = self.model, self.seq_len / cp * micro_batch
-        states = 2.0 if self._adapted else 18.0 / dp if self.sharded else 6 + 12 / dp
+        states = 2.0 if self.adapted else 18.0 / dp if self.sharded else 6 + 12 / dp
         layers = model.num_layers * (1 + (pp - 1) / (pp * vpp) if pp > 1 else 1)
-        kept = (10 if self._adapted else 34) * tokens * model.hidden / tp * layers
+        kept = (10 if self.adapted else 34) * tokens * model.hidden / tp * layers
         if self.sharded if recompute is None else recompute:
             kept *= 2 / 34  # runs that shard their states recompute where memory is short
         logits = 6 * tokens * model.vocab / tp
-        return model.num_params / (tp * pp) * states + kept + logits <= KEEP_FREE * self.device.capacity_bytes
+        return model.num_params / (tp * pp) * states + kept + logits <= _FILLED * self.device.capacity_bytes
 
     def largest_micro_batch(self, tp: int, pp: int, dp: int, cp: int, vpp: int) -> int:
         """Return the largest power of two that fits and leaves a micro-batch for every stage."""
@@ -129,7 +130,6 @@ def _likely(
     finest cut is taken where nothing is said to fit.
     """
     heads = max(block.num_heads for block, _ in size.model.block_kinds())
-    adapted = size.model.trainable_params < 0.5 * size.model.num_params
     tps = [tp] if tp else [n for n in _powers(per_node) if gpus % n == 0 and heads % n == 0]
     pps = [pp] if pp else [n for n in _powers(gpus) if n <= size.model.num_layers]
     wanted = gpus / size.global_batch  # ranks that share a sample
@@ -140,7 +140,7 @@ def _likely(
             if gpus % inner:
                 continue
             context = cp or 1
-            if adapted and cp is None and inner * context < wanted:
+            if size.adapted and cp is None and inner * context < wanted:
                 context = next(n for n in count(1) if n * inner >= wanted)
             inner *= context
             if gpus % inner or inner < wanted:

@@ -186,11 +186,11 @@ def table_rows(table: Table) -> tuple[list[Row], list[Skipped]]:
     """Return the cases of one training table, and the rows that are none."""
     rows, skipped = [], []
     for row_id, cells in zip(table.ids, table.rows, strict=True):
-        raw = cleaned(cells) | {"id": row_id}
         try:
-            rows.append(read_row(raw, table.stem))
+            rows.append(read_row({**cells, "id": row_id}, table.stem))
         except SpecError as error:
-            name = family_of(raw["id"], raw["source"])
+            raw = cleaned(cells)
+            name = family_of(row_id, raw["source"])
             try:
                 family = FAMILIES.get(name, Family())
                 measured = measured_step_s(
@@ -200,7 +200,7 @@ def table_rows(table: Table) -> tuple[list[Row], list[Skipped]]:
                 measured = None
             if raw["notes"].startswith("OOM:"):
                 measured = None
-            skipped.append(Skipped(id=raw["id"], family=name, measured_s=measured, reason=str(error)))
+            skipped.append(Skipped(id=row_id, family=name, measured_s=measured, reason=str(error)))
     return rows, skipped
 
 
