@@ -51,7 +51,7 @@ class ForeshardError(Exception):
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith(("?", "!")) else f"{text.rstrip('.')}."
+    return text if text.endswith(("?", "!", "...")) else f"{text.rstrip('.')}."
 
 
 class SpecError(ForeshardError):

@@ -24,6 +24,11 @@ def digits(value: float, significant: int = 3) -> str:
     return f"{shown:.{places}f}" if places > 0 else f"{value:,.0f}"
 
 
+def _rounded(value: float) -> float:
+    """Return the size of a number as it is shown, so that 999.9 million is 1.00 B, not 1,000 M."""
+    return abs(float(f"{value:.3g}"))
+
+
 def seconds(value: float | None) -> str:
     """Return a duration with its unit."""
     if value is None:
@@ -32,9 +37,8 @@ def seconds(value: float | None) -> str:
         return f"{digits(value / 86400)} days"
     if value >= 3600:
         return f"{digits(value / 3600)} h"
-    rounded = abs(float(f"{value:.3g}"))
     for scale, unit in _TIME_UNITS:
-        if rounded >= scale:
+        if _rounded(value) >= scale:
             return f"{digits(value / scale)} {unit}"
     return f"{digits(value / 1e-6)} us" if value else "0 s"
 
@@ -42,7 +46,7 @@ def seconds(value: float | None) -> str:
 def seconds_range(low: float, high: float) -> str:
     """Return two durations in the unit of the larger one, as `1.71-1.96 s`."""
     for scale, unit in _TIME_UNITS:
-        if abs(high) >= scale:
+        if _rounded(high) >= scale:
             return f"{digits(low / scale)}-{digits(high / scale)} {unit}"
     return f"{seconds(low)}-{seconds(high)}"
 
@@ -92,7 +96,7 @@ def count(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     for scale, unit in _COUNT_UNITS:
-        if abs(value) >= scale:
+        if _rounded(value) >= scale:
             return f"{digits(value / scale)} {unit}"
     return digits(value)
 
@@ -102,6 +106,6 @@ def joules(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
-        if abs(value) >= scale:
+        if _rounded(value) >= scale:
             return f"{digits(value / scale)} {unit}"
     return f"{digits(value)} J"

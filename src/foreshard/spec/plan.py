@@ -205,7 +205,8 @@ def invalid(
     value: Any, rule: str, *, key: str, name: str = "", fix: str | None = None, file: str | None = None
 ) -> SpecError:
     """Return the error of a value that breaks a rule, to be raised."""
-    what = f"{shown(value)} is not a valid {name}" if name else f"{shown(value)} is not valid"
+    text = json.dumps(value) if file and (value is None or isinstance(value, bool)) else shown(value)
+    what = f"{text} is not a valid {name}" if name else f"{text} is not valid"
     return SpecError(what, file=file, key=key, value=_quoted(value), rule=rule, fix=fix)
 
 
@@ -219,7 +220,8 @@ def whole(
     SpecError
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid(value, f"must be a whole number from {low} to {high}", key=key, name=name, file=file)
+        rule = f"must be {low}" if low == high else f"must be a whole number from {low} to {high}"
+        raise invalid(value, rule, key=key, name=name, file=file)
     return value
 
 
@@ -313,18 +315,27 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 6 and int(text) > 0
 
 
-def _stage_options(
-    read: _Reader, data: Mapping[str, Any], inherited: dict[str, Any], key: str
+def _option(read: _Reader, name: str, value: Any, key: str) -> Any:
+    """Return an option of `defaults`, a group or a stage as the plan holds it."""
+    if name == "sp":
+        if not isinstance(value, bool):
+            raise read.fail(key, value, "must be true or false")
+        return value
+    if name == "recompute":
+        return check_recompute(value, key=key, file=read.file)
+    if name in ("schedule", "offload"):
+        return read.choice(value, key, SCHEDULES if name == "schedule" else OFFLOADS)
+    if name == "shard_size" and value is None:
+        return None
+    return read.integer(value, key, 0, 3) if name == "zero" else read.integer(value, key)
+
+
+def _options(
+    read: _Reader, data: Mapping[str, Any], inherited: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
-    merged = {
-        name: data.get(name, inherited[name]) for name in ("zero", "shard_size", "recompute", "offload")
-    }
-    merged["zero"] = read.integer(merged["zero"], f"{key}.zero", 0, 3)
-    if merged["shard_size"] is not None:
-        merged["shard_size"] = read.integer(merged["shard_size"], f"{key}.shard_size")
-    merged["recompute"] = check_recompute(merged["recompute"], key=f"{key}.recompute", file=read.file)
-    merged["offload"] = read.choice(merged["offload"], f"{key}.offload", OFFLOADS)
-    return merged
+    """Return the inherited options with those that `data` states, checked where they are written."""
+    stated = {name: _option(read, name, data[name], f"{key}.{name}") for name in inherited if name in data}
+    return {**inherited, **stated}
 
 
 def _parse_stage(read: _Reader, data: Any, inherited: dict[str, Any], key: str) -> Stage:
@@ -339,32 +350,33 @@ def _parse_stage(read: _Reader, data: Any, inherited: dict[str, Any], key: str) 
     if shares is not None:
         where = f"{key}.rank_shares"
         shares = tuple(read.integer(share, where, 0) for share in read.array(shares, where))
-    options = _stage_options(read, data, inherited, key)
+    options = _options(read, data, inherited, key)
     return Stage(ranks=ranks, layers=spans, tp=tp, cp=cp, ep=ep, etp=etp, rank_shares=shares, **options)
 
 
 def _parse_span(read: _Reader, span: Any, key: str) -> tuple[int, int]:
     if not isinstance(span, list) or len(span) != 2:
         raise read.fail(key, span, "must be half-open intervals [start, stop]")
-    start = read.integer(span[0], key, 0)
-    return start, read.integer(span[1], key, start + 1)
+    start, stop = read.integer(span[0], key, 0), read.integer(span[1], key, 0)
+    if stop <= start:
+        raise read.fail(key, span, "must be half-open intervals [start, stop] of at least one layer")
+    return start, stop
 
 
 def _parse_group(read: _Reader, data: Any, defaults: dict[str, Any], key: str) -> Group:
     data = read.mapping(data, key, _GROUP_KEYS)
-    merged = {**defaults, **{name: data[name] for name in DEFAULTS if name in data}}
+    merged = _options(read, data, defaults, key)
     read.required(data, key, ("share", "stages"), "a group")
-    if not isinstance(merged["sp"], bool):
-        raise read.fail(f"{key}.sp", merged["sp"], "must be true or false")
+    inherited = {name: merged[name] for name in ("zero", "shard_size", "recompute", "offload")}
     stages = tuple(
-        _parse_stage(read, stage, merged, f"{key}.stages[{i}]")
+        _parse_stage(read, stage, inherited, f"{key}.stages[{i}]")
         for i, stage in enumerate(read.array(data["stages"], f"{key}.stages"))
     )
     return Group(
         share=read.integer(data["share"], f"{key}.share"),
         stages=stages,
-        micro_batch=read.integer(merged["micro_batch"], f"{key}.micro_batch"),
-        schedule=read.choice(merged["schedule"], f"{key}.schedule", SCHEDULES),
+        micro_batch=merged["micro_batch"],
+        schedule=merged["schedule"],
         sp=merged["sp"],
     )
 
@@ -381,7 +393,8 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
     data = read.mapping(data, "", _PLAN_KEYS)
     read.required(data, "", ("global_batch", "seq_len", "groups"), "a plan")
     read.integer(data.get("schema_version", 1), "schema_version", 1, 1)
-    defaults = {**DEFAULTS, **read.mapping(data.get("defaults", {}), "defaults", tuple(DEFAULTS))}
+    stated = read.mapping(data.get("defaults", {}), "defaults", tuple(DEFAULTS))
+    defaults = _options(read, stated, DEFAULTS, "defaults")
     comm = read.mapping(data.get("comm", {}), "comm", COMM_OPTIONS)
     for name, value in comm.items():
         if not isinstance(value, bool):
@@ -421,6 +434,8 @@ def load_plan(path: str) -> Plan:
     if len(data) > MAX_FILE_BYTES:
         rule = f"a plan file has at most {MAX_FILE_BYTES // 10**6} MB"
         raise SpecError("the plan file is too large", file=file, rule=rule, fix="Check the path")
+    if not data.strip():
+        raise SpecError("the file is empty", file=file, rule="a plan is JSON", fix="Give a JSON plan file")
     try:
         text = data.decode("utf-8")
         parsed = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_keys_once)

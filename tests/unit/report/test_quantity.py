@@ -24,6 +24,11 @@ def test_seconds(value, text):
     assert quantity.seconds(value) == text
 
 
+def test_a_number_that_rounds_up_takes_the_next_unit():
+    assert quantity.count(999_885_952) == "1.00 B" and quantity.joules(999_960) == "1.00 MJ"
+    assert quantity.seconds_range(0.99, 0.99996) == "0.990-1.00 s"
+
+
 def test_a_range_has_one_unit():
     assert quantity.seconds_range(0.95, 1.2) == "0.950-1.20 s"
     assert quantity.seconds_range(0.00095, 0.0012) == "0.950-1.20 ms"
