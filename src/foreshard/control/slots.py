@@ -19,6 +19,7 @@ from foreshard.errors import SpecError
 DP_OVER_MP, MP_OVER_DP = "dp_over_mp", "mp_over_dp"
 KINDS = ("usd", "rent_usd", "egress_usd", "joule", "carbon_kg", "duty")
 SECONDS = {"second": 1.0, "hour": 3600.0}
+J_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,9 +11,8 @@ from foreshard.control import orders
 from foreshard.control.arena import Arena
 from foreshard.control.controller import Controller
 from foreshard.control.policies import Decision
-from foreshard.control.slots import Budget, Structure
+from foreshard.control.slots import J_PER_KWH, Budget, Structure
 from foreshard.control.subsets import balanced_shares
-from foreshard.control.workload import J_PER_KWH
 from foreshard.sim.online import Happened, Seen
 from foreshard.spec.online import (
     CarbonChanged,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foreshard.catalog.clusters import load_cluster
-from foreshard.control.slots import Chain, State
+from foreshard.control.slots import J_PER_KWH, Chain, State
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
 from foreshard.errors import SpecError
@@ -21,8 +21,6 @@ from foreshard.planner.stage_prices import StageKind, price_stages
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.model import Model
 from foreshard.spec.scenario import Scenario
-
-J_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

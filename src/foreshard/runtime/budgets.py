@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foreshard.control.slots import Budget
+from foreshard.control.slots import J_PER_KWH, Budget
 from foreshard.errors import SpecError
 from foreshard.runtime.lab import Lab
 from foreshard.spec.plan import Plan
+from foreshard.spec.scenario import budget_table
 
-_QUANTITIES = {"usd": "usd", "energy_j": "joule", "carbon_kg": "carbon_kg"}
-_PERIODS = {"h": "hour", "step": "step"}
-NAMES = tuple(f"{quantity}_per_{period}" for quantity in _QUANTITIES for period in _PERIODS)
+NAMES = tuple(
+    f"{quantity}_per_{period}" for quantity in ("usd", "energy_j", "carbon_kg") for period in ("h", "step")
+)
 _STATED = {
     "usd": (("usd_per_h", "usd_per_h"),), "joule": (("busy_w", "power"),),
     "carbon_kg": (("busy_w", "power"), ("kg_per_kwh", "carbon_kg_per_kwh")),
 }  # fmt: skip
-J_PER_KWH = 3.6e6
 _RULE = f"Budgets are {', '.join(NAMES)}, and duty:RANK, the part of the time that a rank may be busy"
 
 
@@ -27,24 +27,13 @@ def budget_of(text: str) -> Budget:
     ------
     SpecError
     """
-    name, _, value = text.partition("=")
-    kind, _, rank = name.partition(":")
-    if name not in NAMES and not (kind == "duty" and rank.isdecimal()):
+    name = text.partition("=")[0]
+    if name not in NAMES and not name.startswith("duty:"):
         raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, rule=_RULE,
                         fix="Write it like usd_per_h=3.5")  # fmt: skip
-    try:
-        limit = float(value)
-    except ValueError:
-        raise SpecError(f"{value!r} is not a number", key="--budget", value=text, rule="a budget is above 0",
-                        fix=f"Write it like {name}=3.5") from None  # fmt: skip
-    if kind == "duty":
-        if not 0.0 < limit <= 1.0:
-            raise SpecError(
-                f"a duty of {limit:g}", key="--budget", value=text, rule="duty is above 0, at most 1"
-            )
-        return Budget(name=name, kind="duty", limit=limit, per="second", worker=int(rank))
-    quantity, _, period = name.rpartition("_per_")
-    return Budget(name=name, kind=_QUANTITIES[quantity], limit=limit, per=_PERIODS[period])
+    told = budget_table(text)
+    assert told.limit is not None
+    return Budget(name=told.name, kind=told.kind, limit=told.limit, per=told.per, worker=told.rank)
 
 
 def check_budgets(budgets: Sequence[Budget], lab: Lab, file: str) -> None:
