@@ -19,7 +19,7 @@ from foreshard.control.lessons import Lessons, weight_for
 from foreshard.control.moves import move, move_costs
 from foreshard.control.queues import Queues
 from foreshard.control.replicas import Compared, Pipelines, Replicas
-from foreshard.control.slots import Budget, Chain, Choice, State, Structure, evaluate
+from foreshard.control.slots import J_PER_KWH, Budget, Chain, Choice, State, Structure, evaluate
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
     CarbonChanged,
@@ -41,7 +41,6 @@ _LONGEST_DWELL = 20.0
 _LEAST_DWELLS = 10.0
 """V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
-_J_PER_KWH = 3.6e6
 
 
 class Controller:
@@ -136,13 +135,7 @@ class Controller:
 
     def on(self, event: Event) -> Sequence[Command]:
         """Take a fact in; return the command for the next step boundary."""
-        if self._log is not None:
-            self._log.write(journal.event_line(event) + "\n")
-        commands = self._decided(event)
-        if self._log is not None:
-            for command in commands:
-                self._log.write(journal.command_line(command) + "\n")
-        return commands
+        return journal.logged(self._decided, event, self._log)
 
     def _decided(self, event: Event) -> Sequence[Command]:
         if event.step < self.step and isinstance(event, StepMeasured):
@@ -180,7 +173,7 @@ class Controller:
             if not 0.0 <= event.kg_per_kwh < math.inf:
                 self.ignored += 1
                 return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh: ignored"
-            self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / _J_PER_KWH
+            self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
         elif isinstance(event, RankLost):
             self.estimates.available[event.rank] = False
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from foreshard.errors import SpecError
 from foreshard.spec.online import (
@@ -77,6 +77,25 @@ def command_line(command: Command) -> str:
     """Return a command as a line."""
     plan = None if command.plan is None else command.plan.to_dict()
     return json.dumps({"command": command.kind, "reason": command.reason, "plan": plan})
+
+
+class Log(Protocol):
+    """What lines are written to."""
+
+    def write(self, text: str, /) -> Any:
+        """Take lines."""
+        ...
+
+
+def logged(decide: Callable[[Event], Sequence[Command]], event: Event, log: Log | None) -> Sequence[Command]:
+    """Return what is decided on an event: it is in the log before, the commands after."""
+    if log is None:
+        return decide(event)
+    log.write(event_line(event) + "\n")
+    commands = decide(event)
+    for command in commands:
+        log.write(command_line(command) + "\n")
+    return commands
 
 
 def replay(log: Iterable[str], policy: Policy) -> Sequence[str]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from foreshard.control import journal
 from foreshard.control.estimates import Estimates
 from foreshard.control.queues import Queues
 from foreshard.control.shares import whole_shares
@@ -42,20 +40,10 @@ class Dealer:
         self.estimates, self.queues = Estimates(stated), Queues((), weight=1.0, step_s=1.0)
         self.step, self.reconfigurations, self.reshares = -1, 0, 0
         self._there = frozenset(plan.ranks)
-        self._log: Any = None
 
     def on(self, event: Event) -> Sequence[Command]:
         """Take a fact in; return the command for the next step boundary."""
-        if self._log is not None:
-            self._log.write(journal.event_line(event) + "\n")
         self.step = max(self.step, event.step)
-        commands = self._decided(event)
-        if self._log is not None:
-            for command in commands:
-                self._log.write(journal.command_line(command) + "\n")
-        return commands
-
-    def _decided(self, event: Event) -> Sequence[Command]:
         before = self.plan
         if isinstance(event, RankLost | DeviceSeen):
             self._there = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.control import journal, orders
+from foreshard.control import orders
 from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
 from foreshard.control.queues import Queues
@@ -50,7 +50,6 @@ class Rival:
         self.chain, self.stated, self.plan, self.max_stages = chain, stated, plan, max_stages
         self.queues = Queues(budgets, weight=1.0, step_s=1.0)
         self.step, self.reconfigurations, self.reshares = -1, 0, 0
-        self._log: Any = None
         self.speed, self._rate = stated.speed.copy(), stated.bandwidth_bytes_per_s.copy()
         self._there = np.array(stated.available, bool)
         self._batch, self._micro_batch = plan.global_batch, plan.groups[0].micro_batch
@@ -61,15 +60,9 @@ class Rival:
 
     def on(self, event: Event) -> Sequence[Command]:
         """Take a fact in; return the command for the next step boundary."""
-        if self._log is not None:
-            self._log.write(journal.event_line(event) + "\n")
         self.step = max(self.step, event.step)
         self._see(event)
-        commands = self._decided()
-        if self._log is not None:
-            for command in commands:
-                self._log.write(journal.command_line(command) + "\n")
-        return commands
+        return self._decided()
 
     def _see(self, event: Event) -> None:
         if isinstance(event, RankLost | DeviceSeen):

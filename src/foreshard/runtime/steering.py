@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.control.controller import Controller
-from foreshard.control.journal import event_of
+from foreshard.control.journal import event_of, logged
 from foreshard.predict.measured_memory import counts_of
 from foreshard.runtime.budgets import spent
 from foreshard.runtime.dealer import Dealer
@@ -53,7 +53,7 @@ class Steering:
     """
 
     def __init__(self, wheel: Wheel, propose: Callable[[Command], None]):
-        self._wheel, self._propose = wheel, propose
+        self._wheel, self._propose, self._log = wheel, propose, _Appended(wheel.log)
         self._lab: Lab = load_lab(wheel.lab)
         self._controller: Controller | Rival | Dealer | None = None
         self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
@@ -66,11 +66,10 @@ class Steering:
         """The controller, brought up to what its log knows."""
         if self._controller is None:
             lived = self._wheel.log.read_text().splitlines() if self._wheel.log.exists() else []
-            self._controller = self._wheel.controller(None)
+            self._controller = self._wheel.controller()
             for line in lived:
                 if '"event"' in line[:12] and line.endswith("}"):
                     self._live(event_of(line))
-            self._controller._log = _Appended(self._wheel.log)  # type: ignore[assignment]
         return self._controller
 
     def _live(self, event: Event) -> None:
@@ -120,7 +119,7 @@ class Steering:
                 costs=self._spent(time_s, running, stage_s),
             ))  # fmt: skip
         for event in events:
-            for command in controller.on(event):
+            for command in logged(controller.on, event, self._log):
                 self._order(command, generation)
         wanted = wheel.as_run(controller.plan)
         untouched = controller.step < 0 or _same(running, wheel.plan)

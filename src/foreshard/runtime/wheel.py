@@ -6,15 +6,14 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from foreshard.control.controller import Controller
-from foreshard.control.slots import Chain, State
+from foreshard.control.slots import J_PER_KWH, Chain, State
 from foreshard.errors import SpecError
 from foreshard.predict.measured_costs import MeasuredCosts, load_costs
-from foreshard.runtime.budgets import J_PER_KWH, budget_of, check_budgets
+from foreshard.runtime.budgets import budget_of, check_budgets
 from foreshard.runtime.dealer import Dealer
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.passes import Passes
@@ -119,7 +118,7 @@ class Wheel:
                         fix="Leave out --budget, use --policy static, or another plan",
                     )  # fmt: skip
         check_budgets([budget_of(text) for text in self.budgets], load_lab(self.lab), self.lab)
-        self.controller(None)
+        self.controller()
 
     @property
     def grain(self) -> int:
@@ -148,7 +147,7 @@ class Wheel:
 
         return replace(plan, groups=tuple(replace(group, micro_batch=size(group)) for group in plan.groups))
 
-    def controller(self, log: Any) -> Controller | Rival | Dealer:
+    def controller(self) -> Controller | Rival | Dealer:
         """Return a controller that has seen nothing, or the rule that takes its place."""
         costs, lab = load_costs(self.costs), load_lab(self.lab)
         cluster = lab.cluster()
@@ -165,7 +164,7 @@ class Wheel:
             return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
             chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
-            quiet_steps=_QUIET_STEPS, log=log,
+            quiet_steps=_QUIET_STEPS,
         )  # fmt: skip
 
 
