@@ -55,6 +55,8 @@ ATTENTION_BOUNDS = {
 }  # fmt: skip
 ATTENTION_START = {"fwd_eff": 0.6, "s0": 500.0, "tail": 0.5, "launch_s": 5e-6, "d0": 40.0}
 BACKWARD_RATIO = 0.55  # not identified by forward kernels: long-sequence training rows, see the derivation
+# Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6: head 128, 16k tokens on H100, backward over forward.
+FA3_BACKWARD_RATIO = 561.0 / 648.0
 D0_UNMEASURED = 8.0  # Ampere has no 64-wide kernel rows: training rows of llm-foundry want .95 there
 FA1_OVER_FA2 = 0.5  # Dao 2023 (arXiv 2307.08691), abstract: FlashAttention-2 is about 2x its predecessor
 FA2_HOPPER = 327.9e12  # Azure AI-benchmarking-guide ND H100 v5 L52: FA2, head_dim 128, batch 2, seq 8192
@@ -390,7 +392,13 @@ def attention_sections(fits: dict[str, dict[str, dict[str, float]]]) -> dict:
         },
         "generic": fa2["generic"] | {"fwd_eff": fa2["generic"]["fwd_eff"] * FA1_OVER_FA2},
     }
-    return {"fa1": halved, "fa2": fa2, "fa3": new, "cudnn": new, "te": new, "trtllm": section(fits["trtllm"])}
+    third = float(f"{FA3_BACKWARD_RATIO:.6g}")
+    own = {
+        "devices": {n: e | {"bwd_ratio": third} if n in fits["fa3"] else e for n, e in new["devices"].items()},
+        "architectures": new["architectures"] | {"hopper": hopper | {"bwd_ratio": third}},
+        "generic": new["generic"],
+    }
+    return {"fa1": halved, "fa2": fa2, "fa3": own, "cudnn": new, "te": new, "trtllm": section(fits["trtllm"])}
 
 
 # ---- elementwise and grouped products ------------------------------------------------------------------
