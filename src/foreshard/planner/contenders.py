@@ -244,7 +244,7 @@ class Room:
         if key not in self._choices:
             options = self.problem.options_of(family)[0]
             grains = np.unique(self.problem.grain[options]).tolist()
-            made = [_choices_of(self.problem, pricing.tails, family, int(grain)) for grain in grains]
+            made = [_choices_of(self.problem, pricing.tails[family], family, int(grain)) for grain in grains]
             self._choices[key] = [one for one in made if len(one.types)]
         return self._choices[key]
 

@@ -95,26 +95,28 @@ class Pricing:
     boxes: dict[int, Box] = field(default_factory=dict)
     solved: int = 0
     stages: dict[Family, Stages] = field(default_factory=dict)
-    tails: np.ndarray = field(init=False)
+    tails: dict[Family, np.ndarray] = field(init=False)
     worth: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up the tails and what options cost."""
-        self.tails = self.problem.tail_between(self.pipelines)
+        tails = self.problem.tail_between(self.pipelines)
+        self.tails = {family: self.problem.tails_in(family, tails) for family in self.problem.families}
         self.worth = (self.problem.takes @ self.prices).astype(float)
 
     def start(self) -> None:
         """Make the first boxes."""
-        problem, tail = self.problem, self.tails
+        problem = self.problem
         usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
         if not usable.any():
             return
-        times, tails = problem.time_s[usable], tail[usable]
+        times = problem.time_s[usable]
         low, high = float(times[times > 0].min()), min(float(problem.far_s[usable].max()), self.longest_s)
         edges = [high]
         while edges[-1] > low:
             edges.append(edges[-1] / _RATIO)
         for family in problem.families:
+            tails = self.tails[family][usable]
             for upper, lower in pairwise(edges):
                 if self._add(family, (lower, upper), (float(tails.min()), float(tails.max()))) is None:
                     break
@@ -230,15 +232,16 @@ class Pricing:
         problem, options, stops = self.problem, np.array(path[0]), np.array(path[1])
         types = problem.types[np.append(0, stops[:-1]), stops]
         times = (problem.far_s if family.kind is None else problem.time_s)[options, types]
-        return times, self.tails[options, types], float(self.worth[options].sum())
+        return times, self.tails[family][options, types], float(self.worth[options].sum())
 
     def _add(self, family: Family, bottleneck: tuple[float, float], tail: tuple[float, float]) -> Box | None:
         """Keep the box of these limits unless it is empty."""
         if _compiled() is None:
-            solution = _path_of_arrays(self.problem, self.tails, self.worth, family, bottleneck, tail[1])
+            tails = self.tails[family]
+            solution = _path_of_arrays(self.problem, tails, self.worth, family, bottleneck, tail[1])
         else:
             if family not in self.stages:
-                self.stages[family] = stages_of(self.problem, self.tails, family)
+                self.stages[family] = stages_of(self.problem, self.tails[family], family)
             solution = path_among(self.problem, self.stages[family], self.worth, bottleneck, tail[1])
         self.solved += 1
         if solution is None:

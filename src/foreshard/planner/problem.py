@@ -57,6 +57,8 @@ class Problem:
         What the caller needs to make a stage of each option.
     leave_s : ndarray, shape (options, types), or None
         Seconds that a stage takes longer unless all of its pipeline lies within one link domain.
+    leave_tail_s : ndarray, shape (options, types), or None
+        As `leave_s`, of tails.
     domains : tuple of int
         Devices of each kind that share a link domain; empty where `leave_s` is None.
     bands : ndarray of int, shape (num_layers, num_layers)
@@ -82,6 +84,7 @@ class Problem:
     jitter: float = 0.0
     names: tuple[Hashable, ...] = ()
     leave_s: np.ndarray | None = None
+    leave_tail_s: np.ndarray | None = None
     domains: tuple[int, ...] = ()
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
@@ -133,6 +136,10 @@ class Problem:
         first = max(int(np.searchsorted(self.copies, pipelines[0], side="right")) - 1, 0)
         last = max(int(np.searchsorted(self.copies, pipelines[1], side="right")) - 1, first)
         return self.tail_s[first] if first == last else self.tail_s[first : last + 1].min(0)
+
+    def tails_in(self, family: Family, tail_s: np.ndarray) -> np.ndarray:
+        """Return tails of stages in pipelines of a family, shape (options, types)."""
+        return tail_s if family.kind is not None or self.leave_tail_s is None else tail_s + self.leave_tail_s
 
     def tail_of(self, num_pipelines: int) -> np.ndarray:
         """Return `tail_s` for so many pipelines, shape (options, types)."""
@@ -219,6 +226,8 @@ def pace_of(problem: Problem, template: Template) -> Pace:
 def tail_seconds(problem: Problem, template: Template, num_pipelines: int) -> float:
     """Return the seconds from a pipeline's last micro-batch to the end of its step."""
     tail = problem.tail_of(num_pipelines)
+    if problem.leave_tail_s is not None and not is_within(problem, template):
+        tail = tail + problem.leave_tail_s
     return float(max(tail[part.option, problem.types[part.start, part.stop]] for part in template))
 
 

@@ -54,13 +54,14 @@ def random_problem(seed: int) -> Problem:
                 rooms[k, t] = max(0, int(rng.integers(3, 7) / max(held, 0.1) - 1.0))
     near = rng.random() < 0.5
     leave = np.repeat(rng.uniform(0.05, 0.6, (options, 1)), size, axis=1) if near else None
+    leave_tail = np.random.default_rng([seed, 1]).uniform(0.0, 0.5, (options, size)) if near else None
     domains = tuple(int(n) for n in rng.integers(1, 4, kinds)) if near else ()
     hops = np.zeros((options, options)) if rng.random() < 0.5 else rng.uniform(0.0, 0.3, (options, options))
     return Problem(
         counts=counts, global_batch=int(rng.integers(2, 20)), max_stages=int(rng.integers(2, 5)), types=types,
         takes=takes, micro_batch=micro, grain=grain, time_s=time_s, copies=(1, 2, 3), tail_s=tail_s,
         max_in_flight=rooms, hop_s=hops, jitter=float(rng.choice([0.0, 0.01])), leave_s=leave,
-        domains=domains,
+        leave_tail_s=leave_tail, domains=domains,
     )  # fmt: skip
 
 

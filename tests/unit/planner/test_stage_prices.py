@@ -115,10 +115,14 @@ def test_no_plan_is_faster_by_the_engine(case):
     assert judged >= 20
 
 
-def test_a_pipeline_alone_costs_what_the_engine_says():
-    """One kind of device, one pipeline over several nodes: nothing is unknown to the problem."""
-    request, rng = asked(*CASES[3]), np.random.default_rng(5)
-    problem = price_stages(request, (0,))
+@pytest.mark.parametrize(("case", "by_domain"), [(3, False), (1, True), (2, True)])
+def test_a_pipeline_alone_costs_what_the_engine_says(case, by_domain):
+    """One kind of device, one pipeline over several nodes: nothing is unknown to the problem.
+
+    Tables that the ends share are summed inside a link domain or across, as the pipeline lies.
+    """
+    request, rng = asked(*CASES[case]), np.random.default_rng(5)
+    problem = price_stages(request, (0,) if case != 2 else (1,), by_domain=by_domain)
     compared = 0
     while compared < 15:
         arrangement = some_arrangement(problem, rng)
