@@ -34,7 +34,22 @@ T = TypeVar("T")
 COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
 
+_RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
+_MICRO_BATCHES = (1, 2, 4)
+_WIDTHS = tuple(range(1, 9))
 _MAX_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageKind:
+    """What makes a stage of an option: devices of one node group, degrees, and what each rank does."""
+
+    node_group: int
+    tp: int
+    inner_dp: int
+    micro_batch: int
+    recompute: str
+    zero: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +182,45 @@ def _tail_of(
 
 def _copies(request: Request) -> tuple[int, ...]:
     return tuple(n for n in COPIES if n <= min(request.cluster.num_devices, request.global_batch))
+
+
+def _options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
+    """Return the ways to run a stage on each node group that can compute in the precision."""
+    offers = offers_of(request.framework)
+    rules = [rule for rule in _RULES if rule.partition(":")[0] in offers.recompute]
+    levels = offers.levels(2)
+    zero = request.framework.default_zero if request.framework.default_zero in levels else max(levels)
+    found = []
+    for g in use:
+        nodes = request.cluster.nodes[g]
+        if not nodes.device.supports(request.precision):
+            continue
+        degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
+        degrees = degrees if "tp" in offers.degrees else [1]
+        for tp, width, rule, size in product(degrees, _WIDTHS, rules, _MICRO_BATCHES):
+            ranks = tp * width
+            whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
+            usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
+            if ranks > nodes.num_devices or not (whole and usual) or width * size > request.global_batch:
+                continue
+            found.append(
+                StageKind(
+                    node_group=g,
+                    tp=tp,
+                    inner_dp=width,
+                    micro_batch=size,
+                    recompute=rule,
+                    zero=zero if width > 1 else min(zero, 1),
+                )
+            )
+    return found
+
+
+def _splits(request: Request, tp: int, nodes: NodeGroup) -> bool:
+    """Return whether a tensor degree divides the model and the nodes."""
+    blocks = [block for block, _ in request.model.block_kinds()]
+    widths = [n for b in blocks for n in (b.num_heads, b.ffn, b.shared_ffn, b.expert_ffn)]
+    return nodes.per_node % tp == 0 and request.seq_len % tp == 0 and all(n % tp == 0 for n in widths)
 
 
 def _stage_types(request: Request) -> _Types:
