@@ -52,6 +52,7 @@ NOT_MODELLED = {
     "qwen3_next": "a hybrid of linear and full attention",
 }
 MAX_CONFIG_BYTES = 4 * 2**20
+_HINT = "Fetch the file again, or see 'foreshard models' for those that need none"
 
 
 def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None = None) -> Model:
@@ -73,28 +74,36 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None 
     """
     reader = Reader(_mapping(config, name, file), name, file)
     model_type = reader.text("model_type")
-    if model_type in NOT_MODELLED:
-        raise reader.error(
-            "model_type", model_type, f"{model_type} is not modelled", f"It is {NOT_MODELLED[model_type]}"
-        )
     if model_type not in FAMILIES:
-        shown = model_type[:60]
-        near = difflib.get_close_matches(shown, FAMILIES, n=1)
-        raise reader.error(
-            "model_type",
-            shown,
-            f"unknown model_type {shown!r}",
-            f"Known: {', '.join(FAMILIES)}",
-            f"Did you mean {near[0]!r}?" if near else None,
-        )
+        raise _unknown(reader, model_type)
+    if reader.config.get("quantization_config") is not None:
+        reader.assumptions.append("quantization_config is not read: weights are in the precision of the run")
     return FAMILIES[model_type](reader)
+
+
+def _unknown(reader: Reader, model_type: str) -> SpecError:
+    """Return the error of a model_type that has no family here, with what comes nearest."""
+    if model_type in NOT_MODELLED:
+        rule = f"It is {NOT_MODELLED[model_type]}"
+        return reader.error("model_type", model_type, f"{model_type} is not modelled", rule)
+    shown = model_type[:60]
+    near = difflib.get_close_matches(shown.lower(), FAMILIES, n=1)
+    fix = f"Did you mean {near[0]!r}?" if near else None
+    for key, part in reader.config.items():
+        kind = part.get("model_type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind in FAMILIES:
+            fix = f"Its {key} is a {kind}: give that object as a config.json of its own"
+    return reader.error(
+        "model_type", shown, f"unknown model_type {shown!r}", f"Known: {', '.join(FAMILIES)}", fix
+    )
 
 
 def _mapping(config: Any, name: str, file: str | None) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
+    found = "null" if config is None else f"a {type(config).__name__}"
     raise SpecError(
-        f"a {type(config).__name__} where an object was expected",
+        f"{found} where an object was expected",
         file=file or name,
         rule="A config.json is one JSON object",
     )
@@ -123,10 +132,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
             rule=rule,
             fix="Check the path",
         ) from None
+    if not text.strip():
+        raise SpecError("is empty", file=str(path), rule="A config.json is one JSON object", fix=_HINT)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(
-            f"is not JSON ({error})", file=str(path), rule="A config.json is one JSON object"
+            f"is not JSON ({error})", file=str(path), rule="A config.json is one JSON object", fix=_HINT
         ) from None
     return dict(_mapping(config, path.name, str(path)))

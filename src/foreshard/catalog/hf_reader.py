@@ -37,7 +37,7 @@ class Reader:
             rule = f"This model_type needs {spelled}"
             if keys[0] == "model_type":
                 rule = "A config.json of Hugging Face states its model_type"
-            raise self.error(keys[0], None, "missing key", rule, f"Add {keys[0]}")
+            raise self.error(keys[0], None, f"missing key {keys[0]!r}", rule, f"Add {keys[0]}")
         return keys[0], default
 
     def size(self, *keys: str, default: Any = _ABSENT, minimum: int = 1, maximum: int = MAX_SIZE) -> int:

@@ -145,10 +145,17 @@ def _hints(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
+def _number(limit: float) -> str:
+    """Write a limit as a file would: whole numbers in full, up to where nobody counts digits."""
+    return str(int(limit)) if abs(limit) < 10**9 and limit == int(limit) else f"{limit:g}"
+
+
 def _clip(value: Any, chars: int = 80) -> str:
     """Show a value of unknown size in a message."""
     text = value if isinstance(value, str) else f"a {type(value).__name__}"
-    if isinstance(value, bool | float | NoneType) or (isinstance(value, int) and abs(value) < 10**30):
+    if isinstance(value, bool | NoneType):
+        text = json.dumps(value)
+    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**30):
         text = repr(value)
     return text if len(text) <= chars else text[: chars - 3] + "..."
 
@@ -163,9 +170,8 @@ class _Decoder:
         return SpecError(what, file=self.file, key=key or None, value=_clip(value), rule=rule, fix=fix)
 
     def wrong(self, key: str, value: Any, expected: str) -> SpecError:
-        return self.error(
-            f"{_clip(value)} is not {expected}", key, value, f"This must be {expected}", "Correct it"
-        )
+        said = repr(_clip(value)) if isinstance(value, str) else _clip(value)
+        return self.error(f"{said} is not {expected}", key, value, f"This must be {expected}", "Correct it")
 
     def value(self, kind: Any, data: Any, key: str) -> Any:
         """Return data as an instance of a type."""
@@ -195,7 +201,8 @@ class _Decoder:
                 and isinstance(found, int | float)
                 and not marker.low <= found <= marker.high
             ):
-                raise self.wrong(key, data, f"a number from {marker.low:g} to {marker.high:g}")
+                limits = f"a number from {_number(marker.low)} to {_number(marker.high)}"
+                raise self.wrong(key, data, f"{limits} {unit.dimension}" if unit else limits)
             if isinstance(marker, Size) and found is not None and not marker.low <= len(found) <= marker.high:
                 raise self.wrong(key, data, f"of a length from {marker.low} to {marker.high:g}")
         return found
@@ -252,7 +259,13 @@ class _Decoder:
             raise self.wrong(key, data, "a list")
         if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
             if len(data) != len(args):
-                raise self.wrong(key, f"a list of {len(data)}", f"a list of {len(args)}")
+                raise self.error(
+                    f"a list of {len(data)} is not a list of {len(args)}",
+                    key,
+                    data,
+                    f"This must be a list of {len(args)}",
+                    "Correct it",
+                )
             return tuple(
                 self.value(kind, one, f"{key}[{i}]")
                 for i, (kind, one) in enumerate(zip(args, data, strict=True))

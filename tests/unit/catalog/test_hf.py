@@ -69,6 +69,28 @@ def test_unknown_family_lists_the_known_and_suggests():
     assert caught.value.exit_code == 2
 
 
+def test_another_case_and_a_text_model_inside_are_pointed_at():
+    with pytest.raises(SpecError, match="Did you mean 'llama'"):
+        model_from_config(LLAMA | {"model_type": "LLaMA"}, name="x")
+    with pytest.raises(SpecError, match="Its text_config is a llama: give that object"):
+        model_from_config({"model_type": "llava", "text_config": LLAMA, "vision_config": {}}, name="x")
+
+
+def test_quantized_weights_are_said_to_be_read_as_whole_ones():
+    quantized = LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    model = model_from_config(quantized, name="x")
+    assert any("quantization_config is not read" in line for line in model.assumptions)
+    assert model.num_params == model_from_config(LLAMA, name="x").num_params
+
+
+def test_a_published_gemma3_leaves_out_the_defaults_of_transformers():
+    published = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    published |= {"num_hidden_layers": 34, "sliding_window": 1024, "rope_scaling": {"factor": 8.0}}
+    model = model_from_config(published, name="x")
+    assert model.num_params == 3_880_263_168  # of google/gemma-3-4b-pt, without its vision tower
+    assert "num_attention_heads not stated: 8" in model.assumptions
+
+
 def test_hybrids_and_towers_are_not_modelled():
     for model_type in ("nemotron_h", "mamba2", "gemma3", "llama4"):
         with pytest.raises(SpecError, match="not modelled"):

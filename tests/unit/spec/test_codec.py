@@ -75,6 +75,13 @@ def test_an_error_names_the_exact_key(change, key):
     assert refuse({"inner": {"size": "2 KiB"}} | change).key == key
 
 
+def test_messages_show_text_as_text_and_limits_as_a_file_writes_them():
+    assert refuse({"inner": {"size": "1 B"}, "weights": {"a": "5"}}).what == "'5' is not a number"
+    assert refuse({"inner": {"size": "1 B"}, "share": True}).what == "true is not an integer"
+    assert refuse({"inner": {"size": "1 B"}, "share": 11}).rule == "This must be a number from 1 to 10"
+    assert refuse({"inner": {"size": "1 B"}, "layers": [[1]]}).what == "a list of 1 is not a list of 2"
+
+
 def test_unknown_keys_and_values_get_suggestions():
     assert refuse({"inner": {"size": "1 B"}, "rank": []}).fix == "Did you mean 'ranks'?"
     assert refuse({"inner": {"size": "1 B", "kind": "rong"}}).fix == "Did you mean 'ring'?"
