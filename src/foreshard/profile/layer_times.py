@@ -1,7 +1,8 @@
 """Layers timed here: forward, backward, optimizer, bytes, at several numbers of samples.
 
-A pass runs the whole chain as training does, forwards and then backwards, so that caches are as cold as they
-will be. Processor time of the thread is kept beside wall time: it is the steadier one on a busy machine.
+A pass runs the whole chain as training does, forwards, then backwards, then the update, so that caches are as
+cold as they will be. Processor time of the thread is kept beside wall time: it is the steadier one on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import date
@@ -71,7 +72,7 @@ class _Pass:
 
     forward: list[tuple[float, float]]
     backward: list[tuple[float, float]]
-    backward_input: list[tuple[float, float]]
+    update: tuple[float, float]
 
 
 def profile_layers(
@@ -100,18 +101,21 @@ def profile_layers(
         Progress.
     """
     began = _begun(out, fingerprint(job, device) | {"ranks": beside})
-    missing = [number for number in samples if str(number) not in began["passes"]]
+    missing = [number for number in samples if "update" not in began["passes"].get(str(number), {})]
     if not missing and "bytes" in began:
         return began
     with busy or nullcontext():
         modules = [job.layer(i).to(device) for i in range(job.num_layers)]
+        update = _Update(job, modules)
         if "bytes" not in began:
             began["bytes"] = [_layer_bytes(module) for module in modules]
             began["tied"] = [_tied_bytes(modules, group) for group in job.tied]
-            began["optimizer"] = _optimizer_times(job, modules, repeats)
         for place, number in enumerate(missing):
             tell(f"timing {number} samples ({place + 1} of {len(missing)} sizes, {repeats} passes)")
-            began["passes"][str(number)] = _timed(job, modules, number, repeats, device, through, began)
+            began["passes"][str(number)] = _timed(
+                job, modules, number, repeats, device, through, began, update
+            )
+            began["optimizer"] = _optimizer_times(modules, update, began["passes"].values())
             if out is not None:
                 write_profile(out, began)
     return began
@@ -165,7 +169,7 @@ def write_profile(out: Path, profile: dict[str, Any]) -> None:
 
 def _timed(
     job: Trainable, modules: list[nn.Module], number: int, repeats: int, device: torch.device,
-    through: Through, profile: dict[str, Any],
+    through: Through, profile: dict[str, Any], update: _Update,
 ) -> dict[str, Any]:  # fmt: skip
     size = len(job.dataset) if hasattr(job.dataset, "__len__") else None
     items = [job.dataset[i % size] for i in range(number)] if size else _first(job.dataset, number)
@@ -173,56 +177,83 @@ def _timed(
     kept = _saved_bytes(job, modules, batch, number, through)
     _, count = job.loss(kept.pop("output"), batch)
     profile["tokens_per_sample"] = float(count) / number
-    passes = [_one_pass(job, modules, batch, number, through) for _ in range(repeats + _WARM_UP)][_WARM_UP:]
+    passes = [_one_pass(job, modules, batch, number, through, update) for _ in range(repeats + _WARM_UP)]
+    fewer = max(1, repeats // 3) + 1
     return {
         **kept,
-        **{name: [getattr(p, name) for p in passes] for name in ("forward", "backward", "backward_input")},
+        **{name: [getattr(p, name) for p in passes[_WARM_UP:]] for name in ("forward", "backward")},
+        "backward_input": [_input_pass(job, modules, batch, number, through) for _ in range(fewer)][1:],
+        "update": [p.update for p in passes[_WARM_UP:]],
     }
 
 
-def _one_pass(job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through) -> _Pass:
-    """Run all forwards, then all backwards; the backward's part for the layer before is timed once more."""
-    told, positions = _Pass([], [], []), range(number)
-    values, kept = _tuple(job.inputs(batch)), []
+def _one_pass(
+    job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through, update: _Update
+) -> _Pass:
+    """Run all forwards, all backwards and the update."""
+    update.clear()
+    forward, kept = _forwards(job, modules, batch, number, through)
+    backward: list[tuple[float, float]] = []
+    grads: list[Tensor] | None = None
+    for given, made in _popped(kept):
+        inputs, pairs = _inputs(given), _pairs(made, grads)
+        clock = _Stopwatch()
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], _given(pairs))
+        backward.append(clock.read())
+        grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
+    return _Pass(forward, backward[::-1], update.step(number))
+
+
+def _input_pass(
+    job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through
+) -> list[tuple[float, float]]:
+    """Run all forwards, then the part of each backward that the layer before waits for; return seconds."""
+    _, kept = _forwards(job, modules, batch, number, through)
+    told: list[tuple[float, float]] = []
+    grads: list[Tensor] | None = None
+    for given, made in _popped(kept):
+        inputs, pairs = _inputs(given), _pairs(made, grads)
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        clock = _Stopwatch()
+        if pairs and inputs:
+            found = torch.autograd.grad([t for t, _ in pairs], inputs, _given(pairs), allow_unused=True)
+        told.append(clock.read() if inputs else (0.0, 0.0))
+        grads = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+    return told[::-1]
+
+
+def _forwards(
+    job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through
+) -> tuple[list[tuple[float, float]], list[tuple[tuple[Any, ...], tuple[Any, ...]]]]:
+    """Return, by layer, the seconds of the forward, and what it was given and has made."""
+    told, kept, values = [], [], _tuple(job.inputs(batch))
     for layer, module in enumerate(modules):
         given = tuple(_leaf(v) for v in values) if layer else values
         clock = _Stopwatch()
-        made = through(module, layer, given, positions)
+        made = through(module, layer, given, range(number))
         if layer == len(modules) - 1:
             made = (job.loss(made[0] if len(made) == 1 else made, batch)[0],)
-        told.forward.append(clock.read())
+        told.append(clock.read())
         kept.append((given, made))
         values = tuple(v.detach() if isinstance(v, Tensor) else v for v in made)
-    grads: list[Tensor] | None = None
-    for layer in reversed(range(len(modules))):
-        given, made = kept[layer]
-        grads = _backward(modules[layer], given, made, grads, told)
-        kept[layer] = ((), ())
-    for column in (told.backward, told.backward_input):
-        column.reverse()
-    return told
+    return told, kept
 
 
-def _backward(
-    module: nn.Module, given: tuple[Any, ...], made: tuple[Any, ...], grads: list[Tensor] | None, told: _Pass
-) -> list[Tensor]:
+def _popped(kept: list[Any]) -> Iterator[Any]:
+    """Yield the last first, and keep nothing of it: its graph goes as in training."""
+    while kept:
+        yield kept.pop()
+
+
+def _inputs(given: tuple[Any, ...]) -> list[Tensor]:
+    return [t for t in given if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+
+
+def _pairs(made: tuple[Any, ...], grads: list[Tensor] | None) -> list[tuple[Tensor, Tensor | None]]:
+    """Return what is differentiated, with the gradient that it gets."""
     outputs = [t for t in made if isinstance(t, Tensor) and t.is_floating_point()]
-    inputs = [t for t in given if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
-    pairs = [(t, None if grads is None else grads[i]) for i, t in enumerate(outputs) if t.requires_grad]
-    clock = _Stopwatch()
-    if pairs and inputs:
-        torch.autograd.grad(
-            [t for t, _ in pairs], inputs, _given(pairs), retain_graph=True, allow_unused=True
-        )
-    told.backward_input.append(clock.read() if inputs else (0.0, 0.0))
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    clock = _Stopwatch()
-    if pairs:
-        torch.autograd.backward([t for t, _ in pairs], _given(pairs))
-    told.backward.append(clock.read())
-    return [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
+    return [(t, None if grads is None else grads[i]) for i, t in enumerate(outputs) if t.requires_grad]
 
 
 def _given(pairs: list[tuple[Tensor, Tensor | None]]) -> list[Tensor] | None:
@@ -270,33 +301,59 @@ def _layer_bytes(module: nn.Module) -> dict[str, float]:
     return {"parameter_bytes": total(True), "frozen_bytes": total(False)}
 
 
-def _optimizer_times(job: Trainable, modules: list[nn.Module], repeats: int) -> list[dict[str, Any]]:
-    """Return, by layer, its part of the seconds of an optimizer step over all, and its state's bytes."""
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    if not parameters:
-        return [{"seconds": [[0.0, 0.0]], "state_bytes": 0.0} for _ in modules]
-    optimizer = job.optimizer(parameters)
-    times = []
-    for _ in range(repeats + _WARM_UP):
+class _Update:
+    """The optimizer over all parameters, with their gradients in one piece as the runtime has them."""
+
+    def __init__(self, job: Trainable, modules: list[nn.Module]):
+        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.optimizer = job.optimizer(parameters) if parameters else None
+        self.flats: list[Tensor] = []
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for same in kinds.values():
+            flat = torch.zeros(sum(p.numel() for p in same), dtype=same[0].dtype, device=same[0].device)
+            for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
+                parameter.grad = part.view_as(parameter)
+            self.flats.append(flat)
+        self._values = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    def clear(self) -> None:
+        """Set the gradients to zero."""
+        for flat in self.flats:
+            flat.zero_()
+
+    def step(self, samples: int) -> tuple[float, float]:
+        """Update by the mean gradient and return the seconds; values are then as before: passes are alike."""
         clock = _Stopwatch()
-        optimizer.step()
-        times.append(clock.read())
-    whole = float(sum(p.numel() for p in parameters))
+        for flat in self.flats:
+            flat.mul_(1.0 / samples)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        told = clock.read()
+        with torch.no_grad():
+            for parameter, value in self._values:
+                parameter.copy_(value)
+        return told
+
+
+def _optimizer_times(
+    modules: list[nn.Module], update: _Update, passes: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return, by layer, its part of the seconds of the updates, by parameters, and its state's bytes."""
+    own = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    whole = float(sum(p.numel() for ps in own for p in ps)) or 1.0
+    times = [row for told in passes for row in told["update"]]
     found = []
-    for module in modules:
-        own = [p for p in module.parameters() if p.requires_grad]
-        part = sum(p.numel() for p in own) / whole
+    for parameters in own:
+        part = sum(p.numel() for p in parameters) / whole
         state = sum(
             t.numel() * t.element_size()
-            for p in own
-            for t in optimizer.state.get(p, {}).values()
+            for p in parameters
+            for t in (update.optimizer.state.get(p, {}) if update.optimizer else {}).values()
             if isinstance(t, Tensor)
         )
-        found.append(
-            {"seconds": [[c * part, w * part] for c, w in times[_WARM_UP:]], "state_bytes": float(state)}
-        )
+        found.append({"seconds": [[c * part, w * part] for c, w in times], "state_bytes": float(state)})
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from foreshard.errors import SpecError
 from foreshard.profile.companion import companions
+from foreshard.profile.heap import keep_heap
 from foreshard.profile.layer_times import Through, Trainable, profile_layers, write_profile
 from foreshard.profile.link_times import Ranks, local_links, time_links, torchrun_ranks
 
@@ -56,6 +57,8 @@ def record(
             "no CUDA device here", key="--device", value=device, rule="the device is on this machine"
         )
     torch.set_num_threads(threads)
+    if device == "cpu":
+        keep_heap()  # as a worker does
     ranks = torchrun_ranks(device)
     here = ranks.device if ranks is not None else torch.device(device)
     writes = ranks is None or int(os.environ.get("LOCAL_RANK", "0")) == 0

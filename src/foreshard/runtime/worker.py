@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from foreshard.errors import ForeshardError
+from foreshard.profile.heap import keep_heap
 from foreshard.runtime.clock import Clock, WallClock
 from foreshard.runtime.comings import await_turn, come_and_go
 from foreshard.runtime.data import Feed
@@ -261,6 +262,7 @@ def main() -> int:
     host, _, port = os.environ["FORESHARD_STORE"].rpartition(":")
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
     work = Work(**json.loads(os.environ["FORESHARD_JOB"]))
+    keep_heap()
     try:
         Worker(work, rank, (host, int(port)), secret).run()
     except ForeshardError as error:
