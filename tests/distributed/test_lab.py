@@ -8,21 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_files import TWO_RANKS
 
 JOB = Path(__file__).parents[2] / "examples" / "jobs" / "gpt_job.py"
-LAB = """
-clock = "table"
-[[ranks]]
-slow = 1
-[[ranks]]
-slow = 2
-[network]
-bandwidth = "100 Gb/s"
-latency = "10 us"
-[table]
-forward = "1 ms"
-backward = "2 ms"
-optimizer = "1 ms"
+SLOWER = """
 [[change]]
 at_step = 2
 rank = 1
@@ -34,22 +23,27 @@ GROUPS = [
 PLAN = {"global_batch": 3, "seq_len": 64, "precision": "fp32", "groups": GROUPS}
 
 
+def trained(folder, lab, *words):
+    """Run foreshard in a folder with the lab and the plan in it."""
+    (folder / "lab.toml").write_text(lab)
+    (folder / "plan.json").write_text(json.dumps(PLAN))
+    env = os.environ | {"GPT_WIDTH": "16", "GPT_BLOCKS": "2"}
+    return subprocess.run(
+        [sys.executable, "-m", "foreshard", *words, "--out", "out", "--json"],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
 def test_a_lab_of_two_ranks(tmp_path):
     """Four layers: 3 ms a sample and layer, 1 ms a layer for the optimizer, which the slower rank ends last.
 
     Both ranks compute 24 ms in the first two steps and the slower one updates in 8 ms; from step 2 on it
     computes 48 ms and updates in 16 ms. Sums and the vote add less than a millisecond on these links.
     """
-    (tmp_path / "lab.toml").write_text(LAB)
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    words = [
-        sys.executable, "-m", "foreshard", "lab", "lab.toml", "--plan", "plan.json", "--steps", "4",
-        "--out", "out", "--trace", "trace.json.gz", "--json", str(JOB),
-    ]  # fmt: skip
-    env = os.environ | {"GPT_WIDTH": "16", "GPT_BLOCKS": "2"}
-    done = subprocess.run(
-        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = trained(
+        tmp_path, TWO_RANKS + SLOWER,
+        "lab", "lab.toml", "--plan", "plan.json", "--steps", "4", "--trace", "trace.json.gz", str(JOB),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["clock"], answer["steps"], answer["lost"], answer["repeated"]) == ("table", 4, 0, 0)
@@ -74,16 +68,10 @@ there = true
 
 def test_a_rank_is_killed_and_joins_at_the_steps_that_the_lab_says(tmp_path):
     """Rank 1 trains two steps alone: three samples of four layers at 6 ms, and 8 ms for the optimizer."""
-    (tmp_path / "lab.toml").write_text(LAB.partition("[[change]]")[0] + COMINGS)
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    words = [
-        sys.executable, "-m", "foreshard", "run", str(JOB), "--plan", "plan.json", "--local", "2",
-        "--lab", "lab.toml", "--steps", "6", "--out", "out", "--json",
-    ]  # fmt: skip
-    env = os.environ | {"GPT_WIDTH": "16", "GPT_BLOCKS": "2"}
-    done = subprocess.run(
-        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = trained(
+        tmp_path, TWO_RANKS + COMINGS,
+        "run", str(JOB), "--plan", "plan.json", "--local", "2", "--lab", "lab.toml", "--steps", "6",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["lost"], answer["repeated"], answer["restarts"], answer["steps"]) == (0, 0, 1, 6)

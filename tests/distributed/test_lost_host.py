@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from rehearsal import plan_of
+from small_files import SLOW_JOB
 
 from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.outcome import outcome_of
@@ -21,23 +22,6 @@ from foreshard.runtime.work import Work
 
 STEPS, BATCH = 40, 3
 GROUPS = [{"share": 1, "micro_batch": 1, "stages": [([rank], [[0, 2]])]} for rank in range(BATCH)]
-JOB = """
-import time, torch
-from torch import nn
-
-def model(): return [nn.Linear(4, 4), nn.Linear(4, 1)]
-def inputs(batch): return batch
-def loss(output, batch): return output.square().sum(), len(output)
-def optimizer(params): return torch.optim.SGD(params, lr=1e-6)
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self): return 1000
-    def __getitem__(self, index):
-        time.sleep(0.1)
-        return torch.full((4,), float(index))
-
-def dataset(): return Slow()
-"""
 FIRST_HOST = """
 import json, sys
 from pathlib import Path
@@ -58,7 +42,7 @@ def free_port() -> int:
 
 
 def test_another_host_takes_over_the_rendezvous(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(SLOW_JOB)
     out, plan, port = tmp_path / "run", plan_of(GROUPS, global_batch=BATCH), free_port()
     out.mkdir()
     secret = make_secret(out / "secret")

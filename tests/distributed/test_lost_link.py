@@ -5,6 +5,7 @@ import subprocess
 import time
 
 import pytest
+from small_files import SLOW_JOB
 
 from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.lab import Lab
@@ -21,32 +22,15 @@ PLAN = parse_plan(
         "seq_len": 8,
         "precision": "fp32",
         "groups": [
-            {"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 3]], "zero": 0}]} for rank in range(3)
+            {"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 2]], "zero": 0}]} for rank in range(3)
         ],
     }
 )
-JOB = """
-import time, torch
-from torch import nn
-
-def model(): return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)]
-def inputs(batch): return batch
-def loss(output, batch): return output.square().sum(), len(output)
-def optimizer(params): return torch.optim.SGD(params, lr=0.01)
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self): return 1000
-    def __getitem__(self, index):
-        time.sleep(0.1)
-        return torch.full((4,), float(index))
-
-def dataset(): return Slow()
-"""
 
 
 @pytest.mark.skipif(LACKS is not None, reason=f"no network namespaces here: {LACKS}")
 def test_one_end_of_a_lost_link_stays_out(tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(SLOW_JOB)
     ranks, out = range(3), tmp_path / "run"
     out.mkdir()
     lab = Lab(clock="wall", slow=(1.0,) * 3, devices=("cpu",) * 3, bandwidth_bytes_per_s=1e8, latency_s=1e-4)

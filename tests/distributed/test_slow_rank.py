@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from rehearsal import plan_of
+from small_files import TWO_RANKS
 
 from foreshard.runtime.launch import launch
 
@@ -23,19 +24,7 @@ def inputs(batch): return batch
 def loss(output, batch): return output.square().sum(), len(output)
 def optimizer(params): return torch.optim.SGD(params, lr=1e-3)
 """
-LAB = """
-clock = "table"
-[[ranks]]
-slow = 1
-[[ranks]]
-slow = 2
-[network]
-bandwidth = "100 Gb/s"
-latency = "10 us"
-[table]
-forward = "1 ms"
-backward = "2 ms"
-optimizer = "1 ms"
+SLOWER = """
 [[change]]
 at_step = 25
 rank = 1
@@ -50,7 +39,7 @@ GROUPS = [{"share": 1, "micro_batch": 1, "stages": [([rank], [[0, 2]])]} for ran
 
 def test_a_slow_rank_is_an_event(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    (tmp_path / "lab.toml").write_text(LAB)
+    (tmp_path / "lab.toml").write_text(TWO_RANKS + SLOWER)
     (tmp_path / "plan.json").write_text(json.dumps(plan_of(GROUPS, global_batch=2).to_dict()))
     out = tmp_path / "run"
     launch(str(tmp_path / "job.py"), str(tmp_path / "plan.json"), local=2, steps=75, out=str(out),

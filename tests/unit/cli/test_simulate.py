@@ -129,30 +129,14 @@ def test_money_energy_carbon_egress_and_duty_are_kept_at_once(capsys, tmp_path):
     assert ours["mean_cost"]["joule"] <= 1.01 * budgets["energy_j_per_step"]
 
 
-LAYER = {
-    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
-    "optimizer_s": 1e-4, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
-    "boundary_bytes_per_sample": 1e4, "frozen_bytes": 0.0,
-}  # fmt: skip
 LAB = str(SCENARIOS.parent / "labs" / "swinging4.toml")
 
 
 @pytest.fixture
-def lab(tmp_path):
+def lab(measured_job):
     """Return the arguments of the shipped lab with costs and a plan."""
-    costs = {
-        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
-        "devices": {"fast": 1.0, "cheap": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8,
-        "samples": [1, 4],
-    }  # fmt: skip
-    groups = [
-        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
-        for rank in range(4)
-    ]
-    plan = {"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups}
-    (tmp_path / "costs.json").write_text(json.dumps(costs))
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    return (LAB, "--costs", str(tmp_path / "costs.json"), "--plan", str(tmp_path / "plan.json"))
+    costs, plan = measured_job(fast=1.0, cheap=2.0)
+    return (LAB, "--costs", costs, "--plan", plan)
 
 
 def test_a_lab_is_played_by_the_policies_of_a_run(capsys, lab):

@@ -14,11 +14,6 @@ from foreshard.runtime.foretelling import foretell
 from foreshard.runtime.lab import load_lab
 from foreshard.spec.plan import load_plan
 
-LAYER = {
-    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
-    "optimizer_s": 1e-4, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
-    "boundary_bytes_per_sample": 1e4, "frozen_bytes": 0.0,
-}  # fmt: skip
 RANKS = (
     'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nusd_per_h = 4.0\n'
     '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
@@ -26,27 +21,13 @@ RANKS = (
 
 
 @pytest.fixture
-def files(tmp_path):
+def files(tmp_path, measured_job):
     """Return what writes a lab and gives the arguments of `foretell`."""
-    costs = {
-        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
-        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8,
-        "samples": [1, 4],
-    }  # fmt: skip
-    groups = [
-        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
-        for rank in range(4)
-    ]
-    plan = {"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups}
-    (tmp_path / "costs.json").write_text(json.dumps(costs))
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    costs, plan = measured_job(fast=1.0, slow=2.0)
 
     def write(changes=""):
         (tmp_path / "lab.toml").write_text(RANKS + changes)
-        return {
-            "lab": str(tmp_path / "lab.toml"), "costs": str(tmp_path / "costs.json"),
-            "plan": str(tmp_path / "plan.json"),
-        }  # fmt: skip
+        return {"lab": str(tmp_path / "lab.toml"), "costs": costs, "plan": plan}
 
     return write
 

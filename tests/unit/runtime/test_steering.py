@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
 from foreshard.runtime.steering import Steering, Wheel, chain_of
-from foreshard.spec.plan import parse_plan
-
-LAYER = {
-    "forward_s": [1e-3, 2e-3], "backward_s": [1e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
-    "optimizer_s": 1e-4, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
-    "boundary_bytes_per_sample": 1e4, "frozen_bytes": 0.0,
-}  # fmt: skip
+from foreshard.spec.plan import load_plan
 
 
 @pytest.fixture
-def wheel(tmp_path):
+def wheel(tmp_path, measured_job):
     """Two fast and two slow ranks, replicas with even shares."""
-    costs = {
-        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
-        "devices": {"fast": 1.0, "slow": 2.0}, "spread": [0.95, 1.05], "tokens_per_sample": 8,
-        "samples": [1, 4],
-    }  # fmt: skip
-    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    costs, plan = measured_job(fast=1.0, slow=2.0)
     (tmp_path / "lab.toml").write_text(
         'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nslow = 1.0\nusd_per_h = 4.0\n'
         '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
     )
-    groups = [
-        {"share": 16, "micro_batch": 4, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]}
-        for rank in range(4)
-    ]
-    plan = parse_plan({"global_batch": 64, "seq_len": 8, "precision": "fp32", "groups": groups})
-    return Wheel(plan=plan, costs=str(tmp_path / "costs.json"), lab=str(tmp_path / "lab.toml"), budgets=(),
+    return Wheel(plan=load_plan(plan), costs=costs, lab=str(tmp_path / "lab.toml"), budgets=(),
                  steps=100, log=tmp_path / "controller.jsonl")  # fmt: skip
 
 
