@@ -34,7 +34,7 @@ def foretold_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Scr
         header=(f"{name}: {steps} steps, foretold from measured costs",),
         boxes=tuple(boxes),
         tables=(table("Policies", ("policy", ">step", ">budget", ">reconfigurations", ">re-shares"), cells),),
-        notes=("Seconds are those of 'predict --costs' at each step; moves between plans are not counted.",),
+        notes=("Seconds are those of 'predict --costs' at each step, and what moves between plans takes.",),
     )
 
 
