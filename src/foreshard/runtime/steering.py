@@ -6,6 +6,7 @@ lets it live through the log of the old one: it then knows what that knew.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from foreshard.predict.measured_memory import counts_of
 from foreshard.runtime.budgets import spent
 from foreshard.runtime.dealer import Dealer
 from foreshard.runtime.lab import PROBED_LAYERS, Lab, load_lab
+from foreshard.runtime.lines import Lines, Tell
 from foreshard.runtime.rivals import Rival
 from foreshard.runtime.wheel import POLICIES, Wheel, chain_of, passes_of, wheel_of
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
@@ -30,17 +32,25 @@ PROBE_EVERY = 2
 """Steps between measurements of what is idle."""
 _SAME_SPEED = 0.05
 """Part by which the speed of an idle rank has to change to be told."""
+_KEPT_BYTES = 16 << 20
+"""Of the controller's log, while the disk takes none."""
 
 
-class _Appended:
-    """A log whose lines are on disk when they are written: the next to steer reads them."""
+class _Log:
+    """What the next to steer lives through: lines that a full disk refuses wait, and none is left out."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, tell: Tell):
+        self.lines, self._tell, self._goes_on = Lines(path, tell), tell, True
 
     def write(self, text: str) -> None:
-        with self._path.open("a") as file:
-            file.write(text)
+        if not self._goes_on:
+            return
+        for line in text.splitlines():
+            self.lines.add(json.loads(line))
+        if self.lines.waiting_bytes > _KEPT_BYTES:
+            self._goes_on = False  # a log with a gap would teach the next to steer what never was
+            why = f"{self.lines.path.name}: {self.lines.waiting_bytes} bytes wait; later lines are not kept"
+            self._tell("log given up", why, file=str(self.lines.path))
 
 
 class Steering:
@@ -50,10 +60,15 @@ class Steering:
     ----------
     wheel : Wheel
     propose : callable of Command
+    tell : callable of (kind, text, **facts), optional
+        The operator's log, told when the disk refuses the controller's.
     """
 
-    def __init__(self, wheel: Wheel, propose: Callable[[Command], None]):
-        self._wheel, self._propose, self._log = wheel, propose, _Appended(wheel.log)
+    def __init__(
+        self, wheel: Wheel, propose: Callable[[Command], None],
+        tell: Tell = lambda kind, text, **facts: None,
+    ):  # fmt: skip
+        self._wheel, self._propose, self._log = wheel, propose, _Log(wheel.log, tell)
         self._lab: Lab = load_lab(wheel.lab)
         self._controller: Controller | Rival | Dealer | None = None
         self._there: frozenset[int] = frozenset(range(len(self._lab.slow)))
@@ -71,6 +86,10 @@ class Steering:
                 if '"event"' in line[:12] and line.endswith("}"):
                     self._live(event_of(line))
         return self._controller
+
+    def flush(self) -> None:
+        """Write what of the controller's log waits, as far as the disk takes it."""
+        self._log.lines.flush()
 
     def _live(self, event: Event) -> None:
         assert self._controller is not None

@@ -81,7 +81,7 @@ class Worker:
         if self.work.steering is None:
             return None
         first = load_plan(str(self.out / "plan.json"))
-        return Steering(wheel_of(self.work.steering, first, self.out), self.trainer.propose)
+        return Steering(wheel_of(self.work.steering, first, self.out), self.trainer.propose, self._event)
 
     def _make_trainer(self) -> Trainer:
         work, plan = self.work, self.membership.generation.plan
@@ -116,6 +116,8 @@ class Worker:
             self._write_trace()
             settle([self.trainer.ledger.lines], _LAST_LINES_S)
             self.metrics.flush()
+            if self.steering is not None:
+                self.steering.flush()
             if self.membership.finish():
                 return
             self._rebuild("a peer has to finish its step")
@@ -147,6 +149,8 @@ class Worker:
     def _before(self, step: int) -> None:
         self._at[0] = step
         self.metrics.flush()
+        if self.steering is not None:
+            self.steering.flush()
         if self.lab is not None and self.lab.has_comings:
             waits = self.clock.virtual
             if not come_and_go(self.lab, self.rank, step, self.membership, waits=waits):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
+from foreshard.runtime.lines import Lines
 from foreshard.runtime.steering import Steering, Wheel, chain_of
 from foreshard.spec.plan import load_plan
 
@@ -62,6 +68,44 @@ def test_a_rank_that_is_gone_gets_no_samples_and_gets_some_again(wheel):
     assert 1 not in shares(plan)
     plan = lived(steering, orders, plan, range(8, 60), sample_s)
     assert shares(plan).get(1, 0) > 0
+
+
+def test_a_full_disk_delays_the_log_and_stops_nothing(wheel, tmp_path, monkeypatch):
+    sample_s = {0: 0.1, 1: 0.026, 2: 0.052, 3: 0.052}
+    undisturbed, full, told = replace(wheel, log=tmp_path / "undisturbed.jsonl"), [], []
+    orders: list = []
+    lived(Steering(undisturbed, orders.append), orders, wheel.plan, range(12), sample_s)
+
+    def write(self, file, write=Lines._write_first):
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, file)
+
+    monkeypatch.setattr(Lines, "_write_first", write)
+    orders.clear()
+    steering = Steering(wheel, orders.append, lambda kind, text, **facts: told.append(kind))
+    plan = lived(steering, orders, wheel.plan, range(3), sample_s)
+    full.append(True)
+    before = wheel.log.read_bytes()
+    lived(steering, orders, plan, range(3, 12), sample_s)
+    assert wheel.log.read_bytes() == before and told == ["disk refuses"]
+    full.clear()
+    steering.flush()
+    assert told[1:] == ["disk takes again"]
+    assert wheel.log.read_bytes() == undisturbed.log.read_bytes()
+
+
+def test_a_log_that_waits_for_too_long_has_no_gap(wheel, monkeypatch):
+    told: list = []
+    monkeypatch.setattr("foreshard.runtime.steering._KEPT_BYTES", 300)
+    monkeypatch.setattr(Lines, "flush", lambda self: False)
+    steering = Steering(wheel, lambda command: None, lambda kind, text, **facts: told.append(kind))
+    lived(steering, [], wheel.plan, range(20), dict.fromkeys(range(4), 0.03))
+    assert told == ["log given up"]
+    waiting = [json.loads(line) for line in steering._log.lines.unwritten()]
+    assert [line["step"] for line in waiting if "event" in line] == list(
+        range(sum("event" in w for w in waiting))
+    )
 
 
 def test_a_successor_knows_what_the_log_knows(wheel):
