@@ -10,6 +10,7 @@ import click
 from foreshard.cli import run
 from foreshard.cli.answer import answering, give, say
 from foreshard.cli.extras import needs_torch
+from foreshard.cli.resumable import resumable
 from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
 from foreshard.report.lab_screen import lab_screen
@@ -84,9 +85,10 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:
         if bed is not None:
             say(f"rank of slow factor 1: {bed.unit_cores:.2f} of a core")
-        outcome = launch(
-            job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options
-        )  # fmt: skip
+        with resumable(options["out"]):
+            outcome = launch(
+                job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options
+            )  # fmt: skip
     if outcome is not None:
-        run.tell(outcome, predicted_s)
+        run.tell(outcome, predicted_s, lab_file)
         say(f"written to {options['out']}/")

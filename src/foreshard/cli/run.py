@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, give, say, wants_json
+from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.extras import needs_torch
+from foreshard.cli.resumable import resumable
 from foreshard.cli.settings import configurable
 from foreshard.errors import ForeshardError, SpecError
+from foreshard.units import format_seconds
 
 if TYPE_CHECKING:
     from foreshard.runtime.outcome import Outcome
@@ -81,11 +85,14 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     from foreshard.runtime.launch import launch
 
     check(options)
+    if options["resume"] and not os.path.isdir(os.path.join(options["out"], "ckpt")):
+        say(f"no checkpoint in {options['out']}/: the run starts at its first step")
     predicted_s = predicted(options["costs"], options["lab"], plan_file)
-    outcome = launch(job, plan_file, progress=progress_of(options["steps"], predicted_s), **options)
+    with resumable(options["out"]):
+        outcome = launch(job, plan_file, progress=progress_of(options["steps"], predicted_s), **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
-    tell(outcome, predicted_s)
+    tell(outcome, predicted_s, options["lab"])
     say(f"written to {options['out']}/")
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
@@ -104,6 +111,22 @@ def check(options: dict[str, Any]) -> None:
     _refuse_unless(0.2 <= told <= 86400, "detect_s", told, "must be from 0.2 to 86400 seconds")
     told = options["checkpoint_every"]
     _refuse_unless(told >= 0, "checkpoint_every", told, "must be 0 or more steps")
+    told = options["clip_norm"]
+    if told is not None:
+        _refuse_unless(0 < told < math.inf, "clip_norm", told, "must be a finite number above zero")
+    told = options.get("port", 0)
+    _refuse_unless(0 <= told <= 65535, "port", told, "must be a port, 0 to 65535")
+    _refuse_unless(-(2**63) <= options["seed"] < 2**63, "seed", options["seed"], "must be a 64-bit integer")
+    if not os.path.isdir(_existing(options["out"])):
+        raise cannot_write(options["out"], OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if options.get("secret_file") and options.get("local") is not None:
+        raise SpecError(
+            "--secret-file with --local",
+            key="--secret-file",
+            value=options["secret_file"],
+            rule="ranks of one machine get their secret from the folder of the run",
+            fix="Leave it out, or start with torchrun",
+        )
     if options.get("local", 0) is None and "RANK" not in os.environ:
         raise SpecError(
             "neither --local nor torchrun",
@@ -111,6 +134,14 @@ def check(options: dict[str, Any]) -> None:
             rule="ranks are started here or by torchrun",
             fix="Add --local N, or start with torchrun --no-python foreshard run ...",
         )
+
+
+def _existing(path: str) -> str:
+    """Return the path, or the nearest above it that exists."""
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _refuse_unless(valid: bool, name: str, value: float, rule: str) -> None:
@@ -136,7 +167,17 @@ def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | Non
     if any(stage.tp > 1 for group in plan.groups for stage in group.stages):
         say("no predicted step: measured costs are of whole layers, the plan has tp above 1")
         return None
-    return api.predict_measured(costs, lab, plan).step_time_s
+    told = api.predict_measured(costs, lab, plan).step_time_s
+    if changes_of(lab):
+        say(f"predicted: {format_seconds(told)} a step of the lab as stated at first, without its changes")
+    return told
+
+
+def changes_of(lab: str | None) -> bool:
+    """Return whether a lab changes during a run: predictions are of what it is at first."""
+    from foreshard.runtime.lab import load_lab
+
+    return lab is not None and bool(load_lab(lab).changes)
 
 
 def progress_of(steps: int, predicted_s: float | None) -> Any:
@@ -146,9 +187,11 @@ def progress_of(steps: int, predicted_s: float | None) -> Any:
     return None if wants_json() else progress(steps, predicted_s)
 
 
-def tell(outcome: Outcome, predicted_s: float | None) -> None:
+def tell(outcome: Outcome, predicted_s: float | None, lab: str | None) -> None:
     """Print what came of a run, beside what was predicted."""
     from foreshard.report.run_screen import run_screen
 
-    told = {} if predicted_s is None else {"predicted_step_s": predicted_s}
-    give(outcome.to_dict() | told, lambda: run_screen(outcome, predicted_s))
+    changes = changes_of(lab)
+    told = {"predicted_step_s": predicted_s, "predicted_without_changes": changes}
+    told = {} if predicted_s is None else told
+    give(outcome.to_dict() | told, lambda: run_screen(outcome, predicted_s, changes=changes))

@@ -16,6 +16,7 @@ _BROKEN = (
     "The loss is not a number, and training went on with it. events.jsonl says from which step on; see the "
     "data, lower the learning rate, or clip with --clip-norm."
 )
+_UNDISTURBED = "Predicted is a step of the lab as it is stated at first, without its changes."
 
 
 def _budget(name: str, limit: float, mean: float) -> Box:
@@ -24,8 +25,16 @@ def _budget(name: str, limit: float, mean: float) -> Box:
     return Box(title=f"{name}, mean", value=digits(mean), note=f"budget {limit:g}, {kept}", alarm=over > 0)
 
 
-def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
-    """Return the screen of a run that has ended, its step beside the predicted one where there is one."""
+def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
+    """Return the screen of a run that has ended, its step beside the predicted one where there is one.
+
+    Parameters
+    ----------
+    outcome : Outcome
+    predicted_s : float, optional
+    changes : bool
+        Whether the lab has changed during the run, of which the prediction knows nothing.
+    """
     step = "-" if outcome.median_step_s is None else format_seconds(outcome.median_step_s)
     against = ""
     if predicted_s is not None and outcome.median_step_s:
@@ -49,6 +58,7 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None) -> Screen:
         ),
         notes=(
             *((_BROKEN,) if broken else ()),
+            *((_UNDISTURBED,) if against and changes else ()),
             f"Numbers by step in {outcome.out}/metrics.jsonl, what happened in {outcome.out}/events.jsonl.",
         ),
     )  # fmt: skip
