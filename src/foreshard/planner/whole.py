@@ -46,7 +46,7 @@ def offer_whole(
             _offer_mix(progress, pipelines, templates, takes, low * (1.0 + stretch), prices, few=few)
     for _ in range(_CLOSER if closely else 0):
         high = progress.best_s / progress.factor
-        if high <= low * _CLOSE or progress.late:
+        if not np.isfinite(high) or high <= low * _CLOSE or progress.late:
             return
         middle = low + 0.6 * (high - low)
         if not _offer_mix(progress, pipelines, templates, takes, middle, prices):
