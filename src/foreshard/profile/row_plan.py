@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from foreshard.catalog.model_rows import ROW_SOURCE
+from foreshard.catalog.row_dimensions import ROW_SOURCE
 from foreshard.errors import SpecError
 from foreshard.profile.cells import truth
 from foreshard.profile.degrees import Size, degrees
