@@ -22,6 +22,8 @@ from foreshard.planner.progress import Progress
 from foreshard.planner.whole import offer_whole
 
 _STEP, _LONGEST_STEP, _SHORTEST_STEP = 0.003, 0.02, 2e-4
+_WIDE = 0.2
+"""Part of the way to the aim that a step may go at once, where that is longer."""
 _QUICK, _SLOW = 0.08, 0.2
 """Parts of the time left that an attempt may take to be followed by a longer step, and by one as long."""
 _PART = 0.5
@@ -66,7 +68,8 @@ class Closer:
                 # What was learnt may make a better plan all the same, which leaves less to exclude.
                 self._mixed.add(pipelines)
                 offer_whole(progress, pipelines, bound)
-        self._steps[pipelines], self._costs[pipelines] = min(step, _LONGEST_STEP), cost
+        longest = max(_LONGEST_STEP, _WIDE * (progress.aim_s / bound - 1.0))
+        self._steps[pipelines], self._costs[pipelines] = min(step, longest), cost
         return seconds if excluded else bound, step < _SHORTEST_STEP
 
 
@@ -131,7 +134,21 @@ def _priced_well(
         prices = _whole_prices(progress, pipelines, seconds)
         if prices is None or np.allclose(prices, pricing.prices, rtol=_SAME):
             break
-    return contenders
+    return contenders if _sharpened(contenders, pipelines) else None
+
+
+def _sharpened(contenders: Contenders, pipelines: tuple[int, int]) -> bool:
+    """Look closer at the best bargains as long as they are flattered; return whether the list is whole."""
+    for _ in range(_REFINED):
+        if contenders.short >= -_BARGAIN:
+            break
+        table = contenders.table()
+        best = int(np.argmin(table.worth))
+        if _flattery(contenders, table, best, pipelines) <= _BARGAIN:
+            break
+        if not contenders.sharpen(int(table.at[best]), int(table.row[best])):
+            break
+    return contenders.whole
 
 
 def _whole_prices(progress: Progress, pipelines: tuple[int, int], seconds: float) -> np.ndarray | None:
@@ -140,19 +157,22 @@ def _whole_prices(progress: Progress, pipelines: tuple[int, int], seconds: float
     table = progress.table()
     samples = table.whole_samples(seconds - table.tails_s(pipelines[0]))
     mix = fractional_mix(table.takes, samples, problem.counts, pipelines)
-    return None if mix is None or not mix.device_prices.any() else mix.device_prices
+    return None if mix is None else mix.device_prices
 
 
 def _refined(contenders: Contenders, table: Table, rows: Sequence[int], pipelines: tuple[int, int]) -> bool:
     """Look closer at the pipeline of a set that is flattered most; False when nothing is left to see."""
-    problem = contenders.pricing.problem
-    flattery = []
-    for i in rows:
-        template = contenders.template(int(table.at[i]), int(table.row[i]))
-        left = contenders.seconds - tail_seconds(problem, template, pipelines[0])
-        flattery.append(float(table.samples[i]) - pace_of(problem, template).samples(left))
+    flattery = [_flattery(contenders, table, i, pipelines) for i in rows]
     worst = rows[int(np.argmax(flattery))]
     return max(flattery) > 0.0 and contenders.refine(int(table.at[worst]), int(table.row[worst]))
+
+
+def _flattery(contenders: Contenders, table: Table, row: int, pipelines: tuple[int, int]) -> float:
+    """Return how many samples a contender is said to get through more than it does."""
+    problem = contenders.pricing.problem
+    template = contenders.template(int(table.at[row]), int(table.row[row]))
+    left = contenders.seconds - tail_seconds(problem, template, pipelines[0])
+    return float(table.samples[row]) - pace_of(problem, template).samples(left)
 
 
 def vary(progress: Progress, bounds: dict[tuple[int, int], float]) -> None:

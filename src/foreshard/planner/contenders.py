@@ -85,6 +85,8 @@ class Contenders:
         At most.
     room : Room
     deadline : float
+    whole : bool
+        Whether all that was to be listed is.
     """
 
     pricing: Pricing
@@ -95,6 +97,7 @@ class Contenders:
     deadline: float
     listed: list[Listed] = field(default_factory=list)
     short: float = 0.0
+    whole: bool = True
 
     def worth(self, codes: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """Return how much more than the samples beyond the goal pipelines cost; negative for a bargain."""
@@ -113,10 +116,23 @@ class Contenders:
         if not self.pricing.boxes:
             self.pricing.start()
         self.short, self.listed = 0.0, []
-        complete = self._work_off(list(self.pricing.boxes.values()))
+        self.whole = self._work_off(list(self.pricing.boxes.values()))
+        self.short = self._best_bargain()
+        return self.whole
+
+    def sharpen(self, at: int, row: int) -> bool:
+        """Find bargains anew in the parts of a box that flatters one; return False when there are none.
+
+        What is `short` then allows for fewer contenders. Out of time, the list is no longer `whole`.
+        """
+        self.short = 0.0
+        refined = self.refine(at, row)
+        self.short = self._best_bargain()
+        return refined
+
+    def _best_bargain(self) -> float:
         bargains = (float(self.worth(one.codes, one.samples).min()) for one in self.listed)
-        self.short = min(bargains, default=0.0)
-        return complete
+        return min(0.0, min(bargains, default=0.0))
 
     def find_all(self) -> bool:
         """List besides what the best bargains can make up for; return False as :meth:`find_bargains`."""
@@ -132,7 +148,8 @@ class Contenders:
         if not parts or any(same_limits(part, box) for part in parts):
             return False
         self.listed = [one for one in self.listed if one.box is not box]
-        return self._work_off(parts, wide=False)
+        self.whole = self._work_off(parts, wide=False)
+        return self.whole
 
     def _work_off(self, boxes: list[Box], *, wide: bool = True) -> bool:
         """List the boxes that may hold contenders; wide ones in parts that are tight enough."""

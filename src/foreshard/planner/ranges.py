@@ -13,6 +13,8 @@ from foreshard.planner.work import least_tail
 _ROUNDS = 25
 _TOLERANCES = (5e-3, 1e-3, 2e-4)
 _UNMIXED = 4
+_FAR = 1.2
+"""Times a bound above which a plan is looked for closely, whether or not times are excluded later."""
 
 
 def bound_ranges(
@@ -129,5 +131,6 @@ def search_range(
         if (not fresh and before is not None) or (mix is None and round_ >= _UNMIXED):
             break
     if not progress.near(bound):
-        offer_whole(progress, pipelines, bound, closely=closely)
+        far = progress.best_s > _FAR * bound * progress.factor
+        offer_whole(progress, pipelines, bound, closely=closely or far)
     return bound
