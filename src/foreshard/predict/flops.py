@@ -33,16 +33,15 @@ def recomputed_flops(case: Case, batch: Batch) -> float:
     """
     shape = batch.multiplicity.shape
     shares = np.array([float(group.share) for group in case.plan.groups])
-    total = 0.0
+    total, pruned = 0.0, batch.machine.traits.pruned
     for (block, _), count in zip(case.model.block_kinds(), batch.counts, strict=True):
-        pruned = case.framework.elementwise == "compiled"
         again = _again_flops(block, batch.recompute, case.plan.seq_len, pruned)
         per_group = (np.broadcast_to(again * count, shape) * batch.multiplicity).sum(0)
         total += float((per_group * shares).sum()) * case.plan.seq_len
     return total
 
 
-def _again_flops(block: Block, rule: Recompute, seq_len: int, pruned: bool) -> Any:
+def _again_flops(block: Block, rule: Recompute, seq_len: int, pruned: float) -> Any:
     """Return the FLOPs per token that a rule repeats in one layer."""
     wide = 2 * (2 + block.gated) * block.hidden
     mlp = wide - pruned * 2 * block.hidden

@@ -27,9 +27,8 @@ def host_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> tup
     heads = rank.micro_batch * layer.num_heads / rank.tp
     unfused = (1.0 - traits.flash) * (np.mod(heads, 4.0) > 0)
     base = base + unfused * c.host_softmax
-    base = base * np.where(
-        layer.mixers == 1.0, 0.5, 1.0
-    )  # hybrids: attention or MLP, about half the launches
+    # A layer of a hybrid has attention or an MLP: about half the launches.
+    base = base * np.where(layer.mixers == 1.0, 0.5, 1.0)
     moe = np.asarray(layer.num_experts) > 0
     local = np.maximum(1.0, layer.num_experts / rank.ep)
     base = base + moe * (c.host_moe * (1.0 - traits.dropped) + (1.0 - traits.grouped) * local * c.host_expert)

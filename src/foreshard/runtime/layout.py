@@ -63,15 +63,6 @@ class Layout:
             return ()
         return tuple(layer for start, stop in self.stage_of(rank).layers for layer in range(start, stop))
 
-    def owners_of(self, layer: int) -> tuple[int, ...]:
-        """Return the ranks that hold a layer, rising."""
-        return tuple(sorted(
-            rank
-            for group in self.plan.groups for stage in group.stages
-            if any(start <= layer < stop for start, stop in stage.layers)
-            for rank in stage.ranks
-        ))  # fmt: skip
-
     def first_position(self, group: int) -> int:
         """Return where in a step's samples a group's share begins."""
         return sum(g.share for g in self.plan.groups[:group])
