@@ -10,7 +10,7 @@ from foreshard.errors import SpecError
 from foreshard.profile.facts import precision_of, recompute_of, sharding_of, stated
 from foreshard.profile.families import Family, family_of, framework_of
 from foreshard.profile.row_cluster import nic_rate
-from foreshard.profile.row_plan import cost_cuts
+from foreshard.profile.row_cuts import cost_cuts
 from foreshard.profile.rows import measured_memory, measured_step_s, read_row, read_training_rows
 
 
