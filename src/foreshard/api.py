@@ -203,7 +203,7 @@ def export(
     target : str
         megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, slurm or skypilot.
     model : Model, optional
-        With a cluster, the plan is checked against both.
+        The plan is checked against it, and against the cluster when there is one.
     cluster : Cluster, optional
         Needed by slurm and skypilot.
     tokens : float, optional
@@ -217,9 +217,11 @@ def export(
         When the target cannot express the plan, with every reason.
     """
     from foreshard.interop import export
-    from foreshard.spec.checks import check_plan
+    from foreshard.spec.checks import check_cut, check_plan
 
     prediction = None
+    if model is not None and cluster is None:
+        check_cut(plan, model, file=plan_file)
     if model is not None and cluster is not None:
         check_plan(plan, model, cluster, file=plan_file)
         if target in ESTIMATED:

@@ -103,6 +103,8 @@ def _term(text: str, term: str, nic: float | None, assumptions: list[str]) -> No
     counted = re.fullmatch(r"(?:([0-9]{1,7})x)?(.+)", term)
     instance = _instance(counted[2]) if counted else None
     count = int(counted[1] or 1) if counted else 0
+    if re.fullmatch(r"[0-9]+x[0-9]+x.+", term):
+        raise _bad_shorthand(text, f"'{term[:80]}' has more than {MAX_DEVICES} devices")
     if instance is None or count < 1:
         raise _bad_shorthand(text, f"cannot read '{term[:80]}'")
     table = NodesTable(count=count, per_node=instance.per_node, device=instance.device, nic=nic)
@@ -120,6 +122,8 @@ def _bad_shorthand(text: str, what: str) -> SpecError:
     short = re.fullmatch(r"([0-9]{1,7})x(.+)", text.strip())
     if not near and short and short[2].lower() in devices():
         near = [f"1x{text.strip()}"]
+    if not near and text.strip().lower() in devices():
+        near = [f"1x1x{text.strip().lower()}"]
     return SpecError(
         what,
         key="cluster",

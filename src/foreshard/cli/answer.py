@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from foreshard.errors import SpecError
+from foreshard.errors import ForeshardError, SpecError
 from foreshard.report.screen import Screen
 
 # A list of numbers over several lines; a string of JSON holds no line break, so none can be mistaken for it.
@@ -88,9 +88,12 @@ def write_text(path: str, text: str) -> None:
         raise cannot_write(path, error) from None
 
 
-def cannot_write(path: str, error: OSError) -> SpecError:
-    """Return the error for a file that cannot be written."""
-    return SpecError(f"cannot write: {error.strerror or error}", file=path, fix="Give a writable path")
+def cannot_write(path: str, error: OSError) -> ForeshardError:
+    """Return the error for a file that cannot be written: bad input, or the system's where a disk is full."""
+    what = f"cannot write: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return ForeshardError(what, file=path, fix="Make room, or give a path on another disk")
+    return SpecError(what, file=path, rule="Files are written where asked", fix="Give a writable path")
 
 
 def say(text: str) -> None:

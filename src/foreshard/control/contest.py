@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 import numpy as np
 
@@ -177,8 +178,11 @@ def contest(
         For an unknown policy, or a scenario that cannot be played.
     """
     names = POLICIES if policies is None else tuple(dict.fromkeys(policies))
-    for name in (*names, *(one.of for one in scenario.budget if one.of)):
-        _known(name, scenario)
+    for name in names:
+        _known(name, None, "--policy")
+    for one in scenario.budget:
+        if one.of:
+            _known(one.of, scenario.file, "budget.of")
     cluster = cluster_of(scenario)
     work = workload(scenario, model or load_model(scenario.model), cluster)
     length = scenario.slots if slots is None else slots
@@ -186,11 +190,13 @@ def contest(
     return Contest(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)
 
 
-def _known(name: str, scenario: Scenario) -> None:
+def _known(name: str, file: str | None, key: str) -> None:
     if name not in POLICIES:
+        near = get_close_matches(name, POLICIES, n=1)
         raise SpecError(
-            f"unknown policy {name!r}", file=scenario.file, key="policy", value=name,
+            f"unknown policy {name!r}", file=file, key=key, value=name,
             rule=f"Policies are {', '.join(POLICIES)}",
+            fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
         )  # fmt: skip
 
 

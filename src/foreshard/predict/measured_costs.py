@@ -175,11 +175,14 @@ def load_costs(path: str) -> MeasuredCosts:
         raise SpecError(f"cannot read: {error.strerror}", file=path, key="--costs",
                         fix="Make it with foreshard profile and foreshard calibrate") from None  # fmt: skip
     except ValueError as error:
-        raise SpecError(f"not JSON: {error}", file=path, key="--costs") from None
+        raise SpecError(f"not JSON: {error}", file=path, key="--costs",
+                        rule="the file is what foreshard calibrate writes",
+                        fix="Run foreshard calibrate again") from None  # fmt: skip
     try:
         return _parsed(data, path)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SpecError(f"not measured costs: {type(error).__name__} {error}", file=path, key="--costs",
+        what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise SpecError(f"not measured costs: {what}", file=path, key="--costs",
                         rule="the file is what foreshard calibrate writes",
                         fix="Run foreshard calibrate again") from None  # fmt: skip
 

@@ -101,7 +101,14 @@ def predict_timeline(
     """
     started = time.perf_counter()
     one_of(engine, ENGINES, key="--engine", name="engine")
-    one_of(costs, COSTS, key="--costs", name="cost source")
+    if costs not in COSTS:
+        raise SpecError(
+            f"unknown cost source {costs!r}",
+            key="--costs",
+            value=costs,
+            rule=f"A cost source is {', '.join(COSTS)}, or the file that foreshard calibrate writes",
+            fix="Give the path of that file, as in ./costs.json",
+        )
     one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     _number("--tokens", tokens)
     _number("--usd-per-device-hour", usd_per_device_hour, zero=True)

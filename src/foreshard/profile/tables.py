@@ -100,8 +100,12 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
             lines = [line for line in csv.reader(stream, strict=True) if line]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise SpecError(
-            f"cannot read the table: {error}", file=str(path), fix="give a readable .csv or .csv.gz file"
+            f"cannot read the table: {why}",
+            file=str(path),
+            rule="a table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names",
+            fix="give a readable one",
         ) from None
     if len(lines) < 2:
         raise SpecError(

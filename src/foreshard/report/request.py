@@ -153,8 +153,14 @@ class Request:
         """Return the plan; what is wrong in a plan file names that file."""
         plan = self.to_plan()
         if self.plan_file is not None:
+            from foreshard.catalog.frameworks import load_framework
             from foreshard.spec.checks import check_plan
 
+            try:
+                load_framework(plan.framework)
+            except SpecError as error:
+                error.file = self.plan_file
+                raise
             check_plan(plan, self.trained, self.cluster, file=self.plan_file)
         return plan
 

@@ -55,6 +55,13 @@ def check_plan(plan: Plan, model: Model, cluster: Cluster, *, file: str | None =
         rule(case)
 
 
+def check_cut(plan: Plan, model: Model, *, file: str | None = None) -> None:
+    """Raise SpecError where the plan does not cut this model, whatever the cluster."""
+    case = _Case(plan=plan, model=model, cluster=Cluster(name="", nodes=()), file=file)
+    for rule in (_layers_once, _tensor_divides_model, _experts_divide_model):
+        rule(case)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
     """A plan, what it must fit, and how to name what breaks a rule."""

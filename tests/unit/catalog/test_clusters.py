@@ -1,5 +1,6 @@
 import csv
 import os
+import re
 import tomllib
 from dataclasses import fields
 from datetime import date
@@ -333,3 +334,12 @@ def test_every_instance_of_the_table_is_in_the_catalog():
         price = float(row["on_demand_usd_per_h"]) if row["on_demand_usd_per_h"] else None
         assert (price, int(row["gpu_count"])) in prices
     assert len(instances()) == len({(row["provider"], row["instance"]) for row in rows})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("h100-sxm", "Did you mean '1x1xh100-sxm'?"), ("99999999x8xh100-sxm", "more than 1048576 devices")],
+)
+def test_a_bare_device_and_a_count_beyond_all_are_said(text, said):
+    with pytest.raises(SpecError, match=re.escape(said)):
+        load_cluster(text)

@@ -58,3 +58,9 @@ def test_unknown_targets_and_files_are_named(monkeypatch, plan_file, capsys):
     assert "megatron" in capsys.readouterr().err
     assert run(monkeypatch, "export", "absent.json", "--to", "megatron") == 2
     assert "absent.json" in capsys.readouterr().err
+
+
+def test_a_plan_of_another_model_exits_2(monkeypatch, plan_file, capsys):
+    assert run(monkeypatch, "export", plan_file, "llama3-70b", "--to", "megatron") == 2
+    err = capsys.readouterr().err
+    assert plan_file in err and "layers end at 34, llama3-70b has layers 0 to 81" in err

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -140,6 +141,12 @@ def test_unwritable_output_is_the_users_error(shell):
     assert answer.code == 2 and answer.json["error"]["file"] == "/no/such/folder/r.html"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_the_systems_fault(shell):
+    answer = shell(*RUN, "--json", "-o", "/dev/full")
+    assert answer.code == 1 and answer.json["error"]["file"] == "/dev/full" and "Make room" in answer.err
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -177,6 +184,9 @@ def test_what_breaks_a_rule_in_a_plan_file_names_the_file(shell, tmp_path):
     path.write_text(json.dumps(plan))
     error = shell("predict", "llama3-8b", "2x8xh100-sxm", "--plan", path, "--json").json["error"]
     assert error["file"] == str(path) and error["key"].startswith("groups")
+    path.write_text(json.dumps(plan | {"framework": "megatrn"}))
+    error = shell("predict", "llama3-8b", "2x8xh100-sxm", "--plan", path, "--json").json["error"]
+    assert error["file"] == str(path) and error["key"] == "framework"
 
 
 def test_switches_and_adapters_from_flags_variables_and_files(shell, tmp_path, monkeypatch):

@@ -69,6 +69,11 @@ def test_a_plan_that_cannot_run_is_bad_input(name, shell, tmp_path, job):
         (["--local", 3, "--steps", 0], "--steps"),
         (["--local", 3, "--detect-s", 0.01], "--detect-s"),
         (["--local", 3, "--max-starts", 0], "--max-starts"),
+        (["--local", 3, "--clip-norm", "nan"], "--clip-norm"),
+        (["--local", 3, "--clip-norm", -1], "--clip-norm"),
+        (["--local", 3, "--port", 99_999], "--port"),
+        (["--local", 3, "--seed", 2**64], "--seed"),
+        (["--local", 3, "--secret-file", "s"], "--secret-file with --local"),
         ([], "neither --local nor torchrun"),
     ],
 )
@@ -95,6 +100,20 @@ def test_a_folder_with_a_run_is_not_written_over(shell, tmp_path, job):
     (tmp_path / "run" / "supervisor.json").write_text("{}")
     told = shell("run", "--plan", file, "--local", 3, "--out", tmp_path / "run", job)
     assert told.code == 2 and "--resume" in told.err
+
+
+def test_a_file_where_the_folder_belongs_is_bad_input(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    for out in (job, job / "run"):
+        told = shell("run", "--plan", file, "--local", 3, "--out", out, job)
+        assert told.code == 2 and f"{out}: cannot write: Not a directory" in told.err
+
+
+def test_a_resume_without_a_checkpoint_is_said(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    told = shell("run", "--plan", file, "--local", 3, "--out", tmp_path / "run", "--resume", job)
+    assert "no checkpoint in" in told.err and told.code == 2  # and there is no plan either
 
 
 def test_an_address_of_another_host_is_bad_input(shell, tmp_path, job):

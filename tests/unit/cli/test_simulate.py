@@ -57,7 +57,7 @@ def test_a_budget_that_is_broken_is_not_said_to_be_kept(over, said):
 @pytest.mark.parametrize(
     ("args", "key"),
     [
-        ((STRAGGLERS, "--policy", "magic"), "policy"),
+        ((STRAGGLERS, "--policy", "magic"), "--policy"),
         ((STRAGGLERS, "--seeds", "0"), "--seeds"),
         (("nowhere.toml",), None),
     ],
