@@ -12,10 +12,9 @@ import click
 
 from foreshard.report.request import DEGREES, OPTIONS, Request
 from foreshard.spec.checks import MODELLED_SCHEDULES
-from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
 
 MAX_COUNT = 2**31
-MAX_SEQ_LEN = 2**26
 MAX_AMOUNT = 1e30
 
 

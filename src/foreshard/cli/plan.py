@@ -30,31 +30,12 @@ _JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "en
 OBJECTIVES = ("time", "cost", "energy")
 
 
-class Objectives(click.ParamType):  # type: ignore[type-arg]
-    """Words of what to make small, the first deciding, joined by commas."""
-
-    name = "time,cost,energy"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Return the objectives in order, or fail naming the known ones."""
-        if isinstance(value, tuple):
-            return value
-        words = tuple(str(value).split(","))
-        for word in words:
-            Word(*OBJECTIVES).convert(word, param, ctx)
-        if len(set(words)) < len(words):
-            self.fail(f"{str(value)[:40]!r} names an objective twice", param, ctx)
-        return words
-
-
 class Words(click.ParamType):  # type: ignore[type-arg]
-    """Known words joined by commas; `alone` are words that stand by themselves."""
+    """Known words joined by commas; `alone` are words that stand by themselves, `order` keeps one a tuple."""
 
-    def __init__(self, *known: str, alone: tuple[str, ...] = ()):
-        self.known, self.alone = known, alone
-        self.name = "|".join((*alone, "NAME,NAME"))
+    def __init__(self, *known: str, alone: tuple[str, ...] = (), order: bool = False):
+        self.known, self.alone, self.order = known, alone, order
+        self.name = ",".join(known) if order else "|".join((*alone, "NAME,NAME"))
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -67,7 +48,7 @@ class Words(click.ParamType):  # type: ignore[type-arg]
             Word(*self.known, *(self.alone if len(words) == 1 else ())).convert(word, param, ctx)
         if len(set(words)) < len(words):
             self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
-        return words if len(words) > 1 else words[0]
+        return words if len(words) > 1 or self.order else words[0]
 
 
 class Names(click.ParamType):  # type: ignore[type-arg]
@@ -94,7 +75,13 @@ class Names(click.ParamType):  # type: ignore[type-arg]
 @click.argument("cluster")
 @click.option("--global-batch", type=Count(), required=True, help="samples per step")
 @click.option("--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)")
-@click.option("--objective", type=Objectives(), default="time", show_default=True, help="what to make small")
+@click.option(
+    "--objective",
+    type=Words(*OBJECTIVES, order=True),
+    default="time",
+    show_default=True,
+    help="what to make small",
+)
 @click.option("--max-usd", type=Amount(), help="limit on the price of the run (with --tokens)")
 @click.option("--max-hours", type=Amount(), help="limit on the time of the run (with --tokens)")
 @click.option("--tokens", type=Amount(), help="tokens of the whole run")
