@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foreshard.report import quantity
-from foreshard.report.online_table import KEPT
+from foreshard.report.online_table import KEPT, budget_words, kept_words
 from foreshard.report.screen import Box, Screen, table
 
 
@@ -26,7 +26,7 @@ def foretold_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Scr
         boxes.append(
             Box(
                 title="lyapunov", value=f"{quantity.seconds(ours['mean_step_time_s'])} a step",
-                note=f"budget kept to {100 * ours['violation']:.2f} %" if ours["budget"] else "",
+                note=budget_words(ours["violation"]) if ours["budget"] else "",
                 alarm=ours["violation"] > KEPT,
             )
         )  # fmt: skip
@@ -39,6 +39,4 @@ def foretold_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Scr
 
 
 def _kept(one: Mapping[str, Any]) -> str:
-    if not one["budget"]:
-        return "none"
-    return "kept" if one["violation"] <= KEPT else f"broken, +{100 * one['violation']:.0f} %"
+    return kept_words(one["violation"]) if one["budget"] else "none"

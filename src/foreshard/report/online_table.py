@@ -39,17 +39,23 @@ def _boxes(found: Contest) -> tuple[Box, ...]:
         boxes.append(
             Box(
                 title="lyapunov", value=f"{100 * gap:.1f} % over the bound",
-                note=_budget_words(over), alarm=over > KEPT,
+                note=budget_words(over), alarm=over > KEPT,
             )
         )  # fmt: skip
         boxes += _cut(found)
     return tuple(boxes)
 
 
-def _budget_words(over: float) -> str:
+def budget_words(over: float) -> str:
+    """Return whether budgets are kept, of the largest excess of a mean over one."""
     if over > KEPT:
         return f"budget exceeded by {100 * over:.2f} %"
     return f"budget kept, {100 * over:.2f} % above" if over > 0.0 else "budget kept"
+
+
+def kept_words(over: float) -> str:
+    """Return the same for a cell of a table."""
+    return "kept" if over <= KEPT else f"broken, +{100 * over:.0f} %"
 
 
 def _cut(found: Contest) -> list[Box]:
@@ -76,7 +82,7 @@ def policies_table(found: Contest) -> Table:
         rows.append((
             over > KEPT, float(times.mean()), name, quantity.seconds(float(times.mean())),
             "" if width is None else f"± {100 * width / times.mean():.2f} %",
-            f"{100 * gap:+.1f} %", "kept" if over <= KEPT else f"broken, +{100 * over:.0f} %",
+            f"{100 * gap:+.1f} %", kept_words(over),
             f"{sum(run.reconfigurations for run in runs) / len(runs):.0f}",
             f"{sum(run.reshares for run in runs) / len(runs):.0f}",
             f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
