@@ -49,9 +49,9 @@ def test_people_see_who_kept_the_budget(capsys):
     ("over", "said"), [(0.12, "exceeded by 12.00 %"), (0.004, "kept, 0.40 %"), (0.0, "kept")]
 )
 def test_a_budget_that_is_broken_is_not_said_to_be_kept(over, said):
-    from foreshard.report.online_table import _budget_words
+    from foreshard.report.online_table import budget_words
 
-    assert said in _budget_words(over) and ("kept" in _budget_words(over)) == (over <= 0.01)
+    assert said in budget_words(over) and ("kept" in budget_words(over)) == (over <= 0.01)
 
 
 @pytest.mark.parametrize(
