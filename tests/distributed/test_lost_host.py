@@ -1,4 +1,4 @@
-"""The host of rank 0 is lost, with the rendezvous: another host takes it over, no sample is lost."""
+"""The host of rank 0 is lost, with the rendezvous: another takes over, and takes it back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,18 +21,8 @@ from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.outcome import outcome_of
 from foreshard.runtime.work import Work
 
-STEPS, BATCH = 40, 3
+STEPS, BATCH = 400, 3
 GROUPS = [{"share": 1, "micro_batch": 1, "stages": [([rank], [[0, 2]])]} for rank in range(BATCH)]
-FIRST_HOST = """
-import json, sys
-from pathlib import Path
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.work import Work
-from foreshard.spec.plan import parse_plan
-out, port = Path(sys.argv[1]), int(sys.argv[2])
-Agent(out=out, plan=parse_plan(json.loads(sys.argv[4])), work=Work(**json.loads(sys.argv[3])), ranks=[0],
-      expected=range(3), secret_file=out / "secret", port=port).run()
-"""
 
 
 def free_port() -> int:
@@ -41,46 +32,84 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_another_host_takes_over_the_rendezvous(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(SLOW_JOB)
+class FirstHost:
+    """The host of rank 0: `foreshard run` as torchrun starts it, the same way every time."""
+
+    def __init__(self, folder: Path, work: Work, secret: Path, port: int):
+        self._words = [
+            sys.executable, "-m", "foreshard", "run", work.job, "--plan", folder / "plan.json",
+            "--out", work.out, "--steps", work.steps, "--detect-s", work.detect_s,
+            "--interface", work.interface, "--port", port, "--secret-file", secret,
+        ]  # fmt: skip
+        self._env = {**os.environ, "RANK": "0", "WORLD_SIZE": str(BATCH), "LOCAL_WORLD_SIZE": "1"}
+        self._said = folder / "first.txt"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._said.open("ab") as said:
+            self._process = subprocess.Popen(
+                list(map(str, self._words)), env=self._env, stdout=said, stderr=said, start_new_session=True
+            )
+
+    def lose(self) -> None:
+        """Take its agent, its supervisor and its rank away."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def ended(self) -> tuple[int, str]:
+        assert self._process is not None
+        return self._process.wait(30), self._said.read_text()
+
+
+def told_of(out: Path, kind: str) -> list[dict[str, Any]]:
+    log = out / "supervisor.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_another_host_takes_over_the_rendezvous_and_takes_the_lost_one_back(tmp_path: Path) -> None:
+    hurry = tmp_path / "hurry"
+    (tmp_path / "job.py").write_text(
+        SLOW_JOB.replace(
+            "time.sleep(0.1)", f"time.sleep(0.0 if __import__('os').path.exists({str(hurry)!r}) else 0.1)"
+        )
+    )
     out, plan, port = tmp_path / "run", plan_of(GROUPS, global_batch=BATCH), free_port()
-    out.mkdir()
-    secret = make_secret(out / "secret")
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
+    secret = make_secret(tmp_path / "secret")
     work = Work(job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=5.0, interface="127.0.0.1")
-    words = [
-        sys.executable,
-        "-c",
-        FIRST_HOST,
-        str(out),
-        str(port),
-        work.to_json(),
-        json.dumps(plan.to_dict()),
-    ]
-    first = subprocess.Popen(words, start_new_session=True)
     agent = Agent(
         out=out, plan=plan, work=work, ranks=[1, 2], expected=range(3), secret_file=secret, port=port,
         supervises=False, rehost_s=2.0,
     )  # fmt: skip
-    lost = []
+    first, done = FirstHost(tmp_path, work, secret, port), []
 
-    def lose() -> None:
-        """Take the first host away in the middle of the run: its agent, its supervisor and its rank."""
+    def watch() -> None:
+        """Lose the first host in the middle of the run; start it again, as it was, when the others go on."""
+        ranks = [line["ranks"] for line in told_of(out, "generation")]
         metrics = out / "metrics.jsonl"
-        if not lost and metrics.exists() and len(metrics.read_text().splitlines()) >= 5:
-            os.killpg(first.pid, signal.SIGKILL)
-            lost.append(first.wait())
+        if not done and metrics.exists() and len(metrics.read_text().splitlines()) >= 5:
+            first.lose()
+            done.append("lost")
+        if done == ["lost"] and ranks[-1] == [1, 2]:
+            first.start()
+            done.append("back")
+        if done == ["lost", "back"] and ranks[-1] == [0, 1, 2]:
+            hurry.touch()
+            done.append("trains")
 
+    first.start()
     try:
-        restarts = agent.run(lose)
+        restarts = agent.run(watch)
+        code, said = first.ended()
     finally:
-        if first.poll() is None:
-            os.killpg(first.pid, signal.SIGKILL)
-            first.wait()
-    assert lost and agent.supervises
+        first.lose()
+    assert done == ["lost", "back", "trains"] and agent.supervises and code == 0, said
     found = outcome_of(out, global_batch=BATCH, steps=STEPS, restarts=restarts)
     assert (found.steps, found.lost, found.repeated, found.misread, restarts) == (STEPS, 0, 0, 0, 0)
-    told = [json.loads(line) for line in (out / "supervisor.jsonl").read_text().splitlines()]
-    generations = [line["ranks"] for line in told if line["kind"] == "generation"]
-    assert generations[0] == [0, 1, 2] and generations[-1] == [1, 2]
-    numbers = [line["number"] for line in told if line["kind"] == "generation"]
+    generations = told_of(out, "generation")
+    assert [g["ranks"] for g in generations if g["ranks"] != [0, 1, 2]] == [[1, 2]]
+    numbers = [line["number"] for line in generations]
     assert numbers == sorted(set(numbers))
+    assert len(told_of(out, "supervisor")) == 2, "who comes back does not host the rendezvous"

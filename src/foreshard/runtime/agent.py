@@ -249,7 +249,7 @@ class Agent:
         if self._supervisor is not None:
             return
         place = place_of(self.out)
-        if place is not None and place.term > self._term:
+        if place is not None and (place.term > self._term or self._is_led_astray(place)):
             self._follow(place)
         elif not self._was_heard and silent_s > _NEVER_S:
             raise ForeshardError(
@@ -260,6 +260,14 @@ class Agent:
             self._heard_s, self._claimed = time.monotonic(), max(self._claimed, self._term) + 1
             if claim(self.out, self._claimed):
                 self._take_over(self._claimed)
+
+    def _is_led_astray(self, place: Place) -> bool:
+        """Return whether this agent came back to a run whose rendezvous has moved while it was away."""
+        return (
+            not self._was_heard
+            and bool(place.port)
+            and (place.address, place.port) != (self.address, self.port)
+        )
 
     def _follow(self, place: Place) -> None:
         """Go where the rendezvous is now."""

@@ -15,6 +15,7 @@ from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.lab_network import LabNetwork
 from foreshard.runtime.outcome import Outcome, outcome_of
+from foreshard.runtime.rehost import goes_on
 from foreshard.runtime.sound import check_sound
 from foreshard.runtime.steering import wheel_of
 from foreshard.runtime.timeline import merge
@@ -77,7 +78,8 @@ def launch(
     folder = Path(out).resolve()
     # torchrun that starts all agents again means the run to go on
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    _open(folder, resume, plan, ranks)
+    if local is not None:
+        _open(folder, resume, plan, ranks)
     work = Work(
         job=str(Path(job).resolve()),
         out=str(folder),
@@ -196,6 +198,10 @@ def _under_torchrun(
         if rank == 0 or told
         else _awaited(own)
     )
+    met = goes_on(Path(work.out), secret.read_bytes().strip()) if rank == 0 else None
+    if met is None:
+        _open(Path(work.out), work.resume, plan, size)
+    listens = os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface
     return Agent(
         out=Path(work.out),
         plan=plan,
@@ -203,9 +209,9 @@ def _under_torchrun(
         ranks=[rank],
         expected=range(size),
         secret_file=secret,
-        address=os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface,
-        port=port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
-        supervises=rank == 0,
+        address=listens if met is None else met.address,
+        port=met.port if met else port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
+        supervises=rank == 0 and met is None,  # another host has the run: this one is taken back
         max_starts=max_starts,
         own=interface,
         rehost_s=max(2 * work.detect_s, 5.0),

@@ -14,6 +14,9 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from foreshard.runtime.store import Client
+
+_ANSWERS_S = 2.0
 _FILE = "rendezvous.json"
 
 
@@ -48,6 +51,26 @@ def located(folder: Path) -> tuple[str, int] | None:
     """Return the address and port where the ranks of a run meet, if it goes on."""
     place = place_of(folder)
     return (place.address, place.port) if place is not None and place.port else None
+
+
+def goes_on(folder: Path, secret: bytes) -> Place | None:
+    """Return where a run that is under way meets; None if nobody answers there, or all its steps are done.
+
+    Raises
+    ------
+    SpecError
+        When who answers has another secret.
+    """
+    place = place_of(folder)
+    if place is None or not place.port:
+        return None
+    client = Client((place.address, place.port), secret)
+    try:
+        return None if client.ask({"ask": "state"}, patience_s=_ANSWERS_S)["over"] else place
+    except (RuntimeError, OSError):
+        return None
+    finally:
+        client.close()
 
 
 def term_of(folder: Path) -> int:

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from foreshard.errors import ForeshardError
+from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.agent import Agent
-from foreshard.runtime.rehost import Place, announce, claim, located, own_address, place_of, term_of
+from foreshard.runtime.rehost import Place, announce, claim, goes_on, located, own_address, place_of, term_of
 from foreshard.runtime.store import Client, StoreServer
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import parse_plan
@@ -117,3 +117,32 @@ def test_a_run_that_was_ended_on_purpose_is_not_gone_on_with(tmp_path, started):
     with pytest.raises(ForeshardError, match=r"the run was ended.*--resume"):
         agent(tmp_path)._tend()
     assert started == []
+
+
+def test_an_agent_that_comes_back_goes_where_the_rendezvous_is_now(tmp_path, started):
+    place = Place(address="127.0.0.1", port=4000, term=2)
+    announce(tmp_path, place)
+    back = agent(tmp_path)
+    back._term, back._was_heard, back._heard_s = 2, False, time.monotonic()
+    back._tend()
+    assert (back.address, back.port, back.supervises) == ("127.0.0.1", 4000, False)
+    back._client = Elsewhere()
+    back._tend()  # it waits there, and takes nothing over
+    assert started == [] and (back.address, back.port) == ("127.0.0.1", 4000)
+
+
+def test_a_run_goes_on_where_its_supervisor_answers(tmp_path):
+    told = {"over": False}
+    server = StoreServer("127.0.0.1", 0, SECRET, lambda message: dict(told))
+    place = Place(address="127.0.0.1", port=server.port, term=2)
+    try:
+        assert goes_on(tmp_path, SECRET) is None
+        announce(tmp_path, place)
+        assert goes_on(tmp_path, SECRET) == place
+        with pytest.raises(SpecError, match="secret"):  # a run that may be alive is not opened anew
+            goes_on(tmp_path, b"another run's")
+        told["over"] = True
+        assert goes_on(tmp_path, SECRET) is None
+    finally:
+        server.close()
+    assert goes_on(tmp_path, SECRET) is None
