@@ -68,7 +68,7 @@ class Closer:
                 # What was learnt may make a better plan all the same, which leaves less to exclude.
                 self._mixed.add(pipelines)
                 offer_whole(progress, pipelines, bound)
-        longest = max(_LONGEST_STEP, _WIDE * (progress.aim_s / bound - 1.0))
+        longest = max(_LONGEST_STEP, min(_WIDE * (progress.aim_s / bound - 1.0), 1.0))
         self._steps[pipelines], self._costs[pipelines] = min(step, longest), cost
         return seconds if excluded else bound, step < _SHORTEST_STEP
 
@@ -89,7 +89,7 @@ def _excluded(
         for rows in combined.sets:
             templates = [contenders.template(int(table.at[i]), int(table.row[i])) for i in rows]
             progress.offer(templates)
-            progress.columns.update(dict.fromkeys(templates))
+            progress.learn(templates)
         if not combined.proven or time.perf_counter() > deadline:
             return False
         if not combined.sets or combined.samples[0] < problem.global_batch - 0.5:
@@ -126,7 +126,7 @@ def _priced_well(
         table = contenders.table()
         best = np.argsort(table.worth, kind="stable")[:_LEARNT]
         learnt = (contenders.template(int(table.at[i]), int(table.row[i])) for i in best)
-        progress.columns.update(dict.fromkeys(learnt))
+        progress.learn(learnt)
         if not complete:
             return None
         if contenders.short >= -_BARGAIN or pipelines[1] == 1:
@@ -198,6 +198,6 @@ def vary(progress: Progress, bounds: dict[tuple[int, int], float]) -> None:
         )
         progress.evaluated += pricing.solved
         before = len(progress.columns)
-        progress.columns.update(dict.fromkeys(varied(progress.problem, good)))
+        progress.learn(varied(progress.problem, good))
         if len(progress.columns) > before:
             offer_whole(progress, pipelines, bounds[pipelines])
