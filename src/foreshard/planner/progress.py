@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from foreshard.planner.columns import ColumnTable
+from foreshard.planner.hops import recut
 from foreshard.planner.pricing import Pricing, Stages
 from foreshard.planner.problem import (
     Arrangement,
@@ -65,6 +66,12 @@ class Progress:
             problem=self.problem, pipelines=pipelines, prices=prices, longest_s=self.longest_s,
             stages=self.stages.setdefault(pipelines, {}),
         )  # fmt: skip
+
+    def learn(self, templates: Iterable[Template]) -> None:
+        """Add pipelines to the columns, cut anew too where messages cost by both their ends."""
+        fresh = dict.fromkeys(templates)
+        self.columns.update(fresh)
+        self.columns.update(dict.fromkeys(recut(self.problem, fresh)))
 
     def table(self) -> ColumnTable:
         """Return the numbers of all columns."""

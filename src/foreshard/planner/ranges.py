@@ -92,7 +92,7 @@ def first_columns(progress: Progress, compute_s: float) -> None:
     goal = goal_of(problem, prices, (copies, copies))
     _, good = pricing.earliest(goal, known_s=np.inf, aim_s=np.inf, tolerance=0.05, deadline=progress.deadline)
     progress.evaluated += pricing.solved
-    progress.columns.update(dict.fromkeys(varied(problem, good)))
+    progress.learn(varied(problem, good))
 
 
 def search_range(
@@ -120,7 +120,7 @@ def search_range(
         progress.evaluated += pricing.solved
         bound = max(bound, proven)
         fresh = [one for one in varied(problem, better) if one not in progress.columns]
-        progress.columns.update(dict.fromkeys(fresh))
+        progress.learn(fresh)
         if (
             progress.near(bound)
             or (progress.late and progress.best is not None)

@@ -17,6 +17,7 @@ from foreshard.planner.closing import Closer, vary
 from foreshard.planner.configuration import columns_of, fractional_mix
 from foreshard.planner.contenders import room_for
 from foreshard.planner.enumeration import all_templates, best_of_all, undominated
+from foreshard.planner.hops import least_hops_in_times
 from foreshard.planner.pricing import cheapest_path
 from foreshard.planner.problem import Arrangement, Problem, Template
 from foreshard.planner.progress import Progress
@@ -95,6 +96,7 @@ def solve(
     bounds : mapping, optional
         Of an earlier solution of the same problem.
     """
+    problem = least_hops_in_times(problem)
     progress = Progress(
         beat_s=beat_s, problem=problem, deadline=time.perf_counter() + budget_s, target_gap=target_gap
     )
