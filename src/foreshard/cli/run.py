@@ -86,7 +86,8 @@ def command(job: str, plan_file: str, **options: Any) -> None:
 
     check(options)
     if options["resume"] and not os.path.isdir(os.path.join(options["out"], "ckpt")):
-        say(f"no checkpoint in {options['out']}/: the run starts at its first step")
+        others = ", unless other hosts train on" if "RANK" in os.environ else ""
+        say(f"no checkpoint in {options['out']}/: the run starts at its first step{others}")
     predicted_s = predicted(options["costs"], options["lab"], plan_file)
     with resumable(options["out"]):
         outcome = launch(job, plan_file, progress=progress_of(options["steps"], predicted_s), **options)
