@@ -11,6 +11,7 @@ import click
 
 from foreshard.cli.answer import answering, give
 from foreshard.cli.settings import configurable
+from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen, table
 
@@ -62,8 +63,6 @@ def read(name: str) -> dict[str, Any]:
 
 def _config() -> dict[str, Any]:
     """Return the options of each verb as the keys of a config file."""
-    from foreshard.cli.program import VERBS, verb
-
     sections: dict[str, dict[str, Any]] = {}
     for name in VERBS:
         options = [one for one in verb(name).params if isinstance(one, click.Option) and not one.is_eager]

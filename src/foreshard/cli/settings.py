@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError
 
 MAX_CONFIG_BYTES = 1_000_000
@@ -80,8 +81,6 @@ def _refuse_unknown_variables(command: click.Command) -> None:
     strange = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in own)
     if not strange:
         return
-    from foreshard.cli.program import VERBS, verb
-
     known = {str(param.envvar) for name in VERBS for param in verb(name).params if param.envvar}
     known |= set(_OTHER_VARIABLES)
     for name in strange:
@@ -125,14 +124,10 @@ def _flag(key: str) -> str:
 
 def _known_elsewhere(key: str) -> bool:
     """Return whether another verb has this option: a key for all verbs need not suit every one."""
-    from foreshard.cli.program import VERBS, verb
-
     return any(f"--{_flag(key)}" in param.opts for name in VERBS for param in verb(name).params)
 
 
 def _load(path: str) -> dict[str, Any]:
-    from foreshard.cli.program import VERBS
-
     try:
         with open(path, "rb") as stream:
             raw = stream.read(MAX_CONFIG_BYTES + 1)

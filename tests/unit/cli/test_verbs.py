@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from foreshard.cli.program import VERBS
+from foreshard.cli.verbs import VERBS
 from foreshard.spec import plan as plan_spec
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 

@@ -1,0 +1,32 @@
+"""The verbs and what each is for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+VERBS = {
+    "predict": "Predict one training step: time, memory, cost.",
+    "compare": "Predict the same run under every engine and cost source.",
+    "whatif": "Rank the predicted effects of changes.",
+    "plan": "Find the best plans, with a bound on all others.",
+    "export": "Write a plan for another tool.",
+    "profile": "Time a job's layers on this machine.",
+    "calibrate": "Make costs of a profile.",
+    "run": "Train a job under a plan, and survive what happens.",
+    "lab": "Train on a mixed cluster that this machine stands for.",
+    "simulate": "Run policies against a changing cluster.",
+    "validate": "Predict measured runs and score the predictions.",
+    "devices": "List the devices that are known.",
+    "models": "List the models that are known.",
+    "clusters": "List the cluster nodes that are known.",
+    "schema": "Describe the file formats.",
+    "doctor": "Check the health of this install.",
+}
+
+
+def verb(name: str) -> click.Command:
+    """Return the command of a verb, imported now."""
+    command: click.Command = import_module(f"foreshard.cli.{name}").command
+    return command
