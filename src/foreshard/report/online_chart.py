@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 280, 64, 170, 14, 44
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
-
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 800, 280, 64, 210, 14, 44
+_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#be185d", "#65a30d", "#0891b2")
+_LABEL_WIDTH = 30  # of a short number on the axis
 
 Place = Callable[[float, float], tuple[float, float]]
 
@@ -33,8 +33,8 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
     xs = [math.log10(a) if log_x else a for line in lines for a, _ in line.points]
     ys = [b for line in lines for _, b in line.points]
     x0, x1 = min(xs), max(xs)
-    y0, y1 = min(0.0, *ys), max(ys) if max(ys) > min(0.0, *ys) else min(0.0, *ys) + 1.0
-    y1 += 0.05 * (y1 - y0)
+    marks = _marks(min(0.0, *ys), max(ys))
+    y0, y1 = marks[0], marks[-1]
     span = x1 - x0 or 1.0
 
     def place(a: float, b: float) -> tuple[float, float]:
@@ -47,17 +47,25 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
     out = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(y)} by {html.escape(x)}">'
     ]
-    for i in range(5):
-        value = y0 + (y1 - y0) * i / 4
+    for value in marks:
         down = place(lines[0].points[0][0], value)[1]
         out.append(_stroke(_LEFT, _WIDTH - _RIGHT, down, "currentColor", ' stroke-opacity="0.15"'))
-        label = f"{100 * value:.0f} %" if percent else f"{value:.3g}"
+        label = f"{100 * value:.3g} %" if percent else f"{value:.4g}"
         out.append(_text(_LEFT - 6, down + 4, label, "end"))
     out += _x_labels(lines, place)
     for k, line in enumerate(lines):
         out.append(_drawn(line, k, place))
     out.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, x, "middle"))
     return "".join(out) + "</svg>"
+
+
+def _marks(low: float, high: float) -> list[float]:
+    """Return four to seven round numbers at equal steps, from `low` or below to `high` or above."""
+    span = high - low or 1.0
+    size = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(size * times for times in (1.0, 2.0, 2.5, 5.0, 10.0) if span / (size * times) <= 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil((low + span) / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
 
 
 def _text(across: float, down: float, text: str, anchor: str) -> str:
@@ -80,7 +88,13 @@ def _x_labels(lines: Sequence[Line], place: Place) -> list[str]:
     values = sorted({a for line in lines for a, _ in line.points})
     if len(values) > 12:
         values = [values[round(i * (len(values) - 1) / 6)] for i in range(7)]
-    return [_text(place(value, 0.0)[0], _HEIGHT - _BOTTOM + 16, f"{value:g}", "middle") for value in values]
+    labels, free = [], -math.inf
+    for value in values:
+        across = place(value, 0.0)[0]
+        if across >= free:  # a label that would lie on the one before is left out
+            labels.append(_text(across, _HEIGHT - _BOTTOM + 16, f"{value:g}", "middle"))
+            free = across + _LABEL_WIDTH
+    return labels
 
 
 def _drawn(line: Line, k: int, place: Place) -> str:

@@ -33,7 +33,7 @@ def online_page(found: Contest, swept: Sweeps) -> str:
         _section("Over the run, first path", _series(found)),
         _section("Regret to the bound, first path", _regret(found)),
     ]
-    style = files("foreshard.report").joinpath("page", "report.css").read_text(encoding="utf-8")
+    style = _style()
     data = json.dumps(found.to_dict() | {"sweeps": _data(swept)}, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
@@ -51,6 +51,14 @@ def online_page(found: Contest, swept: Sweeps) -> str:
     )
 
 
+def _style() -> str:
+    """Return the style of all reports; without a script the theme is the system's."""
+    style = files("foreshard.report").joinpath("page", "report.css").read_text(encoding="utf-8")
+    _, _, rest = style.partition(':root[data-theme="dark"] {')
+    dark, _, _ = rest.partition("}")
+    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
+
+
 def _data(swept: Sweeps) -> dict[str, object]:
     return {
         "slots": swept.slots,
@@ -65,9 +73,16 @@ def _section(title: str, *parts: str) -> str:
 
 
 def _table(one: Table) -> str:
-    head = "".join(f"<th>{html.escape(name.removeprefix('>'))}</th>" for name in one.columns)
+    classes = [' class="n"' if name.startswith(">") else "" for name in one.columns]
+    head = "".join(
+        f"<th{kind}>{html.escape(name.removeprefix('>'))}</th>"
+        for kind, name in zip(classes, one.columns, strict=True)
+    )
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in one.rows
+        "<tr>"
+        + "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row, strict=True))
+        + "</tr>"
+        for row in one.rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
@@ -111,7 +126,13 @@ def _uneven(swept: Sweeps) -> str:
         (f"{r[axis]:g}", *(f"{100 * r[name]:.2f} %" for name in ("ours", "ideal", "free", "formula")))
         for r in swept.uneven
     ]
-    columns = ("straggler factor", "ours, in budget", "bound, in budget", "balanced, no budget", "formula")
+    columns = (
+        "straggler factor",
+        ">ours, in budget",
+        ">bound, in budget",
+        ">balanced, no budget",
+        ">formula",
+    )
     return (
         _words(said)
         + chart(lines, x="how many times slower the straggler is", y="cut", percent=True)
