@@ -50,6 +50,12 @@ def test_mistakes_in_the_config_are_named(shell, tmp_path, text, key):
     assert "Traceback" not in answer.err
 
 
+def test_variables_that_are_no_options_are_known(shell, monkeypatch):
+    for name in ("FORESHARD_SECRET", "FORESHARD_MEASURED", "FORESHARD_DEBUG"):
+        monkeypatch.setenv(name, "")
+    assert shell("predict", "llama3-8b", "2x8xh100-sxm").code == 0
+
+
 def test_a_bad_environment_variable_is_named(shell, monkeypatch):
     monkeypatch.setenv("FORESHARD_TP", "many")
     answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json")
