@@ -424,17 +424,24 @@ def _judge(
 
 
 def _predictions(request: Request, found: _Found, deadline: float) -> list[Prediction]:
-    """Return the predictions of the best plans that fit, the best on each number of devices among them."""
+    """Return the predictions of the best plans that fit, the best on each number of devices among them.
+
+    Late, the fastest alone; where time is not to be small, as many as are shown, of least device-seconds.
+    """
     order = sorted(found.judged, key=lambda one: one[0])
-    first: dict[int, Plan] = {}
-    for _, plan in order:
-        first.setdefault(len(plan.ranks), plan)
-    wanted = [*[plan for _, plan in order[: request.top]], *first.values()]
-    wanted += [plan for _, plan in order[request.top : 4 * request.top]]
+    first: dict[int, tuple[float, Plan]] = {}
+    for seconds, plan in order:
+        first.setdefault(len(plan.ranks), (seconds * len(plan.ranks), plan))
+    frugal = [plan for _, plan in sorted(first.values(), key=lambda one: one[0])]
+    fastest, others = [plan for _, plan in order[: request.top]], order[request.top : 4 * request.top]
+    by_time = request.objectives[0] == "time"
+    wanted = [*fastest, *frugal] if by_time else [*frugal, *fastest]
+    wanted += [plan for _, plan in others]
+    least = 1 if by_time else request.top
     made: list[Prediction] = []
     seen: list[Plan] = []
     for plan in wanted:
-        if plan in seen or (made and time.perf_counter() > deadline):
+        if plan in seen or (len(made) >= least and time.perf_counter() > deadline):
             continue
         seen.append(plan)
         one = predicted(request, plan)
