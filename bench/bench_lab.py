@@ -2,8 +2,7 @@
 
 Four ranks, one to h times as slow (geometric), 512 samples a step in micro-batches of 4; virtual time of
 measured processor time. The bound is the linear program of continuous shares: all ranks end together (water
-filling), by the same measured costs. `--wall` repeats h = 8 in wall time with CPU shares, where root and
-cgroups allow.
+filling), by the same measured costs.
 """
 
 from __future__ import annotations
@@ -96,33 +95,18 @@ def whole_shares(rows: list[tuple[float, float]]) -> list[int]:
     return shares
 
 
+def quiet(words: list[str]) -> None:
+    """Run a verb without its words."""
+    command = [sys.executable, "-m", "foreshard", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def run(folder: Path, plan: Plan, lab: Path, name: str, steps: int) -> float:
     """Median step of a run."""
     file = folder / f"{name}.json"
     file.write_text(json.dumps(plan.to_dict()))
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "foreshard",
-            "run",
-            JOB,
-            "--plan",
-            str(file),
-            "--local",
-            str(RANKS),
-            "--lab",
-            str(lab),
-            "--steps",
-            str(steps),
-            "--out",
-            str(folder / name),
-            "--json",
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = ["run", JOB, "--plan", str(file), "--local", str(RANKS), "--lab", str(lab)]
+    quiet([*words, "--steps", str(steps), "--out", str(folder / name), "--json"])
     return median(settled_times(kept_steps(folder / name / "metrics.jsonl")))
 
 
@@ -135,13 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         profile = folder / "profile.json"
-        words = [sys.executable, "-m", "foreshard"]
-        subprocess.run(
-            [*words, "profile", JOB, "--local", str(RANKS), "--samples", "1,2,4,8", "-o", str(profile)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        quiet(["profile", JOB, "--local", str(RANKS), "--samples", "1,2,4,8", "-o", str(profile)])
         columns = ("measured", "predicted", "LP bound", "over", "even", "ratio")
         widths = (9, 9, 9, 7, 8, 6)
         heads = " ".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True))
@@ -149,12 +127,7 @@ def main() -> None:
         for h in args.heterogeneity:
             lab = lab_of(folder, h)
             file = folder / f"costs-{h:g}.json"
-            subprocess.run(
-                [*words, "calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)],
-                check=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            quiet(["calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)])
             costs, bed = load_costs(str(file)), load_lab(str(lab))
             rows = lines(costs, bed)
             shares = whole_shares(rows)

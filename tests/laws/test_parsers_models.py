@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from foreshard.catalog.hf import FAMILIES, model_from_config, read_config
 from foreshard.catalog.models import load_model, resolve_row_model
+from foreshard.catalog.row_dimensions import DIMENSIONS
 from foreshard.errors import SpecError
 from foreshard.spec.model import Model
 
@@ -89,17 +90,7 @@ def test_any_name(text):
         assert str(error)
 
 
-COLUMNS = (
-    "n_layers",
-    "hidden",
-    "ffn_hidden",
-    "n_heads",
-    "n_kv_heads",
-    "vocab",
-    "seq_len",
-    "n_experts",
-    "topk",
-)
+COLUMNS = (*DIMENSIONS, "seq_len", "n_experts", "topk")
 
 
 @given(
