@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from foreshard.errors import SpecError
+from foreshard.profile.batches import as_tuple, moved
 
 KIND = "profile"
 _WARM_UP = 2
@@ -173,7 +174,7 @@ def _timed(
 ) -> dict[str, Any]:  # fmt: skip
     size = len(job.dataset) if hasattr(job.dataset, "__len__") else None
     items = [job.dataset[i % size] for i in range(number)] if size else _first(job.dataset, number)
-    batch = _on(job.collate(items), device)
+    batch = moved(job.collate(items), device)
     kept = _saved_bytes(job, modules, batch, number, through)
     _, count = job.loss(kept.pop("output"), batch)
     profile["tokens_per_sample"] = float(count) / number
@@ -227,7 +228,7 @@ def _forwards(
     job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through
 ) -> tuple[list[tuple[float, float]], list[tuple[tuple[Any, ...], tuple[Any, ...]]]]:
     """Return, by layer, the seconds of the forward, and what it was given and has made."""
-    told, kept, values = [], [], _tuple(job.inputs(batch))
+    told, kept, values = [], [], as_tuple(job.inputs(batch))
     for layer, module in enumerate(modules):
         given = tuple(_leaf(v) for v in values) if layer else values
         clock = _Stopwatch()
@@ -264,7 +265,7 @@ def _saved_bytes(
     job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through
 ) -> dict[str, Any]:
     """Return, by layer, the bytes kept for the backward and the bytes handed on, and the output."""
-    values, saved, boundary = _tuple(job.inputs(batch)), [], []
+    values, saved, boundary = as_tuple(job.inputs(batch)), [], []
     for layer, module in enumerate(modules):
         own = {p.untyped_storage().data_ptr() for p in module.parameters()}
         seen: dict[int, int] = {}
@@ -379,10 +380,6 @@ def _leaf(value: Any) -> Any:
     return value.requires_grad_() if value.is_floating_point() else value
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
 def _first(dataset: Any, number: int) -> list[Any]:
     found = []
     for item in dataset:
@@ -390,13 +387,3 @@ def _first(dataset: Any, number: int) -> list[Any]:
         if len(found) == number:
             break
     return found
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_on(item, device) for item in value)
-    return value

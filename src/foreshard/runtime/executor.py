@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.schedules import Op, stage_order
+from foreshard.profile.batches import as_tuple, moved
 from foreshard.runtime.clock import Clock
 from foreshard.runtime.data import Feed
 from foreshard.runtime.exchange import Exchange, Peer, Span
@@ -191,7 +192,7 @@ class Executor:
                 data = self.feed.batch(positions)
         if virtual == 0:
             with own_code("inputs", self.job.path):
-                received = [_moved(t, self.device) for t in _tuple(self.job.inputs(data))]
+                received = [moved(t, self.device) for t in as_tuple(self.job.inputs(data))]
         else:
             received = self.exchange.receive(
                 span, self._peers(virtual - 1, batch, sends=False), route=virtual * 2,
@@ -215,7 +216,7 @@ class Executor:
             made = [t.float() if t.dtype is torch.float16 else t for t in made]
         output = made[0] if len(made) == 1 else tuple(made)
         with self._precision():
-            total, count = self.job.loss(output, _moved(data, self.device))
+            total, count = self.job.loss(output, moved(data, self.device))
         if self.seat.tensor == 0:  # the others have the same
             sums.loss += float(total.detach())
             sums.count += float(count)
@@ -344,7 +345,7 @@ def through(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return what a layer makes of the values for the samples at the positions."""
     with sample_randomness(seed=seed, step=step, layer=layer, positions=positions, windows=windows):
-        return _tuple(module(*values))
+        return as_tuple(module(*values))
 
 
 def _run_backward(outputs: list[Tensor], grads: list[Tensor] | None) -> None:
@@ -367,18 +368,3 @@ def _recomputed(rule: str, start: int, stop: int) -> list[tuple[int, int, bool]]
         return [(layer, layer + 1, True) for layer in range(start, cut)] + [(cut, stop, False)] * (cut < stop)
     unit = int(count or 1)
     return [(lo, min(lo + unit, stop), True) for lo in range(start, stop, unit)]
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a batch on a device, whatever it is made of."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device) for item in value)
-    return value

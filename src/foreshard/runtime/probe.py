@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from foreshard.profile.batches import as_tuple
 from foreshard.runtime.clock import Clock
 from foreshard.runtime.data import Feed
 from foreshard.runtime.job import Job
@@ -44,13 +45,13 @@ class Probe:
         if not self._layers:
             count = min(PROBED_LAYERS, self._job.num_layers)
             self._layers = [copy.deepcopy(self._job.layer(i)).to(self._device) for i in range(count)]
-        values = _tuple(self._job.inputs(feed.batch(positions)))
+        values = as_tuple(self._job.inputs(feed.batch(positions)))
         values = tuple(one.to(self._device) for one in values)
         began_s = self._clock.now()
         with torch.random.fork_rng(devices=[]):
             self._clock.begin()
             for layer in self._layers:
-                values = _tuple(layer(*values))
+                values = as_tuple(layer(*values))
             sums = [one.float().sum() for one in values if one.requires_grad]
             if sums:
                 torch.stack(sums).sum().backward()
@@ -69,7 +70,3 @@ class Probe:
         work = world.send([sent], (place + 1) % size, _TAG)
         world.recv([received], (place - 1) % size, _TAG).wait()
         work.wait()
-
-
-def _tuple(values: Any) -> tuple[Tensor, ...]:
-    return tuple(values) if isinstance(values, tuple | list) else (values,)
