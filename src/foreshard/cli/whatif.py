@@ -70,11 +70,22 @@ def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
         "" if base.memory.fits else "does not fit",
     )
     columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
+    notes = () if any(map(_wins, effects)) else ("No change gives more tokens per second.",)
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
         tables=(table("", columns, [start, *map(_row, effects)], spare=(">per 1B tokens", ">peak GiB")),),
-        notes=("No change gives more tokens per second.",) if not any(map(_wins, effects)) else (),
+        notes=(*notes, *_batches(base, effects)),
     )
+
+
+def _batches(base: Prediction, effects: tuple[Effect, ...]) -> tuple[str, ...]:
+    """Say where a step holds other samples than now: its seconds then do not compare."""
+    now = base.plan.global_batch
+    found = [(one.change, one.prediction.plan.global_batch) for one in effects if one.prediction]
+    said = ", ".join(f"{change} {batch}" for change, batch in found if batch != now)
+    if not said:
+        return ()
+    return (f"The global batch follows the change: {now} now, {said}. State --global-batch to keep it.",)
 
 
 def _wins(effect: Effect) -> bool:

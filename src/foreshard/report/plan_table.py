@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -76,12 +77,41 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         ">price",
         "why",
     )
-    rows = [_row(i, one, unit) for i, one in enumerate(plans)]
+    names = told_apart([one.plan for one in plans])
+    rows = [_row(i, one, name, unit) for i, (one, name) in enumerate(zip(plans, names, strict=True))]
     spare = (">MFU", ">tokens/s", peak, ">devices", ">run")
     return without_empty(table("Plans, best first", columns, rows, spare=spare))
 
 
-def _row(i: int, one: Ranked, unit: str) -> tuple[str, ...]:
+def told_apart(plans: Sequence[Plan]) -> list[str]:
+    """Return what distinguishes each plan: its degrees; of equal ones also shares, cuts and ranks."""
+    names = [degrees(plan) for plan in plans]
+    for more in (_shares, _cuts, _placed):
+        seen = Counter(names)
+        names = [
+            f"{name} {more(plan)}" if seen[name] > 1 else name
+            for name, plan in zip(names, plans, strict=True)
+        ]
+    return names
+
+
+def _shares(plan: Plan) -> str:
+    return f"shares {':'.join(str(group.share) for group in plan.groups)}"
+
+
+def _cuts(plan: Plan) -> str:
+    cuts = (
+        ":".join(str(sum(stop - start for start, stop in stage.layers)) for stage in group.stages)
+        for group in plan.groups
+    )
+    return f"layers {' '.join(dict.fromkeys(cuts))}"
+
+
+def _placed(plan: Plan) -> str:
+    return f"ranks {' '.join(spans(stage.ranks) for group in plan.groups for stage in group.stages)}"
+
+
+def _row(i: int, one: Ranked, name: str, unit: str) -> tuple[str, ...]:
     prediction = one.prediction
     money = prediction.cost
     price = quantity.usd(money.usd_total)
@@ -89,7 +119,7 @@ def _row(i: int, one: Ranked, unit: str) -> tuple[str, ...]:
         price = f"{quantity.usd(money.usd_per_1b_tokens)}/1B tokens"
     return (
         "yes ->" if i == 0 else "",
-        degrees(one.plan),
+        name,
         str(len(one.plan.ranks)),
         quantity.seconds(prediction.step_time_s),
         quantity.count(prediction.tokens_per_s),

@@ -73,6 +73,8 @@ def memory_in(unit: str, num_bytes: float | None) -> str:
 
 def memory(num_bytes: float) -> str:
     """Return bytes with their unit."""
+    if not num_bytes:
+        return "0 B"
     unit = memory_unit(num_bytes)
     return f"{memory_in(unit, num_bytes)} {unit}"
 

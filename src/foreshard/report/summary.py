@@ -9,7 +9,7 @@ from foreshard.report.change import Effect
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.report.shares import GroupTime, uneven
 from foreshard.report.unstated import SPLIT_EVENLY
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
 
 PART_NAMES = {
@@ -42,10 +42,13 @@ def plan_line(plan: Plan) -> str:
     words = []
     if len(plan.groups) > 1:
         words.append(f"{len(plan.groups)} groups on {len(plan.ranks)} ranks, the first:")
-    words += [f"tp {stage.tp}", f"pp {len(group.stages)}", f"dp {stage.inner_dp}"]
-    for name, value in (("cp", stage.cp), ("ep", stage.ep), ("etp", stage.etp), ("vpp", group.num_chunks)):
-        if value > 1:
-            words.append(f"{name} {value}")
+    words += [
+        f"tp {_of_stages(group, 'tp')}",
+        f"pp {len(group.stages)}",
+        f"dp {_of_stages(group, 'inner_dp')}",
+    ]
+    words += [f"{name} {value}" for name in ("cp", "ep", "etp") if (value := _of_stages(group, name)) != "1"]
+    words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
     words += [f"micro-batch {group.micro_batch / stage.inner_dp:g}", f"global batch {plan.global_batch}"]
     words += [f"seq {plan.seq_len}", plan.precision, f"zero {stage.zero}", group.schedule]
     if stage.recompute != "none":
@@ -53,6 +56,12 @@ def plan_line(plan: Plan) -> str:
     if group.sp:
         words.append("sp")
     return "  ".join(words)
+
+
+def _of_stages(group: Group, name: str) -> str:
+    """Return a degree of the stages of a group: one number, or those of its stages in order."""
+    values = [getattr(stage, name) for stage in group.stages]
+    return "/".join(map(str, values if len(set(values)) > 1 else values[:1]))
 
 
 def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:

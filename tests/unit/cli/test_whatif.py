@@ -47,3 +47,10 @@ def test_an_unknown_key_or_value_exits_2(shell, change):
 
 def test_without_changes_exits_2(shell):
     assert shell(*RUN).code == 2
+
+
+def test_a_batch_that_follows_the_change_is_said(shell):
+    told = shell("whatif", "llama3-8b", "2x8xh100-sxm", *changes("nodes=4", "zero=2"))
+    assert "The global batch follows the change: 16 now, nodes=4 32." in told.out
+    kept = shell("whatif", "llama3-8b", "2x8xh100-sxm", "--global-batch", "64", *changes("nodes=4"))
+    assert "follows the change" not in kept.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_marks_are_round_and_hold_every_point(low, high):
         float(text)
         for _, text in labels(chart([Line(name="a", points=[(1, low), (2, high)])], x="x", y="y"), "end")
     ]
-    steps = {round(b - a, 12) for a, b in zip(marks, marks[1:], strict=False)}
+    steps = {round(b - a, 12) for a, b in pairwise(marks)}
     assert marks[0] <= min(low, 0) and marks[-1] >= high and 2 <= len(marks) <= 7
     assert len(steps) == 1 and f"{steps.pop():.0e}"[0] in "125"
 
@@ -30,4 +31,4 @@ def test_marks_are_round_and_hold_every_point(low, high):
 def test_labels_that_would_lie_on_each_other_are_left_out():
     line = Line(name="a", points=[(x, 1.0) for x in (1, 3.9, 3.91, 8)])
     at = [across for across, text in labels(chart([line], x="slots", y="y"), "middle") if text != "slots"]
-    assert len(at) == 3 and all(b - a >= 30 for a, b in zip(at, at[1:], strict=False))
+    assert len(at) == 3 and all(b - a >= 30 for a, b in pairwise(at))

@@ -7,7 +7,8 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report import plan_drawing
-from foreshard.report.plan_table import degrees, drawn, idle_words
+from foreshard.report.plan_table import degrees, drawn, idle_words, told_apart
+from foreshard.report.summary import plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 
 CLUSTER = load_cluster("1x4xa100-sxm-80gb+1x4xh100-sxm")
@@ -80,3 +81,24 @@ def test_points_stay_inside_the_picture():
     width, height = map(float, picture.get("viewBox").split()[2:])
     for one in picture.findall("circle"):
         assert 0 < float(one.get("cx")) < width and 0 < float(one.get("cy")) < height
+
+
+def test_plans_of_equal_degrees_are_told_apart(plan):
+    def of(shares, ranks, cut=8):
+        groups = [
+            Group(share=share, micro_batch=1, stages=(stage([a], (0, cut)), stage([b], (cut, 34))))
+            for share, (a, b) in zip(shares, ranks, strict=True)
+        ]
+        return Plan(global_batch=sum(shares), seq_len=1024, groups=tuple(groups))
+
+    names = told_apart([of((3, 5), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)))])
+    assert [name.split(") ")[1] for name in names] == ["shares 3:5", "shares 4:4"]
+    names = told_apart([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)), cut=9), plan])
+    assert names[0].endswith("shares 4:4 layers 8:26") and names[1].endswith("layers 9:25")
+    assert names[2] == degrees(plan)
+    names = told_apart([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 5), (1, 4)))])
+    assert len(set(names)) == 2 and "ranks" in names[0]
+
+
+def test_the_line_of_a_plan_says_degrees_that_differ_by_stage(plan):
+    assert "tp 2/1  pp 2  dp 1  micro-batch 2" in plan_line(plan)

@@ -52,4 +52,5 @@ def test_memory_of_small_jobs_has_a_unit_that_shows_it():
     assert quantity.memory(1_850_360) == "1.8 MiB" and quantity.memory(2048) == "2.0 KiB"
     assert quantity.memory_unit(0) == "GiB" and quantity.memory(64) == "0.1 KiB"
     assert quantity.memory(100_000) == "97.7 KiB"
+    assert quantity.memory(0) == "0 B"
     assert quantity.memory_in("MiB", 40_104) == "0.038" and quantity.memory_in("GiB", None) == "-"
