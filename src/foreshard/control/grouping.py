@@ -30,6 +30,7 @@ from foreshard.control.slots import (
     slowest_link,
     stage_s,
     stage_spans,
+    workers_apart,
 )
 from foreshard.errors import InfeasibleError
 
@@ -96,10 +97,10 @@ def solve_slot(
         When no pipeline of the workers that are there holds the model.
     """
     memo = Memo() if memo is None else memo
-    apart = frozenset(budget.worker for budget in budgets if budget.worker is not None)
     landscape = memo.landscape(
-        chain, state, batch=batch, micro_batch=micro_batch, max_stages=max_stages, apart=apart
-    )
+        chain, state, batch=batch, micro_batch=micro_batch, max_stages=max_stages,
+        apart=workers_apart(budgets),
+    )  # fmt: skip
     weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
     bound = running.structure if isinstance(running, Choice) else running
     begin = start.structure if isinstance(start, Choice) else start

@@ -13,7 +13,7 @@ import numpy as np
 from foreshard.control.grouping import reshare, solve_slot, worth_of
 from foreshard.control.landscape import Memo
 from foreshard.control.queues import Curve
-from foreshard.control.slots import Budget, Chain, State, Structure
+from foreshard.control.slots import Budget, Chain, State, Structure, workers_apart
 from foreshard.control.subsets import Kinds, TooManyError, data_parallel
 from foreshard.errors import InfeasibleError
 
@@ -49,7 +49,7 @@ class Pipelines:
         self.chain, self.budgets, self.memo = chain, tuple(budgets), Memo()
         self._asked: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch}
         self._max_stages = max_stages
-        self._apart = frozenset(one.worker for one in budgets if one.worker is not None)
+        self._apart = workers_apart(budgets)
 
     def compare(
         self,
@@ -94,7 +94,7 @@ class Replicas:
         self.chain, self.budgets, self._batch = chain, tuple(budgets), batch
         self._known: OrderedDict[bytes, tuple[Kinds, np.ndarray] | None] = OrderedDict()
         self._structures: dict[tuple[int, ...], Structure] = {}
-        self._apart = frozenset(one.worker for one in budgets if one.worker is not None)
+        self._apart = workers_apart(budgets)
         self._searched = Pipelines(chain, budgets, batch=batch, micro_batch=micro_batch, max_stages=1)
 
     def compare(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -238,6 +238,11 @@ class Budget:
     def allowance(self, time_s: float) -> float:
         """Return what a step of so many seconds may cost in the mean."""
         return self.limit if self.per == "step" else self.limit * time_s / SECONDS[self.per]
+
+
+def workers_apart(budgets: Iterable[Budget]) -> frozenset[int]:
+    """Return the workers that budgets count by themselves: they are of no kind with others."""
+    return frozenset(budget.worker for budget in budgets if budget.worker is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
