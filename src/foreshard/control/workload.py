@@ -17,7 +17,8 @@ from foreshard.cost.energy import WAITING_POWER
 from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
 from foreshard.errors import SpecError
 from foreshard.planner.request import Request, checked_request
-from foreshard.planner.stage_prices import StageKind, price_stages
+from foreshard.planner.stage_options import StageKind
+from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.model import Model
 from foreshard.spec.scenario import Scenario

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foreshard.planner.problem import Arrangement, Problem
 from foreshard.planner.request import Request
-from foreshard.planner.stage_prices import StageKind
+from foreshard.planner.stage_options import StageKind
 from foreshard.spec.plan import Group, Plan, Stage
 
 
@@ -22,14 +22,14 @@ def plan_of(
         for s, part in enumerate(template):
             kind: StageKind = problem.names[part.option]  # type: ignore[assignment]
             first = part.start if replicas_near else 0
-            demands.append((kind.tp * kind.inner_dp, first, g, s, kind.node_group))
+            demands += [(kind.tp * own.inner_dp, first, g, s, own.node_group) for own in kind.parts]
     free = _free_nodes(request)
-    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
-    for size, _, g, s, node_group in sorted(demands, key=lambda one: (-one[0], *one[1:4])):
+    ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for size, _, g, s, node_group in sorted(demands, key=lambda one: (-one[0], *one[1:])):
         found = _take(free[node_group], size)
         if found is None:
             return None
-        ranks[g, s] = found
+        ranks[g, s, node_group] = found
     return Plan(
         global_batch=request.global_batch,
         seq_len=request.seq_len,
@@ -71,7 +71,7 @@ def _take(nodes: list[list[int]], size: int) -> tuple[int, ...] | None:
 
 
 def _group(
-    problem: Problem, arrangement: Arrangement, g: int, ranks: dict[tuple[int, int], tuple[int, ...]]
+    problem: Problem, arrangement: Arrangement, g: int, ranks: dict[tuple[int, int, int], tuple[int, ...]]
 ) -> Group:
     template = arrangement.templates[g]
     stages = []
@@ -79,9 +79,10 @@ def _group(
         kind: StageKind = problem.names[part.option]  # type: ignore[assignment]
         stages.append(
             Stage(
-                ranks=ranks[g, s],
+                ranks=tuple(rank for own in kind.parts for rank in ranks[g, s, own.node_group]),
                 layers=((part.start, part.stop),),
                 tp=kind.tp,
+                rank_shares=kind.rank_shares,
                 zero=kind.zero,
                 recompute=kind.recompute,
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foreshard.planner.problem import Problem
-from foreshard.planner.stage_prices import StageKind
+from foreshard.planner.stage_options import StageKind
 from foreshard.spec.cluster import Cluster
 
 Demand = tuple[tuple[int, int], ...]

@@ -20,7 +20,8 @@ from foreshard.planner.pools import Demand, Pool, demand_of, pooled_problem, poo
 from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.solve import solve
-from foreshard.planner.stage_prices import StageKind, price_stages
+from foreshard.planner.stage_options import StageKind
+from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage

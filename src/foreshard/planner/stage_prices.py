@@ -7,15 +7,13 @@ faster by the engine than by the problem.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
 
 from foreshard.catalog.kernels import kernel_model
-from foreshard.catalog.offers import offers_of
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_peak_bytes
@@ -23,6 +21,7 @@ from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import RankShape, layer_shape
 from foreshard.planner.problem import Problem
 from foreshard.planner.request import Request
+from foreshard.planner.stage_options import StageKind, joint_options, stage_options
 from foreshard.predict.analytical import StageTimes, stage_times, tail_times
 from foreshard.predict.batch import Batch, Pipeline, domain_block
 from foreshard.predict.machine import Machine
@@ -34,22 +33,9 @@ T = TypeVar("T")
 COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
 
-_RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
-_MICRO_BATCHES = (1, 2, 4)
-_WIDTHS = tuple(range(1, 9))
 _MAX_STAGES = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageKind:
-    """What makes a stage of an option: devices of one node group, degrees, and what each rank does."""
-
-    node_group: int
-    tp: int
-    inner_dp: int
-    micro_batch: int
-    recompute: str
-    zero: int
+_WAIT = 0.01
+"""Of the time of a joint stage, by which its other ranks may be slower than those the engine looks at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +57,7 @@ def price_stages(
     compute_only: bool = False,
     apart: bool = False,
     by_domain: bool = False,
+    joint: bool = False,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
@@ -91,12 +78,20 @@ def price_stages(
     by_domain : bool
         Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
         Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
+    joint : bool
+        Offer stages that ranks of two node groups share.
     """
-    kinds = list(dict.fromkeys((*_options(request, use), *extra)))
     types = _stage_types(request)
+    kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
+    if joint:
+        more, even = _joint(request, use, types, {kind.samples for kind in kinds})
+        kinds += more
     rooms = _rooms(request, kinds, types, reserve_bytes)
+    if joint:
+        rooms[:, len(kinds) - len(more) :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
+    spans = np.array([[float(len(kind.parts)) for kind in kinds]])
     crosses = _fewest_devices(kinds, types, rooms) > max(domains)
     batch = _batch(request, use, kinds, types, crosses=crosses or apart)
     stage = stage_times(batch)
@@ -107,24 +102,25 @@ def price_stages(
     if by_domain and not (crosses or apart or compute_only):
         far = _batch(request, use, kinds, types, crosses=True)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
-        leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks), shape).T.copy()
+        leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks, spans), shape).T.copy()
     alone = _batch(request, use, kinds, types, crosses=crosses or apart)
     tails = [
-        np.broadcast_to(_tail(alone, stage, copies, blocks, apart=apart), shape).T
+        np.broadcast_to(_tail(alone, stage, copies, blocks, spans, apart=apart), shape).T
         for copies in _copies(request)
     ]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
     for i, kind in enumerate(kinds):
-        takes[i, kind.node_group] = kind.tp * kind.inner_dp
+        for part in kind.parts:
+            takes[i, part.node_group] = kind.tp * part.inner_dp
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
         max_stages=min(_MAX_STAGES, request.model.num_layers),
         types=types.table,
         takes=takes,
-        micro_batch=np.array([kind.micro_batch * kind.inner_dp for kind in kinds]),
-        grain=np.array([kind.inner_dp for kind in kinds]),
+        micro_batch=np.array([kind.samples for kind in kinds]),
+        grain=np.array([1 if kind.beside else kind.inner_dp for kind in kinds]),
         time_s=time_s.T.copy(),
         copies=_copies(request),
         tail_s=np.array(tails),
@@ -138,8 +134,62 @@ def price_stages(
     )
 
 
-def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, apart: bool) -> np.ndarray:
+def without_joint(problem: Problem) -> Problem:
+    """Return a priced problem without its joint stages; itself where it has none."""
+    alone = np.array([kind.beside is None for kind in problem.names])  # type: ignore[attr-defined]
+    if alone.all():
+        return problem
+    leave_s, leave_tail_s = problem.leave_s, problem.leave_tail_s
+    return replace(
+        problem,
+        takes=problem.takes[alone],
+        micro_batch=problem.micro_batch[alone],
+        grain=problem.grain[alone],
+        time_s=problem.time_s[alone],
+        tail_s=problem.tail_s[:, alone],
+        max_in_flight=problem.max_in_flight[alone],
+        hop_s=problem.hop_s[np.ix_(alone, alone)],
+        names=tuple(kind for kind, keep in zip(problem.names, alone, strict=True) if keep),
+        leave_s=None if leave_s is None else leave_s[alone],
+        leave_tail_s=None if leave_tail_s is None else leave_tail_s[alone],
+    )
+
+
+def _joint(
+    request: Request, use: tuple[int, ...], types: _Types, sizes: Collection[int]
+) -> tuple[list[StageKind], np.ndarray]:
+    """Return joint stages, and of which types they are in their space, shape (types, stages).
+
+    No rank of a stage may be slower than those that the engine takes the others to wait for. Of splits that
+    differ in what the faster ranks take, that of most samples which half of all types allow, and that of
+    most as any other stage takes.
+    """
+    kinds = joint_options(request, use)
+    if not kinds:
+        return [], np.zeros((len(types.has_head), 0), dtype=bool)
+    shape = len(types.has_head), len(kinds)
+    own, other = (
+        np.broadcast_to(stage_times(_batch(request, use, some, types)).total, shape)
+        for some in (kinds, [kind.turned for kind in kinds])
+    )
+    even = other <= own * (1.0 + _WAIT)
+    best: dict[object, int] = {}
+    for i in np.flatnonzero(even.mean(axis=0) >= 0.5).tolist():
+        kind = kinds[i]
+        ranks = tuple((part.node_group, part.inner_dp) for part in kind.parts)
+        for common in {False, kind.samples in sizes}:
+            key = (common, kind.tp, kind.recompute, kind.micro_batch, ranks)
+            best[key] = max(best.get(key, i), i, key=lambda one: kinds[one].samples)
+    kept = sorted(set(best.values()))
+    return [kinds[i] for i in kept], even[:, kept]
+
+
+def _tail(
+    batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, spans: np.ndarray, *, apart: bool
+) -> np.ndarray:
     """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
+
+    A stage is in link domains of `spans` node groups.
 
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
     inner data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for.
@@ -148,7 +198,8 @@ def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, a
     rank = batch.machine.rank
     width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
     if apart or copies == 1:
-        return _tail_of(batch, stage, width * copies, np.minimum(width, room), blocks)
+        inside = np.minimum(np.ceil(width / spans), room)
+        return _tail_of(batch, stage, width * copies, inside, blocks)
     # The engine takes the mean over domains for what each holds: at most twice as many as this stage has
     # ranks, and then every domain but one at least one less.
     fewest = width + (copies - 1) * np.ceil(width / 2.0)
@@ -161,12 +212,16 @@ def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, a
     return np.where(twice, np.minimum(tail, other), tail)
 
 
-def _leave_tail(far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray) -> np.ndarray:
+def _leave_tail(
+    far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray, spans: np.ndarray
+) -> np.ndarray:
     """Return how much longer the tail of every stage is where its pipeline leaves a link domain.
 
     A table that the first and the last stage share crosses it, however many pipelines there are.
     """
-    return _tail(far, stage, 1, blocks, apart=False) - _tail(near, stage, 1, blocks, apart=False)
+    return _tail(far, stage, 1, blocks, spans, apart=False) - _tail(
+        near, stage, 1, blocks, spans, apart=False
+    )
 
 
 def _tail_of(
@@ -182,45 +237,6 @@ def _tail_of(
 
 def _copies(request: Request) -> tuple[int, ...]:
     return tuple(n for n in COPIES if n <= min(request.cluster.num_devices, request.global_batch))
-
-
-def _options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
-    """Return the ways to run a stage on each node group that can compute in the precision."""
-    offers = offers_of(request.framework)
-    rules = [rule for rule in _RULES if rule.partition(":")[0] in offers.recompute]
-    levels = offers.levels(2)
-    zero = request.framework.default_zero if request.framework.default_zero in levels else max(levels)
-    found = []
-    for g in use:
-        nodes = request.cluster.nodes[g]
-        if not nodes.device.supports(request.precision):
-            continue
-        degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
-        degrees = degrees if "tp" in offers.degrees else [1]
-        for tp, width, rule, size in product(degrees, _WIDTHS, rules, _MICRO_BATCHES):
-            ranks = tp * width
-            whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
-            usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
-            if ranks > nodes.num_devices or not (whole and usual) or width * size > request.global_batch:
-                continue
-            found.append(
-                StageKind(
-                    node_group=g,
-                    tp=tp,
-                    inner_dp=width,
-                    micro_batch=size,
-                    recompute=rule,
-                    zero=zero if width > 1 else min(zero, 1),
-                )
-            )
-    return found
-
-
-def _splits(request: Request, tp: int, nodes: NodeGroup) -> bool:
-    """Return whether a tensor degree divides the model and the nodes."""
-    blocks = [block for block, _ in request.model.block_kinds()]
-    widths = [n for b in blocks for n in (b.num_heads, b.ffn, b.shared_ffn, b.expert_ffn)]
-    return nodes.per_node % tp == 0 and request.seq_len % tp == 0 and all(n % tp == 0 for n in widths)
 
 
 def _stage_types(request: Request) -> _Types:
@@ -264,14 +280,14 @@ def _batch(
 ) -> Batch:
     """Return stages as rows and options as columns, each alone in its plan."""
     model, framework, nodes = request.model, request.framework, request.cluster.nodes
-    fabrics = [_fabric(request, (g,)) for g in range(len(nodes))]
-    joined = _fabric(request, use)
+    fabrics = _fabrics(request, kinds)
+    joined = _fabric(request, {g: nodes[g].num_devices for g in use})
     kernels = [_kernels(request, group) for group in nodes]
     traits = [
         traits_of(framework, group.device, optimizer=request.optimizer, precision=request.precision)
         for group in nodes
     ]
-    fabric = _row([fabrics[kind.node_group] for kind in kinds], Fabric)
+    fabric = _row(fabrics, Fabric)
     machine = Machine(
         kernels=_row([kernels[kind.node_group] for kind in kinds], KernelModel),
         fabric=fabric,
@@ -295,12 +311,27 @@ def _batch(
     )
 
 
-def _fabric(request: Request, use: tuple[int, ...]) -> Fabric:
-    """Return the links that join some node groups; of one alone, the best its stages can have."""
+def _fabrics(request: Request, kinds: Sequence[StageKind]) -> list[Fabric]:
+    """Return the links inside the stage of each option, the best that any of its stages can have."""
+    found: dict[tuple[tuple[int, int], ...], Fabric] = {}
+    made = []
+    for kind in kinds:
+        nodes = request.cluster.nodes[kind.node_group]
+        whole = ((kind.node_group, nodes.num_devices),)
+        place = tuple((part.node_group, kind.tp * part.inner_dp) for part in kind.parts)
+        place = place if kind.beside else whole
+        if place not in found:
+            found[place] = _fabric(request, dict(place))
+        made.append(found[place])
+    return made
+
+
+def _fabric(request: Request, devices: Mapping[int, int]) -> Fabric:
+    """Return the links that join the first so many devices of some node groups."""
     ranks: list[int] = []
     first = 0
     for g, nodes in enumerate(request.cluster.nodes):
-        ranks += range(first, first + nodes.num_devices) if g in use else ()
+        ranks += range(first, first + devices.get(g, 0))
         first += nodes.num_devices
     nccl = "old" if request.framework.nccl == "old" else "2.2x"
     return fabric_between(request.cluster, ranks, nccl=nccl)
@@ -318,13 +349,18 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
     four = request.precision == "nvfp4"
     wide = 4.0 if request.precision in ("fp32", "tf32") else 2.0
     tp = float(kind.tp)
+    own, own_experts = tp, 1.0
+    if kind.beside:  # half of its ranks, or fewer, are within one link domain
+        block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
+        own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
     return RankShape(
-        tp=tp, cp=1.0, ep=1.0, etp=1.0, dp=float(kind.inner_dp), copies=1.0,
-        sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.inner_dp),
+        tp=tp, cp=1.0, ep=1.0, etp=1.0, dp=float(kind.width), copies=1.0,
+        sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.width),
         micro_batch=float(kind.micro_batch), seq_len=float(request.seq_len), low=float(low),
         four_bit=float(four), matrix_bytes=0.5 if four else 1.0 if low else wide, element_bytes=wide,
         offload_optimizer=0.0, offload_activations=0.0, tp_stride=1.0, cp_stride=tp, ep_stride=1.0,
-        etp_stride=1.0, sync_stride=tp, expert_stride=1.0, own_stride=tp, own_expert_stride=1.0,
+        etp_stride=1.0, sync_stride=tp, expert_stride=1.0, own_stride=own,
+        own_expert_stride=own_experts,
     )  # fmt: skip
 
 
@@ -332,7 +368,12 @@ def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, cross
     model, nodes = request.model, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
     # Beside a stage that fills its link domain there is no room for a neighbour.
-    leaves = [[float(crosses or kind.tp * kind.inner_dp >= blocks[kind.node_group]) for kind in kinds]]
+    leaves = [[
+        # Neighbours that are joint too can have each half of theirs beside its own.
+        float((crosses and not kind.beside)
+              or any(kind.tp * part.inner_dp >= blocks[part.node_group] for part in kind.parts))
+        for kind in kinds
+    ]]  # fmt: skip
     alone = types.has_embedding * types.has_head
 
     def one(value: float) -> np.ndarray:
@@ -358,6 +399,18 @@ def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, cross
 
 def _rooms(request: Request, kinds: Sequence[StageKind], types: _Types, reserve_bytes: float) -> np.ndarray:
     """Return the micro-batches in flight that fit on every stage of every option, shape (types, options)."""
+    rooms = _rooms_of(request, kinds, types, reserve_bytes)
+    joint = [i for i, kind in enumerate(kinds) if kind.beside]
+    if joint:
+        others = _rooms_of(request, [kinds[i].turned for i in joint], types, reserve_bytes)
+        rooms[:, joint] = np.minimum(rooms[:, joint], others)
+    return rooms
+
+
+def _rooms_of(
+    request: Request, kinds: Sequence[StageKind], types: _Types, reserve_bytes: float
+) -> np.ndarray:
+    """Return the micro-batches in flight that fit on the ranks of its own node group of each option."""
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
     load = _load(request, kinds, types)
@@ -370,7 +423,7 @@ def _rooms(request: Request, kinds: Sequence[StageKind], types: _Types, reserve_
 
 def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray) -> float:
     """Return the least devices any pipeline takes; of more than a link domain has, its messages leave it."""
-    devices = np.array([kind.tp * kind.inner_dp for kind in kinds])
+    devices = np.array([kind.tp * kind.width for kind in kinds])
     least = np.append(np.where(rooms > 0, devices[None, :], np.inf).min(1), np.inf)
     places = len(types.table) - 1
     after = np.full(places + 1, np.inf)
@@ -383,7 +436,7 @@ def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray
 def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageLoad:
     model, framework = request.model, request.framework
     tp = np.array([[float(kind.tp) for kind in kinds]])
-    width = np.array([[float(kind.inner_dp) for kind in kinds]])
+    width = np.array([[float(kind.width) for kind in kinds]])
     unit = framework.vocab_multiple * tp
     copies = 1.0 if request.cluster.num_devices == 1 else 2.0
     return StageLoad(

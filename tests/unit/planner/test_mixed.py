@@ -201,16 +201,15 @@ def test_an_interrupt_ends_every_part_of_the_search(monkeypatch, at):
 def test_an_interrupt_outside_a_solver_keeps_the_plans_found(monkeypatch):
     from foreshard.planner import mixed
 
-    calls, price, judge = [], mixed.price_stages, mixed._judge
+    calls, ended, price, judge = [], [], mixed.price_stages, mixed._judge
 
     def judged(*arguments, **options):
         calls.append(0)
         return judge(*arguments, **options)
 
     def interrupted(*arguments, **options):
-        if calls:
-            calls.append(0)
-        if len(calls) == 2:
+        if calls and not ended:
+            ended.append(0)
             raise KeyboardInterrupt
         return price(*arguments, **options)
 
