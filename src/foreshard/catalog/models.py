@@ -8,6 +8,7 @@ import os.path
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from foreshard.catalog.hf import model_from_config, read_config
@@ -42,6 +43,15 @@ def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> 
     module, colon, factory = text.rpartition(":")
     if colon and module.endswith(".py"):
         return _from_factory(Path(module), factory, read_module)
+    if text.endswith(".py") and os.path.exists(text):
+        raise SpecError(
+            "a Python file without the name of a factory",
+            file=text,
+            key="model",
+            value=text,
+            rule="A model is a catalog name, a config.json or module.py:factory; a job is measured first",
+            fix=f"Write {text}:FACTORY; of a job give --costs, made with foreshard profile and calibrate",
+        )
     model = find_model(text)
     if model:
         return model
@@ -98,7 +108,9 @@ def _call(path: Path, factory: str) -> Any:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-        made = getattr(module, factory)
+        made = getattr(module, factory, None)
+        if not callable(made):
+            raise _no_factory(path, factory, module)
         return made()
     except ForeshardError:
         raise
@@ -108,7 +120,7 @@ def _call(path: Path, factory: str) -> Any:
             file=str(path),
             fix="The extra foreshard[run] brings torch, foreshard[models] transformers",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(
             f"{factory}() failed: {type(error).__name__}: {error}",
             file=str(path),
@@ -118,6 +130,18 @@ def _call(path: Path, factory: str) -> Any:
         ) from error
     finally:
         sys.modules.pop(spec.name, None)
+
+
+def _no_factory(path: Path, factory: str, module: ModuleType) -> SpecError:
+    found = [name for name, one in vars(module).items() if callable(one) and not name.startswith("_")]
+    return SpecError(
+        f"no function {factory!r}",
+        file=str(path),
+        key="model",
+        value=factory,
+        rule="The factory is a function without arguments in that file",
+        fix=f"It has {', '.join(found[:8])}" if found else "Define one",
+    )
 
 
 def _from_module(made: Any, where: str, read_module: ModuleReader | None) -> Model:

@@ -240,3 +240,20 @@ def test_every_training_row_resolves_or_says_not_modelled():
 def test_families_of_the_catalog_are_modelled():
     used = {entry["config"]["model_type"] for entry in _data()["models"].values() if "config" in entry}
     assert used == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("text", "after", "said"),
+    [
+        ("def f(): return 1\n", "", "without the name of a factory"),
+        ("def f(): return 1\n", ":g", "no function 'g'.*It has f"),
+        ("f = 3\n", ":f", "no function 'f'.*Define one"),
+        ("import sys\nsys.exit(0)\n", ":f", "failed: SystemExit"),
+        ("def f(): return 1\n", ":f", "returned a int"),
+    ],
+)
+def test_a_module_that_gives_no_model_is_bad_input(tmp_path, text, after, said):
+    path = tmp_path / "mod.py"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=f"mod.py.*{said}"):
+        load_model(f"{path}{after}")
