@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -293,8 +293,9 @@ def _lab_or_cluster(text: str) -> Cluster:
 
 
 def profile(
-    job: str, out: str, *, seed: int = 0, tell: Callable[[str], None] = lambda text: None, **options: Any
-) -> dict[str, Any] | None:
+    job: str, out: str, *, seed: int = 0, tell: Callable[[str], None] = lambda text: None,
+    tp: Sequence[int] = (), **options: Any,
+) -> dict[str, Any] | None:  # fmt: skip
     """Time a job's layers here, and the links between ranks; write the profile to `out` and return it.
 
     Parameters
@@ -306,6 +307,8 @@ def profile(
     seed : int
     tell : callable of text
         Progress.
+    tp : sequence of int
+        Degrees of tensor parallelism: a rank's part of the layers is timed too.
     **options
         As of :func:`foreshard.profile.record.record`: device, samples, repeats, local, links, threads.
 
@@ -314,13 +317,17 @@ def profile(
     dict or None
         None for those ranks of torchrun that wrote nothing.
     """
+    from functools import partial
     from pathlib import Path
 
     from foreshard.profile.record import record
     from foreshard.runtime.executor import through
     from foreshard.runtime.job import load_job
+    from foreshard.runtime.tensor_alone import TensorPart
 
-    return record(load_job(job, seed=seed), out=Path(out), through=through, tell=tell, **options)
+    made = load_job(job, seed=seed)
+    parts = {degree: partial(TensorPart, made, degree, options.get("device", "cpu")) for degree in tp}
+    return record(made, out=Path(out), through=through, tell=tell, parts=parts, **options)
 
 
 def calibrate(

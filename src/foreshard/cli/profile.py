@@ -38,6 +38,9 @@ class Sizes(click.ParamType):  # type: ignore[type-arg]
 @click.argument("job", metavar="JOB.py")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
 @click.option("--samples", type=Sizes(), default="1,2,4,8", show_default=True, help="Micro-batches to time.")
+@click.option(
+    "--tp", type=Sizes(), default=(), help="Also a rank's part of layers that so many compute together."
+)
 @click.option("--repeats", type=int, default=15, show_default=True, help="Passes of each.")
 @click.option("--local", type=int, default=1, show_default=True, help="Ranks that will share this machine.")
 @click.option(

@@ -8,17 +8,16 @@ the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.graph.pipeline import pipeline_program
 from foreshard.graph.program import Kind
 from foreshard.predict.measured_costs import LayerCost, MeasuredCosts, load_costs
-from foreshard.predict.measured_memory import counts_of, measured_memory, part_again
+from foreshard.predict.measured_memory import measured_memory
+from foreshard.predict.measured_work import Work
 from foreshard.sim import critical_path
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
@@ -38,6 +37,7 @@ class RankTimes:
     rank: int
     compute_s: float
     recompute_s: float
+    tensor_s: float
     waiting_s: float
     sync_s: float
     optimizer_s: float
@@ -70,7 +70,8 @@ def predict_measured(
     vote_s = _vote_s(costs, cluster, plan)
     step_s = critical.end_s + vote_s
     parts = dict.fromkeys(TIME_PARTS, 0.0) | {
-        "compute": critical.compute_s, "recompute": critical.recompute_s, "bubble": critical.waiting_s,
+        "compute": critical.compute_s, "recompute": critical.recompute_s,
+        "tensor_comm": critical.tensor_s, "bubble": critical.waiting_s,
         "data_comm": critical.sync_s, "optimizer": critical.optimizer_s, "host": vote_s,
     }  # fmt: skip
     samples_per_s = plan.global_batch / step_s
@@ -104,10 +105,11 @@ def rank_times(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> list[RankT
     synced = _synced(costs, cluster, done)
     found = []
     for rank, told in sorted(done.items()):
-        optimizer_s = costs.optimizer_s(device[rank], told["layers"]) / told["shards"]
+        optimizer_s = costs.optimizer_s(device[rank], told["layers"], told["tp"]) / told["shards"]
+        busy_s = told["work_s"] + told["again_s"] + told["tensor_s"]
         found.append(RankTimes(
-            rank=rank, compute_s=told["work_s"], recompute_s=told["again_s"],
-            waiting_s=_gap(told["end_s"], told["work_s"] + told["again_s"]),
+            rank=rank, compute_s=told["work_s"], recompute_s=told["again_s"], tensor_s=told["tensor_s"],
+            waiting_s=_gap(told["end_s"], busy_s),
             sync_s=synced[rank] - told["end_s"], optimizer_s=optimizer_s, end_s=synced[rank] + optimizer_s,
         ))  # fmt: skip
     return found
@@ -123,55 +125,23 @@ def _group_done(
 ) -> dict[int, dict[str, Any]]:
     """Play the pipeline; return per rank its work and when each of its chunks has its gradients."""
     sizes = [min(group.micro_batch, group.share - lo) for lo in range(0, group.share, group.micro_batch)]
-    work = _Work(costs, group, sizes, device)
+    work = Work(costs, cluster, group, sizes, device)
     ends = _ends(costs, cluster, group, sizes, work)
     found = {}
     for s, stage in enumerate(group.stages):
         ready = {layer: ends[s][c] for c, (lo, hi) in enumerate(stage.layers) for layer in range(lo, hi)}
-        for rank in stage.ranks:
-            done_s, again_s = work.of_rank[rank]
+        for place, rank in enumerate(stage.ranks):
+            done_s, again_s, tensor_s = work.of_rank[rank]
             found[rank] = {
-                "end_s": max(ends[s]), "work_s": done_s, "again_s": again_s, "ready_s": ready,
-                "layers": tuple(ready), "shards": stage.inner_dp if stage.zero >= 1 else 1,
+                "end_s": max(ends[s]), "work_s": done_s, "again_s": again_s, "tensor_s": tensor_s,
+                "ready_s": ready, "layers": tuple(ready), "tp": stage.tp, "part": place % stage.tp,
+                "shards": stage.inner_dp if stage.zero >= 1 else 1,
             }  # fmt: skip
     return found
 
 
-class _Work:
-    """Seconds of every pass, shape (stages, chunks, micro-batches), and of every rank apart."""
-
-    def __init__(self, costs: MeasuredCosts, group: Group, sizes: Sequence[int], device: Mapping[int, str]):
-        shape = (len(group.stages), group.num_chunks, len(sizes))
-        self.forward, self.backward, self.inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self.of_rank: dict[int, tuple[float, float]] = {}
-        distinct, which, times = np.unique(sizes, return_inverse=True, return_counts=True)
-        for s, stage in enumerate(group.stages):
-            counts = np.array([counts_of(stage, int(size)) for size in distinct]).T
-            for rank, samples in zip(stage.ranks, counts, strict=True):
-                total = np.zeros(2)
-                for c, span in enumerate(stage.layers):
-                    passes = _passes(costs, device[rank], span, samples, part_again(stage))
-                    total += ((passes[0] + passes[1] - passes[3]) @ times, passes[3] @ times)
-                    for table, one in zip((self.forward, self.backward, self.inputs), passes, strict=False):
-                        table[s, c] = np.maximum(table[s, c], one[which])
-                self.of_rank[rank] = (float(total[0]), float(total[1]))
-        self.inputs[0, 0] = 0.0  # nobody is before the first stage: all of its backward can wait
-
-
-def _passes(
-    costs: MeasuredCosts, device: str, span: tuple[int, int], samples: np.ndarray, again: float
-) -> tuple[np.ndarray, ...]:
-    """Return the seconds of forward, backward, its part for the input, and what runs again in both."""
-    names = ("forward_s", "backward_s", "backward_input_s")
-    forward, backward, inputs = (
-        np.array([costs.work_s(device, span, name, int(n)) if n else 0.0 for n in samples]) for name in names
-    )
-    repeated = again * forward
-    return forward, backward + repeated, np.minimum(inputs, backward) + repeated, repeated
-
-
 def _ends(
-    costs: MeasuredCosts, cluster: Cluster, group: Group, sizes: Sequence[int], work: _Work
+    costs: MeasuredCosts, cluster: Cluster, group: Group, sizes: Sequence[int], work: Work
 ) -> list[list[float]]:
     """Return when each chunk of each stage has its gradients."""
     if work.forward.shape[:2] == (1, 1):
@@ -222,10 +192,8 @@ def _synced(
     clock = {rank: float(told["end_s"]) for rank, told in done.items()}
     free = dict.fromkeys(done, 0.0)
     segments: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
-    for layers, size in costs.summed():
-        owners = tuple(
-            sorted(rank for rank, told in done.items() if not told["ready_s"].keys().isdisjoint(layers))
-        )
+    for layers, size, part in _pieces(costs, done):
+        owners = tuple(sorted(rank for rank, told in done.items() if _holds(told, layers, part)))
         if size > 0 and len(owners) > 1:
             segments.setdefault(owners, []).append((layers, size))
     for owners, parts in sorted(segments.items()):
@@ -239,6 +207,27 @@ def _synced(
             free[rank] = end
             clock[rank] = max(clock[rank], end)
     return clock
+
+
+def _pieces(
+    costs: MeasuredCosts, done: Mapping[int, Mapping[str, Any]]
+) -> Iterator[tuple[tuple[int, ...], float, int | None]]:
+    """Yield layers, the bytes of their gradients, and which part it is of those that ranks share out."""
+    for layers, size in costs.summed():
+        tps = {told["tp"] for told in done.values() if not told["ready_s"].keys().isdisjoint(layers)} - {1}
+        cut = 0.0
+        if tps and len(layers) == 1:  # what layers share is whole on every rank
+            (tp,) = tps
+            cut = costs.cut_bytes(layers[0], tp)
+            for part in range(tp):
+                yield layers, cut / tp, part
+        yield layers, size - cut, None
+
+
+def _holds(told: Mapping[str, Any], layers: Sequence[int], part: int | None) -> bool:
+    """Return whether a rank has the gradients of layers, or of a part of them."""
+    whole = part is None or told["tp"] == 1 or told["part"] == part
+    return whole and not told["ready_s"].keys().isdisjoint(layers)
 
 
 def _vote_s(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> float:
@@ -287,6 +276,12 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
             key="groups.stages.layers", value=layers, rule="a plan holds every layer of the model",
             fix=f"Cut 0..{len(costs.layers)}",
         )  # fmt: skip
+    degrees = sorted({stage.tp for group in plan.groups for stage in group.stages} - {1})
+    if len(degrees) > 1:
+        raise SpecError(
+            f"tp {' and '.join(map(str, degrees))} in one plan", key="groups.stages.tp", value=degrees[-1],
+            rule="measured costs price stages of one tp above 1, beside stages of tp 1",
+        )  # fmt: skip
     most = max(plan.ranks)
     if most >= cluster.num_devices:
         raise SpecError(
@@ -295,9 +290,11 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
         )  # fmt: skip
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
-            if stage.tp * stage.cp * stage.ep > 1:
-                raise SpecError("tp, cp or ep above 1", key=f"groups[{g}].stages[{s}]",
-                                rule="measured costs price stages of data-parallel ranks")  # fmt: skip
+            if stage.cp * stage.ep > 1:
+                raise SpecError(
+                    "cp or ep above 1", key=f"groups[{g}].stages[{s}]",
+                    rule="measured costs price stages of data- and tensor-parallel ranks",
+                )  # fmt: skip
             if stage.zero >= 3 and stage.inner_dp > 1:
                 raise SpecError(
                     "zero 3", key=f"groups[{g}].stages[{s}].zero", value=stage.zero,

@@ -20,6 +20,8 @@ from foreshard.spec.cluster import Cluster
 
 Line = tuple[float, float]
 """(fixed seconds, seconds per sample)."""
+Sums = tuple[tuple[float, float], ...]
+"""(bytes per sample, which part of a ring) of each sum over the ranks that compute a layer together."""
 _LINES = ("forward_s", "backward_s", "backward_input_s")
 _NUMBERS = (
     "optimizer_s", "parameter_bytes", "frozen_bytes", "state_bytes", "saved_bytes_per_sample",
@@ -41,6 +43,8 @@ class LayerCost:
     saved_bytes_per_sample, boundary_bytes_per_sample : float
         Kept from forward to backward; handed to the next layer.
     frozen_bytes : float
+    sums_forward, sums_backward : Sums
+        Of a rank's part of a layer.
     """
 
     forward_s: Line
@@ -52,6 +56,8 @@ class LayerCost:
     saved_bytes_per_sample: float
     boundary_bytes_per_sample: float
     frozen_bytes: float = 0.0
+    sums_forward: Sums = ()
+    sums_backward: Sums = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +84,8 @@ class MeasuredCosts:
         Parameters that several layers share: each of the layers counts it in its own bytes.
     largest : int
         Samples of the largest micro-batch that was timed.
+    parts : mapping of device name to mapping of degree to tuple of LayerCost
+        A rank's part of the layers where so many compute them together; '' for those without a table.
     """
 
     layers: tuple[LayerCost, ...]
@@ -92,6 +100,7 @@ class MeasuredCosts:
     machine: str = ""
     largest: int = 8
     tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is.
@@ -109,9 +118,29 @@ class MeasuredCosts:
             )  # fmt: skip
         return self.slow[device]
 
-    def layers_on(self, device: str) -> tuple[LayerCost, ...]:
-        """Return the layers as measured on a device, or on the one that `slow_of` it refers to."""
-        return self.tables.get(device, self.layers)
+    def layers_on(self, device: str, tp: int = 1) -> tuple[LayerCost, ...]:
+        """Return the layers as measured on a device, or on the one that `slow_of` it refers to.
+
+        Raises
+        ------
+        SpecError
+            When a rank's part of them was not measured for so many ranks.
+        """
+        if tp == 1:
+            return self.tables.get(device, self.layers)
+        known = self.parts.get(device if device in self.tables else "", {})
+        if tp not in known:
+            raise SpecError(
+                f"layers that {tp} ranks compute together were not measured", file=self.path,
+                key="groups.stages.tp", value=tp, rule=f"measured are {', '.join(map(str, (1, *known)))}",
+                fix=f"Profile again with --tp {tp}, or plan without",
+            )  # fmt: skip
+        return known[tp]
+
+    def cut_bytes(self, layer: int, tp: int) -> float:
+        """Return the trained bytes of a layer that so many ranks share out; what is left each holds whole."""
+        whole, part = self.layers[layer].parameter_bytes, self.layers_on("", tp)[layer].parameter_bytes
+        return (whole - part) * tp / (tp - 1)
 
     def summed(self) -> list[tuple[tuple[int, ...], float]]:
         """Return the trained bytes that layers have each for itself, and those they share."""
@@ -121,14 +150,14 @@ class MeasuredCosts:
                 own[layer] -= size
         return [*(((layer,), size) for layer, size in enumerate(own)), *self.tied]
 
-    def work_s(self, device: str, span: tuple[int, int], name: str, samples: int) -> float:
-        """Return the seconds that a device needs for samples on layers [start, stop)."""
-        lines = [getattr(layer, name) for layer in self.layers_on(device)[slice(*span)]]
+    def work_s(self, device: str, span: tuple[int, int], name: str, samples: int, tp: int = 1) -> float:
+        """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
+        lines = [getattr(layer, name) for layer in self.layers_on(device, tp)[slice(*span)]]
         return self.slow_of(device) * float(sum(fixed + each * samples for fixed, each in lines))
 
-    def optimizer_s(self, device: str, layers: Iterable[int]) -> float:
-        """Return the seconds that a device needs to update layers."""
-        table = self.layers_on(device)
+    def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:
+        """Return the seconds that a device needs to update layers, or its part of them."""
+        table = self.layers_on(device, tp)
         return self.slow_of(device) * float(sum(table[layer].optimizer_s for layer in layers))
 
     def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
@@ -203,6 +232,10 @@ def _parsed(data: Any, path: str) -> MeasuredCosts:
         links=MeasuredLinks.parsed(data.get("links")), model=str(data.get("model", "")),
         machine=str(data.get("machine", "")), largest=int(max(data["samples"])),
         tied=tuple((tuple(map(int, one["layers"])), float(one["bytes"])) for one in data.get("tied", [])),
+        parts={
+            str(name): {int(degree): _layers(rows) for degree, rows in told.items()}
+            for name, told in data.get("tensor", {}).items()
+        },
     )  # fmt: skip
 
 
@@ -211,10 +244,15 @@ def _layers(rows: Any) -> tuple[LayerCost, ...]:
     for told in rows:
         numbers: dict[str, Any] = {name: float(told[name]) for name in _NUMBERS}
         lines: dict[str, Any] = {name: (float(told[name][0]), float(told[name][1])) for name in _LINES}
-        seen = np.array([*numbers.values(), *(v for line in lines.values() for v in line)])
+        sums: dict[str, Any] = {
+            name: tuple((float(size), float(ring)) for size, ring in told.get(name, ()))
+            for name in ("sums_forward", "sums_backward")
+        }
+        pairs = (*lines.values(), *(pair for one in sums.values() for pair in one))
+        seen = np.array([*numbers.values(), *(v for pair in pairs for v in pair)])
         if not (np.isfinite(seen) & (seen >= 0)).all():
             raise ValueError("layers with finite seconds and bytes")
-        layers.append(LayerCost(**lines, **numbers))
+        layers.append(LayerCost(**lines, **numbers, **sums))
     if not layers:
         raise ValueError("layers")
     return tuple(layers)

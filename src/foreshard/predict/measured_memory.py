@@ -37,7 +37,8 @@ def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memor
 
 
 def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -> dict[str, float]:
-    layers = [costs.layers[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
+    table = costs.layers_on("", stage.tp)
+    layers = [table[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
     samples = max(counts_of(stage, group.micro_batch))
     kept, temporary = zip(*(_saved_bytes(costs, stage, span) for span in stage.layers), strict=True)
     shards = stage.inner_dp if stage.zero >= 1 else 1
@@ -51,7 +52,7 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
 
 def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> tuple[float, float]:
     """Return the bytes of a sample kept from forward to backward, and those made again in its backward."""
-    layers = costs.layers[slice(*span)]
+    layers = costs.layers_on("", stage.tp)[slice(*span)]
     saved = sum(layer.saved_bytes_per_sample for layer in layers)
     again = part_again(stage)
     if not again:

@@ -77,10 +77,16 @@ def calibrate(
     for name, one in profiles.items():
         _check(profile, one, clock, name)
     layers = {name: _layers(one, _COLUMN[clock]) for name, one in profiles.items()}
+    parts = {name: _parts(one, _COLUMN[clock]) for name, one in profiles.items()}
     spreads = [_spread(one, _COLUMN[clock]) for one in profiles.values()]
     if table_s is not None:
         clock, spreads = "table", [(1.0, 1.0)]
-        layers = {name: [layer | _stated(table_s) for layer in rows] for name, rows in layers.items()}
+        stated = _stated(table_s)
+        layers = {name: [layer | stated for layer in rows] for name, rows in layers.items()}
+        parts = {
+            name: {degree: [layer | stated for layer in rows] for degree, rows in told.items()}
+            for name, told in parts.items()
+        }
     devices = dict(slow or {}) | dict.fromkeys(others or {}, 1.0)
     timed = next((one["links"] for one in profiles.values() if one.get("links")), None) if links else None
     print_of = profile["fingerprint"]
@@ -88,7 +94,7 @@ def calibrate(
         "schema_version": 1, "kind": "measured costs", "date": profile["date"], "clock": clock,
         "model": print_of["job"], "machine": print_of["accelerator"] or print_of["processor"],
         "fingerprint": print_of, "tokens_per_sample": profile["tokens_per_sample"], "layers": layers.pop(""),
-        "tables": layers, "devices": devices or {"here": 1.0},
+        "tables": layers, "tensor": parts, "devices": devices or {"here": 1.0},
         "spread": [min(low for low, _ in spreads), max(high for _, high in spreads)],
         "links": fitted_links(timed), "launch_s": timed["launch_s"] if timed else None,
         "samples": sorted(int(n) for n in profile["passes"]), "tied": profile.get("tied", []),
@@ -131,6 +137,19 @@ def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
             "relative_error": _relative_error(profile, layer, sizes, column, lines),
         })  # fmt: skip
     return layers
+
+
+def _parts(profile: Mapping[str, Any], column: int) -> dict[str, list[dict[str, Any]]]:
+    """Return, by degree of tensor parallelism, the layers as a rank's part was timed, and what is summed."""
+    return {
+        degree: [
+            row | {"sums_forward": forward, "sums_backward": backward}
+            for row, forward, backward in zip(
+                _layers(told, column), told["sums"]["forward"], told["sums"]["backward"], strict=True
+            )
+        ]
+        for degree, told in profile.get("tensor", {}).items()
+    }
 
 
 def _seconds(profile: Mapping[str, Any], phase: str, layer: int, size: int, column: int) -> np.ndarray:

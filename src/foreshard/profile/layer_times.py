@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import date
@@ -67,6 +67,26 @@ Through = Callable[[nn.Module, int, tuple[Any, ...], range], tuple[Any, ...]]
 """(module, layer, values, positions) -> values: how the runtime runs a layer."""
 
 
+class Part(Protocol):
+    """The layers as one of several ranks holds that compute them together, without the others."""
+
+    modules: list[nn.Module]
+
+    def through(
+        self, module: nn.Module, layer: int, values: tuple[Any, ...], positions: range
+    ) -> tuple[Any, ...]:
+        """Return what the part of a layer makes of the values."""
+        ...
+
+    def summed(self) -> list[tuple[int, float]]:
+        """Return the sums asked for since the last time: bytes, and which part of a ring."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it took."""
+        ...
+
+
 @dataclass(slots=True)
 class _Pass:
     """Seconds of one pass, by layer: columns are processor time and wall time."""
@@ -79,7 +99,7 @@ class _Pass:
 def profile_layers(
     job: Trainable, *, samples: Sequence[int], repeats: int, out: Path | None, device: torch.device,
     through: Through, beside: int = 1, busy: AbstractContextManager[None] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda text: None, parts: Mapping[int, Callable[[], Part]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
@@ -100,26 +120,49 @@ def profile_layers(
         Entered while something is timed.
     tell : callable
         Progress.
+    parts : mapping of degree to callable, optional
+        Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
     """
     began = _begun(out, fingerprint(job, device) | {"ranks": beside})
-    missing = [number for number in samples if "update" not in began["passes"].get(str(number), {})]
-    if not missing and "bytes" in began:
+    known = began.setdefault("tensor", {})
+    degrees = [n for n in parts or {} if _missing(known.setdefault(str(n), {"passes": {}}), samples)]
+    if not degrees and not _missing(began, samples) and "bytes" in began:
         return began
+    done: Callable[[], None] = (lambda: None) if out is None else (lambda: write_profile(out, began))
     with busy or nullcontext():
         modules = [job.layer(i).to(device) for i in range(job.num_layers)]
-        update = _Update(job, modules)
         if "bytes" not in began:
-            began["bytes"] = [_layer_bytes(module) for module in modules]
             began["tied"] = [_tied_bytes(modules, group) for group in job.tied]
-        for place, number in enumerate(missing):
-            tell(f"timing {number} samples ({place + 1} of {len(missing)} sizes, {repeats} passes)")
-            began["passes"][str(number)] = _timed(
-                job, modules, number, repeats, device, through, began, update
-            )
-            began["optimizer"] = _optimizer_times(modules, update, began["passes"].values())
-            if out is not None:
-                write_profile(out, began)
+        _profile(job, modules, began, samples, repeats, device, through, began, tell, done)
+        for degree in degrees:
+            part = (parts or {})[degree]()
+            one = known[str(degree)]
+            try:
+                _profile(job, part.modules, one, samples, repeats, device, part.through, began,
+                         lambda text, n=degree: tell(f"tp {n}: {text}"), done)  # fmt: skip
+                one["sums"] = _sums(job, part, samples[0], device)
+            finally:
+                part.close()
     return began
+
+
+def _missing(told: dict[str, Any], samples: Sequence[int]) -> list[int]:
+    return [number for number in samples if "update" not in told["passes"].get(str(number), {})]
+
+
+def _profile(
+    job: Trainable, modules: list[nn.Module], told: dict[str, Any], samples: Sequence[int], repeats: int,
+    device: torch.device, through: Through, profile: dict[str, Any], tell: Callable[[str], None],
+    done: Callable[[], None],
+) -> None:  # fmt: skip
+    """Time the sizes that are missing, of whole layers or of parts."""
+    update, missing = _Update(job, modules), _missing(told, samples)
+    told["bytes"] = [_layer_bytes(module) for module in modules]
+    for place, number in enumerate(missing):
+        tell(f"timing {number} samples ({place + 1} of {len(missing)} sizes, {repeats} passes)")
+        told["passes"][str(number)] = _timed(job, modules, number, repeats, device, through, profile, update)
+        told["optimizer"] = _optimizer_times(modules, update, told["passes"].values())
+        done()
 
 
 def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
@@ -172,9 +215,7 @@ def _timed(
     job: Trainable, modules: list[nn.Module], number: int, repeats: int, device: torch.device,
     through: Through, profile: dict[str, Any], update: _Update,
 ) -> dict[str, Any]:  # fmt: skip
-    size = len(job.dataset) if hasattr(job.dataset, "__len__") else None
-    items = [job.dataset[i % size] for i in range(number)] if size else _first(job.dataset, number)
-    batch = moved(job.collate(items), device)
+    batch = _batch(job, number, device)
     kept = _saved_bytes(job, modules, batch, number, through)
     _, count = job.loss(kept.pop("output"), batch)
     profile["tokens_per_sample"] = float(count) / number
@@ -188,6 +229,12 @@ def _timed(
     }
 
 
+def _batch(job: Trainable, number: int, device: torch.device) -> Any:
+    size = len(job.dataset) if hasattr(job.dataset, "__len__") else None
+    items = [job.dataset[i % size] for i in range(number)] if size else _first(job.dataset, number)
+    return moved(job.collate(items), device)
+
+
 def _one_pass(
     job: Trainable, modules: list[nn.Module], batch: Any, number: int, through: Through, update: _Update
 ) -> _Pass:
@@ -197,13 +244,40 @@ def _one_pass(
     backward: list[tuple[float, float]] = []
     grads: list[Tensor] | None = None
     for given, made in _popped(kept):
-        inputs, pairs = _inputs(given), _pairs(made, grads)
-        clock = _Stopwatch()
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], _given(pairs))
-        backward.append(clock.read())
-        grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
+        grads, seconds = _backward(given, made, grads)
+        backward.append(seconds)
     return _Pass(forward, backward[::-1], update.step(number))
+
+
+def _backward(
+    given: tuple[Any, ...], made: tuple[Any, ...], grads: list[Tensor] | None
+) -> tuple[list[Tensor], tuple[float, float]]:
+    """Return the gradients of what a layer was given, and the seconds of its backward."""
+    inputs, pairs = _inputs(given), _pairs(made, grads)
+    clock = _Stopwatch()
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], _given(pairs))
+    told = clock.read()
+    return [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs], told
+
+
+def _sums(job: Trainable, part: Part, number: int, device: torch.device) -> dict[str, Any]:
+    """Return, by layer, what ranks sum in a forward and in a backward: bytes a sample, part of a ring."""
+    forward: list[Any] = []
+    backward: list[Any] = []
+
+    def noting(module: nn.Module, layer: int, values: tuple[Any, ...], positions: range) -> tuple[Any, ...]:
+        made = part.through(module, layer, values, positions)
+        forward.append([[size / number, ring] for size, ring in part.summed()])
+        return made
+
+    part.summed()
+    _, kept = _forwards(job, part.modules, _batch(job, number, device), number, noting)
+    grads: list[Tensor] | None = None
+    for given, made in _popped(kept):
+        grads, _ = _backward(given, made, grads)
+        backward.append([[size / number, ring] for size, ring in part.summed()])
+    return {"forward": forward, "backward": backward[::-1]}
 
 
 def _input_pass(
@@ -271,7 +345,9 @@ def _saved_bytes(
         seen: dict[int, int] = {}
 
         def keep(t: Tensor, own: set[int] = own, seen: dict[int, int] = seen) -> Tensor:
-            storage = t.untyped_storage()
+            storage = (
+                t.to_local() if hasattr(t, "to_local") else t
+            ).untyped_storage()  # of a DTensor its part
             if storage.data_ptr() not in own:
                 seen[storage.data_ptr()] = storage.nbytes()
             return t

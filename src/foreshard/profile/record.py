@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from foreshard.errors import SpecError
 from foreshard.profile.companion import companions
 from foreshard.profile.heap import keep_heap
-from foreshard.profile.layer_times import Through, Trainable, profile_layers, write_profile
+from foreshard.profile.layer_times import Part, Through, Trainable, profile_layers, write_profile
 from foreshard.profile.link_times import Ranks, local_links, time_links, torchrun_ranks
 
 Tell = Callable[[str], None]
@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 def record(
     job: Trainable, *, out: Path, through: Through, device: str = "cpu",
     samples: Sequence[int] = (1, 2, 4, 8), repeats: int = 15, local: int = 1, links: bool = True,
-    threads: int = 1, tell: Tell = lambda text: None,
+    threads: int = 1, tell: Tell = lambda text: None, parts: Mapping[int, Callable[[], Part]] | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that write none.
 
@@ -47,6 +47,8 @@ def record(
         Of torch.
     tell : callable
         Progress.
+    parts : mapping of degree to callable, optional
+        Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
 
     Raises
     ------
@@ -65,7 +67,7 @@ def record(
     made = profile_layers(
         job, samples=samples, repeats=repeats, out=_own(out, ranks) if writes else None, device=here,
         through=through, tell=tell if writes else lambda text: None, beside=ranks.size if ranks else local,
-        busy=_busy(job, device, samples, threads, 0 if ranks else local - 1),
+        busy=_busy(job, device, samples, threads, 0 if ranks else local - 1), parts=parts,
     )  # fmt: skip
     if links and "links" not in made and (ranks is not None or local > 1):
         made["links"] = (

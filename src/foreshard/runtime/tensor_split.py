@@ -355,6 +355,23 @@ def check_split(layout: Layout, parameters: Parameters, path: str | None = None)
                 _check_layer(layer, split, stage.tp, f"{where}.tp")
 
 
+def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> None:
+    """Raise where a degree does not suit every layer that is cut, or none is.
+
+    Raises
+    ------
+    SpecError
+    """
+    if not splits:
+        raise SpecError(
+            "no layer says how it is cut", key=key, value=degree,
+            rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
+            fix="Define tensor_plan in the job (docs/runtime_jobs.md)",
+        )  # fmt: skip
+    for layer, split in splits.items():
+        _check_layer(layer, split, degree, key)
+
+
 def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
     if split.plan.refused is not None:
         raise SpecError(f"layer {layer} cannot be cut: {split.plan.refused}", key=key, value=degree,
