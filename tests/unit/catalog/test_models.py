@@ -107,7 +107,7 @@ def test_factory_returns_a_model_or_a_config(tmp_path):
     assert load_model(f"{path}:config").num_layers == 2
     with pytest.raises(SpecError, match="ZeroDivisionError"):
         load_model(f"{path}:broken")
-    with pytest.raises(SpecError, match="AttributeError"):
+    with pytest.raises(SpecError, match="It has config, model, broken"):
         load_model(f"{path}:absent")
 
 
