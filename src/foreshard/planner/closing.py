@@ -22,11 +22,13 @@ from foreshard.planner.progress import Progress
 from foreshard.planner.whole import offer_whole
 
 _STEP, _LONGEST_STEP, _SHORTEST_STEP = 0.003, 0.02, 2e-4
+_FIRST = 0.25
 _WIDE = 0.2
 """Part of the way to the aim that a step may go at once, where that is longer."""
 _QUICK, _SLOW = 0.08, 0.2
 """Parts of the time left that an attempt may take to be followed by a longer step, and by one as long."""
 _PART = 0.5
+_LEAST_S = 2.0
 _STALE = 0.004
 _ROUNDS = 3
 _LEARNT = 48
@@ -54,8 +56,13 @@ class Closer:
         """Return the bound of a range after one attempt to raise it, and whether another is no use."""
         progress, started = self.progress, time.perf_counter()
         left = progress.deadline - started
-        step = self._steps.get(pipelines, _STEP)
-        if self._costs.get(pipelines, 0.0) > left:
+        if progress.best is None:
+            # Without a plan the search goes on, whatever the time.
+            left = max(left, _LEAST_S)
+        # Far from the aim a short first step proves next to nothing, and lists too few pipelines for a plan.
+        first = min(_LONGEST_STEP, max(_STEP, _FIRST * (progress.aim_s / bound - 1.0)))
+        step = self._steps.get(pipelines, first)
+        if progress.best is not None and self._costs.get(pipelines, 0.0) > left:
             return bound, True
         seconds, before = min(bound * (1.0 + step), progress.aim_s), progress.best_s
         excluded = _excluded(progress, pipelines, seconds, self.room, started + _PART * left)
