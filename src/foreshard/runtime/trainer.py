@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from foreshard.errors import SpecError
+from foreshard.runtime.checkpoint_keys import is_wanted, item_of, key_of
 from foreshard.runtime.clock import Clock, WallClock
 from foreshard.runtime.data import Feed
 from foreshard.runtime.exchange import Exchange
@@ -91,9 +92,6 @@ class Options:
     checkpoint_every: int = 0
     track_norm: bool = False
     probe_every: int = 0
-
-
-_FOLDERS = {"value": "layers", "frozen": "frozen", "buffer": "buffers"}
 
 
 class Trainer:
@@ -628,7 +626,7 @@ class Trainer:
         self.phase("checkpoint")
         self.holding.remember()
         tensors = {
-            _checkpoint_key(*item): tensor
+            key_of(*item): tensor
             for piece in sorted(self._first_of_mine())
             for item, tensor in self.holding.items_of(piece)
         }
@@ -675,31 +673,9 @@ class Trainer:
 
         assert self.checkpoints is not None
         pieces = frozenset((kind, layer, parsed(name)[0]) for kind, layer, name in wanted)
-        found = checkpoint.load(self.checkpoints, step, lambda key: _is_wanted(key, pieces))
+        found = checkpoint.load(self.checkpoints, step, lambda key: is_wanted(key, pieces))
         for key, tensor in found.items():
-            self.holding.put(_item(key), tensor)
-
-
-def _checkpoint_key(kind: str, layer: int, name: str) -> str:
-    if kind == "state":
-        owner, _, key = name.rpartition("/")
-        return f"optimizer.{layer}.{owner}.{key}"
-    return f"{_FOLDERS[kind]}.{layer}.{name}"
-
-
-def _item(key: str) -> tuple[str, int, str]:
-    folder, layer, name = key.split(".", 2)
-    if folder == "optimizer":
-        owner, _, state = name.rpartition(".")
-        return "state", int(layer), f"{owner}/{state}"
-    return next(kind for kind, told in _FOLDERS.items() if told == folder), int(layer), name
-
-
-def _is_wanted(key: str, wanted: Held) -> bool:
-    kind, layer, name = _item(key)
-    if kind == "state":
-        return ("state", layer, name.rpartition("/")[0]) in wanted
-    return ((kind, layer, name) if kind == "value" else ("frame", layer, "")) in wanted
+            self.holding.put(item_of(key), tensor)
 
 
 def _alone(plan: Plan | None) -> FixedMembership:
