@@ -175,6 +175,7 @@ class _Search:
         self.effort = effort or Effort()
         self.kinds, self.counts, self.order = kinds, counts, order
         self.total = sum(counts)
+        self._ends = np.arange(kinds.seconds.shape[1])
         self._stage: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def least_fill(self, limit: float) -> Cut | None:
@@ -237,16 +238,15 @@ class _Search:
                 self.effort.done += 1
         level, back = {}, {}
         for key, ways in options.items():
-            starts = np.array([way.argmin(0) for way, _ in ways])
-            values = np.array([way.min(0) for way, _ in ways])
-            which = values.argmin(0)
-            best = values[which, np.arange(len(which))]
+            starts = [way.argmin(0) for way, _ in ways]
+            values = [way[start, self._ends] for start, (way, _) in zip(starts, ways, strict=True)]
+            best, start, lasts = values[0], starts[0], np.full(len(self._ends), ways[0][1])
+            for value, other, (_, last) in zip(values[1:], starts[1:], ways[1:], strict=True):
+                better = value < best
+                best, start = np.where(better, value, best), np.where(better, other, start)
+                lasts[better] = last
             if np.isfinite(best).any():
-                level[key] = best
-                back[key] = (
-                    starts[which, np.arange(len(which))],
-                    np.array([last for _, last in ways])[which],
-                )
+                level[key], back[key] = best, (start, lasts)
         return level, back
 
     def _next(self, used: tuple[int, ...], done: int) -> Iterable[int]:

@@ -42,8 +42,9 @@ _SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 12
 _WARM_EFFORT, _NO_END = 50, 10**12
 """Tables of cuts that a warm search makes, but for the first structure: a bound on what a slot takes."""
 _BETTER = 1.0 - 1e-12
-_VISITS = 3
-"""Slots of a state in which built structures are looked at; later ones only walk."""
+_VISITS = 6
+"""Slots of a state in which built structures are looked at, those in which all were count twice; later ones
+only walk."""
 _FINALISTS = 6
 _RECENT = 12
 
@@ -238,18 +239,20 @@ class _Search:
             return
         spare = self.left // 3
         for groups in self._promising() if self.landscape.visits < _VISITS else ():
-            if self.left <= spare:
+            if self.left <= spare or self._spent():
                 break
-            self.look(groups)
-        self.landscape.visits += 1
+            self.look(self._repaired(groups))
+        # Where there was no time for all, the state is worth another visit.
+        self.landscape.visits += 1 if self._spent() else 2
         for at in self._ranked():
             self._walk(at)
 
     def _promising(self) -> list[Groups]:
-        """Return structures chosen lately and built ones, the most promising first."""
+        """Return structures chosen lately and built ones, the most promising first; not all of them fit."""
         known: dict[object, Groups] = {}
+        there = set(self.landscape.alive)
         for groups in itertools.chain(self.landscape.memo.recent, self._built()):
-            alive = self._repaired(groups)
+            alive = tuple(group for group in groups if there.issuperset(group))
             if alive:
                 known.setdefault(self.landscape.signature(alive), alive)
         return sorted(known.values(), key=self._guess)
@@ -320,13 +323,17 @@ class _Search:
             return None
         key = (self.landscape.signature(groups), self.level)
         if key not in self.library.known:
-            if self.left <= 0 or (self.found and self.landscape.memo.effort.done >= self.until):
+            if self.left <= 0 or (self.found and self._spent()):
                 return None
             self.left -= 1
             self.library.known[key] = None
             if all(self.landscape.fits(group) for group in groups):
                 self.library.known[key] = self._settle(groups)
         return self.library.known[key]
+
+    def _spent(self) -> bool:
+        """Return whether so many tables of cuts were made as a warm slot has time for."""
+        return self.landscape.memo.effort.done >= self.until
 
     def _settle(self, groups: Groups) -> int:
         """Choose a point of the front for each group, for the micro-batches that it then gets."""
@@ -396,8 +403,7 @@ class _Search:
                 taken = sorted(by_price[:take], key=lambda w: (self.landscape.kind[w], w))
                 whole = take // length
                 if whole and (take % length == 0 or take == total):
-                    chunks = [tuple(taken[at * length : (at + 1) * length]) for at in range(whole)]
-                    yield tuple(chunk for chunk in chunks if self.landscape.fits(chunk))
+                    yield tuple(tuple(taken[at * length : (at + 1) * length]) for at in range(whole))
 
     def _alive(self) -> list[int]:
         return self.landscape.alive
@@ -536,6 +542,10 @@ def all_structures(landscape: Landscape) -> list[Groups] | None:
         for worker in landscape.alive:
             counts[landscape.kind[worker]] = counts.get(landscape.kind[worker], 0) + 1
         kinds = sorted(counts)
+        if math.prod(count + 1 for count in counts.values()) - 1 > _EXHAUSTIVE:
+            # Pipelines of one worker alone are too many.
+            landscape.everything = []
+            return None
         pools = {kind: [w for w in landscape.alive if landscape.kind[w] == kind] for kind in kinds}
         key = (landscape.max_stages, tuple(counts[k] for k in kinds))
         if key not in landscape.memo.mixes:
