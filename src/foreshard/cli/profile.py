@@ -72,6 +72,9 @@ def command(job: str, **options: Any) -> None:
         if not 1 <= options[name] <= most:
             raise SpecError(f"{options[name]} is not valid", key=f"--{name}", value=options[name],
                             rule=f"must be from 1 to {most}")  # fmt: skip
+    if 1 in options["tp"]:
+        raise SpecError("1 is not valid", key="--tp", value=1, rule="whole layers are timed without --tp",
+                        fix="Name degrees from 2 on")  # fmt: skip
     made = api.profile(job, out, tell=say, **options)
     if made is not None:
         give(made, lambda: profile_screen(made, out))
