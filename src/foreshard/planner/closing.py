@@ -17,7 +17,7 @@ from foreshard.planner.combination import combine
 from foreshard.planner.configuration import fractional_mix
 from foreshard.planner.contenders import Contenders, Room, Table
 from foreshard.planner.device_prices import goal_of, priced, varied
-from foreshard.planner.problem import pace_of, spread_factor, tail_seconds
+from foreshard.planner.problem import Problem, pace_of, spread_factor, tail_seconds
 from foreshard.planner.progress import Progress
 from foreshard.planner.whole import offer_whole
 
@@ -77,7 +77,17 @@ class Closer:
                 offer_whole(progress, pipelines, bound)
         longest = max(_LONGEST_STEP, min(_WIDE * (progress.aim_s / bound - 1.0), 1.0))
         self._steps[pipelines], self._costs[pipelines] = min(step, longest), cost
+        if excluded and seconds >= longest_step_s(progress.problem):
+            return np.inf, True
         return seconds if excluded else bound, step < _SHORTEST_STEP
+
+
+def longest_step_s(problem: Problem) -> float:
+    """Return a time that is enough for any pipeline that can run to get through the batch alone."""
+    usable = np.isfinite(problem.far_s) & (problem.max_in_flight > 0)
+    slowest = float(problem.far_s[usable].max(initial=0.0) + problem.hop_s.max(initial=0.0))
+    tails = problem.tail_s.max(0) + (0.0 if problem.leave_tail_s is None else problem.leave_tail_s)
+    return slowest * (problem.max_stages + problem.global_batch) + float(tails[usable].max(initial=0.0))
 
 
 def _excluded(

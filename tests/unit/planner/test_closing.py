@@ -10,6 +10,7 @@ import pytest
 from tests.unit.planner.test_brute_force import best_by_force, every_template, random_problem
 
 from foreshard.planner import solve as solving
+from foreshard.planner.closing import longest_step_s
 from foreshard.planner.combination import combine
 from foreshard.planner.contenders import Contenders, room_for
 from foreshard.planner.problem import pace_of, tail_seconds, takes_of
@@ -89,3 +90,19 @@ def test_search_by_whole_numbers_ends_at_the_optimum(seed, monkeypatch):
         solution = solving.solve(problem, budget_s=10.0, target_gap=1e-3)
         assert best * (1 - 1e-9) <= solution.step_time_s <= best * (1 + 1e-3)
         assert best / 1.002 <= solution.lower_bound_s <= best * (1 + 1e-9)
+
+
+def test_a_search_without_any_plan_ends(monkeypatch):
+    """Times are excluded up to one that would be enough for any pipeline alone, not up to infinity."""
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    ended = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        best = best_by_force(problem)
+        if np.isfinite(best):
+            assert best <= longest_step_s(problem) * 1.01
+            continue
+        solution = solving.solve(problem, budget_s=1.0, target_gap=0.0)
+        assert solution.arrangement is None
+        ended += 1
+    assert ended >= 3
