@@ -94,6 +94,7 @@ def test_search_by_whole_numbers_ends_at_the_optimum(seed, monkeypatch):
 
 def test_a_search_without_any_plan_ends(monkeypatch):
     """Times are excluded up to one that would be enough for any pipeline alone, not up to infinity."""
+    pytest.importorskip("scipy")
     monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
     ended = 0
     for seed in range(60):
