@@ -6,8 +6,10 @@ seems to be; shares follow at once, layers and groups when what staying has cost
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 import numpy as np
@@ -41,6 +43,8 @@ _LONGEST_DWELL = 20.0
 _LEAST_DWELLS = 10.0
 """V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
+Timed = Callable[[State, Structure, Sequence[int]], float]
+"""Seconds of a structure with shares, finer than what searches."""
 
 
 class Controller:
@@ -69,6 +73,9 @@ class Controller:
     patience : float
         Part of what a change costs that staying must have lost before it is made. With all of it, of two
         plans never more than twice the best possible is lost (ski rental).
+    timed : callable, optional
+        Times finalists more closely than the search: what it finds, the running structure, and the best
+        replicas, which are then looked at too.
     log : text stream, optional
         Gets every event and command as a line; `journal.replay` reads it.
     """
@@ -87,6 +94,7 @@ class Controller:
         max_stages: int = 4,
         quiet_steps: int = 200,
         patience: float = 0.3,
+        timed: Timed | None = None,
         log: TextIO | None = None,
     ):
         self.chain, self.plan, self._log = chain, plan, log
@@ -98,6 +106,8 @@ class Controller:
             if max_stages == 1
             else Pipelines(chain, budgets, max_stages=max_stages, **self._asked)
         )
+        self._timed = timed
+        self._plain = None if timed is None else Replicas(chain, budgets, **self._asked)
         self.estimates = Estimates(stated)
         self.choice = self._running(orders.structure_of(plan), plan, stated)
         free = dict.fromkeys((one.name for one in budgets), 0.0)
@@ -239,10 +249,7 @@ class Controller:
         time_weight, cost_weights = self.queues.weights()
         running = self.choice.structure
         try:
-            found = self._slots.compare(
-                state, time_weight, cost_weights, running, max(time_weight, 0.0) / self._dwell(),
-                self.queues.curve(self._dwell()),
-            )  # fmt: skip
+            found = self._compared(state, running)
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
         if counted and not known:
@@ -262,6 +269,40 @@ class Controller:
             why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
             return self._change(found.best, state, why)
         return self._follow(state)
+
+    def _compared(self, state: State, running: Structure) -> Compared:
+        """Return the best of a slot beside the running structure, both timed as finely as can be."""
+        weights, dwell = self.queues.weights(), self._dwell()
+        asked = (state, *weights, running, max(weights[0], 0.0) / dwell, self.queues.curve(dwell))
+        found = self._slots.compare(*asked)
+        if self._timed is None or self._plain is None:
+            return found
+        finalists = [found.best]
+        with contextlib.suppress(InfeasibleError):
+            finalists.append(self._plain.compare(*asked).best)
+        worths = [self._closely(one, state) for one in finalists]
+        best = int(np.argmin(worths))
+        there = state.available[list(running.workers)].all()
+        stay = self._closely(running, state) if there else math.inf
+        return Compared(best=finalists[best], best_worth=worths[best], stay_worth=stay)
+
+    def _closely(self, structure: Structure, state: State) -> float:
+        """Return what a slot minimises, by the finer seconds; what is paid by the second follows them."""
+        assert self._timed is not None
+        weights = self.queues.weights()
+        choice = reshare(
+            self.chain, state, structure, time_weight=weights[0], cost_weights=weights[1],
+            budgets=self.budgets, **self._asked,
+        )  # fmt: skip
+        if not math.isfinite(choice.time_s):
+            return math.inf
+        time_s = self._timed(state, structure, choice.shares)
+        costs = {
+            one.key: choice.costs[one.key] * (1.0 if one.kind == "duty" else time_s / choice.time_s)
+            for one in self.budgets
+        }
+        seen = replace(choice, time_s=time_s, costs=costs)
+        return worth_of(seen, *weights, self.budgets, self.queues.curve(self._dwell()))
 
     def _price(
         self, found: Compared, state: State, time_weight: float, cost_weights: dict[str, float]

@@ -18,6 +18,7 @@ from foreshard.runtime.dealer import Dealer
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.passes import Passes
 from foreshard.runtime.rivals import RIVALS, Rival
+from foreshard.runtime.timing import Timing
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 
@@ -164,7 +165,7 @@ class Wheel:
             return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
             chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
-            quiet_steps=_QUIET_STEPS,
+            quiet_steps=_QUIET_STEPS, timed=Timing(Passes(costs, cluster), chain, self.most),
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +72,24 @@ def test_a_rank_that_joins_later_is_not_there_at_first(files):
     found = foretell(**files(change(0, rank=3, there=False) + change(6, rank=3, there=True)), steps=30)
     assert 3 not in found["lyapunov"].plans[0][1].ranks
     assert 3 in found["lyapunov"].plans[-1][1].ranks
+
+
+def test_replicas_by_last_speeds_are_not_faster_in_calm_phases(files):
+    """Few samples, dear passes: pipelines that look fast with small micro-batches are slow with real ones."""
+    asked = files(
+        change(0, rank=3, there=False) + change(10, rank=3, there=True) + change(40, rank=1, slow=4.0)
+    )
+    costs, plan = (json.loads(Path(asked[key]).read_text()) for key in ("costs", "plan"))
+    for layer in costs["layers"]:
+        layer.update(forward_s=[2e-3, 2e-3], backward_s=[4e-3, 4e-3], parameter_bytes=1e7)
+    for group in plan["groups"]:
+        group.update(share=12, micro_batch=8)
+    plan["global_batch"] = 48
+    Path(asked["costs"]).write_text(json.dumps(costs))
+    Path(asked["plan"]).write_text(json.dumps(plan))
+    found = foretell(**asked, steps=70, policies=("lyapunov", "lb-bsp"))
+    ours, theirs = found["lyapunov"].time_s, found["lb-bsp"].time_s
+    assert all(ours[step] <= 1.01 * theirs[step] for step in (9, 39, 69))
 
 
 def test_budgets_are_counted_and_ours_keeps_them(files):

@@ -1,0 +1,53 @@
+"""Seconds of a step with the micro-batches that a run gives its pipelines: a closer look at finalists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foreshard.control.slots import Chain, Pipeline, State, Structure, sync_s
+from foreshard.runtime.passes import Passes
+
+
+class Timing:
+    """Times structures by measured passes; what searches has one micro-batch size for all of them.
+
+    Parameters
+    ----------
+    passes : Passes
+    chain : Chain
+        For messages and rings.
+    most : int, samples
+        Of the largest micro-batch.
+    """
+
+    def __init__(self, passes: Passes, chain: Chain, most: int):
+        self._passes, self._chain, self._most = passes, chain, most
+
+    def __call__(self, state: State, structure: Structure, shares: Sequence[int]) -> float:
+        """Return the seconds of a batch, shares in whole samples."""
+        groups = zip(structure.groups, shares, strict=True)
+        ends = [self._group_s(state, group, share) for group, share in groups if share > 0]
+        return max(ends) + float(sync_s(self._chain, state, structure).max())
+
+    def _group_s(self, state: State, group: Pipeline, share: int) -> float:
+        """Return when a pipeline has passed its share: fill, then the slowest stage again and again."""
+        cuts = group.cuts
+        stages = [(w, (lo, hi)) for w, lo, hi in zip(group.workers, cuts[:-1], cuts[1:], strict=True)]
+        size = self._passes.best_size(stages, share, self._most)
+        whole, rest = divmod(share, size)
+        first = self._periods(state, stages, size)
+        last = float(self._periods(state, stages, rest).max()) if rest else 0.0
+        return float(first.sum() + (whole - 1) * first.max()) + last
+
+    def _periods(self, state: State, stages: Sequence[tuple[int, tuple[int, int]]], size: int) -> np.ndarray:
+        passes, found = self._passes, np.zeros(len(stages))
+        for k, (rank, span) in enumerate(stages):
+            found[k] = size * passes.sample_s(rank, span, size, size) / float(state.speed[rank])
+            if k:
+                before = stages[k - 1][0]
+                rate = float(state.bandwidth_bytes_per_s[before, rank])
+                found[k] += 2.0 * float(state.latency_s[before, rank])
+                found[k] += size * float(self._chain.boundary_bytes[span[0] - 1]) / rate
+        return found
