@@ -82,6 +82,7 @@ def _group(
                 ranks=tuple(rank for own in kind.parts for rank in ranks[g, s, own.node_group]),
                 layers=((part.start, part.stop),),
                 tp=kind.tp,
+                ep=kind.ep,
                 rank_shares=kind.rank_shares,
                 zero=kind.zero,
                 recompute=kind.recompute,

@@ -25,7 +25,7 @@ from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solve import Solution, solve
 from foreshard.planner.stage_options import MOST_JOINED
-from foreshard.planner.stage_prices import price_stages, without_joint
+from foreshard.planner.stage_prices import price_stages, without
 from foreshard.predict.batch import domain_block
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -33,14 +33,16 @@ from foreshard.spec.prediction import Prediction
 SPACE = (
     "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
-    "ranks, 1, 2 or 4 samples a rank, three recompute rules; on at most "
+    "ranks, 1, 2 or 4 samples a rank, experts whole on each rank or cut over the most that divide both, "
+    "three recompute rules; on at most "
     f"{MOST_JOINED} devices also stages of ranks of two node groups, 1, 2 or 4 samples a rank of the slower "
     "and as many times more a rank of the faster as keep it no longer busy; any shares of at least a "
     "micro-batch; 1f1b; "
     "every stage has memory for one micro-batch for each stage after it; stages of the same layers in "
     "different pipelines "
     "lie in different link domains (side by side in one they are inner data-parallel ranks of one pipeline), "
-    "differ at most by a factor of two in inner data-parallel ranks, and no gradient collective has more "
+    "differ at most by a factor of two in inner data-parallel ranks and in ranks that hold the same experts, "
+    "and no gradient collective has more "
     "members in a link domain than its stage's tp leaves room for"
 )
 _JUDGED = 24
@@ -51,7 +53,7 @@ _FIRST = 0.5
 _ALONE = 0.6
 _APART = 0.5
 _LATER = 0.2
-_UNJOINED = 0.5
+_PLAIN = 0.5
 _SLACK = 2.0
 _NEAR = 1.55
 _JUDGING = 0.05
@@ -87,7 +89,7 @@ class _Found:
     def problem(self, request: Request, use: tuple[int, ...]) -> Problem:
         """Return the problem of some node groups, priced once."""
         if use not in self.problems:
-            self.problems[use] = price_stages(request, use, by_domain=True, joint=True)
+            self.problems[use] = price_stages(request, use, by_domain=True, every=True)
         return self.problems[use]
 
     def work_s(self, request: Request, use: tuple[int, ...]) -> float:
@@ -260,7 +262,7 @@ def _search_set(
         found.interrupted |= simple < best
         return
     problem = capped(found.problem(request, use), request.max_devices)
-    before = _search_unjoined(request, problem, found, best, left, every=every)
+    before = _search_plain(request, problem, found, best, left, every=every)
     if found.stopped and found.judged:
         found.interrupted = True
         return
@@ -284,19 +286,19 @@ def _search_set(
     found.judged.extend(_judge(request, problem, solution, late, None if every else found.best_s))
 
 
-def _search_unjoined(
+def _search_plain(
     request: Request, problem: Problem, found: _Found, best_s: float, left_s: float, *, every: bool
 ) -> Solution | None:
-    """Search without the stages that join node groups, which make more plans than short searches get through.
+    """Search without cut experts and joint stages, which make more plans than short searches get through.
 
-    None where there are no such stages; else options have the same numbers, for joint ones come last.
+    None where there are no such stages; else options have the same numbers, for the plain ones come first.
     """
-    alone = without_joint(problem)
+    alone = without(problem, lambda kind: not kind.is_plain)
     if alone is problem:
         return None
-    deadline = time.perf_counter() + max(_UNJOINED * left_s, 0.05)
+    deadline = time.perf_counter() + max(_PLAIN * left_s, 0.05)
     solution = solve(
-        alone, budget_s=max(_UNJOINED * left_s, 0.05), target_gap=_AIM, beat_s=best_s,
+        alone, budget_s=max(_PLAIN * left_s, 0.05), target_gap=_AIM, beat_s=best_s,
         columns=_known(alone, found),
     )  # fmt: skip
     found.note(solution, deadline)
@@ -313,7 +315,7 @@ def _search_one_domain(request: Request, sets: Sequence[tuple[int, ...]], found:
                 domain_block(request.cluster.nodes[use[0]]),
                 request.max_devices or request.cluster.num_devices,
             )
-            problem = capped(price_stages(request, use, by_domain=True, joint=True), most)
+            problem = capped(price_stages(request, use, by_domain=True, every=True), most)
             solution = solve(problem, budget_s=_LEAST_S, target_gap=_AIM)
             found.judged.extend(_judge(request, problem, solution, time.perf_counter() + _LEAST_S))
 
@@ -389,7 +391,10 @@ def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadlin
     """Look for plans again with gradient collectives not at their best, which draws the search elsewhere."""
     if time.perf_counter() >= deadline:
         return
-    problem = capped(price_stages(request, use, apart=True), request.max_devices)
+    problem = capped(
+        without(price_stages(request, use, apart=True, every=True), lambda kind: kind.beside is not None),
+        request.max_devices,
+    )
     left = deadline - time.perf_counter()
     solution = solve(problem, budget_s=left, target_gap=_AIM, columns=_known(problem, found))
     found.note(solution, deadline)
@@ -405,7 +410,7 @@ def _search_roomier(request: Request, use: tuple[int, ...], found: _Found) -> No
     _, plan = min(found.judged, key=lambda one: one[0])
     memory = predicted(request, plan).memory
     short = memory.peak_bytes - memory.capacity_bytes
-    priced = price_stages(request, use, reserve_bytes=1.5 * short, by_domain=True, joint=True)
+    priced = price_stages(request, use, reserve_bytes=1.5 * short, by_domain=True, every=True)
     problem = capped(priced, request.max_devices)
     left = max(_LEAST_S, 0.1 * request.budget_s)
     solution = solve(problem, budget_s=left, target_gap=0.05)
@@ -493,5 +498,5 @@ def _bound(request: Request, found: _Found, sets: Sequence[tuple[int, ...]], not
         f"the bound for engine {request.engine} is that of computation alone, spread over all devices: it "
         "overlaps messages that the analytical engine adds"
     )
-    priced = (price_stages(request, use, compute_only=True, joint=True) for use in sets)
+    priced = (price_stages(request, use, compute_only=True, every=True) for use in sets)
     return min(work_bound(capped(problem, request.max_devices)) for problem in priced)

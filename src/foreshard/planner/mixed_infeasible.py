@@ -74,7 +74,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _fits(request: Request, use: tuple[int, ...]) -> bool:
     """Return whether the least pipeline takes no more devices than there are."""
-    problem = price_stages(request, use, joint=True)
+    problem = price_stages(request, use, every=True)
     return least_devices(problem) <= sum(problem.counts)
 
 

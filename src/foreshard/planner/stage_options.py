@@ -33,7 +33,7 @@ class StageKind:
     """What makes a stage of an option: devices of one node group, degrees, and what each rank does.
 
     `beside` are ranks of another node group that share the stage's micro-batches; those of the stage's own
-    group are the ones that the engine takes the others to wait for.
+    group are the ones that the engine takes the others to wait for. `ep` ranks hold one copy of the experts.
     """
 
     node_group: int
@@ -42,6 +42,7 @@ class StageKind:
     micro_batch: int
     recompute: str
     zero: int
+    ep: int = 1
     beside: Ranks | None = None
 
     @property
@@ -69,6 +70,11 @@ class StageKind:
         return tuple(part.micro_batch for part in self.parts for _ in range(part.inner_dp))
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether it neither cuts experts nor joins node groups."""
+        return self.ep == 1 and self.beside is None
+
+    @property
     def turned(self) -> StageKind:
         """Return the same stage as its other ranks see it."""
         if self.beside is None:
@@ -84,8 +90,11 @@ class StageKind:
         )
 
 
-def stage_options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
-    """Return the ways to run a stage on each node group that can compute in the precision."""
+def stage_options(request: Request, use: tuple[int, ...], *, experts: bool = False) -> list[StageKind]:
+    """Return the ways to run a stage on each node group that can compute in the precision.
+
+    With `experts` also those that cut experts over ranks of the stage.
+    """
     offers = offers_of(request.framework)
     rules = [rule for rule in _RULES if rule.partition(":")[0] in offers.recompute]
     levels = offers.levels(2)
@@ -103,7 +112,7 @@ def stage_options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
             usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
             if ranks > nodes.num_devices or not (whole and usual) or width * size > request.global_batch:
                 continue
-            found.append(
+            found += [
                 StageKind(
                     node_group=g,
                     tp=tp,
@@ -111,9 +120,21 @@ def stage_options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
                     micro_batch=size,
                     recompute=rule,
                     zero=zero if width > 1 else min(zero, 1),
+                    ep=ep,
                 )
-            )
+                for ep in (_expert_degrees(request, ranks) if experts else (1,))
+            ]
     return found
+
+
+def _expert_degrees(request: Request, ranks: int) -> list[int]:
+    """Return over how many ranks of a stage its experts are cut: not at all, or over as many as can be."""
+    counts = [block.num_experts for block, _ in request.model.block_kinds() if block.num_experts]
+    # Hiding their messages needs virtual stages, which pipelines here do not have.
+    if not counts or "ep" not in offers_of(request.framework).degrees or request.framework.expert_overlap:
+        return [1]
+    fits = [n for n in range(1, ranks + 1) if ranks % n == 0 and all(count % n == 0 for count in counts)]
+    return sorted({1, fits[-1]})
 
 
 def _splits(request: Request, tp: int, nodes: NodeGroup) -> bool:

@@ -7,7 +7,7 @@ faster by the engine than by the problem.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ def price_stages(
     compute_only: bool = False,
     apart: bool = False,
     by_domain: bool = False,
-    joint: bool = False,
+    every: bool = False,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
@@ -78,16 +78,19 @@ def price_stages(
     by_domain : bool
         Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
         Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
-    joint : bool
-        Offer stages that ranks of two node groups share.
+    every : bool
+        Offer every stage of the space: also those that cut experts, and those that ranks of two node groups
+        share.
     """
     types = _stage_types(request)
     kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
-    if joint:
+    if every:
+        kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, experts=True))))
+    if every:
         more, even = _joint(request, use, types, {kind.samples for kind in kinds})
         kinds += more
     rooms = _rooms(request, kinds, types, reserve_bytes)
-    if joint:
+    if every:
         rooms[:, len(kinds) - len(more) :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
@@ -134,9 +137,9 @@ def price_stages(
     )
 
 
-def without_joint(problem: Problem) -> Problem:
-    """Return a priced problem without its joint stages; itself where it has none."""
-    alone = np.array([kind.beside is None for kind in problem.names])  # type: ignore[attr-defined]
+def without(problem: Problem, unwanted: Callable[[StageKind], bool]) -> Problem:
+    """Return a priced problem without some options; itself where it has none of them."""
+    alone = np.array([not unwanted(kind) for kind in problem.names])  # type: ignore[arg-type]
     if alone.all():
         return problem
     leave_s, leave_tail_s = problem.leave_s, problem.leave_tail_s
@@ -192,23 +195,26 @@ def _tail(
     A stage is in link domains of `spans` node groups.
 
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
-    inner data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for.
-    All are terms of the space.
+    inner data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for,
+    and at most twice as many ranks with the same experts. All are terms of the space.
     """
     rank = batch.machine.rank
     width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
+    alike = np.maximum(1.0, rank.tp * width / rank.ep)  # ranks of the stage that hold the same experts
     if apart or copies == 1:
         inside = np.minimum(np.ceil(width / spans), room)
-        return _tail_of(batch, stage, width * copies, inside, blocks)
+        experts = np.minimum(np.ceil(alike / spans), blocks)
+        return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
     # The engine takes the mean over domains for what each holds: at most twice as many as this stage has
     # ranks, and then every domain but one at least one less.
     fewest = width + (copies - 1) * np.ceil(width / 2.0)
-    tail = _tail_of(batch, stage, fewest, np.minimum(width, blocks), blocks)
+    experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), blocks)
+    tail = _tail_of(batch, stage, fewest, (np.minimum(width, blocks), experts), blocks)
     twice = np.minimum(np.ceil(width * (2.0 - 1.0 / copies)), room) >= 2.0 * width
     if not twice.any():
         return tail
     many = np.maximum(fewest, (2.0 * width - 1.0) * copies + 1.0)
-    other = _tail_of(batch, stage, many, np.where(twice, 2.0 * width, width), blocks)
+    other = _tail_of(batch, stage, many, (np.where(twice, 2.0 * width, width), experts), blocks)
     return np.where(twice, np.minimum(tail, other), tail)
 
 
@@ -225,12 +231,21 @@ def _leave_tail(
 
 
 def _tail_of(
-    batch: Batch, stage: StageTimes, replicas: np.ndarray, inside: np.ndarray, blocks: np.ndarray
+    batch: Batch,
+    stage: StageTimes,
+    replicas: np.ndarray,
+    inside: tuple[np.ndarray, np.ndarray],
+    blocks: np.ndarray,
 ) -> np.ndarray:
-    """Return the tail of every stage when so many ranks join its gradients, some inside each domain."""
+    """Return the tail of every stage when so many ranks join its gradients.
+
+    `inside` are the members of a collective in each domain, of dense weights and of experts.
+    """
     rank = batch.machine.rank
-    stride = np.where(replicas > 1, blocks / inside * (1.0 - 1e-9), 1.0)
-    spread = replace(rank, dp=replicas, copies=replicas / rank.shard, sync_stride=stride)
+    stride, expert_stride = (np.where(replicas > 1, blocks / n * (1.0 - 1e-9), 1.0) for n in inside)
+    spread = replace(
+        rank, dp=replicas, copies=replicas / rank.shard, sync_stride=stride, expert_stride=expert_stride
+    )
     sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     return np.asarray(sync + optimizer)
 
@@ -354,7 +369,7 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
         block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
         own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
     return RankShape(
-        tp=tp, cp=1.0, ep=1.0, etp=1.0, dp=float(kind.width), copies=1.0,
+        tp=tp, cp=1.0, ep=float(kind.ep), etp=1.0, dp=float(kind.width), copies=1.0,
         sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.width),
         micro_batch=float(kind.micro_batch), seq_len=float(request.seq_len), low=float(low),
         four_bit=float(four), matrix_bytes=0.5 if four else 1.0 if low else wide, element_bytes=wide,
@@ -437,6 +452,7 @@ def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageL
     model, framework = request.model, request.framework
     tp = np.array([[float(kind.tp) for kind in kinds]])
     width = np.array([[float(kind.width) for kind in kinds]])
+    ep = np.array([[float(kind.ep) for kind in kinds]])
     unit = framework.vocab_multiple * tp
     copies = 1.0 if request.cluster.num_devices == 1 else 2.0
     return StageLoad(
@@ -456,10 +472,10 @@ def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageL
         seq_len=float(request.seq_len),
         tp=tp,
         cp=1.0,
-        ep=1.0,
+        ep=ep,
         etp=1.0,
         dp=width * copies,
-        expert_dp=width * tp * copies,
+        expert_dp=np.maximum(1.0, width * tp * copies / ep),
         shard_size=width,
         zero=np.array([[float(kind.zero) for kind in kinds]]),
         sp=(tp > 1) * 1.0,

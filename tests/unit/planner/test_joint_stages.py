@@ -17,7 +17,7 @@ from foreshard.planner.problem import Arrangement, Part, Problem, faults, step_s
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.search import plan
 from foreshard.planner.stage_options import MOST_JOINED, joint_options, stage_options
-from foreshard.planner.stage_prices import price_stages, without_joint
+from foreshard.planner.stage_prices import price_stages, without
 from foreshard.predict.analytical import stage_times
 from foreshard.predict.batch import Case, build_batch, stage_workers
 from foreshard.spec.checks import check_plan
@@ -51,7 +51,7 @@ def whole(problem: Problem, option: int, batch: int) -> Arrangement:
 
 def test_a_joint_stage_alone_costs_what_the_engine_says():
     request = asked(PAIR, 20, model=short_model(6))
-    problem = price_stages(request, (0, 1), by_domain=True, joint=True)
+    problem = price_stages(request, (0, 1), by_domain=True, every=True)
     compared = set()
     for option in joint_of(problem):
         arrangement = whole(problem, option, 20)
@@ -70,7 +70,7 @@ def test_a_joint_stage_alone_costs_what_the_engine_says():
 
 def test_no_plan_with_joint_stages_is_faster_by_the_engine():
     request, rng = asked(WIDE, 64, precision="fp16"), np.random.default_rng(3)
-    problem = price_stages(request, (0, 1), by_domain=True, joint=True)
+    problem = price_stages(request, (0, 1), by_domain=True, every=True)
     joint, judged = joint_of(problem), 0
     for _ in range(600):
         first = int(rng.choice(joint))
@@ -94,7 +94,7 @@ def test_no_plan_with_joint_stages_is_faster_by_the_engine():
 def test_no_rank_of_a_joint_stage_is_slower_than_the_one_looked_at():
     """The engine prices the ranks of most samples over peak; others must not hold the stage up."""
     request = asked(PAIR, 20, model=short_model(6))
-    problem = price_stages(request, (0, 1), joint=True)
+    problem = price_stages(request, (0, 1), every=True)
     uneven = 0
     for option in joint_of(problem):
         arrangement = whole(problem, option, 20)
@@ -131,15 +131,17 @@ def test_joint_stages_are_offered_where_they_can_help():
 def test_a_problem_without_joint_stages_is_that_priced_without_them():
     request = asked(WIDE, 64, precision="fp16")
     plain = price_stages(request, (0, 1), by_domain=True)
-    less = without_joint(price_stages(request, (0, 1), by_domain=True, joint=True))
-    assert less.names == plain.names and without_joint(plain) is plain
+    every = price_stages(request, (0, 1), by_domain=True, every=True)
+    less = without(every, lambda kind: not kind.is_plain)
+    assert less.names == plain.names == every.names[: len(plain.names)]
+    assert without(plain, lambda kind: not kind.is_plain) is plain
     for name in ("takes", "micro_batch", "grain", "time_s", "tail_s", "max_in_flight", "hop_s", "leave_s"):
         assert np.allclose(getattr(less, name), getattr(plain, name), rtol=1e-12), name
 
 
 def every_plan(request: Request) -> float:
     """The least step time by the engine over every plan of two devices that fits."""
-    problem = price_stages(request, (0, 1), by_domain=True, joint=True)
+    problem = price_stages(request, (0, 1), by_domain=True, every=True)
     batch, end, options = request.global_batch, problem.num_layers, range(len(problem.names))
     found = [whole(problem, option, batch) for option in options]
     for one, other in product(options, repeat=2):

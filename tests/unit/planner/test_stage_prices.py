@@ -107,7 +107,7 @@ def test_no_plan_is_faster_by_the_engine(case):
     request, rng = asked(*case), np.random.default_rng(11)
     judged = 0
     for use in ((0, 1), (0,), (1,)):
-        problem = price_stages(request, use, by_domain=True, joint=True)
+        problem = price_stages(request, use, by_domain=True, every=True)
         for _ in range(1500):
             arrangement = some_arrangement(problem, rng)
             if arrangement is None or judged >= 40 * (1 + len(use) % 2):

@@ -1,0 +1,95 @@
+"""Stages that cut experts over their ranks: never faster by the engine, in memory, chosen where they fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.planner.judge import engine_seconds
+from foreshard.planner.mapping import plan_of
+from foreshard.planner.problem import Arrangement, Part, faults, step_seconds
+from foreshard.planner.request import Request, checked_request
+from foreshard.planner.search import plan
+from foreshard.planner.stage_options import stage_options
+from foreshard.planner.stage_prices import price_stages
+from foreshard.predict.step import predict
+from foreshard.spec.checks import check_plan
+
+TWO = "1x8xa100-sxm-80gb+1x8xh100-sxm@400Gb/s"
+BATCH = 64
+
+
+def asked(cluster: str = TWO, model: str = "mixtral-8x7b") -> Request:
+    return checked_request(load_model(model), load_cluster(cluster), global_batch=BATCH, seq_len=4096)
+
+
+def test_experts_are_cut_over_ranks_that_divide_both():
+    found = stage_options(asked(), (0, 1), experts=True)
+    assert {kind.ep for kind in found} == {1, 2, 4, 8}
+    assert all(kind.tp * kind.inner_dp % kind.ep == 0 for kind in found)
+    assert {kind for kind in found if kind.is_plain} == set(stage_options(asked(), (0, 1)))
+    dense = asked(model="llama3-8b")
+    assert stage_options(dense, (0, 1), experts=True) == stage_options(dense, (0, 1))
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_no_plan_with_cut_experts_is_faster_by_the_engine(pipelines):
+    """Pipelines on devices of one kind each, alike in what the terms of the space bound."""
+    request, rng = asked(TWO.replace("1x8x", "2x8x")), np.random.default_rng(pipelines)
+    problem = price_stages(request, (0, 1), by_domain=True, every=True)
+    cut, judged, memory_checked = np.array([kind.ep > 1 for kind in problem.names]), 0, 0
+    middle = problem.num_layers // 2
+    roomy = problem.max_in_flight[:, problem.types[0, middle]] > 1
+    for _ in range(600):
+        templates = []
+        for kind in range(pipelines):
+            # A stage in each of two nodes, and pipelines on kinds of their own: no domain is shared.
+            own = np.flatnonzero(cut & (problem.takes[:, kind] == 8) & roomy)
+            first = int(rng.choice(own))
+            same = own[problem.micro_batch[own] == problem.micro_batch[first]]
+            second, at = int(rng.choice(same)), int(rng.integers(middle - 3, middle + 4))
+            ends = (
+                Part(option=first, start=0, stop=at),
+                Part(option=second, start=at, stop=problem.num_layers),
+            )
+            templates.append(ends)
+        shares = (BATCH,) if pipelines == 1 else (BATCH // 2, BATCH // 2)
+        arrangement = Arrangement(templates=tuple(templates), shares=shares)
+        if judged >= 30 or faults(problem, arrangement) or not _alike(problem, templates):
+            continue
+        made = plan_of(request, problem, arrangement)
+        check_plan(made, request.model, request.cluster)
+        assert [stage.ep for stage in made.groups[0].stages] == [
+            problem.names[p.option].ep for p in templates[0]
+        ]
+        assert step_seconds(problem, arrangement) <= engine_seconds(request, [made])[0] * (1 + 1e-9)
+        if memory_checked < 10:
+            memory = predict(request.model, request.cluster, made, engine="analytical").memory
+            assert memory.peak_bytes <= memory.capacity_bytes * 1.03
+            memory_checked += 1
+        judged += 1
+    assert judged >= 20
+
+
+def _alike(problem, templates) -> bool:
+    """Return whether stages of different pipelines differ at most by a factor of two, as the space says."""
+    stages = [problem.names[part.option] for template in templates for part in template]
+    widths = [kind.width for kind in stages]
+    replicas = [kind.tp * kind.width / kind.ep for kind in stages]
+    return len(templates) == 1 or (max(widths) <= 2 * min(widths) and max(replicas) <= 2 * min(replicas))
+
+
+def test_a_mixture_of_experts_is_planned_with_cut_experts(even_clock):
+    """Without, each rank of a stage holds all experts, and pipelines are as long as devices are many."""
+    pytest.importorskip("scipy")
+    request = asked()
+    # Half of the time goes into plans without: one that cuts experts is faster than what that found.
+    found = plan(request.model, request.cluster, global_batch=BATCH, seq_len=4096, budget_s=8.0)
+    best = found.plans[0]
+    check_plan(best.plan, request.model, request.cluster)
+    assert best.prediction.memory.fits
+    assert any(stage.ep > 1 for group in best.plan.groups for stage in group.stages)
+    assert found.gap < 0.05
+    assert 0.0 < found.lower_bound_step_time_s <= best.prediction.step_time_s
