@@ -119,6 +119,12 @@ def test_prime_counts(cluster):
     assert found.plans and sum(group.share for group in found.plans[0].plan.groups) == 31
 
 
+def test_a_range_without_plans_is_no_end_of_the_search():
+    """Three and one devices: the first numbers of pipelines that are looked at hold no plan."""
+    found = search("llama2-7b", "1x3xa100-sxm-80gb+1x1xh100-sxm@400Gb/s", batch=16, seq_len=4096)
+    assert found.plans and found.gap < np.inf
+
+
 def test_nothing_fits_names_memory_and_a_change_that_does():
     cluster = "1x2xrtx-3090+1x2xa100-sxm-40gb@10Gb/s"
     found = search("llama3-8b", cluster)
