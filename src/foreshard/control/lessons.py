@@ -24,6 +24,8 @@ MARGIN = 0.004
 """Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
 MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
 """Largest multiplier that is believed, in reference steps per budget of a step; that where none is enough."""
+UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
+"""What cannot be kept weighs so much more in every further lesson that says so, until time does not count."""
 LEAST_WEIGHT = 10.0
 _MOST_STATES = 2048
 
@@ -57,7 +59,7 @@ class Lessons:
         self.budgets, self.horizon = tuple(budgets), horizon
         self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
-        self._seen, self._next = 0, 1
+        self._seen, self._next, self._unkept = 0, 1, 0
 
     def knows(self, key: bytes) -> bool:
         """Return whether it is known what runs in a state."""
@@ -102,9 +104,21 @@ class Lessons:
         )  # fmt: skip
         found = dual.solve(table, left)
         self.feasible = found.feasible
+        self._unkept = 0 if found.feasible else self._unkept + 1
+        if not found.feasible:
+            self._give_up(queues, table)
+            return
         for one, multiplier in zip(self.budgets, found.multipliers, strict=True):
-            worth = multiplier * queues[one.name].unit / queues.step_s if found.feasible else UNKEPT_WORTH
+            worth = multiplier * queues[one.name].unit / queues.step_s
             queues.place(one.name, queues.weight * min(worth, MOST_WORTH))
+
+    def _give_up(self, queues: Queues, table: dual.Table) -> None:
+        """Place the queues where nothing keeps the budgets: those that nothing keeps alone come first."""
+        least = table.weight @ np.minimum.reduceat(table.excess, table.starts, axis=0)
+        lost = least > 0.0 if (least > 0.0).any() else np.ones(len(least), bool)
+        grown = min(UNKEPT_WORTH * UNKEPT_GROWTH ** (self._unkept - 1), MOST_UNKEPT)
+        for one, alone in zip(self.budgets, lost, strict=True):
+            queues.place(one.name, queues.weight * (grown if alone else UNKEPT_WORTH))
 
     def _left(self, queues: Queues, budget: Budget) -> Budget:
         """Return the budget less what was spent too much, spread over the steps that are left."""

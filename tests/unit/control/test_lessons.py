@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreshard.control import dual
-from foreshard.control.lessons import MARGIN, UNKEPT_WORTH, Lessons, weight_for
+from foreshard.control.lessons import MARGIN, UNKEPT_GROWTH, UNKEPT_WORTH, Lessons, weight_for
 from foreshard.control.queues import Queues
 from foreshard.control.slots import Budget
 
@@ -50,6 +50,29 @@ def test_what_was_spent_too_much_is_worked_off(cost, more):
 def test_a_budget_that_no_state_can_keep_has_a_worth_to_start_with():
     queues, lessons = taught(limit=0.5)
     assert not lessons.feasible and queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH)
+
+
+def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_best():
+    queues, lessons = taught(limit=0.01)
+    for _ in range(4):
+        while not lessons.due:
+            lessons.saw(b"one", 1)
+        lessons.teach(queues)
+    time_weight, costs = queues.weights()
+    assert int(np.argmin(time_weight * TIMES + costs["b"] * COSTS[:, 0])) == 2
+    assert queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH * UNKEPT_GROWTH**4)
+
+
+def test_a_budget_that_can_be_kept_gives_way_to_one_that_cannot():
+    budgets = (Budget(name="lost", kind="usd", limit=0.1), Budget(name="kept", kind="joule", limit=9.0))
+    queues, lessons = Queues(budgets, weight=10.0, step_s=1.0), Lessons(budgets, 1000)
+    lessons.rows(b"one", TIMES, np.hstack([COSTS, COSTS[::-1]]))
+    for _ in range(3):
+        while not lessons.due:
+            lessons.saw(b"one", 1)
+        lessons.teach(queues)
+    assert queues["lost"].backlog == pytest.approx(10.0 * UNKEPT_WORTH * UNKEPT_GROWTH**2)
+    assert queues["kept"].backlog == pytest.approx(10.0 * UNKEPT_WORTH)
 
 
 def test_budgets_per_time_are_placed_by_the_mean_step():

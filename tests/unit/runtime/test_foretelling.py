@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,41 @@ def test_budgets_are_counted_and_ours_keeps_them(files):
     told = ours.to_dict()
     assert told["budget"] == {"usd_per_h": 6.0} and len(told["series"]["step_time_s"]) == 300
     assert told["mean_step_time_s"] == pytest.approx(float(np.mean(ours.time_s)))
+
+
+DRAWS = 'power = "{} W"\nidle_power = "{} W"\ncarbon_kg_per_kwh = {}\n'
+
+
+@pytest.mark.parametrize("budget", [
+    "usd_per_h=0.5", "usd_per_step=1e-6", "energy_j_per_h=1e4", "energy_j_per_step=1", "carbon_kg_per_h=1e-4",
+    "carbon_kg_per_step=1e-9",
+])  # fmt: skip
+def test_where_a_budget_cannot_be_kept_the_cheapest_plan_runs(files, budget):
+    asked, name = files(), budget.partition("=")[0]
+    lab = Path(asked["lab"])
+    first, second = lab.read_text().split('device = "slow"\n')
+    lab.write_text(
+        first.replace("usd_per_h", DRAWS.format(300, 60, 0.4) + "usd_per_h")
+        + 'device = "slow"\n' + DRAWS.format(120, 30, 0.1) + second
+    )  # fmt: skip
+    plan, least = json.loads(Path(asked["plan"]).read_text()), np.inf
+    per = 1.0 if name.endswith("_step") else 3600.0
+
+    def cost(found, steps):
+        spent = found.spent[name][-steps:].sum()
+        return spent / (steps if per == 1.0 else found.time_s[-steps:].sum() / per)
+
+    for ranks in (ranks for n in range(1, 5) for ranks in combinations(range(4), n)):
+        speed = np.array([2.0, 2.0, 1.0, 1.0])[list(ranks)]
+        shares = [round(share) for share in 64 * speed / speed.sum()]
+        shares[0] += 64 - sum(shares)
+        groups = [plan["groups"][rank] | {"share": n} for rank, n in zip(ranks, shares, strict=True)]
+        few = Path(asked["plan"]).with_name("few.json")
+        few.write_text(json.dumps(plan | {"groups": groups}))
+        static = foretell(**(asked | {"plan": str(few)}), steps=2, policies=("static",), budgets=(budget,))
+        least = min(least, cost(static["static"], 1))
+    ours = foretell(**asked, steps=100, policies=("lyapunov",), budgets=(budget,))["lyapunov"]
+    assert cost(ours, 20) <= 1.005 * least and ours.violation > 0.5
 
 
 def test_what_cannot_be_played_is_refused(files):
