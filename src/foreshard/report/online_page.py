@@ -97,12 +97,15 @@ def _uneven(swept: Sweeps) -> str:
     if not swept.uneven:
         return _words("No point of this scenario could be played.")
     axis = "factor" if "factor" in swept.uneven[0] else "power"
-    names = {"ours": "ours, in budget", "ideal": "bound, in budget", "free": "balanced, no budget"}
+    names = {"ours": "ours, budgeted", "ideal": "bound, in budget", "free": "balanced, no budget"}
     lines = [
         Line(name=text, points=[(row[axis], row[name]) for row in swept.uneven], dashed=name == "ideal")
         for name, text in names.items()
     ]
     said = f"Cut of mean batch time against equal shares on all devices, over {swept.slots} slots. "
+    if any(row["ours"] > row["ideal"] for row in swept.uneven):
+        # Nothing that keeps the budget is above the bound.
+        said += "Where ours is above the bound it spent more than its budget: so few slots do not settle it. "
     if axis == "power":
         return _words(said + "All factors of the scenario to a power: 0 is constant.") + chart(
             lines, x="power of all factors", y="cut", percent=True
@@ -128,7 +131,7 @@ def _uneven(swept: Sweeps) -> str:
     ]
     columns = (
         "straggler factor",
-        ">ours, in budget",
+        ">ours, budgeted",
         ">bound, in budget",
         ">balanced, no budget",
         ">formula",
