@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from foreshard.planner.configuration import columns_of, samples_of, whole_mix
@@ -77,11 +79,12 @@ def undominated(problem: Problem, templates: list[Template]) -> list[Template]:
 
 
 def best_of_all(
-    problem: Problem, templates: list[Template], ranges: list[tuple[int, int]]
-) -> Arrangement | None:
-    """Return the best arrangement of some pipelines: no mix of them is faster, by branch and bound.
+    problem: Problem, templates: list[Template], ranges: list[tuple[int, int]], deadline: float
+) -> tuple[Arrangement | None, bool]:
+    """Return the best arrangement of some pipelines, and whether no mix of them is faster.
 
-    Where the spread counts, every number of devices in use is asked apart.
+    By branch and bound; where the spread counts, every number of devices in use is asked apart. At the
+    deadline (`time.perf_counter`) it is the best so far.
     """
     takes = columns_of(problem, templates)
     devices = sum(problem.counts)
@@ -90,6 +93,8 @@ def best_of_all(
     best_s = np.inf
     for pipelines in ranges:
         for limit in limits:
+            if time.perf_counter() > deadline:
+                return best, False
             factor = spread_factor(problem, limit) if problem.jitter > 0 else 1.0
             high = (
                 _longest(problem, templates, pipelines[0]) if best is None else best_s / factor * (1 - _TIGHT)
@@ -100,9 +105,10 @@ def best_of_all(
                 if seconds < best_s:
                     best, best_s = found, seconds
                 high = min(high, seconds / factor) * (1 - _TIGHT)
-                low = _bisect(problem, templates, takes, pipelines, limit, high)
-                found = low
-    return best
+                if time.perf_counter() > deadline:
+                    return best, False
+                found = _bisect(problem, templates, takes, pipelines, limit, high)
+    return best, True
 
 
 def _longest(problem: Problem, templates: list[Template], copies: int) -> float:

@@ -107,9 +107,9 @@ def solve(
         return _nothing(progress)
     try:
         ladder = _simple_bounds(progress)
-        small = all_templates(problem) if _is_small(problem) else None
+        small = _solve_small(progress, ranges, ladder) if _is_small(problem) else None
         if small is not None:
-            return _solve_small(progress, small, ranges, ladder)
+            return small
         _seed(progress, start, columns)
         room = room_for(problem)
         closer = None if room is None else Closer(progress=progress, room=room)
@@ -141,12 +141,22 @@ def _is_small(problem: Problem) -> bool:
 
 
 def _solve_small(
-    progress: Progress, templates: list[Template], ranges: list[tuple[int, int]], ladder: dict[str, float]
-) -> Solution:
-    """Return the best of all arrangements, every pipeline being listed."""
+    progress: Progress, ranges: list[tuple[int, int]], ladder: dict[str, float]
+) -> Solution | None:
+    """Return the best of all arrangements, every pipeline being listed.
+
+    None when there are too many of them or half of the time does not do; what was found stays.
+    """
     problem = progress.problem
+    templates = all_templates(problem)
+    if templates is None:
+        return None
     kept = undominated(problem, templates)
-    best = best_of_all(problem, kept, ranges) if kept else None
+    half = 0.5 * (time.perf_counter() + progress.deadline)
+    best, proven = best_of_all(problem, kept, ranges, half) if kept else (None, True)
+    if not proven:
+        _seed(progress, best, ())
+        return None
     if best is None:
         return _nothing(progress)
     progress.offer(best.templates)
