@@ -248,8 +248,12 @@ def narrower(entry: dict[str, float], factor: float, eff: float) -> dict[str, fl
 
 
 def gemm_fp8(sixteen: dict, ratio: dict) -> dict:
-    """Efficiency from the best measured fp8 product, the rest of the curve from 16 bit."""
-    devices, share = {}, []
+    """Efficiency from the best measured fp8 product, the rest of the curve from 16 bit.
+
+    A device without such a product keeps the share of its own 16-bit efficiency that devices like it keep.
+    """
+    devices: dict[str, dict[str, float]] = {}
+    share: dict[str, float] = {}
     for device, anchor in anchors("fp8")["averaged"].items():
         base = sixteen["devices"].get(device) or sixteen["architectures"][resolve_device(device).arch]
         known = ratio["averaged"]
@@ -258,8 +262,12 @@ def gemm_fp8(sixteen: dict, ratio: dict) -> dict:
         curve = narrower(base, 2.0, base["eff"])
         eff = scale * best_product_eff("averaged", device, "fp8", curve, anchor)
         devices[device] = narrower(base, 2.0, eff)
-        share.append(eff / base["eff"])
-    share_of_16bit = float(np.median(share))
+        share[device] = eff / base["eff"]
+    share_of_16bit = float(np.median(list(share.values())))
+    for device, base in sixteen["devices"].items():
+        if device not in devices and resolve_device(device).supports("fp8"):
+            alike = [share[name] for name in donors(device, share)]
+            devices[device] = narrower(base, 2.0, base["eff"] * float(np.median(alike)))
     untried = {
         arch: narrower(entry, 2.0, entry["eff"] * share_of_16bit)
         for arch, entry in sixteen["architectures"].items()

@@ -42,7 +42,7 @@ class TrainingConstants:
     unfused: float = _term(1.0, 0.5, 2.0, "attention as separate kernels in training over isolated")
     eager_traffic: float = _term(1.3, 0.5, 3.0, "elementwise traffic of eager kernels over ideal fusion")
     fused_traffic: float = _term(1.0, 0.4, 2.0, "elementwise traffic of fused kernels over ideal fusion")
-    cast_traffic: float = _term(1.3, 0.0, 3.0, "8-bit cast traffic over one read and one write")
+    cast_traffic: float = _term(1.3, 0.0, 3.0, "8-bit cast traffic over its least bytes")
     cast_blocks: float = _term(1.3, 0.0, 4.0, "the same where every block of elements has its own scale")
     grad_accumulate: float = _term(1.9, 0.0, 3.0, "traffic of fp32 gradient accumulation over read and write")
     grad_product: float = _term(1.1, 1.0, 1.6, "weight-gradient products that add into fp32 over plain ones")

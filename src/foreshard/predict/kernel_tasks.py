@@ -278,18 +278,23 @@ def cast_s(layer: LayerShape, machine: Machine) -> Any:
     tp = machine.rank.tp
     inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
     routed = layer.top_k * (layer.expert_hidden + layer.expert_ffn) / tp
-    moved = 3.0 * tokens * (inputs + routed) * _cast_factor(machine)
+    moved = tokens * (inputs + routed) * _cast_bytes(machine)
     return stream_s(moved, machine.kernels) * machine.rank.low
 
 
-def _cast_factor(machine: Machine) -> Any:
-    """Return cast traffic over one read and one write."""
-    c = machine.constants
-    return np.where(machine.traits.block_scaled > 0, c.cast_blocks, c.cast_traffic)
+def _cast_bytes(machine: Machine) -> Any:
+    """Return the bytes that casting one element moves.
+
+    It is read in 16 bit and written in 8 along each of the two axes that products sum over; one copy serves
+    both where products take any layout, unless every block has its own scale
+    (TransformerEngine is_non_tn_fp8_gemm_supported).
+    """
+    c, traits = machine.constants, machine.traits
+    return np.where(traits.block_scaled > 0, 4.0 * c.cast_blocks, (4.0 - traits.any_layout) * c.cast_traffic)
 
 
 def weight_cast_s(params: Any, machine: Machine) -> Any:
     """Return seconds of casting the weights once a micro-batch, where a framework does not keep them."""
     if not np.count_nonzero(machine.rank.low):
         return 0.0
-    return stream_s(0.9 * params * _cast_factor(machine), machine.kernels) * machine.rank.low
+    return stream_s(0.3 * params * _cast_bytes(machine), machine.kernels) * machine.rank.low

@@ -43,6 +43,7 @@ class Traits:
     tensor_async: Any
     grads_fused: Any
     block_scaled: Any  # casts carry a scale per block of elements
+    any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
     context_gather: Any
     fsdp: Any
@@ -113,6 +114,7 @@ def traits_of(
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
         block_scaled=float(precision in ("mxfp8", "nvfp4")),
+        any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         fsdp=float(framework.fsdp != "none"),
         grouped=float(framework.grouped_gemm),
         uneven_routing=float(framework.routing == "learned"),
