@@ -402,7 +402,9 @@ def attention_sections(fits: dict[str, dict[str, dict[str, float]]]) -> dict:
     }
     third = float(f"{FA3_BACKWARD_RATIO:.6g}")
     own = {
-        "devices": {n: e | {"bwd_ratio": third} if n in fits["fa3"] else e for n, e in new["devices"].items()},
+        "devices": {
+            n: e | {"bwd_ratio": third} if n in fits["fa3"] else e for n, e in new["devices"].items()
+        },
         "architectures": new["architectures"] | {"hopper": hopper | {"bwd_ratio": third}},
         "generic": new["generic"],
     }
