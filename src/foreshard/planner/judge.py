@@ -12,6 +12,7 @@ from foreshard.planner.request import Request
 from foreshard.planner.shares import balance
 from foreshard.predict.analytical import StepTimes, step_times
 from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.memory import plan_memory
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
@@ -26,6 +27,13 @@ def engine_seconds(request: Request, plans: Sequence[Plan]) -> list[float]:
         last = step.parts["optimizer"]
         made.append(float((step.total - last).max() + last.max()))
     return made
+
+
+def short_bytes(request: Request, plan: Plan) -> float:
+    """Return by how much the fullest rank is over its device, 0 where the plan fits."""
+    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
+    memory = plan_memory(case)[0]
+    return max(0.0, memory.peak_bytes - memory.capacity_bytes)
 
 
 def _steps(request: Request, plan: Plan) -> StepTimes:

@@ -14,7 +14,7 @@ from foreshard.errors import InfeasibleError
 from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
-from foreshard.planner.judge import engine_seconds, engine_shares, predicted
+from foreshard.planner.judge import engine_seconds, engine_shares, predicted, short_bytes
 from foreshard.planner.loading import HASTE, is_hasty
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_infeasible import nothing_fits
@@ -61,6 +61,8 @@ _AIM = 0.003
 _CLOSED = 0.005
 _GAP = 0.15
 """Gap above which plans are looked for again at less hopeful prices."""
+_ROOMIER = 4
+"""Times that plans are looked for with more memory left free, where none fits."""
 _QUICK = (hetpipe, amp)
 """Planners that find a plan in tenths of a second."""
 _MANY_GROUPS = 6
@@ -76,6 +78,7 @@ class _Found:
     """Plans judged so far, bounds of the sets of node groups, and what the search has covered."""
 
     judged: list[tuple[float, Plan]] = field(default_factory=list)
+    short_bytes: float = np.inf
     bounds: list[float] = field(default_factory=list)
     ladder: dict[str, float] = field(default_factory=dict)
     evaluated: int = 0
@@ -108,6 +111,16 @@ class _Found:
     def best_s(self) -> float:
         """Return the least step time so far, by the analytical engine."""
         return min((seconds for seconds, _ in self.judged), default=np.inf)
+
+    def take(self, request: Request, plan: Plan) -> list[float]:
+        """Keep a plan that fits and return its step time; of others, what the best is short of."""
+        short = short_bytes(request, plan)
+        if short:
+            self.short_bytes = min(self.short_bytes, short)
+            return []
+        seconds = engine_seconds(request, [plan])[0]
+        self.judged.append((seconds, plan))
+        return [seconds]
 
     def note(self, solution: Solution, deadline: float) -> None:
         """Count what was priced; what ended before its time was ended by the user."""
@@ -147,6 +160,7 @@ def search_mixed(request: Request) -> PlanResult:
         _until_stopped(found, _search_set, request, use, found, now + share * (deadline - now), every=price)
         if len(found.bounds) == i:
             found.bounds.append(found.work_s(request, use))
+    _until_stopped(found, _search_roomier, request, sets[0], found)
     if not (price or hasty):
         now = time.perf_counter()
         share = 1.0 if _is_closed(found) else _APART
@@ -157,9 +171,6 @@ def search_mixed(request: Request) -> PlanResult:
         _until_stopped(found, _offer_published, request, sets[0], found, deadline)
         _until_stopped(found, _search_apart, request, sets[0], found, deadline)
     predictions = _predictions(request, found, deadline)
-    if found.judged and not predictions:
-        _search_roomier(request, sets[0], found)
-        predictions = _predictions(request, found, deadline)
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
     if not plans:
         return PlanResult(
@@ -283,7 +294,7 @@ def _search_set(
     found.bounds.append(bound)
     found.ladder = found.ladder or dict(solution.ladder)
     late = deadline + _JUDGING * request.budget_s
-    found.judged.extend(_judge(request, problem, solution, late, None if every else found.best_s))
+    _judge(found, request, problem, solution, late, None if every else found.best_s)
 
 
 def _search_plain(
@@ -303,7 +314,7 @@ def _search_plain(
     )  # fmt: skip
     found.note(solution, deadline)
     late = deadline + _JUDGING * request.budget_s
-    found.judged.extend(_judge(request, alone, solution, late, None if every else found.best_s))
+    _judge(found, request, alone, solution, late, None if every else found.best_s)
     return solution
 
 
@@ -317,7 +328,7 @@ def _search_one_domain(request: Request, sets: Sequence[tuple[int, ...]], found:
             )
             problem = capped(price_stages(request, use, by_domain=True, every=True), most)
             solution = solve(problem, budget_s=_LEAST_S, target_gap=_AIM)
-            found.judged.extend(_judge(request, problem, solution, time.perf_counter() + _LEAST_S))
+            _judge(found, request, problem, solution, time.perf_counter() + _LEAST_S)
 
 
 def _is_closed(found: _Found) -> bool:
@@ -340,7 +351,7 @@ def _search_again(found: _Found, request: Request, deadline: float) -> None:
         found.note(solution, deadline)
         found.bounds[low] = max(found.bounds[low], solution.lower_bound_s)
         late = deadline + _JUDGING * request.budget_s
-        found.judged.extend(_judge(request, problem, solution, late, found.best_s))
+        _judge(found, request, problem, solution, late, found.best_s)
 
 
 def _named(problem: Problem, solution: Solution) -> dict[NamedTemplate, None]:
@@ -384,7 +395,7 @@ def _offer_published(
         for _, arrangement in best.by_number.values():
             plan = plan_of(request, problem, arrangement)
             if plan is not None and not faults(problem, arrangement):
-                found.judged.append((engine_seconds(request, [plan])[0], plan))
+                found.take(request, plan)
 
 
 def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadline: float) -> None:
@@ -399,23 +410,27 @@ def _search_apart(request: Request, use: tuple[int, ...], found: _Found, deadlin
     solution = solve(problem, budget_s=left, target_gap=_AIM, columns=_known(problem, found))
     found.note(solution, deadline)
     late = deadline + _JUDGING * request.budget_s
-    found.judged.extend(_judge(request, problem, solution, late, found.best_s))
+    _judge(found, request, problem, solution, late, found.best_s)
 
 
 def _search_roomier(request: Request, use: tuple[int, ...], found: _Found) -> None:
-    """Look again, at once, with as much memory left free as the best plan so far is short of.
+    """Look again, at once, with as much memory left free as plans so far are short of, until one fits.
 
     The problem knows the buffers of no more than two stages and two pipelines; a real plan may need more.
     """
-    _, plan = min(found.judged, key=lambda one: one[0])
-    memory = predicted(request, plan).memory
-    short = memory.peak_bytes - memory.capacity_bytes
-    priced = price_stages(request, use, reserve_bytes=1.5 * short, by_domain=True, every=True)
-    problem = capped(priced, request.max_devices)
-    left = max(_LEAST_S, 0.1 * request.budget_s)
-    solution = solve(problem, budget_s=left, target_gap=0.05)
-    found.evaluated += solution.evaluated
-    found.judged[:] = _judge(request, problem, solution, time.perf_counter() + left)
+    reserve = 0.0
+    for _ in range(_ROOMIER):
+        if found.judged or not np.isfinite(found.short_bytes):
+            return
+        reserve += 1.5 * found.short_bytes
+        found.short_bytes = np.inf
+        priced = price_stages(request, use, reserve_bytes=reserve, by_domain=True, every=True)
+        problem = capped(priced, request.max_devices)
+        left = max(_LEAST_S, 0.1 * request.budget_s)
+        solution = solve(problem, budget_s=left, target_gap=0.05, columns=_known(problem, found))
+        found.evaluated += solution.evaluated
+        found.columns.update(_named(problem, solution))
+        _judge(found, request, problem, solution, time.perf_counter() + left)
 
 
 def capped(problem: Problem, max_devices: int | None) -> Problem:
@@ -434,30 +449,34 @@ def capped(problem: Problem, max_devices: int | None) -> Problem:
 
 
 def _judge(
-    request: Request, problem: Problem, solution: Solution, deadline: float, beat_s: float | None = None
-) -> list[tuple[float, Plan]]:
-    """Return plans of the arrangements, as they are and with shares balanced anew, and their step times.
+    found: _Found,
+    request: Request,
+    problem: Problem,
+    solution: Solution,
+    deadline: float,
+    beat_s: float | None = None,
+) -> None:
+    """Judge plans of the arrangements, as they are and with shares balanced anew, by their step times.
 
     Late, the best arrangement alone. With a time to beat, those that cannot beat it, or the best here, are
     left out: no plan is faster by the engine than its arrangement is by the problem.
     """
-    made: list[tuple[float, Plan]] = []
+    made: list[float] = []
     for arrangement in solution.others[:_JUDGED]:
         least = step_seconds(problem, arrangement)
-        if beat_s is not None and made and least >= min(beat_s, *(seconds for seconds, _ in made)):
+        if beat_s is not None and made and least >= min(beat_s, *made):
             continue
         for near in (False, True):
             if made and time.perf_counter() > deadline:
-                return made
+                return
             plan = plan_of(request, problem, arrangement, replicas_near=near)
             if plan is None:
                 continue
-            made.append((engine_seconds(request, [plan])[0], plan))
+            made += found.take(request, plan)
             again = engine_shares(request, problem, arrangement, plan)
             other = None if again is None else plan_of(request, problem, again, replicas_near=near)
             if other is not None:
-                made.append((engine_seconds(request, [other])[0], other))
-    return made
+                made += found.take(request, other)
 
 
 def _predictions(request: Request, found: _Found, deadline: float) -> list[Prediction]:

@@ -223,3 +223,18 @@ def test_an_interrupt_outside_a_solver_keeps_the_plans_found(monkeypatch):
     monkeypatch.setattr(mixed, "price_stages", interrupted)
     found = search("gpt2-xl", NEAR, batch=16, seq_len=1024)
     assert found.plans and found.stopped
+
+
+def test_plans_a_little_over_the_memory_are_looked_for_with_more_room(monkeypatch):
+    from foreshard.planner import mixed
+
+    reserves, price = [0.0], mixed.price_stages
+
+    def priced(*arguments, reserve_bytes=0.0, **options):
+        reserves.append(reserve_bytes)
+        return price(*arguments, reserve_bytes=reserve_bytes, **options)
+
+    monkeypatch.setattr(mixed, "price_stages", priced)
+    monkeypatch.setattr(mixed, "short_bytes", lambda *_: 0.0 if max(reserves) >= 3e8 else 1e8)
+    found = search("gpt2-xl", NEAR, batch=16, seq_len=1024)
+    assert found.plans and max(reserves) == pytest.approx(3e8)
