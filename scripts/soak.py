@@ -320,7 +320,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--pace-s", type=float, default=0.2, help="seconds each sample takes in the hurt run")
     asked = parser.parse_args()
     gap_s = asked.minutes * 60 / asked.faults
