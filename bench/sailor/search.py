@@ -19,7 +19,7 @@ _NARROWEST = 1.01
 """Bands whose limits are closer than this are not split."""
 _TYPICAL = 64
 """Devices over which a device comes to reduce all gradients, in good plans."""
-_FIRST_PASS, _SPLIT = 0.85, 0.08
+_FIRST_PASS, _SPLIT = 0.3, 0.03
 """Parts of the time for the first pass over all bands and for each half of a split one."""
 
 
