@@ -65,7 +65,8 @@ def test_lines_wait_and_reach_the_disk_in_the_end(tmp_path):
     assert (found.steps, found.lost, found.repeated, found.misread, restarts) == (STEPS, 0, 0, 0, 0)
     told = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in told] == list(range(STEPS))
-    events = [json.loads(text) for text in (out / "events.jsonl").read_text().splitlines()]
+    lines = (out / "events.jsonl").read_text().splitlines()
+    events = [json.loads(text) for text in lines if text.endswith("}")]  # a full disk may cut one
     kinds = [line["kind"] for line in events if line["rank"] == 0]
     assert {"disk refuses", "disk takes again"} <= set(kinds)
     failed = next(line for line in events if line["kind"] == "checkpoint failed")
