@@ -121,9 +121,22 @@ def kernel_evidence(device: Device, precision: str) -> str:
     return _find(kernel_constants()["gemm"][_CURVE[precision]], device)[1]
 
 
+def keeps_rate(device: Device, precision: str) -> bool:
+    """Return whether neither load nor collectives slow matrix products.
+
+    A TPU has a fixed clock and links that move data on their own; what slows its 8-bit products is not known
+    (docs/derivations/step.md).
+    """
+    return device.arch == "tpu" and not _is_narrow(precision)
+
+
+def _is_narrow(precision: str) -> bool:
+    return _CURVE[precision] in ("fp8", "fp4")
+
+
 def _wide(device: Device, precision: str) -> str:
     """Return the precision of attention and the head: that of the matrices, 16 bit beside narrower."""
-    if _CURVE[precision] in ("fp8", "fp4"):
+    if _is_narrow(precision):
         return "bf16" if device.supports("bf16") else "fp16"
     return precision
 
@@ -184,8 +197,7 @@ def _fitted(device: Device, precision: str, attention: str, sustained: bool) -> 
     values |= {f"attn_{name}": v for name, v in _find(constants["attention"][attention], device)[0].items()}
     values |= {f"stream_{name}": v for name, v in _find(constants["stream"], device)[0].items()}
     values |= {f"grouped_{name}": v for name, v in _find(constants["grouped"], device)[0].items()}
-    narrow = _CURVE[precision] in ("fp8", "fp4")
-    if device.arch == "tpu" and not narrow:  # its clock is fixed; what slows 8-bit products is not known
+    if keeps_rate(device, precision):
         values["gemm_sag"] = 0.0
     elif sustained:
         values["gemm_eff"] /= 1.0 + gemm["sag"]

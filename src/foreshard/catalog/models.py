@@ -22,6 +22,8 @@ __all__ = ["find_model", "load_model", "model_from_dims", "models", "resolve_row
 
 ModuleReader = Callable[[Any, str], Model]
 
+_FACTORY = "The factory is a function without arguments in that file"
+
 
 def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> Model:
     """Return the model a user names.
@@ -126,7 +128,7 @@ def _call(path: Path, factory: str) -> Any:
             file=str(path),
             key="model",
             value=factory,
-            rule="The factory is a function without arguments in that file",
+            rule=_FACTORY,
         ) from error
     finally:
         sys.modules.pop(spec.name, None)
@@ -139,7 +141,7 @@ def _no_factory(path: Path, factory: str, module: ModuleType) -> SpecError:
         file=str(path),
         key="model",
         value=factory,
-        rule="The factory is a function without arguments in that file",
+        rule=_FACTORY,
         fix=f"It has {', '.join(found[:8])}" if found else "Define one",
     )
 

@@ -500,9 +500,7 @@ def _predictions(request: Request, found: _Found, deadline: float) -> list[Predi
         if plan in seen or (len(made) >= least and time.perf_counter() > deadline):
             continue
         seen.append(plan)
-        one = predicted(request, plan)
-        if one.memory.fits:
-            made.append(one)
+        made.append(predicted(request, plan))
         if len(made) >= 2 * request.top + len(first):
             break
     return made

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from foreshard.catalog.kernels import keeps_rate
 from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
@@ -102,7 +103,7 @@ def traits_of(
         flash=float(framework.attention != "unfused"),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
-        static=float(device.arch == "tpu" and precision not in _NARROW),
+        static=float(keeps_rate(device, precision)),
         eager=float(framework.elementwise in ("eager", "jit")),
         norm_cast=float(framework.norm_cast),
         host_class=float(HOST_CLASSES.index(framework.host)),

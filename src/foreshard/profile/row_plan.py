@@ -22,6 +22,8 @@ from foreshard.spec.layout import plan_from_degrees
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
+_GSPMD = ("maxtext", "paxml")  # one program over the whole mesh: no micro-batch loop of its own
+
 
 def _micro_batch(
     raw: Mapping[str, str], framework: Framework, size: Size, at: dict[str, int], notes: Notes
@@ -29,7 +31,7 @@ def _micro_batch(
     stated = integer(raw, "micro_batch")
     whole = max(1, at["global_batch"] // at["dp"])
     together = stated is None or stated * at["tp"] * at["cp"] == whole
-    if framework.name in ("maxtext", "paxml") and at["pp"] == 1 and stated != whole and together:
+    if framework.name in _GSPMD and at["pp"] == 1 and stated != whole and together:
         # MaxText base.yml: per_device_batch_size counts every device, also those that share a sample.
         said = "micro-batch not stated" if stated is None else f"micro-batch {stated} of a device"
         notes.add(f"{said}: {whole}, all samples of a replica at once")
@@ -51,7 +53,7 @@ def _micro_batch(
 
 def _sequence_parallel(raw: Mapping[str, str], framework: Framework, tp: int, notes: Notes) -> bool:
     said = truth(raw["sp"])
-    if framework.name in ("maxtext", "paxml") and tp > 1 and not said:
+    if framework.name in _GSPMD and tp > 1 and not said:
         # MaxText base.yml, logical_axis_rules: activation_embed lies on the tensor axis.
         notes.add("what layers pass on is cut over tp, as MaxText's axis rules do: as sequence parallelism")
         return True
