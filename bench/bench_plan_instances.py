@@ -66,8 +66,9 @@ def main() -> None:
             gaps.append(gap)
             seconds.append(wall)
         solved = [gap for gap in gaps if gap == gap]
+        middle, worst = (statistics.median(solved), max(solved)) if solved else (float("nan"), float("nan"))
         print(
-            f"{devices} devices: gap median {statistics.median(solved):.2%} worst {max(solved):.2%}, "
+            f"{devices} devices: gap median {middle:.2%} worst {worst:.2%}, "
             f"seconds median {statistics.median(seconds):.1f} worst {max(seconds):.1f}, "
             f"{len(solved)} of {len(gaps)} solved"
         )
