@@ -1,0 +1,105 @@
+"""The least step time of a problem by trying everything, without any of the code under test.
+
+Every pipeline is made: all cuts times all options. Of those that take the same devices the least seconds for
+each share are kept, and pipelines are put beside each other in every way that devices and samples allow. That
+is quick enough for 8 devices and 8 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+
+from foreshard.planner.problem import Problem
+
+
+def least_seconds(problem: Problem) -> float:
+    """Return the step time of the best arrangement, infinite where no pipeline runs."""
+    rows = list(_pipelines(problem))
+    if not rows:
+        return np.inf
+    takes = np.concatenate([row[0] for row in rows])
+    fill, slowest, micro, grain = (np.concatenate([row[i] for row in rows]) for i in range(1, 5))
+    tails = np.concatenate([row[5] for row in rows], axis=1)
+    shares = np.arange(1, problem.global_batch + 1)
+    passes = -(-shares // grain[:, None]) * grain[:, None] / micro[:, None]
+    seconds = fill[:, None] + np.maximum(passes, 1.0) * slowest[:, None]
+    best = np.inf
+    for row, fewest in enumerate(problem.copies):
+        most = problem.copies[row + 1] - 1 if row + 1 < len(problem.copies) else sum(problem.counts)
+        each = _by_demand(takes, seconds + tails[row][:, None])
+        best = min(best, _beside_each_other(problem, each, fewest, most))
+    return best
+
+
+def _pipelines(problem: Problem) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield devices, seconds to fill, slowest stage, micro-batch, grain and tails, by number of stages."""
+    layers, counts = problem.num_layers, np.array(problem.counts)
+    chains = np.zeros((1, 0), dtype=int)
+    for stages in range(1, min(problem.max_stages, layers) + 1):
+        more = np.tile(np.arange(len(problem.takes)), len(chains))
+        chains = np.column_stack([np.repeat(chains, len(problem.takes), axis=0), more])
+        alike = (problem.micro_batch[chains] == problem.micro_batch[chains[:, :1]]).all(1)
+        chains = chains[alike & (problem.takes[chains].sum(1) <= counts).all(1)]
+        if not len(chains):
+            return
+        inner = np.array(list(combinations(range(1, layers), stages - 1)), dtype=int)
+        cuts = np.column_stack([np.zeros(len(inner), int), inner, np.full(len(inner), layers)])
+        types = problem.types[cuts[:, :-1], cuts[:, 1:]]
+        options, places = np.repeat(chains, len(types), axis=0), np.tile(types, (len(chains), 1))
+        takes, micro = problem.takes[options].sum(1), problem.micro_batch[options[:, 0]]
+        far = ~_inside_a_domain(problem, takes)[:, None]
+        times, tails = problem.time_s[options, places], problem.tail_s[:, options, places]
+        if problem.leave_s is not None:
+            times = times + far * problem.leave_s[options, places]
+        if problem.leave_tail_s is not None:
+            tails = tails + far * problem.leave_tail_s[options, places]
+        times[:, 1:] += problem.hop_s[options[:, :-1], options[:, 1:]]
+        held = np.minimum(np.arange(stages, 0, -1), -(-problem.global_batch // micro)[:, None])
+        runs = ((problem.max_in_flight[options, places] >= held) & np.isfinite(times)).all(1)
+        slowest = times.max(1)
+        row = (takes, times.sum(1) - slowest, slowest, micro, problem.grain[options].max(1))
+        yield *(values[runs] for values in row), tails.max(2)[:, runs]
+
+
+def _inside_a_domain(problem: Problem, takes: np.ndarray) -> np.ndarray:
+    """Return which pipelines are on one kind of devices, no more than share a link domain."""
+    if not problem.domains:
+        return np.zeros(len(takes), dtype=bool)
+    return ((takes > 0).sum(1) == 1) & (takes <= np.array(problem.domains)).all(1)
+
+
+def _by_demand(takes: np.ndarray, seconds: np.ndarray) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the least seconds for each share, from no sample on, of all pipelines on the same devices."""
+    demands, which = np.unique(takes, axis=0, return_inverse=True)
+    least = np.full((len(demands), seconds.shape[1] + 1), np.inf)
+    np.minimum.at(least[:, 1:], np.ravel(which), seconds)
+    return {tuple(demand.tolist()): row for demand, row in zip(demands, least, strict=True)}
+
+
+def _beside_each_other(
+    problem: Problem, each: dict[tuple[int, ...], np.ndarray], fewest: int, most: int
+) -> float:
+    """Return the least step of so many pipelines: `ends` is by devices of each kind and samples so far."""
+    batch, best = problem.global_batch, np.inf
+    ends = np.full((*(count + 1 for count in problem.counts), batch + 1), np.inf)
+    ends[(0,) * ends.ndim] = 0.0
+    devices = np.indices(ends.shape[:-1]).sum(0)
+    factor = 1.0 + problem.jitter * np.maximum(0.0, np.log2(np.maximum(devices, 1) / 8.0))
+    for number in range(1, min(most, batch) + 1):
+        longer = np.full_like(ends, np.inf)
+        for demand, seconds in each.items():
+            to = tuple(slice(n, None) for n in demand)
+            of = tuple(slice(None, size - n) for n, size in zip(demand, ends.shape, strict=False))
+            for share in range(1, batch + 1):
+                later = np.maximum(ends[(*of, slice(None, batch + 1 - share))], seconds[share])
+                part = longer[(*to, slice(share, None))]
+                np.minimum(part, later, out=part)
+        ends = longer
+        if not np.isfinite(ends).any():
+            break
+        if number >= fewest:
+            best = min(best, float((ends[..., batch] * factor).min()))
+    return best
