@@ -27,6 +27,7 @@ from foreshard.runtime.own_code import own_code
 from foreshard.runtime.randomness import Windows, sample_randomness
 from foreshard.runtime.tensor_ranks import TensorRanks, peers_of, ranks_of
 from foreshard.runtime.zero import Shards
+from foreshard.spec.plan import Stage
 
 Hook = Callable[[str], None]
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -269,6 +270,8 @@ class Executor:
     def _through(self, step: int, chunk: int, received: list[Tensor], positions: range) -> list[Tensor]:
         start, stop = self.stage.layers[chunk]
         values: Any = tuple(received)
+        if self._cuts_stream(chunk, -1):
+            values = (self.tensor.own(values[0]), *values[1:])
         for lo, hi, again in _recomputed(self.stage.recompute, start, stop):
 
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
@@ -285,7 +288,19 @@ class Executor:
                     checkpoint(block, *values, use_reentrant=False, preserve_rng_state=False)
                     if again else block(*values)
                 )  # fmt: skip
+        if self._cuts_stream(chunk, 1):
+            values = (self.tensor.together(values[0]), *values[1:])
         return list(values)
+
+    def _cuts_stream(self, chunk: int, side: int) -> bool:
+        """Return whether what comes from before a chunk, or goes behind it, is whole but not inside."""
+        beside = self._virtual(chunk) + side
+        inner = 0 <= beside < self.num_virtual
+        return self.tensor.sequence and inner and not self._in_parts(beside)
+
+    def _in_parts(self, virtual: int) -> bool:
+        """Return whether messages to and from a virtual stage are parts of the sequence."""
+        return self.tensor.sequence and self._stage(virtual).tp == self.stage.tp
 
     def _precision(self) -> AbstractContextManager[Any]:
         dtype = _HALF.get(self.layout.plan.precision)
@@ -321,15 +336,19 @@ class Executor:
         return samples_of(stage, hi - lo)[inner]
 
     def _peers(self, virtual: int, batch: int, *, sends: bool) -> list[Peer]:
-        stage = self.group.stages[virtual % len(self.group.stages)]
+        stage = self._stage(virtual)
         lo, hi = self.batches[batch]
         return [
             Peer(rank=rank, span=span)
             for inner, span in enumerate(samples_of(stage, hi - lo))
             for rank in peers_of(
-                ranks_of(stage.ranks, inner, stage.tp), self.seat.tensor, self.stage.tp, sends=sends
+                ranks_of(stage.ranks, inner, stage.tp), self.seat.tensor, self.stage.tp, sends=sends,
+                parts=self._in_parts(virtual),
             )
         ]
+
+    def _stage(self, virtual: int) -> Stage:
+        return self.group.stages[virtual % len(self.group.stages)]
 
     def _tag(self, virtual: int, batch: int, direction: int) -> int:
         return (virtual * len(self.batches) + batch) * 2 + direction

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from foreshard.errors import SpecError
 from foreshard.runtime.hf_tensor import plan_of_block
+from foreshard.runtime.sequence import SequenceLayer, on_part
 from foreshard.runtime.tensor_split import TensorPlan
 
 
@@ -94,7 +95,7 @@ def split(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-class Embedding(nn.Module):
+class Embedding(SequenceLayer):
     """Token ids to vectors."""
 
     def __init__(self, inner: nn.Module, family: _Family):
@@ -106,15 +107,17 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
         """Return the vectors, and the mask if there is one."""
-        hidden = self.words(ids)
+        lo, hi = (0, ids.shape[1]) if self.parts is None else self.parts.span(ids.shape[1])
+        # words that are shared out are looked up by all ranks, and cut when they are summed
+        hidden = self.words(ids[:, lo:hi] if isinstance(self.words, nn.Embedding) else ids)
         if self.places is not None:
-            hidden = hidden + self.places(torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
+            hidden = hidden + self.places(torch.arange(lo, hi, device=ids.device).unsqueeze(0))
         if self.drop is not None:
             hidden = self.drop(hidden)
         return hidden if mask is None else (hidden, mask)
 
 
-class Block(nn.Module):
+class Block(SequenceLayer):
     """One block of the model, with what the model does around it."""
 
     def __init__(self, inner: nn.Module, family: _Family, number: int):
@@ -127,11 +130,22 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Any:
         """Return the vectors after the block, and the mask if there is one."""
-        hidden = self.__dict__["_around"](inputs_embeds=hidden, attention_mask=mask, use_cache=False)[0]
+        around = self.__dict__["_around"]
+        if self.parts is None:
+            hidden = around(inputs_embeds=hidden, attention_mask=mask, use_cache=False)[0]
+        else:
+            with on_part(self.block, self._products(), hidden, self.parts) as (nothing, made):
+                around(inputs_embeds=nothing, attention_mask=mask, use_cache=False)
+            (hidden,) = made
         return hidden if mask is None else (hidden, mask)
 
+    def _products(self) -> list[nn.Module]:
+        """Return the parts of the block that begin with cut products."""
+        names = [name for name, role in self.tensor_plan.roles.items() if role.startswith("column")]
+        return [self.get_submodule(owner) for owner in {name.rpartition(".")[0]: 0 for name in names}]
 
-class Head(nn.Module):
+
+class Head(SequenceLayer):
     """Vectors to scores of words."""
 
     def __init__(self, norm: nn.Module, scores: nn.Module):
@@ -141,7 +155,12 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the scores."""
-        return self.scores(self.norm(hidden))  # type: ignore[no-any-return]
+        hidden = self.norm(hidden)
+        if self.parts is None:
+            return self.scores(hidden)  # type: ignore[no-any-return]
+        if isinstance(self.scores, nn.Linear):
+            return self.parts.together(self.scores(hidden))
+        return self.scores(self.parts.whole(hidden))  # type: ignore[no-any-return]
 
 
 class _Nothing(nn.Module):

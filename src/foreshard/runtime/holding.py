@@ -17,6 +17,7 @@ from foreshard.errors import SpecError
 from foreshard.runtime.buckets import Bucket, Gradient
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, Segment, segments_of
+from foreshard.runtime.sequence import SequenceLayer
 from foreshard.runtime.slices import WHOLE, Interval, common, parsed, sliced, within
 from foreshard.runtime.tensor_draws import TensorDraws
 from foreshard.runtime.tensor_ranks import TensorRanks
@@ -90,6 +91,8 @@ class Holding:
         index, degree = self._next.get(layer, (0, 1))
         if degree > 1:
             cut_module(module, self.parameters.splits[layer], self.ranks, index, degree)
+        if isinstance(module, SequenceLayer):
+            module.ranks = self.ranks
         self.modules[layer], self._places[layer] = module.to(self.device), (index, degree)
 
     def interval(self, layer: int, name: str) -> Interval:
@@ -181,6 +184,7 @@ class Holding:
             Who updates what, and which ranks keep the sum of a gradient.
         """
         self.remember()
+        self.ranks.sequence = layout.cuts_sequence(self.rank)
         self._recut()
         kept = set(layout.layers_of(self.rank))
         self.modules = {layer: module for layer, module in sorted(self.modules.items()) if layer in kept}

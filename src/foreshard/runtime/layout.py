@@ -63,6 +63,10 @@ class Layout:
             return ()
         return tuple(layer for start, stop in self.stage_of(rank).layers for layer in range(start, stop))
 
+    def cuts_sequence(self, rank: int) -> bool:
+        """Return whether a rank has its part of the sequence only, between the products of its layers."""
+        return rank in self.seats and self.group_of(rank).sp and self.stage_of(rank).tp > 1
+
     def first_position(self, group: int) -> int:
         """Return where in a step's samples a group's share begins."""
         return sum(g.share for g in self.plan.groups[:group])
@@ -154,8 +158,6 @@ def _refuse(plan: Plan) -> None:
         if group.schedule not in RUN_SCHEDULES:
             raise _unsupported(f"{where}.schedule", group.schedule,
                                f"the runtime runs {', '.join(RUN_SCHEDULES)}")  # fmt: skip
-        if group.sp and any(stage.tp > 1 for stage in group.stages):
-            raise _unsupported(f"{where}.sp", True, "the runtime keeps activations whole between layers")
         for s, stage in enumerate(group.stages):
             _refuse_stage(stage, f"{where}.stages[{s}]")
 

@@ -23,6 +23,7 @@ from foreshard.runtime.tensor_split import LayerSplit
 Shape = tuple[int, ...]
 _HEADS = 4
 """Dimensions of (sample, head, query, key)."""
+_STREAM = 3
 
 
 class TensorDraws:
@@ -41,6 +42,8 @@ class TensorDraws:
 
     def windows(self, layer: int, given: Sequence[Any]) -> Windows | None:
         """Return what says of what whole a draw of a layer is a part; None where all draws are whole."""
+        if self._ranks.sequence:
+            return self._by_head_or_word
         if self._ranks.degree == 1 or layer not in self._splits:
             return None
         if self._splits[layer].plan.draws_by_head:
@@ -49,6 +52,10 @@ class TensorDraws:
 
     def _by_head(self, number: int, shape: Shape) -> Window | None:
         return self._window(shape, 1) if len(shape) == _HEADS else None
+
+    def _by_head_or_word(self, number: int, shape: Shape) -> Window | None:
+        """Return the window of attention's weights, or of the stream: (sample, word, channel)."""
+        return self._window(shape, 1) if len(shape) in (_HEADS, _STREAM) else None
 
     def _window(self, shape: Shape, dim: int) -> Window:
         whole = [*shape[:dim], shape[dim] * self._ranks.degree, *shape[dim + 1 :]]

@@ -1,7 +1,8 @@
 """The ranks that compute a layer together (tensor parallelism): a mesh of DTensors over their process group.
 
 Every rank of them holds the same layers, some weights in parts. What enters a cut product is the same on all
-of them and so is what leaves; the sum in between is theirs.
+of them and so is what leaves; the sum in between is theirs. With sequence parallelism what lies between the
+products is cut over the sequence: it is put together before a product, and what is summed is cut again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foreshard.errors import SpecError
 from foreshard.runtime.clock import Clock
 from foreshard.runtime.sync import latest
 
@@ -32,6 +34,7 @@ class TensorRanks:
 
     def __init__(self) -> None:
         self.index, self.degree = 0, 1
+        self.sequence = False
         self.bytes_summed: list[tuple[int, float]] | None = (
             None  # and which part of a sum: for virtual clocks
         )
@@ -100,15 +103,13 @@ class TensorRanks:
 
         Products that take the same tensor (queries, keys, values) share it, and so one sum of gradients.
         """
+        if isinstance(tensor, self._tensors.DTensor):
+            return tensor
         last = self._entered
         if last is not None and last[0] is tensor and last[1] == tensor._version:
             return last[2]
-        given = self._tensors.DTensor.from_local(
-            tensor, self._mesh, [self._tensors.Replicate()], run_check=False
-        )
-        if self.bytes_summed is not None and given.requires_grad:
-            size = tensor.numel() * tensor.element_size()
-            given.register_hook(lambda grad: self._count(size))
+        given = self._alike(tensor)
+        self._count_backward(given, tensor.numel() * tensor.element_size())
         self._entered = (tensor, tensor._version, given)
         return given
 
@@ -117,8 +118,53 @@ class TensorRanks:
         cut = self._tensors.Shard(dim % tensor.dim())
         return self._tensors.DTensor.from_local(tensor, self._mesh, [cut], run_check=False)  # type: ignore[no-any-return]
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of the sequence of what all ranks have."""
+        lo, hi = self.span(tensor.shape[1])
+        if not tensor.is_floating_point():
+            return tensor[:, lo:hi]
+        found = self._alike(tensor).redistribute(placements=[self._tensors.Shard(1)]).to_local()
+        self._count_backward(found, tensor.numel() * tensor.element_size(), 0.5)
+        return found
+
+    def span(self, length: int) -> tuple[int, int]:
+        """Return where this rank's part of a sequence begins and ends.
+
+        Raises
+        ------
+        SpecError
+            When the sequence does not come out even.
+        """
+        if length % self.degree:
+            raise SpecError(
+                f"a sequence of {length} cannot be cut over {self.degree} ranks", key="groups.sp", value=length,
+                rule="With sp the tp of a stage divides the length of every sequence",
+                fix=f"Pad to a multiple of {self.degree} in collate, or set sp to false",
+            )  # fmt: skip
+        each = length // self.degree
+        return each * self.index, each * (self.index + 1)
+
+    def whole(self, own: Tensor) -> DTensor:
+        """Return the sequence that ranks have parts of, for cut products: its gradient is summed and cut."""
+        found = self.part(own, 1).redistribute(placements=[self._tensors.Replicate()])
+        size = found.numel() * own.element_size()
+        self._count(size, 0.5)
+        self._count_backward(found, size, 0.5)
+        return found  # type: ignore[no-any-return]
+
+    def together(self, own: Tensor) -> Tensor:
+        """Return the sequence that ranks have parts of, for what all of them compute alike."""
+        return self.gathered(self.part(own, 1))
+
     def summed(self, parts: DTensor) -> Tensor:
-        """Return what all ranks' parts sum up to, on every rank."""
+        """Return what all ranks' parts sum up to: on every rank, or its part of the sequence."""
+        if self.sequence:
+            self.span(parts.shape[1])
+            found = parts.redistribute(placements=[self._tensors.Shard(1)]).to_local()
+            size = parts.numel() * found.element_size()
+            self._count(size, 0.5)
+            self._count_backward(found, size, 0.5)
+            return found
         found = parts.redistribute(placements=[self._tensors.Replicate()]).to_local()
         self._count(found.numel() * found.element_size())
         return found
@@ -143,12 +189,24 @@ class TensorRanks:
         self._count(found.numel() * found.element_size(), 0.5)  # the second half of a ring that sums
         return found
 
+    def _alike(self, tensor: Tensor) -> DTensor:
+        return self._tensors.DTensor.from_local(  # type: ignore[no-any-return]
+            tensor, self._mesh, [self._tensors.Replicate()], run_check=False
+        )
+
+    def _count_backward(self, tensor: Tensor, size: int, part: float = 1.0) -> None:
+        """Count what the gradient of a tensor will cost; half a ring puts together, or sums and cuts."""
+        if self.bytes_summed is not None and tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._count(size, part))
+
     def _count(self, size: int, part: float = 1.0) -> None:
         if self.bytes_summed is not None:
             self.bytes_summed.append((size, part))
 
 
-def peers_of(ranks: Sequence[int], index: int, degree: int, *, sends: bool) -> Sequence[int]:
+def peers_of(
+    ranks: Sequence[int], index: int, degree: int, *, sends: bool, parts: bool = False
+) -> Sequence[int]:
     """Return the ranks of the other side of a boundary that one sends to, or the one it receives from.
 
     Both sides have the same tensor on all ranks: every rank gets it once.
@@ -160,6 +218,8 @@ def peers_of(ranks: Sequence[int], index: int, degree: int, *, sends: bool) -> S
     index, degree : int
         Which of how many this one is on its side.
     sends : bool
+    parts : bool
+        Whether both sides have it in as many parts instead: each goes to its like.
 
     Examples
     --------
@@ -168,7 +228,7 @@ def peers_of(ranks: Sequence[int], index: int, degree: int, *, sends: bool) -> S
     >>> peers_of([4, 5], 3, 4, sends=False)
     [5]
     """
-    if sends:
+    if sends and not parts:
         return [rank for other, rank in enumerate(ranks) if other % degree == index]
     return [ranks[index % len(ranks)]]
 

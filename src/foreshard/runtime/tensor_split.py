@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from foreshard.errors import SpecError
 from foreshard.runtime.layout import Layout
+from foreshard.runtime.sequence import check_sequence
 from foreshard.runtime.slices import Cut
 from foreshard.runtime.tensor_ranks import TensorRanks
 
@@ -353,6 +354,7 @@ def check_split(layout: Layout, parameters: Parameters, path: str | None = None)
                 )  # fmt: skip
             for layer, split in found.items() if stage.tp > 1 else ():
                 _check_layer(layer, split, stage.tp, f"{where}.tp")
+    check_sequence(layout, parameters)
 
 
 def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout
 from foreshard.runtime.migrate import Held
+from foreshard.runtime.sequence import SequenceLayer
 from foreshard.runtime.slices import Cut, Interval, common, parsed, sliced
 from foreshard.runtime.tensor_split import LayerSplit, split_of
 from foreshard.spec.plan import Stage
@@ -66,6 +67,8 @@ class Parameters:
     cuts : dict of (layer, name) to Cut
     shared : frozenset of (layer, name)
         Whole on every rank that computes together, where each has a part of the gradient.
+    sequential : frozenset of layers
+        That may take a part of the sequence.
     """
 
     sizes: dict[Key, int]
@@ -73,6 +76,7 @@ class Parameters:
     splits: dict[int, LayerSplit] = field(default_factory=dict)
     cuts: dict[Key, Cut] = field(default_factory=dict)
     shared: frozenset[Key] = frozenset()
+    sequential: frozenset[int] = frozenset()
 
     def degree(self, key: Key, degree: int) -> int:
         """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
@@ -90,9 +94,12 @@ def parameters_of(job: Job) -> Parameters:
     sizes: dict[Key, int] = {}
     users: dict[Key, list[int]] = {}
     splits: dict[int, LayerSplit] = {}
+    sequential = []
     for layer in range(job.num_layers):
         with torch.device("meta"):
             module = job.layer(layer)
+        if isinstance(module, SequenceLayer):
+            sequential.append(layer)
         split = split_of(module, job.tensor_plan, job.path, [own for at, own in first if at == layer])
         if split is not None:
             splits[layer] = split
@@ -105,6 +112,7 @@ def parameters_of(job: Job) -> Parameters:
         sizes=sizes, users={key: tuple(layers) for key, layers in users.items()}, splits=splits,
         cuts={(layer, name): cut for layer, split in splits.items() for name, cut in split.cuts.items()},
         shared=frozenset((layer, name) for layer, split in splits.items() for name in split.shared),
+        sequential=frozenset(sequential),
     )  # fmt: skip
 
 
@@ -180,10 +188,11 @@ class Deal:
     def adds(self, rank: int, key: Key) -> bool:
         """Return whether a rank's gradient counts.
 
-        What ranks that compute together hold whole has the same gradient on all of them.
+        What ranks that compute together hold whole has the same gradient on all of them, unless each has
+        used it for its part of the sequence.
         """
         parts = self.parameters.degree(key, self.layout.stage_of(rank).tp)
-        alike = parts == 1 and key not in self.parameters.shared
+        alike = parts == 1 and key not in self.parameters.shared and not self.layout.cuts_sequence(rank)
         return not alike or self.layout.seats[rank].tensor == 0
 
     def updated(self, rank: int) -> list[Key]:
