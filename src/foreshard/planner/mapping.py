@@ -22,7 +22,7 @@ def plan_of(
         for s, part in enumerate(template):
             kind: StageKind = problem.names[part.option]  # type: ignore[assignment]
             first = part.start if replicas_near else 0
-            demands += [(kind.tp * own.inner_dp, first, g, s, own.node_group) for own in kind.parts]
+            demands += [(kind.split * own.inner_dp, first, g, s, own.node_group) for own in kind.parts]
     free = _free_nodes(request)
     ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for size, _, g, s, node_group in sorted(demands, key=lambda one: (-one[0], *one[1:])):
@@ -82,6 +82,7 @@ def _group(
                 ranks=tuple(rank for own in kind.parts for rank in ranks[g, s, own.node_group]),
                 layers=((part.start, part.stop),),
                 tp=kind.tp,
+                cp=kind.cp,
                 ep=kind.ep,
                 rank_shares=kind.rank_shares,
                 zero=kind.zero,

@@ -33,8 +33,9 @@ from foreshard.spec.prediction import Prediction
 SPACE = (
     "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
-    "ranks, 1, 2 or 4 samples a rank, experts whole on each rank or cut over the most that divide both, "
-    "three recompute rules; on at most "
+    "ranks, 1, 2 or 4 samples a rank, sequences whole or one split over a power of two of ranks (cp) that "
+    "leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
+    "divide both, three recompute rules; on at most "
     f"{MOST_JOINED} devices also stages of ranks of two node groups, 1, 2 or 4 samples a rank of the slower "
     "and as many times more a rank of the faster as keep it no longer busy; any shares of at least a "
     "micro-batch; 1f1b; "
@@ -300,7 +301,7 @@ def _search_set(
 def _search_plain(
     request: Request, problem: Problem, found: _Found, best_s: float, left_s: float, *, every: bool
 ) -> Solution | None:
-    """Search without cut experts and joint stages, which make more plans than short searches get through.
+    """Search without cut experts, split sequences and joint stages, which take more than short searches have.
 
     None where there are no such stages; else options have the same numbers, for the plain ones come first.
     """

@@ -15,6 +15,7 @@ from itertools import product
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
 from foreshard.planner.request import Request
+from foreshard.planner.stage_options import splits_sequences
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS, Plan, one_of
 
@@ -99,7 +100,7 @@ def settings(request: Request, precisions: Sequence[str], may: Sequence[str]) ->
     acts = {
         "tp_overlap": "tp" in degrees,
         "expert_overlap": "ep" in degrees and any(block.num_experts for block in model.blocks),
-        "context_gather": "cp" in degrees,
+        "context_gather": "cp" in degrees if len(request.cluster.nodes) == 1 else splits_sequences(request),
     }
     either = [name for name in _EITHER if name in may and acts[name] and request.cluster.num_devices > 1]
     if len(request.cluster.nodes) > 1 and "expert_overlap" in either:

@@ -15,6 +15,8 @@ from foreshard.spec.cluster import NodeGroup
 _RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
 _MICRO_BATCHES = (1, 2, 4)
 _WIDTHS = tuple(range(1, 9))
+_LEAST_TOKENS = 8192
+"""Tokens of a sample that every rank has where ranks share its sequence, before tp divides them further."""
 MOST_JOINED = 24
 """Devices of a search up to which stages join two kinds; of more, pipelines side by side are as good."""
 
@@ -33,7 +35,8 @@ class StageKind:
     """What makes a stage of an option: devices of one node group, degrees, and what each rank does.
 
     `beside` are ranks of another node group that share the stage's micro-batches; those of the stage's own
-    group are the ones that the engine takes the others to wait for. `ep` ranks hold one copy of the experts.
+    group are the ones that the engine takes the others to wait for. `ep` ranks hold one copy of the experts;
+    `cp` ranks of each tensor rank share the sequence of a sample.
     """
 
     node_group: int
@@ -43,6 +46,7 @@ class StageKind:
     recompute: str
     zero: int
     ep: int = 1
+    cp: int = 1
     beside: Ranks | None = None
 
     @property
@@ -58,6 +62,11 @@ class StageKind:
         return sum(part.inner_dp for part in self.parts)
 
     @property
+    def split(self) -> int:
+        """Return the ranks that a sample is split over."""
+        return self.tp * self.cp
+
+    @property
     def samples(self) -> int:
         """Return the samples of a micro-batch of the stage."""
         return sum(part.inner_dp * part.micro_batch for part in self.parts)
@@ -71,8 +80,8 @@ class StageKind:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it neither cuts experts nor joins node groups."""
-        return self.ep == 1 and self.beside is None
+        """Return whether it neither cuts experts, nor splits sequences, nor joins node groups."""
+        return self.ep == 1 and self.cp == 1 and self.beside is None
 
     @property
     def turned(self) -> StageKind:
@@ -90,10 +99,11 @@ class StageKind:
         )
 
 
-def stage_options(request: Request, use: tuple[int, ...], *, experts: bool = False) -> list[StageKind]:
+def stage_options(request: Request, use: tuple[int, ...], *, every: bool = False) -> list[StageKind]:
     """Return the ways to run a stage on each node group that can compute in the precision.
 
-    With `experts` also those that cut experts over ranks of the stage.
+    With `every` also those that cut experts over ranks of the stage, or split long sequences over them. A
+    rank with a part of a sequence has one sample: two whole ones on as many ranks would save the messages.
     """
     offers = offers_of(request.framework)
     rules = [rule for rule in _RULES if rule.partition(":")[0] in offers.recompute]
@@ -106,8 +116,11 @@ def stage_options(request: Request, use: tuple[int, ...], *, experts: bool = Fal
             continue
         degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
         degrees = degrees if "tp" in offers.degrees else [1]
-        for tp, width, rule, size in product(degrees, _WIDTHS, rules, _MICRO_BATCHES):
-            ranks = tp * width
+        contexts = context_degrees(request) if every else [1]
+        for tp, cp, width, rule, size in product(degrees, contexts, _WIDTHS, rules, _MICRO_BATCHES):
+            if cp > 1 and (size > 1 or request.seq_len % (tp * cp)):
+                continue
+            ranks = tp * cp * width
             whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
             usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
             if ranks > nodes.num_devices or not (whole and usual) or width * size > request.global_batch:
@@ -119,12 +132,26 @@ def stage_options(request: Request, use: tuple[int, ...], *, experts: bool = Fal
                     inner_dp=width,
                     micro_batch=size,
                     recompute=rule,
-                    zero=zero if width > 1 else min(zero, 1),
+                    zero=zero if width * cp > 1 else min(zero, 1),
                     ep=ep,
+                    cp=cp,
                 )
-                for ep in (_expert_degrees(request, ranks) if experts else (1,))
+                for ep in (_expert_degrees(request, ranks) if every else (1,))
             ]
     return found
+
+
+def splits_sequences(request: Request) -> bool:
+    """Return whether any stage on devices of several kinds may split sequences over its ranks."""
+    return len(context_degrees(request)) > 1
+
+
+def context_degrees(request: Request) -> list[int]:
+    """Return over how many ranks sequences are split: powers of two that leave each rank many tokens."""
+    if "cp" not in offers_of(request.framework).degrees:
+        return [1]
+    most = max(1, request.seq_len // _LEAST_TOKENS)
+    return [n for n in (2**k for k in range(most.bit_length())) if request.seq_len % n == 0]
 
 
 def _expert_degrees(request: Request, ranks: int) -> list[int]:

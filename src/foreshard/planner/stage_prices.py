@@ -79,13 +79,13 @@ def price_stages(
         Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
         Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
     every : bool
-        Offer every stage of the space: also those that cut experts, and those that ranks of two node groups
-        share.
+        Offer every stage of the space: also those that cut experts or split sequences, and those that ranks
+        of two node groups share.
     """
     types = _stage_types(request)
     kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
     if every:
-        kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, experts=True))))
+        kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
     if every:
         more, even = _joint(request, use, types, {kind.samples for kind in kinds})
         kinds += more
@@ -115,7 +115,7 @@ def price_stages(
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
     for i, kind in enumerate(kinds):
         for part in kind.parts:
-            takes[i, part.node_group] = kind.tp * part.inner_dp
+            takes[i, part.node_group] = kind.split * part.inner_dp
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
@@ -195,8 +195,8 @@ def _tail(
     A stage is in link domains of `spans` node groups.
 
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
-    inner data-parallel ranks; a domain holds no more of them than as narrow stages as this one find room for,
-    and at most twice as many ranks with the same experts. All are terms of the space.
+    inner data-parallel ranks, but any cp; a domain holds no more of them than as narrow stages as this one
+    find room for, and at most twice as many ranks with the same experts. All are terms of the space.
     """
     rank = batch.machine.rank
     width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
@@ -205,10 +205,12 @@ def _tail(
         inside = np.minimum(np.ceil(width / spans), room)
         experts = np.minimum(np.ceil(alike / spans), blocks)
         return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
+    fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
+    experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), blocks)
+    if np.any(rank.cp > 1):  # stages that split sequences otherwise have other numbers of ranks
+        return _tail_of(batch, stage, fewest, (room, experts), blocks)
     # The engine takes the mean over domains for what each holds: at most twice as many as this stage has
     # ranks, and then every domain but one at least one less.
-    fewest = width + (copies - 1) * np.ceil(width / 2.0)
-    experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), blocks)
     tail = _tail_of(batch, stage, fewest, (np.minimum(width, blocks), experts), blocks)
     twice = np.minimum(np.ceil(width * (2.0 - 1.0 / copies)), room) >= 2.0 * width
     if not twice.any():
@@ -237,15 +239,16 @@ def _tail_of(
     inside: tuple[np.ndarray, np.ndarray],
     blocks: np.ndarray,
 ) -> np.ndarray:
-    """Return the tail of every stage when so many ranks join its gradients.
+    """Return the tail of every stage when so many ranks join its gradients, those of cp counted.
 
     `inside` are the members of a collective in each domain, of dense weights and of experts.
     """
     rank = batch.machine.rank
     stride, expert_stride = (np.where(replicas > 1, blocks / n * (1.0 - 1e-9), 1.0) for n in inside)
     spread = replace(
-        rank, dp=replicas, copies=replicas / rank.shard, sync_stride=stride, expert_stride=expert_stride
-    )
+        rank, dp=replicas / rank.cp, copies=replicas / rank.shard,
+        sync_stride=stride, expert_stride=expert_stride,
+    )  # fmt: skip
     sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     return np.asarray(sync + optimizer)
 
@@ -333,7 +336,7 @@ def _fabrics(request: Request, kinds: Sequence[StageKind]) -> list[Fabric]:
     for kind in kinds:
         nodes = request.cluster.nodes[kind.node_group]
         whole = ((kind.node_group, nodes.num_devices),)
-        place = tuple((part.node_group, kind.tp * part.inner_dp) for part in kind.parts)
+        place = tuple((part.node_group, kind.split * part.inner_dp) for part in kind.parts)
         place = place if kind.beside else whole
         if place not in found:
             found[place] = _fabric(request, dict(place))
@@ -369,8 +372,8 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
         block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
         own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
     return RankShape(
-        tp=tp, cp=1.0, ep=float(kind.ep), etp=1.0, dp=float(kind.width), copies=1.0,
-        sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.width),
+        tp=tp, cp=float(kind.cp), ep=float(kind.ep), etp=1.0, dp=float(kind.width), copies=1.0,
+        sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.width * kind.cp),
         micro_batch=float(kind.micro_batch), seq_len=float(request.seq_len), low=float(low),
         four_bit=float(four), matrix_bytes=0.5 if four else 1.0 if low else wide, element_bytes=wide,
         offload_optimizer=0.0, offload_activations=0.0, tp_stride=1.0, cp_stride=tp, ep_stride=1.0,
@@ -386,7 +389,7 @@ def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, cross
     leaves = [[
         # Neighbours that are joint too can have each half of theirs beside its own.
         float((crosses and not kind.beside)
-              or any(kind.tp * part.inner_dp >= blocks[part.node_group] for part in kind.parts))
+              or any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts))
         for kind in kinds
     ]]  # fmt: skip
     alone = types.has_embedding * types.has_head
@@ -438,7 +441,7 @@ def _rooms_of(
 
 def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray) -> float:
     """Return the least devices any pipeline takes; of more than a link domain has, its messages leave it."""
-    devices = np.array([kind.tp * kind.width for kind in kinds])
+    devices = np.array([kind.split * kind.width for kind in kinds])
     least = np.append(np.where(rooms > 0, devices[None, :], np.inf).min(1), np.inf)
     places = len(types.table) - 1
     after = np.full(places + 1, np.inf)
@@ -451,7 +454,8 @@ def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray
 def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageLoad:
     model, framework = request.model, request.framework
     tp = np.array([[float(kind.tp) for kind in kinds]])
-    width = np.array([[float(kind.width) for kind in kinds]])
+    cp = np.array([[float(kind.cp) for kind in kinds]])
+    width = np.array([[float(kind.width * kind.cp) for kind in kinds]])
     ep = np.array([[float(kind.ep) for kind in kinds]])
     unit = framework.vocab_multiple * tp
     copies = 1.0 if request.cluster.num_devices == 1 else 2.0
@@ -471,7 +475,7 @@ def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageL
         micro_batch=np.array([[float(kind.micro_batch) for kind in kinds]]),
         seq_len=float(request.seq_len),
         tp=tp,
-        cp=1.0,
+        cp=cp,
         ep=ep,
         etp=1.0,
         dp=width * copies,

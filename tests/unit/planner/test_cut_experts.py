@@ -26,12 +26,12 @@ def asked(cluster: str = TWO, model: str = "mixtral-8x7b") -> Request:
 
 
 def test_experts_are_cut_over_ranks_that_divide_both():
-    found = stage_options(asked(), (0, 1), experts=True)
+    found = stage_options(asked(), (0, 1), every=True)
     assert {kind.ep for kind in found} == {1, 2, 4, 8}
     assert all(kind.tp * kind.inner_dp % kind.ep == 0 for kind in found)
     assert {kind for kind in found if kind.is_plain} == set(stage_options(asked(), (0, 1)))
     dense = asked(model="llama3-8b")
-    assert stage_options(dense, (0, 1), experts=True) == stage_options(dense, (0, 1))
+    assert stage_options(dense, (0, 1), every=True) == stage_options(dense, (0, 1))
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
