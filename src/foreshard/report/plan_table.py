@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreshard.report import quantity
+from foreshard.report.rivals import beyond
 from foreshard.report.screen import Box, Screen, Table, spans, table, without_empty
+from foreshard.report.summary import rank_samples
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import Prediction
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from foreshard.report.sensitivity import Gain
 
 _SHOWN_STAGES = 24
+_CLOSED = 0.01
+"""Gap at which a search stops with time left."""
+_RARER = ("cp", "ep", "etp")
+"""Degrees that are named where they are not 1."""
 
 
 def plan_screen(
@@ -50,6 +56,7 @@ def plan_screen(
         tables.append(front_table(result.front))
     if rivals:
         tables.append(rivals_table(rivals))
+        notes += (words,) if (words := beyond(chosen.plan, cluster)) else ()
     if gains:
         tables.append(gains_table(gains))
     return Screen(
@@ -144,19 +151,23 @@ def degrees(plan: Plan) -> str:
 
 
 def _group_words(group: Group) -> str:
-    stage = group.stages[0]
-    words = [f"tp {_values(one.tp for one in group.stages)}", f"pp {len(group.stages)}"]
-    words.append(f"dp {_values(one.inner_dp for one in group.stages)}")
-    named = (("cp", stage.cp, 1), ("ep", stage.ep, 1), ("etp", stage.etp, 1), ("vpp", group.num_chunks, 1))
-    words += [f"{name} {value}" for name, value, usual in named if value != usual]
-    words += [f"micro-batch {group.micro_batch / stage.inner_dp:g}", f"zero {stage.zero}"]
-    if stage.shard_size is not None:
-        words.append(f"shards {stage.shard_size}")
+    stages = group.stages
+    words = [f"tp {_values(one.tp for one in stages)}", f"pp {len(stages)}"]
+    words.append(f"dp {_values(one.inner_dp for one in stages)}")
+    words += [
+        f"{name} {value}"
+        for name in _RARER
+        if (value := _values(getattr(one, name) for one in stages)) != "1"
+    ]
+    words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
+    words += [f"micro-batch {rank_samples(group)}", f"zero {_values(one.zero for one in stages)}"]
+    shards = _values(one.shard_size for one in stages if one.shard_size is not None)
+    words += [f"shards {shards}"] if shards else []
     if group.schedule not in ("1f1b", "interleaved"):
         words.append(group.schedule)
-    rules = dict.fromkeys(one.recompute for one in group.stages)
-    words += [f"recompute {'/'.join(rules)}"] if set(rules) != {"none"} else []
-    words += [f"offload {stage.offload}"] if stage.offload != "none" else []
+    for name in ("recompute", "offload"):
+        value = _values(getattr(one, name) for one in stages)
+        words += [f"{name} {value}"] if value != "none" else []
     return " ".join(words)
 
 
@@ -180,8 +191,19 @@ def drawn(plan: Plan, cluster: Cluster) -> Table:
     title = "The chosen plan"
     if len(cells) > _SHOWN_STAGES:
         title += f", its first {_SHOWN_STAGES} of {len(cells)} kinds of stages"
-    columns = ("group", ">stage", "ranks", "devices", "layers", "degrees", ">samples", ">micro-batch")
-    return table(title, columns, cells[:_SHOWN_STAGES], spare=(">micro-batch", "degrees"))
+    columns = (
+        "group",
+        ">stage",
+        "ranks",
+        "devices",
+        "layers",
+        "degrees",
+        "recompute",
+        ">samples",
+        "micro-batch",
+    )
+    spare = ("recompute", "micro-batch", "degrees")
+    return without_empty(table(title, columns, cells[:_SHOWN_STAGES], spare=spare))
 
 
 def _stage_cells(s: int, group: Group, stage: Stage, cluster: Cluster) -> tuple[str, ...]:
@@ -189,17 +211,24 @@ def _stage_cells(s: int, group: Group, stage: Stage, cluster: Cluster) -> tuple[
     for rank in stage.ranks:
         name = cluster.device_of(rank).name
         names[name] = names.get(name, 0) + 1
-    share = str(group.share)
-    if stage.rank_shares is not None and len(set(stage.rank_shares)) > 1:
-        share += f" as {':'.join(map(str, stage.rank_shares))}"
+    named = [f"{name} {getattr(stage, name)}" for name in _RARER if getattr(stage, name) > 1]
     return (
         str(s),
         " + ".join(f"{count} {name}" for name, count in names.items()),
         ", ".join(f"{start}-{stop - 1}" if stop - start > 1 else str(start) for start, stop in stage.layers),
-        f"tp {stage.tp}" + (f" cp {stage.cp}" if stage.cp > 1 else "") + f" dp {stage.inner_dp}",
-        share,
-        str(group.micro_batch),
+        " ".join([f"tp {stage.tp}", f"dp {stage.inner_dp}", *named]),
+        "" if stage.recompute == "none" else stage.recompute,
+        str(group.share),
+        _split(group, stage),
     )
+
+
+def _split(group: Group, stage: Stage) -> str:
+    """Return the samples of a micro-batch, and how many ranks take how many of them: 10 = 2 x 2 + 1 x 6."""
+    each = stage.rank_shares or (group.micro_batch // stage.inner_dp,) * stage.inner_dp
+    if len(each) == 1 or sum(each) != group.micro_batch:
+        return str(group.micro_batch)
+    return f"{group.micro_batch} = {' + '.join(f'{count} x {n}' for n, count in Counter(each).items())}"
 
 
 def _rank_words(ranks: list[tuple[int, ...]]) -> str:
@@ -223,7 +252,8 @@ def front_table(plans: Sequence[Ranked]) -> Table:
             )
         )
     columns = ("plan", ">devices", ">step", ">1B tokens", ">energy per step", "against the fastest")
-    return table("The trade-off", columns, rows, spare=(">energy per step", "against the fastest"))
+    spare = (">energy per step", "against the fastest")
+    return without_empty(table("The trade-off", columns, rows, spare=spare))
 
 
 def rivals_table(rivals: Sequence[Rival]) -> Table:
@@ -298,7 +328,7 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
     if pressed:
         so_far = "the best plan so far; the bound holds for all it speaks of"
         notes.append(f"Interrupted: {so_far}." if result.plans else "Interrupted before a plan was found.")
-    elif result.interrupted and result.plans:
+    elif result.interrupted and result.plans and result.gap > _CLOSED:
         notes.append("The budget ended the search before the gap closed; --budget-s gives it more.")
     return tuple(notes)
 

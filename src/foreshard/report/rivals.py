@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreshard.planner.baselines import Judged
+    from foreshard.spec.cluster import Cluster
+    from foreshard.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +54,17 @@ def rival(judged: Judged, ours_s: float | None) -> Rival:
         wall_s=judged.wall_s,
         note=judged.why_none,
     )
+
+
+def beyond(plan: Plan, cluster: Cluster) -> str:
+    """Return in a sentence what a plan has that other planners do not choose from, empty where nothing."""
+    stages = [stage for group in plan.groups for stage in group.stages]
+    kinds = [{cluster.device_of(rank).name for rank in stage.ranks} for stage in stages]
+    has = {
+        "stages on two kinds of devices": any(len(names) > 1 for names in kinds),
+        "experts cut over ranks": any(stage.ep > 1 for stage in stages),
+        "sequences split over ranks": any(stage.cp > 1 for stage in stages),
+        "interleaved stages": any(group.num_chunks > 1 for group in plan.groups),
+    }
+    some = " and ".join(name for name, present in has.items() if present)
+    return f"Not among what the other planners choose from: {some}." if some else ""

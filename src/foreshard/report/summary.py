@@ -49,7 +49,7 @@ def plan_line(plan: Plan) -> str:
     ]
     words += [f"{name} {value}" for name in ("cp", "ep", "etp") if (value := _of_stages(group, name)) != "1"]
     words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
-    words += [f"micro-batch {group.micro_batch / stage.inner_dp:g}", f"global batch {plan.global_batch}"]
+    words += [f"micro-batch {rank_samples(group)}", f"global batch {plan.global_batch}"]
     words += [f"seq {plan.seq_len}", plan.precision, f"zero {stage.zero}", group.schedule]
     if stage.recompute != "none":
         words.append(f"recompute {stage.recompute}")
@@ -62,6 +62,16 @@ def _of_stages(group: Group, name: str) -> str:
     """Return a degree of the stages of a group: one number, or those of its stages in order."""
     values = [getattr(stage, name) for stage in group.stages]
     return "/".join(map(str, values if len(set(values)) > 1 else values[:1]))
+
+
+def rank_samples(group: Group) -> str:
+    """Return the samples of a micro-batch that a rank takes: one number, or those of different ranks."""
+    taken = [
+        f"{samples:g}"
+        for stage in group.stages
+        for samples in stage.rank_shares or (group.micro_batch / stage.inner_dp,)
+    ]
+    return "/".join(dict.fromkeys(taken))
 
 
 def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:

@@ -8,6 +8,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report import plan_drawing
 from foreshard.report.plan_table import degrees, drawn, idle_words, told_apart
+from foreshard.report.rivals import beyond
 from foreshard.report.summary import plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -102,3 +103,29 @@ def test_plans_of_equal_degrees_are_told_apart(plan):
 
 def test_the_line_of_a_plan_says_degrees_that_differ_by_stage(plan):
     assert "tp 2/1  pp 2  dp 1  micro-batch 2" in plan_line(plan)
+
+
+@pytest.fixture
+def joint():
+    first = stage([0, 1, 4], (0, 8), rank_shares=(2, 2, 6))
+    second = stage([2, 3], (8, 34), ep=2, recompute="full")
+    return Plan(
+        global_batch=64, seq_len=1024, groups=(Group(share=64, micro_batch=10, stages=(first, second)),)
+    )
+
+
+def test_every_degree_and_what_ranks_take_is_said_of_every_stage(joint):
+    words = degrees(joint)
+    assert words == "tp 1 pp 2 dp 3/2 ep 1/2 micro-batch 2/6/5 zero 1 recompute none/full"
+    assert "micro-batch 2/6/5  global batch 64" in plan_line(joint)
+    made = drawn(joint, CLUSTER)
+    rows = [dict(zip(made.columns, row, strict=True)) for row in made.rows]
+    assert [row["degrees"] for row in rows] == ["tp 1 dp 3", "tp 1 dp 2 ep 2"]
+    assert [row["micro-batch"] for row in rows] == ["10 = 2 x 2 + 1 x 6", "10 = 2 x 5"]
+    assert [row["recompute"] for row in rows] == ["", "full"]
+    assert {row[">samples"] for row in rows} == {"64"}
+
+
+def test_what_other_planners_do_not_know_is_named(plan, joint):
+    assert beyond(plan, CLUSTER) == ""
+    assert beyond(joint, CLUSTER).endswith("stages on two kinds of devices and experts cut over ranks.")
