@@ -81,11 +81,10 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
                         rule="the machine itself slows ranks and links then",
                         fix='Run as root on Linux with iproute2, or use clock = "cpu"')  # fmt: skip
     predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file)
-    progress = run.progress_of(options["steps"], predicted_s)
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:
         if bed is not None:
             say(f"rank of slow factor 1: {bed.unit_cores:.2f} of a core")
-        with resumable(options["out"]):
+        with resumable(options["out"]), run.progress_of(options["steps"], predicted_s) as progress:
             outcome = launch(
                 job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options
             )  # fmt: skip

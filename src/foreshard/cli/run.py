@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -89,8 +90,8 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         others = ", unless other hosts train on" if "RANK" in os.environ else ""
         say(f"no checkpoint in {options['out']}/: the run starts at its first step{others}")
     predicted_s = predicted(options["costs"], options["lab"], plan_file)
-    with resumable(options["out"]):
-        outcome = launch(job, plan_file, progress=progress_of(options["steps"], predicted_s), **options)
+    with resumable(options["out"]), progress_of(options["steps"], predicted_s) as progress:
+        outcome = launch(job, plan_file, progress=progress, **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
     tell(outcome, predicted_s, options["lab"])
@@ -184,11 +185,11 @@ def changes_of(lab: str | None) -> bool:
     return lab is not None and bool(load_lab(lab).changes)
 
 
-def progress_of(steps: int, predicted_s: float | None) -> Any:
-    """Return what draws the progress of a run, or None where nobody looks."""
+def progress_of(steps: int, predicted_s: float | None) -> AbstractContextManager[Any]:
+    """Return the context of a run with what draws its progress, None where nobody looks."""
     from foreshard.report.run_progress import progress
 
-    return None if wants_json() else progress(steps, predicted_s)
+    return nullcontext() if wants_json() else progress(steps, predicted_s)
 
 
 def tell(outcome: Outcome, predicted_s: float | None, lab: str | None) -> None:

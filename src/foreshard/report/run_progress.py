@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from foreshard.report.quantity import count
 from foreshard.report.run_board import Board, shown_loss
 from foreshard.units import format_seconds
 
@@ -40,12 +42,15 @@ def told(line: dict[str, Any], predicted_s: float | None = None) -> str:
     step_s = line["time_metrics/end_to_end(s)"]
     if step_s:  # none for a step that a change of ranks cut in two
         against = "" if predicted_s is None else f" ({format_seconds(predicted_s)} predicted)"
-        words += [f"{format_seconds(step_s)} a step{against}", f"{line['n_tokens'] / step_s:.3g} tokens/s"]
+        words += [f"{format_seconds(step_s)} a step{against}", f"{count(line['n_tokens'] / step_s)} tokens/s"]
     return ", ".join(words)
 
 
-def progress(steps: int, predicted_s: float | None = None) -> Callable[[Path], None] | None:
-    """Return what draws the progress of a run from its metrics, or None where nobody looks.
+@contextmanager
+def progress(steps: int, predicted_s: float | None = None) -> Iterator[Callable[[Path], None] | None]:
+    """Run the body with what draws the progress of a run from its metrics, or None where nobody looks.
+
+    However the body ends, the rest is drawn and the terminal is as before: the next line starts on its own.
 
     Parameters
     ----------
@@ -55,26 +60,51 @@ def progress(steps: int, predicted_s: float | None = None) -> Callable[[Path], N
         Of a step.
     """
     if not sys.stderr.isatty():
-        return None
-    follow, looked_s = Follow(), [0.0]
-    draw: list[Draw] = []
+        yield None
+        return
+    drawing = _Drawing(steps, predicted_s)
+    try:
+        yield drawing.look
+    finally:
+        drawing.end()
 
-    def look(metrics: Path) -> None:
+
+class _Drawing:
+    """A bar or a board, chosen by the first lines of the metrics."""
+
+    def __init__(self, steps: int, predicted_s: float | None) -> None:
+        self._steps, self._predicted_s = steps, predicted_s
+        self._follow, self._looked_s = Follow(), 0.0
+        self._metrics: Path | None = None
+        self._shown: tuple[Draw, Callable[[], None]] | None = None
+
+    def look(self, metrics: Path) -> None:
+        """Draw what came, twice a second at most."""
         now = time.monotonic()
-        if now - looked_s[0] < _EVERY_S:
+        if now - self._looked_s < _EVERY_S:
             return
-        looked_s[0] = now
-        lines = follow.lines(metrics)
-        if lines and not draw:
-            draw.append(_board(steps) if "controller/policy" in lines[-1] else _bar(steps, predicted_s))
-        if lines:
-            draw[0](lines)
+        self._looked_s, self._metrics = now, metrics
+        self._draw(self._follow.lines(metrics))
 
-    return look
+    def end(self) -> None:
+        """Draw what came since the last look, and give the terminal back."""
+        if self._metrics is None:
+            return
+        self._draw(self._follow.lines(self._metrics))
+        if self._shown is not None:
+            self._shown[1]()
+
+    def _draw(self, lines: list[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        if self._shown is None:
+            steered = "controller/policy" in lines[-1]
+            self._shown = _board(self._steps) if steered else _bar(self._steps, self._predicted_s)
+        self._shown[0](lines)
 
 
-def _bar(steps: int, predicted_s: float | None) -> Draw:
-    """Return what draws a line with a bar."""
+def _bar(steps: int, predicted_s: float | None) -> tuple[Draw, Callable[[], None]]:
+    """Return what draws a line with a bar, and what takes it away."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -87,14 +117,12 @@ def _bar(steps: int, predicted_s: float | None) -> Draw:
     def draw(lines: list[dict[str, Any]]) -> None:
         bar.start()
         bar.update(task, completed=lines[-1]["step"] + 1, told=told(lines[-1], predicted_s))
-        if lines[-1]["step"] + 1 >= steps:
-            bar.stop()
 
-    return draw
+    return draw, bar.stop
 
 
-def _board(steps: int) -> Draw:
-    """Return what draws the board of a controller; the last one stays on the screen."""
+def _board(steps: int) -> tuple[Draw, Callable[[], None]]:
+    """Return what draws the board of a controller, and what ends it; the last one stays on the screen."""
     from rich.console import Console
     from rich.live import Live
 
@@ -106,7 +134,5 @@ def _board(steps: int) -> Draw:
             board.take(line)
         live.start()
         live.update(board.render(), refresh=True)
-        if lines[-1]["step"] + 1 >= steps:
-            live.stop()
 
-    return draw
+    return draw, live.stop

@@ -73,8 +73,8 @@ def test_times_are_bars_from_nothing():
 def test_a_steered_run_gets_a_board_on_a_terminal(monkeypatch, tmp_path, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    look = progress(2)
     lines = [json.dumps(line_of(step)) for step in range(2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    look(tmp_path / "metrics.jsonl")
+    with progress(2) as look:
+        look(tmp_path / "metrics.jsonl")
     assert "usd_per_h" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 import json
 import sys
+from contextlib import suppress
+
+import pytest
 
 from foreshard.report.run_progress import Follow, progress, told
 
@@ -9,8 +12,8 @@ LINE = {"step": 4, "loss_metrics/global_avg_loss": 2.5, "time_metrics/end_to_end
 
 
 def test_a_step_against_what_was_predicted():
-    assert told(LINE, 0.48) == "loss 2.5, 500 ms a step (480 ms predicted), 2e+03 tokens/s"
-    assert told(LINE) == "loss 2.5, 500 ms a step, 2e+03 tokens/s"
+    assert told(LINE, 0.48) == "loss 2.5, 500 ms a step (480 ms predicted), 2.00 k tokens/s"
+    assert told(LINE) == "loss 2.5, 500 ms a step, 2.00 k tokens/s"
 
 
 def test_a_step_cut_in_two_has_no_time():
@@ -28,12 +31,38 @@ def test_whole_lines_only_and_each_once(tmp_path):
     assert follow.lines(path) == [{"step": 6}]
 
 
-def test_a_pipe_gets_no_bar_and_a_terminal_gets_one(monkeypatch, tmp_path):
-    assert progress(5) is None
+def test_a_pipe_gets_no_bar():
+    with progress(5) as look:
+        assert look is None
+
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+@pytest.mark.parametrize("ended_by", [None, KeyboardInterrupt])
+def test_a_bar_gives_the_terminal_back_however_the_run_ends(monkeypatch, tmp_path, capsys, ended_by):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    look = progress(5, 0.48)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(LINE) + "\n")
-    look(tmp_path / "metrics.jsonl")
+    with suppress(KeyboardInterrupt), progress(50, 0.48) as look:
+        look(tmp_path / "metrics.jsonl")
+        if ended_by:
+            raise ended_by
+    drawn = capsys.readouterr().err
+    assert "480 ms predicted" in drawn
+    assert drawn.count(HIDE_CURSOR) == 1 and drawn.rindex(SHOW_CURSOR) > drawn.rindex(HIDE_CURSOR)
+
+
+def test_steps_after_the_last_look_are_drawn_in_the_end(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(LINE | {"step": 48}) + "\n")
+    with progress(50) as look:
+        look(path)
+        path.write_text(path.read_text() + json.dumps(LINE | {"step": 49}) + "\n")
+    assert "step 50/50" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
