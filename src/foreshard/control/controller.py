@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from foreshard.control import journal, orders
+from foreshard.control.dual import allowances
 from foreshard.control.estimates import Estimates
 from foreshard.control.grouping import reshare, worth_of
 from foreshard.control.lessons import Lessons, weight_for
@@ -107,7 +108,7 @@ class Controller:
             else Pipelines(chain, budgets, max_stages=max_stages, **self._asked)
         )
         self._timed = timed
-        self._plain = None if timed is None else Replicas(chain, budgets, **self._asked)
+        self._plain = Replicas(chain, budgets, **self._asked) if timed and max_stages > 1 else None
         self.estimates = Estimates(stated)
         self.choice = self._running(orders.structure_of(plan), plan, stated)
         free = dict.fromkeys((one.name for one in budgets), 0.0)
@@ -275,16 +276,16 @@ class Controller:
         weights, dwell = self.queues.weights(), self._dwell()
         asked = (state, *weights, running, max(weights[0], 0.0) / dwell, self.queues.curve(dwell))
         found = self._slots.compare(*asked)
-        if self._timed is None or self._plain is None:
+        if self._timed is None:
             return found
         finalists = [found.best]
-        with contextlib.suppress(InfeasibleError):
-            finalists.append(self._plain.compare(*asked).best)
-        worths = [self._closely(one, state) for one in finalists]
-        best = int(np.argmin(worths))
-        there = state.available[list(running.workers)].all()
-        stay = self._closely(running, state) if there else math.inf
-        return Compared(best=finalists[best], best_worth=worths[best], stay_worth=stay)
+        if self._plain is not None:
+            with contextlib.suppress(InfeasibleError):
+                finalists.append(self._plain.compare(*asked).best)
+        looked = [*finalists, running] if state.available[list(running.workers)].all() else finalists
+        worth = {one: self._closely(one, state) for one in dict.fromkeys(looked)}
+        best = min(finalists, key=lambda one: worth[one])
+        return Compared(best=best, best_worth=worth[best], stay_worth=worth.get(running, math.inf))
 
     def _closely(self, structure: Structure, state: State) -> float:
         """Return what a slot minimises, by the finer seconds; what is paid by the second follows them."""
@@ -370,7 +371,7 @@ class Controller:
     def _cannot(self, budget: Budget, state: State) -> str:
         time_s, costs = self._slots.rows(state)
         spent = costs[:, self.budgets.index(budget)]
-        allowed = np.array([budget.allowance(float(one)) for one in time_s])
+        allowed = allowances(budget, time_s)
         at = int(np.argmin(spent - allowed))
         if spent[at] <= allowed[at]:
             return ""

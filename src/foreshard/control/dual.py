@@ -16,6 +16,7 @@ from foreshard.control.slots import SECONDS, Budget
 
 _ROUNDS, _STEPS = 12, 60
 _DIRECTIONS, _FEW = 256, 64
+_MANY, _PARTS = 256, 64
 _TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
 
 
@@ -206,9 +207,15 @@ def corners(time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 
 def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
-    """Return the points of the lower convex hull (Andrew 1979)."""
+    """Return the points of the lower convex hull (Andrew 1979), of many first those below that of a few."""
+    order = np.lexsort((y, x))
+    if len(order) > _MANY:
+        parts = [part[np.argmin(y[part])] for part in np.array_split(order, _PARTS)]
+        few = np.array([order[0], *parts, order[-1]])
+        rough = few[_lower_hull(x[few], y[few])]
+        order = order[y[order] <= np.interp(x[order], x[rough], y[rough])]
     hull: list[int] = []
-    for at in np.lexsort((y, x)).tolist():
+    for at in order.tolist():
         if hull and x[hull[-1]] == x[at]:
             continue
         while len(hull) > 1:

@@ -263,14 +263,15 @@ class _Search:
         workers = [worker for group in groups for worker in group]
         if not land.state.available[workers].all():
             return math.inf
-        speed = float((land.state.speed[workers] / land.chain.before_s[workers, -1]).sum())
+        at = np.array(workers)
+        speed = float((land.state.speed[at] / land.chain.before_s[at, -1]).sum())
         depth, count = len(workers) / len(groups), len(groups)
         rounds = land.batch / land.micro_batch / count
         seconds = land.batch / speed * (1.0 + (depth - 1.0) / rounds)
         if count > 1:
-            rate, _ = slowest_link(land.state, workers)
+            rate, _ = slowest_link(land.state, at)
             seconds += 2.0 * (count - 1) / count * float(land.chain.sync_bytes.sum()) / depth / rate
-        return (self.weights.time + float(self.weights.active[workers].sum())) * seconds
+        return (self.weights.time + float(self.weights.active[at].sum())) * seconds
 
     def _ranked(self) -> list[int]:
         """Weigh the best of the library in full; return the best few."""

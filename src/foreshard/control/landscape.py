@@ -245,7 +245,8 @@ class Landscape:
 
     def signature(self, groups: Groups) -> tuple[tuple[int, ...], ...]:
         """Return what is equal for structures that differ in names of workers only."""
-        return tuple(sorted(tuple(sorted(self.kind[worker] for worker in group)) for group in groups))
+        kind = self.kind
+        return tuple(sorted([tuple(sorted([kind[worker] for worker in group])) for group in groups]))
 
     def fits(self, group: Sequence[int]) -> bool:
         """Return whether some order and cuts of a pipeline of these workers hold the model."""

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -420,16 +421,20 @@ def sync_s(chain: Chain, state: State, structure: Structure) -> np.ndarray:
     return total
 
 
-def slowest_link(state: State, workers: Sequence[int]) -> tuple[float, float]:
+def slowest_link(state: State, workers: Sequence[int] | np.ndarray) -> tuple[float, float]:
     """Return the least bandwidth and the greatest latency between any two of them."""
     if len(workers) == 2:
         a, b = workers
         rates, waits = state.bandwidth_bytes_per_s, state.latency_s
         return min(float(rates[a, b]), float(rates[b, a])), max(float(waits[a, b]), float(waits[b, a]))
-    pairs = np.ix_(workers, workers)
-    apart = ~np.eye(len(workers), dtype=bool)
-    rate = state.bandwidth_bytes_per_s[pairs]
-    return float(rate[apart].min()), float(state.latency_s[pairs][apart].max())
+    at, apart = np.asarray(workers), _apart(len(workers))
+    rates, waits = state.bandwidth_bytes_per_s[at][:, at], state.latency_s[at][:, at]
+    return float(rates[apart].min()), float(waits[apart].max())
+
+
+@cache
+def _apart(count: int) -> np.ndarray:
+    return ~np.eye(count, dtype=bool)
 
 
 def runs(

@@ -182,13 +182,12 @@ def _places(state: State) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for rank, others in enumerate(apart):
         rate, delay, free = rates[rank], delays[rank], state.usd_per_byte[rank] == 0.0
-        if len(np.unique(rate[others])) <= 1 and len(np.unique(delay[others])) <= 1:
+        seen = frozenset(rate[others].tolist()), frozenset(delay[others].tolist())
+        if max(map(len, seen)) <= 1:
             found.append((free.tobytes(),))
             continue
         near = ~others | (rate >= rate[others].max())
-        found.append(
-            (free.tobytes(), near.tobytes(), tuple(np.unique(rate[others])), tuple(np.unique(delay[others])))
-        )
+        found.append((free.tobytes(), near.tobytes(), *seen))
     return found
 
 
@@ -205,13 +204,13 @@ def _priced(
     time_s = compute_s + sync_s
     rent = counts @ (state.usd_per_h[first] / 3600.0) * time_s
     egress = _hop_usd(state, members, counts) * 2.0 * (total - 1.0) / total * size
-    used = counts > 0
+    used = counts.T > 0
     costs, floor = [rent + egress, rent, egress], [rent + egress, rent, egress]
     for scale in (np.ones(len(first)), state.kg_per_j[first]):
         busy, idle = counts @ (scale * state.busy_w[first]), counts @ (scale * state.idle_w[first])
         more = scale * (state.busy_w - state.idle_w)[first] * each_s
         costs.append(busy * compute_s + idle * sync_s)
-        floor.append(idle * time_s + np.where(used, more, np.inf).min(1) * batch)
+        floor.append(idle * time_s + np.where(used, more[:, None], np.inf).min(0) * batch)
     return time_s, compute_s, np.stack(costs, axis=1), np.stack(floor, axis=1)
 
 
@@ -220,14 +219,15 @@ def _rings(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the slowest rate and the largest latency between two devices of every subset."""
     rate, delay = np.full(len(counts), np.inf), np.zeros(len(counts))
+    some, several = np.ascontiguousarray(counts.T > 0), np.ascontiguousarray(counts.T > 1)
     for i, kind in enumerate(members):
         for j in range(i, len(members)):
             if i == j and len(kind) < 2:
                 continue
             u, v = kind[0], kind[1] if i == j else members[j][0]
-            both = counts[:, i] > 1 if i == j else (counts[:, i] > 0) & (counts[:, j] > 0)
-            rate[both] = np.minimum(rate[both], state.bandwidth_bytes_per_s[u, v])
-            delay[both] = np.maximum(delay[both], state.latency_s[u, v])
+            both = several[i] if i == j else some[i] & some[j]
+            np.minimum(rate, state.bandwidth_bytes_per_s[u, v], out=rate, where=both)
+            np.maximum(delay, state.latency_s[u, v], out=delay, where=both)
     return rate, delay
 
 
@@ -240,10 +240,12 @@ def _hop_usd(state: State, members: tuple[tuple[int, ...], ...], counts: np.ndar
     for i, kind in enumerate(members):
         sites.setdefault((state.usd_per_byte[kind[0]] == 0.0).tobytes(), []).append(i)
     parts = sorted(sites.values(), key=lambda kinds: min(members[i][0] for i in kinds))
-    present = np.stack([(counts[:, kinds] > 0).any(1) for kinds in parts], axis=1)
+    some = counts.T > 0
+    present = [np.logical_or.reduce(some[kinds]) for kinds in parts]
     head = [members[kinds[0]][0] for kinds in parts]
-    for row in np.unique(present, axis=0):
-        here = [head[i] for i in np.flatnonzero(row)]
+    codes = sum(one.astype(np.int64) << i for i, one in enumerate(present))
+    for code in np.unique(codes).tolist():
+        here = [device for i, device in enumerate(head) if code >> i & 1]
         usd = sum(float(state.usd_per_byte[u, v]) for u, v in zip(here, [*here[1:], *here[:1]], strict=True))
-        out[(present == row).all(1)] = usd
+        out[codes == code] = usd
     return out
