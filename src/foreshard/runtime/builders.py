@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from foreshard.errors import SpecError
+from foreshard.runtime.own_code import own_code
 
 Builder = Callable[[], nn.Module]
 Key = tuple[int, str]
@@ -30,17 +31,20 @@ def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[li
     """
     layers = _layers(model, path)
     if not layers:
-        raise SpecError("model() gave no layers", file=path, key="model", rule="A model has a layer or more")
+        raise SpecError("model() gave no layers", file=path, key="model", rule="A model has a layer or more",
+                        fix="Return a list of layers")  # fmt: skip
     if all(isinstance(layer, nn.Module) for layer in layers):
         if tied:
             raise SpecError("tied names parameters of modules", file=path, key="tied",
-                            rule="Modules are tied by holding one parameter")  # fmt: skip
+                            rule="Modules are tied by holding one parameter",
+                            fix="Leave tied out, or give callables")  # fmt: skip
         return [_copier(layer) for layer in layers], tied_parameters(layers)
     if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
         builders = [_seeded(layer, seed, index, path) for index, layer in enumerate(layers)]
         return _with_tied(builders, tied, path), tied
     raise SpecError("model() gave modules and callables mixed", file=path, key="model",
-                    rule="The list holds modules only or callables that give modules only")  # fmt: skip
+                    rule="The list holds modules only or callables that give modules only",
+                    fix="Write lambda: before each module, or before none")  # fmt: skip
 
 
 def _layers(model: Any, path: str | None) -> list[Any]:
@@ -55,10 +59,12 @@ def _layers(model: Any, path: str | None) -> list[Any]:
             error.file = path
             raise
     if isinstance(model, Iterable):
-        return list(model)
+        with own_code("model", path):
+            return list(model)
     raise SpecError(
         f"model() gave {type(model).__name__}", file=path, key="model",
         rule="It returns a list of layers, an nn.Sequential, or a model of transformers",
+        fix="See examples/jobs/gpt_job.py",
     )  # fmt: skip
 
 
@@ -73,7 +79,8 @@ def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
             layer = build()
         if not isinstance(layer, nn.Module):
             raise SpecError(f"layer {index} gave {type(layer).__name__}", file=path, key="model",
-                            rule="A callable of the list gives a module")  # fmt: skip
+                            rule="A callable of the list gives a module",
+                            fix="Return the module it builds")  # fmt: skip
         return layer
 
     return built
@@ -106,18 +113,21 @@ def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> No
     for layer, name in keys:
         if not 0 <= layer < len(builders):
             raise SpecError(f"no layer {layer}", file=path, key="tied", value=layer,
-                            rule=f"The model has layers 0..{len(builders) - 1}")  # fmt: skip
+                            rule=f"The model has layers 0..{len(builders) - 1}",
+                            fix="Name a layer of them")  # fmt: skip
         with torch.device("meta"):
             parameters = dict(builders[layer]().named_parameters())
         if name not in parameters:
             raise SpecError(f"layer {layer} has no parameter {name}", file=path, key="tied", value=name,
-                            rule=f"It has {', '.join(parameters) or 'none'}")  # fmt: skip
+                            rule=f"It has {', '.join(parameters) or 'none'}",
+                            fix="Name one of these")  # fmt: skip
         shapes[layer, name] = parameters[name].shape
     for group in tied:
         if len({shapes[key] for key in group}) > 1 or len(group) < 2 or len(keys) != len(set(keys)):
             told = ", ".join(f"({layer}, {name!r}): {list(shapes[layer, name])}" for layer, name in group)
             raise SpecError(f"{told} cannot be one parameter", file=path, key="tied",
-                            rule="A group has two or more names of one shape, a name one group")  # fmt: skip
+                            rule="A group has two or more names of one shape, a name one group",
+                            fix="Tie parameters of one shape")  # fmt: skip
 
 
 def tied_parameters(layers: Sequence[nn.Module]) -> Tied:

@@ -189,7 +189,8 @@ class Feed:
                 yield sample
             if not count:
                 raise SpecError("the dataset yields nothing", file=self._path, key="dataset",
-                                rule="A dataset has at least one sample")  # fmt: skip
+                                rule="A dataset has at least one sample",
+                                fix="Let its __iter__ start anew every time")  # fmt: skip
 
 
 def _size_of(dataset: Any, path: str | None) -> int | None:
@@ -200,7 +201,8 @@ def _size_of(dataset: Any, path: str | None) -> int | None:
             size = len(dataset)
         if size == 0:
             raise SpecError("the dataset is empty", file=path, key="dataset",
-                            rule="A dataset has at least one sample")  # fmt: skip
+                            rule="A dataset has at least one sample",
+                            fix="See what dataset() reads")  # fmt: skip
         return size
     if isinstance(dataset, Iterator):
         raise SpecError(

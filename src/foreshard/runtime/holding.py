@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from foreshard.errors import SpecError
 from foreshard.runtime.buckets import Bucket, Gradient
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, Segment, segments_of
@@ -324,12 +323,6 @@ class Holding:
         self.optimizer = self.job.optimizer(parameters) if parameters else None
         if self.optimizer is None:
             return
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise SpecError(
-                f"optimizer(params) gave {type(self.optimizer).__name__}", file=self.job.path,
-                key="optimizer",
-                rule="It returns a torch.optim.Optimizer over the parameters it is given",
-            )  # fmt: skip
         if any(self.interval(*key) != WHOLE for key in self.updated):
             check_by_element(self.optimizer, self.job.path)
         for key, parameter in self.updated.items():

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import module_from_spec, spec_from_file_location
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from torch.utils.data import default_collate
 
 from foreshard.errors import SpecError
 from foreshard.runtime.builders import Builder, Key, Tied, builders_of
-from foreshard.runtime.own_code import own_code
+from foreshard.runtime.own_code import OWN_RULE, own_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
 OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan")
 _INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
 _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
+_LR_RULE = "It returns the factor on the learning rate, a number"
 _LOSS_RULE = "It returns the sum over what is counted, and the count"
 _BATCH_STATISTICS = (
     "BatchNorm in training takes its statistics from the samples of one micro-batch on one rank: the result "
@@ -125,10 +127,13 @@ class Job:
         """
         path = more.get("path")
         builders, found = builders_of(layers, seed, _keys(tied), path)
-        more["optimizer"] = optimizer
-        for name in ("optimizer", "collate", "inputs", "lr"):
+        for name in ("collate", "inputs"):
             if more.get(name) is not None:
                 more[name] = _guarded(more[name], name, path)
+        if more.get("lr") is not None:
+            given_lr = more["lr"]
+            more["lr"] = _guarded(lambda step: float(given_lr(step)), "lr", path, rule=_LR_RULE)
+        more["optimizer"] = _guarded_optimizer(optimizer, path)
         loss = _guarded_loss(loss, path)
         return cls(builders=builders, dataset=_readable(dataset, path), loss=loss, tied=found, **more)
 
@@ -189,14 +194,28 @@ def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
     return tuple(tuple((layer, name) for layer, name in group) for group in tied)
 
 
-def _guarded(function: Any, name: str, path: str | None) -> Any:
+def _guarded(function: Any, name: str, path: str | None, *, rule: str = OWN_RULE) -> Any:
     """Return a function of the job whose faults are told as the job's."""
 
     def guarded(*given: Any) -> Any:
-        with own_code(name, path):
+        with own_code(name, path, rule=rule):
             return function(*given)
 
     return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded
+
+
+def _guarded_optimizer(function: Any, path: str | None) -> Any:
+    make = _guarded(function, "optimizer", path)
+
+    def guarded(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        found = make(params)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise SpecError(f"optimizer(params) gave {type(found).__name__}", file=path, key="optimizer",
+                            rule="It returns a torch.optim.Optimizer over the parameters it is given",
+                            fix="Return torch.optim.AdamW(params, lr=1e-3), or another")  # fmt: skip
+        return found
+
+    return guarded
 
 
 def _guarded_loss(function: Any, path: str | None) -> Any:
@@ -213,6 +232,9 @@ def _guarded_loss(function: Any, path: str | None) -> Any:
             what = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
             raise SpecError(f"loss gave a sum {what}", file=path, key="loss", rule=_LOSS_RULE,
                             fix="Use reduction='sum'")  # fmt: skip
+        if not isinstance(count, Real | Tensor) or (isinstance(count, Tensor) and count.numel() != 1):
+            raise SpecError(f"loss gave a count that is a {type(count).__name__}, not a number", file=path,
+                            key="loss", rule=_LOSS_RULE, fix="Return (sum, number of targets)")  # fmt: skip
         return total, count
 
     return guarded
@@ -222,17 +244,20 @@ def _readable(dataset: Any, path: str | None) -> Any:
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not is_map and not hasattr(dataset, "__iter__"):
         raise SpecError(f"dataset() gave {type(dataset).__name__}", file=path, key="dataset",
-                        rule="A dataset has __len__ and __getitem__, or __iter__")  # fmt: skip
+                        rule="A dataset has __len__ and __getitem__, or __iter__",
+                        fix="Return one of torch.utils.data, a list or a tensor")  # fmt: skip
     return dataset
 
 
 def _imported(path: str) -> Any:
     file = Path(path)
     if not file.is_file():
-        raise SpecError("no such file", file=path, key="JOB", rule=_RULE)
+        raise SpecError("no such file", file=path, key="JOB", rule=_RULE, fix="See examples/jobs/gpt_job.py")
     spec = spec_from_file_location(f"foreshard_job_{file.stem}", file.resolve())
     if spec is None or spec.loader is None:
-        raise SpecError("not a Python file", file=path, key="JOB", rule=_RULE)
+        raise SpecError(
+            "not a Python file", file=path, key="JOB", rule=_RULE, fix="Name a file that ends in .py"
+        )
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.resolve().parent))

@@ -15,14 +15,14 @@ import torch
 
 from foreshard.errors import ForeshardError, SpecError
 
-_RULE = "The job's own code must run"
+OWN_RULE = "The job's own code must run"
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 
 
 @contextmanager
-def own_code(part: str, path: str | None = None, *, rule: str = _RULE) -> Iterator[None]:
+def own_code(part: str, path: str | None = None, *, rule: str = OWN_RULE) -> Iterator[None]:
     """Turn what the body raises into the user's error.
 
     Parameters
@@ -40,13 +40,24 @@ def own_code(part: str, path: str | None = None, *, rule: str = _RULE) -> Iterat
         With the line of the job's file, or of the file that the fault came from.
     """
     try:
-        yield
+        with in_file(path):
+            yield
     except ForeshardError:
         raise
     except (Exception, SystemExit) as error:
         if _is_foreign(error):
             raise
         raise fault_of(error, part, path, rule=rule) from error
+
+
+@contextmanager
+def in_file(path: str | None) -> Iterator[None]:
+    """Say in which file a fault of the job is, where who found it does not know."""
+    try:
+        yield
+    except ForeshardError as error:
+        error.file = error.file or path
+        raise
 
 
 def fault_of(error: BaseException, part: str, path: str | None = None, *, rule: str) -> SpecError:
@@ -59,7 +70,9 @@ def fault_of(error: BaseException, part: str, path: str | None = None, *, rule: 
     if path is not None and file is not None and Path(file).resolve() != Path(path).resolve():
         where = f" in {file}, line {line}"
     first = text.splitlines()[0] if text else "no message"
-    return SpecError(f"{type(error).__name__}{where}: {first}", file=path or file, key=part, rule=rule)
+    fix = f"Correct that line, or what {part} is given" if line else f"Correct {part}, or what it is given"
+    what = f"{type(error).__name__}{where}: {first}"
+    return SpecError(what, file=path or file, key=part, rule=rule, fix=fix)
 
 
 def _place(error: BaseException, path: str | None) -> tuple[str | None, int | None]:

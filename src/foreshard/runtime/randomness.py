@@ -129,6 +129,7 @@ class _SampleDraws(TorchFunctionMode):
             raise SpecError(
                 f"draws for a tensor of {rows} rows and {count} samples", key="model",
                 rule="The first dimension of what dropout and the like are applied to is the sample",
+                fix="Let the sample be the first dimension where the layer draws",
             )  # fmt: skip
         self._calls += 1
         keys = [key_of(*self._key, position, self._calls) for position in self._positions]
@@ -210,4 +211,5 @@ def _refusal(name: str) -> SpecError:
     return SpecError(
         f"{name} draws from the process's generator: what comes out would depend on the plan", key="model",
         value=name, rule="Layers draw by dropout, rand, randn, rand_like, randn_like and bernoulli",
+        fix="Draw by one of these",
     )  # fmt: skip

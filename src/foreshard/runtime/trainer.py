@@ -30,6 +30,7 @@ from foreshard.runtime.layout import Layout, layout_of
 from foreshard.runtime.loss_scale import LossScale, first_scale, heard_scale
 from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
 from foreshard.runtime.migrate import told as told_pieces
+from foreshard.runtime.own_code import in_file
 from foreshard.runtime.probe import Probe
 from foreshard.runtime.slices import parsed
 from foreshard.runtime.sync import GradientSync, gradient_sync, latest
@@ -208,7 +209,8 @@ class Trainer:
         self._sync.begin()
         if self._executor is not None:
             self._executor.loss_scale = 1.0 if self._scale is None else self._scale.value
-        sums = self._executor.run(self.step) if self._executor is not None else StepSums()
+        with in_file(self.job.path):
+            sums = self._executor.run(self.step) if self._executor is not None else StepSums()
         self.phase("all-reduce")
         self._sync.finish()
         return sums
@@ -310,7 +312,7 @@ class Trainer:
 
     def _set_lr(self) -> None:
         if self.job.lr is not None and self.holding.optimizer is not None:
-            factor = float(self.job.lr(self.step))
+            factor = self.job.lr(self.step)
             for group, base in zip(self.holding.optimizer.param_groups, self._base_lr, strict=True):
                 group["lr"] = base * factor
 
@@ -555,8 +557,9 @@ class Trainer:
         if self.feed is not None and self.feed.global_batch == plan.global_batch:
             return self.feed
         return Feed(
-            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=self.options.seed
-        )
+            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=self.options.seed,
+            path=self.job.path,
+        )  # fmt: skip
 
     def _make_executor(self, layout: Layout) -> Executor:
         carriers = (self._world, self._world)
