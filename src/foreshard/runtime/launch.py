@@ -15,7 +15,7 @@ from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.lab_network import LabNetwork
 from foreshard.runtime.outcome import Outcome, outcome_of
-from foreshard.runtime.rehost import goes_on
+from foreshard.runtime.rehost import goes_on, own_address
 from foreshard.runtime.sound import check_sound
 from foreshard.runtime.steering import wheel_of
 from foreshard.runtime.timeline import merge
@@ -182,9 +182,11 @@ def _under_torchrun(
 ) -> Agent:
     """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = Path(work.out) / "secret"
+    made = Path(work.out) / "secret"
     told = "FORESHARD_SECRET" in os.environ
-    if secret_file is None and not told and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+    several = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if secret_file is None and not told and several:
         raise SpecError(
             "no shared secret",
             key="--secret-file",
@@ -194,18 +196,19 @@ def _under_torchrun(
     secret = (
         _given_secret(secret_file)
         if secret_file
-        else make_secret(own)
+        else make_secret(made)
         if rank == 0 or told
-        else _awaited(own)
+        else _awaited(made)
     )
+    own = interface or _address_towards(master, several)
     met = goes_on(Path(work.out), secret.read_bytes().strip()) if rank == 0 else None
     if met is None:
         _open(Path(work.out), work.resume, plan, size)
-    listens = os.environ.get("MASTER_ADDR", "127.0.0.1") if interface is None or rank else interface
+    listens = master if interface is None or rank else interface
     return Agent(
         out=Path(work.out),
         plan=plan,
-        work=work,
+        work=replace(work, interface=own),
         ranks=[rank],
         expected=range(size),
         secret_file=secret,
@@ -213,9 +216,32 @@ def _under_torchrun(
         port=met.port if met else port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
         supervises=rank == 0 and met is None,  # another host has the run: this one is taken back
         max_starts=max_starts,
-        own=interface,
+        own=own,
         rehost_s=max(2 * work.detect_s, 5.0),
     )
+
+
+def _address_towards(master: str, several: bool) -> str:
+    """Return this host's address on the way to the first: what its name stands for may be the loopback's."""
+    try:
+        own = own_address(master)
+    except OSError as error:
+        raise SpecError(
+            f"no way to it: {error.strerror}",
+            key="MASTER_ADDR",
+            value=master,
+            rule="hosts reach the first one, where ranks meet",
+            fix="Give torchrun an address of the first host, and --interface where a host has several",
+        ) from None
+    if several and own.startswith("127."):
+        raise SpecError(
+            "is this machine's alone",
+            key="MASTER_ADDR",
+            value=master,
+            rule="ranks of several hosts meet on an address that all of them reach",
+            fix="Give torchrun the first host's address on the network, or name it with --interface there",
+        )
+    return own
 
 
 def _fits(plan: Plan, ranks: int, key: str) -> None:

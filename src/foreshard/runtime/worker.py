@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -68,6 +69,7 @@ class Worker:
         self.device = (
             torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         )
+        importlib.import_module("torch._dynamo")  # optimizers load it, for seconds: better before peers wait
         self.membership = Membership(
             store, rank, secret, timeout_s=work.detect_s,
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
@@ -86,8 +88,9 @@ class Worker:
     def _make_trainer(self) -> Trainer:
         work, plan = self.work, self.membership.generation.plan
         index = Feed(
-            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=work.seed, prefetch=0
-        )
+            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=work.seed, prefetch=0,
+            path=self.job.path,
+        )  # fmt: skip
         return Trainer(
             self.job, membership=self.membership, clock=self.clock, device=self.device,
             options=Options(seed=work.seed, clip_norm=work.clip_norm, checkpoint_every=work.checkpoint_every,
