@@ -14,10 +14,14 @@ from rehearsal import plan_of, rehearse, values, worst_error
 from small_jobs import gpt
 from small_plans import ALONE
 
+from foreshard.errors import SpecError
 from foreshard.runtime.checkpoint import load
 from foreshard.runtime.equality import joined
 from foreshard.runtime.lab import Lab
+from foreshard.runtime.layout import layout_of
+from foreshard.runtime.tensor_split import check_split
 from foreshard.runtime.trainer import Options
+from foreshard.runtime.zero import parameters_of
 from foreshard.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -204,3 +208,9 @@ def test_a_checkpoint_is_gone_on_from_at_another_degree(before: str, after: str,
     saved = load(tmp_path, 3)
     for (layer, name), gradient in reference("fp64").items():
         assert saved[f"layers.{layer}.{name}"].shape == gradient.shape
+
+
+def test_sequences_of_a_jobs_own_layers_are_not_cut() -> None:
+    told = plan_of([{**one([0, 1], 2), "sp": True}], global_batch=12)
+    with pytest.raises(SpecError, match=r"groups\[0\].sp: layer 0 takes whole sequences only"):
+        check_split(layout_of(told), parameters_of(gpt(torch.float64)))

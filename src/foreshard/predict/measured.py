@@ -85,7 +85,7 @@ def predict_measured(
         cost=_money(cluster, step_s, plan.global_batch * costs.tokens_per_sample, total),
         energy_j_per_step=None, goodput=None, run_time_s=total, bottleneck=_bottleneck(parts, critical),
         plan=plan, model=costs.model, cluster=cluster.name, framework="foreshard", engine="graph",
-        costs=costs.path, fidelity="calibrated", assumptions=_assumptions(costs, cluster),
+        costs=costs.path, fidelity="calibrated", assumptions=_assumptions(costs, cluster, plan),
         evidence=f"layers timed on {costs.machine or 'this machine'}",
         predict_s=time.perf_counter() - started,
     )  # fmt: skip
@@ -179,6 +179,7 @@ def _sends(
             costs.layers[stage.layers[0][1] - 1].boundary_bytes_per_sample
             * size
             / min(stage.inner_dp, after.inner_dp)
+            / (stage.tp if group.sp and stage.tp == after.tp else 1)
         )
         pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
         found.append(max((costs.message_s(cluster, a, b, size_bytes) for a, b in pairs), default=0.0))
@@ -251,7 +252,7 @@ def _bottleneck(parts: Mapping[str, float], critical: RankTimes) -> str:
     return f"{name} on rank {critical.rank}"
 
 
-def _assumptions(costs: MeasuredCosts, cluster: Cluster) -> tuple[str, ...]:
+def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
     slow = {name: factor for name, factor in costs.slow.items() if factor != 1.0}
     low, high = costs.spread
     links = costs.links.between(apart=cluster.num_nodes > 1)
@@ -263,6 +264,8 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster) -> tuple[str, ...]:
         "links as the cluster states them" if links is None else
         f"links as measured; sizes are {100 * links.relative_error:.0f} % off the fit (median)",
     ]  # fmt: skip
+    if any(group.sp and stage.tp > 1 for group in plan.groups for stage in group.stages):
+        told.append("sp: work and memory of layers as timed without it; messages between stages in parts")
     if slow:
         told.append("devices stated as slower: " + ", ".join(f"{k} x{v:g}" for k, v in sorted(slow.items())))
     return tuple(told)

@@ -342,7 +342,10 @@ class Executor:
             Peer(rank=rank, span=span)
             for inner, span in enumerate(samples_of(stage, hi - lo))
             for rank in peers_of(
-                ranks_of(stage.ranks, inner, stage.tp), self.seat.tensor, self.stage.tp, sends=sends,
+                ranks_of(stage.ranks, inner, stage.tp),
+                self.seat.tensor,
+                self.stage.tp,
+                sends=sends,
                 parts=self._in_parts(virtual),
             )
         ]

@@ -298,3 +298,21 @@ def test_files_that_are_no_object_are_refused(tmp_path, text):
 def test_numpy_stays_out_of_the_prediction():
     made = predict_measured(costs(), lab(), plan(pipeline([0, 2, 4], [0, 1])))
     assert not any(isinstance(v, np.generic) for v in (made.step_time_s, *made.time_breakdown_s.values()))
+
+
+def test_ranks_that_cut_the_sequence_hand_on_their_part_of_it():
+    told, cluster = costs(), lab("aaaa")
+    told = replace(told, parts={"": {2: told.layers}})
+    stages = tuple(
+        Stage(ranks=(2 * s, 2 * s + 1), layers=((2 * s, 2 * s + 2),), zero=0, tp=2) for s in (0, 1)
+    )
+    whole = Group(share=2, micro_batch=2, stages=stages)
+    seconds = [step_seconds(told, cluster, plan(replace(whole, sp=sp))) for sp in (False, True)]
+    message_bytes = 2 * told.layers[1].boundary_bytes_per_sample
+    assert seconds[0] - seconds[1] == pytest.approx(2 * message_bytes / 2 / RATE)  # there and back
+    assumed = [
+        predict_measured(told, cluster, plan(replace(whole, sp=sp))).assumptions for sp in (False, True)
+    ]
+    assert set(assumed[1]) - set(assumed[0]) == {
+        "sp: work and memory of layers as timed without it; messages between stages in parts"
+    }

@@ -1,0 +1,112 @@
+"""Models of transformers whose stream lies cut over the sequence: gradients and losses of one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", exc_type=ImportError)
+
+from rehearsal import plan_of, rehearse, values, worst_error
+from test_tensor import parts, whole
+from test_tensor_hf import Lines, job
+
+from foreshard.runtime import hf_split
+from foreshard.runtime.equality import gradient_error
+from foreshard.runtime.hf_tensor import CUT
+from foreshard.runtime.lab import Lab
+from foreshard.spec.plan import Plan
+
+
+def plan(*stages: tuple, sp: bool = True, more: dict | None = None, beside: int | None = None) -> Plan:
+    """A pipeline, and a replica of one rank beside it."""
+    share = 6 if beside is None else 4
+    groups = [{"share": share, "micro_batch": 2, "sp": sp, "stages": stages, **(more or {})}]
+    if beside is not None:
+        groups.append({"share": 2, "micro_batch": 1, "stages": [([beside], [[0, 4]])]})
+    return plan_of(groups, global_batch=6)
+
+
+TP2 = {"tp": 2}
+PLANS = {
+    "four ranks": plan(([0, 1, 2, 3], [[0, 4]], {"tp": 4})),
+    "before one rank, beside one": plan(([0, 1], [[0, 2]], TP2), ([2], [[2, 4]]), beside=3),
+    "behind one rank, beside one": plan(([3], [[0, 2]]), ([0, 1], [[2, 4]], TP2), beside=2),
+    "two stages hand on parts, zb-h1": plan(
+        ([0, 1], [[0, 2]], TP2), ([2, 3], [[2, 4]], TP2), more={"schedule": "zb-h1"}
+    ),
+    "interleaved, recomputed": plan(
+        ([0, 1], [[0, 1], [2, 3]], {**TP2, "recompute": "full"}),
+        ([2, 3], [[1, 2], [3, 4]], {**TP2, "recompute": "full"}),
+        more={"schedule": "interleaved", "micro_batch": 3},
+    ),
+    "two parts of the data, zero 2": plan(([0, 1, 2, 3], [[0, 4]], {**TP2, "zero": 2})),
+}  # fmt: skip
+WHOLE = {"tp 2": plan(([0, 1], [[0, 4]], TP2), sp=False), "alone": plan(([0], [[0, 4]]), sp=False)}
+DROPS = {"gpt2": {}, "phi3": {"resid_pdrop": 0.2}, "gpt_neox": {"hidden_dropout": 0.2}}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_gpt2_that_drops_out_is_exact(name: str) -> None:
+    """It does so behind the embedding, in attention and behind every product, a tenth by default."""
+    assert gradient_error(job("gpt2"), PLANS[name]) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["before one rank, beside one", "two stages hand on parts, zb-h1"])
+def test_a_llama_is_exact(name: str) -> None:
+    assert gradient_error(job("llama", attention_dropout=0.2), PLANS[name]) <= 1e-12
+    assert gradient_error(job("llama", tie_word_embeddings=True, vocab_size=33), PLANS[name]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", sorted(set(CUT) - {"gpt2", "llama"}))
+def test_every_other_type_is_exact(kind: str) -> None:
+    assert gradient_error(job(kind, **DROPS.get(kind, {})), PLANS["behind one rank, beside one"]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_single_precision(kind: str) -> None:
+    assert gradient_error(job(kind, torch.float32), PLANS["four ranks"]) <= 1e-6
+
+
+def test_blocks_have_their_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    def spied(block: Any, products: Any, own: Any, ranks: Any, on_part: Any = hf_split.on_part) -> Any:
+        lengths.append(own.shape[1])
+        return on_part(block, products, own, ranks)
+
+    monkeypatch.setattr(hf_split, "on_part", spied)
+    rehearse(job("llama"), PLANS["four ranks"], steps=1, ranks=range(4))
+    assert set(lengths) == {2}
+
+
+def test_live_changes_keep_losses_and_parameters() -> None:
+    names = ["tp 2", "four ranks", "two stages hand on parts, zb-h1", "alone", "before one rank, beside one"]
+    plans = {**PLANS, **WHOLE}
+    losses, last = rehearse(job("gpt2"), plans["alone"], steps=9, after=values)[0]
+    changes = {1 + 2 * number: plans[name] for number, name in enumerate(names[1:])}
+    found = rehearse(job("gpt2"), plans[names[0]], steps=9, changes=changes, after=parts, ranks=range(4))
+    assert found[0][0] == pytest.approx(losses, rel=1e-9)
+    assert worst_error(whole(found), last) <= 1e-9
+
+
+def test_the_virtual_clock_takes_as_long_as_for_whole_sequences() -> None:
+    """Putting together and cutting sums are the two halves of the ring that sums."""
+    lab = Lab(clock="table", slow=(1.0, 2.0), devices=("a", "b"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
+              table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
+    took = []
+    for sp in (True, False):
+        told = plan(([0, 1], [[0, 4]], TP2), sp=sp)
+        rehearse(job("llama"), told, steps=1, clock=lambda: lab.make_clock([0]), on_step=lambda: took.append)
+    assert took[0].time_s == pytest.approx(took[-1].time_s, rel=1e-9)
+
+
+def test_sequences_that_do_not_come_out_even_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seven = lambda self, index: torch.arange(8)  # noqa: E731
+    monkeypatch.setattr(Lines, "__getitem__", seven)
+    with pytest.raises(RuntimeError, match="a sequence of 7 cannot be cut over 2 ranks"):
+        gradient_error(job("gpt2"), plan(([0, 1], [[0, 4]], TP2)))
