@@ -1,12 +1,13 @@
-"""Small problems solved to the end: every pipeline that no other dominates, and whole numbers of them."""
+"""Small problems solved to the end: every pipeline that no other dominates, and all whole numbers of them."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.planner.configuration import columns_of, samples_of, whole_mix
+from foreshard.planner.columns import ColumnTable
 from foreshard.planner.problem import (
     Arrangement,
     Part,
@@ -23,38 +24,56 @@ from foreshard.planner.shares import balance
 
 MOST_TEMPLATES = 20_000
 _TIGHT = 1e-9
+_STEPS = 12
+_LOOKED = 512
+"""Stages tried between two looks at the clock."""
 
 
-def all_templates(problem: Problem, most: int = MOST_TEMPLATES) -> list[Template] | None:
-    """Return every pipeline that may run, None when there are more than `most`."""
+def all_templates(
+    problem: Problem, most: int = MOST_TEMPLATES, deadline: float = np.inf
+) -> list[Template] | None:
+    """Return every pipeline that may run, None when there are more than `most` or time is up."""
     found: list[Template] = []
-    counts = np.array(problem.counts)
-    size = problem.num_layers
+    endings = _endings(problem)
+    tried = 0
 
-    def extend(stop: int, behind: tuple[Part, ...], used: np.ndarray) -> bool:
+    def extend(stop: int, behind: tuple[Part, ...], left: tuple[int, ...], size: int) -> bool:
+        nonlocal tried
         if stop == 0:
             found.append(behind)
             return len(found) <= most
         if len(behind) == problem.max_stages:
             return True
-        for option, takes in enumerate(problem.takes):
-            if behind and problem.micro_batch[option] != problem.micro_batch[behind[0].option]:
+        for part, own, room, takes in endings[stop]:
+            tried += 1
+            if tried % _LOOKED == 0 and time.perf_counter() > deadline:
+                return False
+            if (own != size and behind) or room <= len(behind):
                 continue
-            if np.any(used + takes > counts):
-                continue
-            need = min(len(behind) + 1, rounds_of(problem, int(problem.micro_batch[option])))
-            for start in range(stop):
-                type_ = problem.types[start, stop]
-                if problem.max_in_flight[option, type_] < need or not np.isfinite(
-                    problem.time_s[option, type_]
-                ):
-                    continue
-                part = Part(option=option, start=start, stop=stop)
-                if not extend(start, (part, *behind), used + takes):
-                    return False
+            free = tuple([n - taken for n, taken in zip(left, takes, strict=True)])
+            if min(free) >= 0 and not extend(part.start, (part, *behind), free, own):
+                return False
         return True
 
-    return found if extend(size, (), np.zeros(len(counts), dtype=int)) else None
+    return found if extend(problem.num_layers, (), problem.counts, 0) else None
+
+
+def _endings(problem: Problem) -> list[list[tuple[Part, int, int, tuple[int, ...]]]]:
+    """Return by its end what stages there are: the stage, its micro-batch, stages from it on, devices."""
+    found: list[list[tuple[Part, int, int, tuple[int, ...]]]] = [[] for _ in range(problem.num_layers + 1)]
+    for option, takes in enumerate(problem.takes.tolist()):
+        size = int(problem.micro_batch[option])
+        for stop in range(1, problem.num_layers + 1):
+            for start in range(stop):
+                type_ = problem.types[start, stop]
+                room = int(problem.max_in_flight[option, type_])
+                if room >= rounds_of(problem, size):
+                    room = problem.max_stages
+                if room and np.isfinite(problem.time_s[option, type_]):
+                    found[stop].append(
+                        (Part(option=option, start=start, stop=stop), size, room, tuple(takes))
+                    )
+    return found
 
 
 def undominated(problem: Problem, templates: list[Template]) -> list[Template]:
@@ -83,85 +102,121 @@ def best_of_all(
 ) -> tuple[Arrangement | None, bool]:
     """Return the best arrangement of some pipelines, and whether no mix of them is faster.
 
-    By branch and bound; where the spread counts, every number of devices in use is asked apart. At the
-    deadline (`time.perf_counter`) it is the best so far.
+    Every number of devices in use that waits longer for the slowest of them is asked apart. At the deadline
+    (`time.perf_counter`) it is the best so far.
     """
-    takes = columns_of(problem, templates)
+    mixes = _Mixes(problem=problem, templates=templates)
     devices = sum(problem.counts)
-    limits = range(1, devices + 1) if problem.jitter > 0 else [devices]
+    factors = [spread_factor(problem, limit) for limit in range(1, devices + 2)]
+    limits = [n for n in range(1, devices + 1) if n == devices or factors[n - 1] < factors[n]]
     best: Arrangement | None = None
     best_s = np.inf
     for pipelines in ranges:
         for limit in limits:
-            if time.perf_counter() > deadline:
-                return best, False
-            factor = spread_factor(problem, limit) if problem.jitter > 0 else 1.0
-            high = (
-                _longest(problem, templates, pipelines[0]) if best is None else best_s / factor * (1 - _TIGHT)
-            )
-            found = _mix(problem, templates, takes, pipelines, limit, high)
+            factor = factors[limit - 1]
+            high = mixes.longest_s(pipelines[0])
+            high = high if best is None else min(high, best_s / factor * (1 - _TIGHT))
+            found = mixes.reach(pipelines, limit, high)
             while found is not None:
                 seconds = step_seconds(problem, found)
                 if seconds < best_s:
                     best, best_s = found, seconds
-                high = min(high, seconds / factor) * (1 - _TIGHT)
                 if time.perf_counter() > deadline:
                     return best, False
-                found = _bisect(problem, templates, takes, pipelines, limit, high)
+                high = min(high, seconds / factor) * (1 - _TIGHT)
+                found = mixes.sooner(pipelines, limit, high)
+            if time.perf_counter() > deadline:
+                return best, False
     return best, True
 
 
-def _longest(problem: Problem, templates: list[Template], copies: int) -> float:
-    return max(
-        pace_of(problem, one).seconds(problem.global_batch) + tail_seconds(problem, one, copies)
-        for one in templates
-    )
+@dataclass(slots=True, kw_only=True)
+class _Mixes:
+    """All whole numbers of some pipelines, by the devices they take.
 
+    demands : ndarray, shape (demands, kinds)
+        What pipelines take, each once; `which` is that of every pipeline.
+    """
 
-def _bisect(
-    problem: Problem,
-    templates: list[Template],
-    takes: np.ndarray,
-    pipelines: tuple[int, int],
-    limit: int,
-    high: float,
-) -> Arrangement | None:
-    """Return an arrangement near the least time, None when `high` itself is out of reach."""
-    found = _mix(problem, templates, takes, pipelines, limit, high)
-    if found is None:
-        return None
-    low = 0.0
-    for _ in range(12):
-        middle = 0.5 * (low + high)
-        made = _mix(problem, templates, takes, pipelines, limit, middle)
-        if made is None:
-            low = middle
-        else:
-            found, high = made, middle
-    return found
+    problem: Problem
+    templates: list[Template]
+    table: ColumnTable = field(init=False)
+    demands: np.ndarray = field(init=False)
+    which: np.ndarray = field(init=False)
 
+    def __post_init__(self) -> None:
+        """Look up what pipelines take and how they go."""
+        self.table = ColumnTable(self.problem)
+        self.table.extend(self.templates)
+        demands, which = np.unique(self.table.takes.T.astype(int), axis=0, return_inverse=True)
+        self.demands, self.which = demands, np.ravel(which)
 
-def _mix(
-    problem: Problem,
-    templates: list[Template],
-    takes: np.ndarray,
-    pipelines: tuple[int, int],
-    limit: int,
-    seconds: float,
-) -> Arrangement | None:
-    """Return pipelines on at most `limit` devices that get through the batch in so many seconds."""
-    samples = samples_of(problem, templates, pipelines[0], seconds)
-    keep = np.flatnonzero(samples > 0)
-    if not len(keep):
+    def longest_s(self, copies: int) -> float:
+        """Return the time of the slowest pipeline that gets through the batch alone."""
+        batch = self.problem.global_batch
+        tails = self.table.tails_s(copies)
+        paces = (pace_of(self.problem, one).seconds(batch) for one in self.templates)
+        return max(pace + tail for pace, tail in zip(paces, tails.tolist(), strict=True))
+
+    def sooner(self, pipelines: tuple[int, int], limit: int, high: float) -> Arrangement | None:
+        """Return an arrangement near the least time, None when `high` itself is out of reach."""
+        found = self.reach(pipelines, limit, high)
+        low = 0.0
+        for _ in range(_STEPS if found is not None else 0):
+            middle = 0.5 * (low + high)
+            made = self.reach(pipelines, limit, middle)
+            if made is None:
+                low = middle
+            else:
+                found, high = made, middle
+        return found
+
+    def reach(self, pipelines: tuple[int, int], limit: int, seconds: float) -> Arrangement | None:
+        """Return pipelines on at most `limit` devices that get through the batch in so many seconds."""
+        problem = self.problem
+        samples = self.table.whole_samples(seconds - self.table.tails_s(pipelines[0]))
+        through = np.zeros(len(self.demands))
+        np.maximum.at(through, self.which, samples)
+        chosen = self._most(np.minimum(through, problem.global_batch), pipelines, limit)
+        if chosen is None:
+            return None
+        best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in set(chosen)}
+        made = [self.templates[best[d]] for d in chosen]
+        tails = [tail_seconds(problem, one, len(made)) for one in made]
+        shares = balance([pace_of(problem, one) for one in made], tails, problem.global_batch)
+        return None if shares is None else Arrangement(templates=tuple(made), shares=shares)
+
+    def _most(self, through: np.ndarray, pipelines: tuple[int, int], limit: int) -> list[int] | None:
+        """Return the demands of pipelines that get through the batch together, None when none do.
+
+        Of every number of pipelines and every devices in use the most samples, one pipeline after the other.
+        """
+        counts, batch = self.problem.counts, self.problem.global_batch
+        most = np.full([n + 1 for n in counts], -np.inf)
+        most[(0,) * len(counts)] = 0.0
+        allowed = np.indices(most.shape).sum(0) <= limit
+        last: list[np.ndarray] = []
+        for number in range(1, min(pipelines[1], limit, batch) + 1):
+            more, chosen = np.full_like(most, -np.inf), np.full(most.shape, -1)
+            for d in np.flatnonzero(through > 0).tolist():
+                demand = self.demands[d].tolist()
+                to = tuple(slice(n, None) for n in demand)
+                of = tuple(slice(None, size - n) for n, size in zip(demand, most.shape, strict=True))
+                samples = most[of] + through[d]
+                better = samples > more[to]
+                more[to] = np.where(better, samples, more[to])
+                chosen[to] = np.where(better, d, chosen[to])
+            most = np.where(allowed, more, -np.inf)
+            last.append(chosen)
+            at = np.unravel_index(int(np.argmax(most)), most.shape)
+            if number >= pipelines[0] and most[at] >= batch:
+                return self._set_at(last, np.array(at))
         return None
-    rows = np.vstack([takes[:, keep], takes[:, keep].sum(0)])
-    capped = np.minimum(samples[keep], problem.global_batch)
-    chosen = whole_mix(rows, capped, [*problem.counts, limit], pipelines, gap=0.0, limit_s=10.0)
-    if chosen is None or float(capped @ chosen) < problem.global_batch:
-        return None
-    made = [templates[i] for i, n in zip(keep, chosen, strict=True) for _ in range(n)]
-    if len(made) > problem.global_batch:
-        return None
-    tails = [tail_seconds(problem, one, len(made)) for one in made]
-    shares = balance([pace_of(problem, one) for one in made], tails, problem.global_batch)
-    return None if shares is None else Arrangement(templates=tuple(made), shares=shares)
+
+    def _set_at(self, last: list[np.ndarray], at: np.ndarray) -> list[int]:
+        """Return the demands that led to some devices in use."""
+        found = []
+        for chosen in reversed(last):
+            found.append(int(chosen[tuple(at)]))
+            at = at - self.demands[found[-1]]
+        return found

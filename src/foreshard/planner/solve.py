@@ -148,11 +148,11 @@ def _solve_small(
     None when there are too many of them or half of the time does not do; what was found stays.
     """
     problem = progress.problem
-    templates = all_templates(problem)
+    half = 0.5 * (time.perf_counter() + progress.deadline)
+    templates = all_templates(problem, deadline=half)
     if templates is None:
         return None
     kept = undominated(problem, templates)
-    half = 0.5 * (time.perf_counter() + progress.deadline)
     best, proven = best_of_all(problem, kept, ranges, half) if kept else (None, True)
     if not proven:
         _seed(progress, best, ())
