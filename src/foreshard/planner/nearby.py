@@ -1,4 +1,4 @@
-"""Arrangements near a running one: new shares, new cuts, other devices for slow stages, fewer pipelines."""
+"""Arrangements near a running one: new shares and cuts, other devices for slow stages, other pipelines."""
 
 from __future__ import annotations
 
@@ -91,6 +91,10 @@ def nearby(problem: Problem, running: Sequence[Template], pools: Sequence[Pool])
     if start is None:
         return
     yield start
+    apart = [one for template in running for one in _apart(problem, template, pools)]
+    other = rebalanced(problem, apart) if len(apart) > len(running) else None
+    if other is not None:
+        yield other
     hurt = {p for p, pool in enumerate(pools) if pool.state}
     current = start
     for _ in range(_ROUNDS):
@@ -108,6 +112,46 @@ def nearby(problem: Problem, running: Sequence[Template], pools: Sequence[Pool])
         if better is current:
             return
         current = better
+
+
+def _apart(problem: Problem, template: Template, pools: Sequence[Pool]) -> list[Template]:
+    """Return a pipeline with joint stages as one on the devices of each node group, any other as it is."""
+    of = np.array([pool.node_group for pool in pools])
+    taken = [problem.takes[part.option] for part in template]
+    if all(len(set(of[takes > 0])) == 1 for takes in taken):
+        return [template]
+    made = []
+    for group in dict.fromkeys(of[sum(taken) > 0].tolist()):
+        parts = [takes * (of == group) for takes in taken]
+        several = (
+            _fastest_on(problem, [p for p in parts if p.any()], int(m)) for m in set(problem.micro_batch)
+        )
+        rates = {
+            one: pace_of(problem, one).bottleneck_s / pace_of(problem, one).micro_batch
+            for one in several
+            if one
+        }
+        if not rates:
+            return [template]
+        made.append(min(rates, key=rates.__getitem__))
+    return made
+
+
+def _fastest_on(problem: Problem, parts: Sequence[np.ndarray], micro_batch: int) -> Template | None:
+    """Return a pipeline of stages on some devices each, of the options of most speed for a micro-batch."""
+    options = []
+    for takes in parts:
+        same = np.all(problem.takes == takes, axis=1) & (problem.micro_batch == micro_batch)
+        ranked = _by_speed(problem, same)
+        if not ranked:
+            return None
+        options.append(ranked)
+    # The fastest that fit: those that hold less in memory come later in every stage.
+    for i in range(max(len(ranked) for ranked in options)):
+        made = best_cuts(problem, [ranked[min(i, len(ranked) - 1)] for ranked in options], 1e3)
+        if made:
+            return made
+    return None
 
 
 def _worst_first(problem: Problem, current: Arrangement, hurt: set[int]) -> list[tuple[int, Template]]:
@@ -139,7 +183,7 @@ def _variants(
     own = [s for s, o in enumerate(options) if any(problem.takes[o][p] for p in hurt)] or [stage]
     for s in own[:2]:
         left = free - problem.takes[options].sum(0) + problem.takes[options[s]]
-        for o in _alternatives(problem, options[s], left):
+        for o in _alternatives(problem, options[s], left, alone=len(options) == 1):
             made = best_cuts(problem, [*options[:s], o, *options[s + 1 :]], passes)
             if made:
                 yield made
@@ -149,15 +193,24 @@ def _variants(
                 yield made
 
 
-def _alternatives(problem: Problem, option: int, free: np.ndarray) -> list[int]:
-    """Return options of the same micro-batch that the free devices allow, those of most speed first."""
-    same = (problem.micro_batch == problem.micro_batch[option]) & np.all(problem.takes <= free, axis=1)
+def _alternatives(problem: Problem, option: int, free: np.ndarray, *, alone: bool = False) -> list[int]:
+    """Return options that the free devices allow, those of most speed first.
+
+    Of the same micro-batch, unless the stage is `alone` in its pipeline.
+    """
+    same = np.all(problem.takes <= free, axis=1)
+    if not alone:
+        same &= problem.micro_batch == problem.micro_batch[option]
     same[option] = False
+    return _by_speed(problem, same)[:_MOVES]
+
+
+def _by_speed(problem: Problem, some: np.ndarray) -> list[int]:
+    """Return options by the time that a sample takes in the middle of the chain, the least first."""
     usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
     middle = int(problem.types[1, 2]) if problem.num_layers > 2 else 0
-    seconds = np.where(usable[:, middle], problem.time_s[:, middle], np.inf)
-    ranked = sorted(np.flatnonzero(same), key=lambda o: seconds[o])
-    return [int(o) for o in ranked[:_MOVES]]
+    seconds = np.where(usable[:, middle], problem.time_s[:, middle] / problem.micro_batch, np.inf)
+    return [int(o) for o in sorted(np.flatnonzero(some), key=lambda o: seconds[o])]
 
 
 def work_bound(problem: Problem) -> float:

@@ -60,7 +60,23 @@ def _kept(
 
 
 def _take(free: list[list[list[int]]], pools: Sequence[Pool], demand: Demand) -> tuple[int, ...] | None:
-    """Take ranks for a demand: whole nodes of pools with no hurt ones, or what one hurt node has left."""
+    """Take ranks for a demand, node group by node group."""
+    taken: list[int] = []
+    by_group: dict[int, list[tuple[int, int]]] = {}
+    for p, count in demand:
+        by_group.setdefault(pools[p].node_group, []).append((p, count))
+    for _, part in sorted(by_group.items()):
+        some = _take_in(free, pools, part)
+        if some is None:
+            return None
+        taken += some
+    return tuple(taken)
+
+
+def _take_in(
+    free: list[list[list[int]]], pools: Sequence[Pool], demand: Sequence[tuple[int, int]]
+) -> list[int] | None:
+    """Take ranks of one group: whole nodes of pools with no hurt ones, or what one hurt node has left."""
     taken: list[int] = []
     hurt = [(p, count) for p, count in demand if pools[p].state]
     for p, count in demand:
@@ -77,7 +93,7 @@ def _take(free: list[list[list[int]]], pools: Sequence[Pool], demand: Demand) ->
         for nodes, count in sizes:
             taken += nodes[at][:count]
             del nodes[at][:count]
-    return tuple(taken)
+    return taken
 
 
 def _take_nodes(nodes: list[list[int]], count: int) -> list[int] | None:

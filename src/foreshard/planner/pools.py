@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
 
 import numpy as np
 
@@ -137,17 +138,22 @@ def pooled_problem(
 
 
 def _demands(pools: Sequence[Pool], kind: StageKind) -> list[Demand]:
-    """Return which devices a stage of a kind may take.
+    """Return which devices a stage of a kind may take, on each of its node groups."""
+    parts = [_demands_in(pools, part.node_group, kind.split * part.inner_dp) for part in kind.parts]
+    return [tuple(sorted(chain.from_iterable(some))) for some in product(*parts)]
+
+
+def _demands_in(pools: Sequence[Pool], node_group: int, size: int) -> list[Demand]:
+    """Return which pools so many devices of a node group may be from.
 
     Whole nodes alone; what a hurt node has left, its fastest first, down to any pace; a hurt node without
     losses beside whole ones where a stage spans several.
     """
-    size = kind.tp * kind.inner_dp
     found: list[Demand] = []
-    whole = [p for p, pool in enumerate(pools) if pool.state == 0 and pool.node_group == kind.node_group]
+    whole = [p for p, pool in enumerate(pools) if pool.state == 0 and pool.node_group == node_group]
     found += [((p, size),) for p in whole if pools[p].count >= size]
     per_node = max((len(node) for p in whole for node in pools[p].nodes), default=0)
-    for state in sorted({pool.state for pool in pools if pool.state and pool.node_group == kind.node_group}):
+    for state in sorted({pool.state for pool in pools if pool.state and pool.node_group == node_group}):
         inside = [p for p, pool in enumerate(pools) if pool.state == state]
         left = [len(pools[p].nodes[0]) for p in inside]
         for i in range(len(inside)):

@@ -19,6 +19,7 @@ from foreshard.planner.placing import Ranks, place
 from foreshard.planner.pools import Demand, Pool, demand_of, pooled_problem, pools_of
 from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds
 from foreshard.planner.request import Request, checked_request
+from foreshard.planner.running import check_running, kind_of, kinds_of
 from foreshard.planner.solve import solve
 from foreshard.planner.stage_options import StageKind
 from foreshard.planner.stage_prices import price_stages
@@ -73,14 +74,14 @@ class _Asked:
 
 
 def healthy_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem:
-    """Return the prices of all node groups that :func:`replan` starts from, the running stages among them."""
+    """Return the prices that :func:`replan` starts from: of every stage of the space and those that run."""
     request = _request(model, cluster, plan)
     vendor = cluster.device_of(plan.ranks[0]).vendor
     use = tuple(
         g for g, nodes in enumerate(cluster.nodes)
         if nodes.device.supports(plan.precision) and nodes.device.vendor == vendor
     )  # fmt: skip
-    return price_stages(request, use, extra=_running_kinds(cluster, plan))
+    return price_stages(request, use, extra=kinds_of(cluster, plan), every=True)
 
 
 def replan(
@@ -101,7 +102,8 @@ def replan(
     ----------
     model, cluster
     plan : Plan
-        Running: 1f1b, one interval of layers per stage, no context or expert parallelism.
+        Running: 1f1b, one interval of layers per stage. Stages may cut experts, split sequences, and be on
+        ranks of two node groups that take samples by group.
     slowdown : mapping of rank to factor, optional
         How many times as long devices take; those not named are healthy.
     lost : collection of int
@@ -133,7 +135,10 @@ def replan(
     use = [g for g, count in enumerate(base.counts) if count]
     pools = pools_of(cluster, use, slowdown, frozenset(lost))
     running = [
-        [(_option(base, cluster, group, stage), demand_of(stage.ranks, pools)) for stage in group.stages]
+        [
+            (_option(base, kind_of(cluster, plan, group, stage)), demand_of(stage.ranks, pools))
+            for stage in group.stages
+        ]
         for group in plan.groups
     ]
     extra = [(o, demand) for group in running for o, demand in group if demand is not None]
@@ -189,34 +194,11 @@ def _check(cluster: Cluster, plan: Plan, slowdown: Mapping[int, float], lost: Co
                 f"rank {rank} slowed by {factor}", key="slowdown", value=factor,
                 rule="a slowdown is a factor above 0", fix="Name a device that stands still in `lost`",
             )  # fmt: skip
-    for group in plan.groups:
-        for stage in group.stages:
-            if group.schedule != "1f1b" or len(stage.layers) > 1 or stage.cp * stage.ep * stage.etp > 1 or (
-                stage.rank_shares is not None or stage.offload != "none" or stage.shard_size is not None
-            ):  # fmt: skip
-                raise SpecError(
-                    "a plan that cannot be re-planned", key="plan", value=group.schedule,
-                    rule="1f1b, one interval per stage, no context or expert parallelism, no rank_shares, "
-                    "offload or shard_size", fix="Plan anew",
-                )  # fmt: skip
+    check_running(plan)
 
 
-def _kind(cluster: Cluster, group: Group, stage: Stage) -> StageKind:
-    first, ends = stage.ranks[0], np.cumsum([nodes.num_devices for nodes in cluster.nodes])
-    return StageKind(
-        node_group=int(np.searchsorted(ends, first, side="right")), tp=stage.tp, inner_dp=stage.inner_dp,
-        micro_batch=group.micro_batch // stage.inner_dp, recompute=stage.recompute, zero=stage.zero,
-    )  # fmt: skip
-
-
-def _running_kinds(cluster: Cluster, plan: Plan) -> list[StageKind]:
-    stages = ((group, stage) for group in plan.groups for stage in group.stages)
-    return list(dict.fromkeys(_kind(cluster, group, stage) for group, stage in stages))
-
-
-def _option(problem: Problem, cluster: Cluster, group: Group, stage: Stage) -> int:
+def _option(problem: Problem, kind: StageKind) -> int:
     """Return the option of the healthy problem that a running stage is."""
-    kind = _kind(cluster, group, stage)
     if kind not in problem.names:
         raise SpecError(
             f"the problem has no option {kind}", key="problem", rule="it is the problem of the running plan",
@@ -228,17 +210,20 @@ def _option(problem: Problem, cluster: Cluster, group: Group, stage: Stage) -> i
 def _offered(
     problem: Problem, running: Sequence[Sequence[tuple[int, Demand | None]]], narrow: bool
 ) -> list[int]:
-    """Return the options to look at: all, or those that micro-batches and rules of the running plan allow."""
-    if not narrow:
-        return list(range(len(problem.names)))
+    """Return the options to look at: all, or those that micro-batches and rules of the running plan allow.
+
+    All, too, where stages join node groups: others hardly have their micro-batches, and devices are few.
+    """
     used: list[StageKind] = [problem.names[o] for group in running for o, _ in group]  # type: ignore[misc]
-    sizes = {kind.micro_batch * kind.inner_dp for kind in used}
+    if not narrow or any(kind.beside for kind in used):
+        return list(range(len(problem.names)))
+    sizes = {kind.samples for kind in used}
     rules = {kind.recompute for kind in used}
     widest = {kind.tp for kind in used}
     widest |= {tp // 2 for tp in widest} | {tp // 4 for tp in widest}
     return [
         o for o, kind in enumerate(problem.names)
-        if kind.micro_batch * kind.inner_dp in sizes and kind.recompute in rules and kind.tp in widest  # type: ignore[attr-defined]
+        if kind.samples in sizes and kind.recompute in rules and kind.tp in widest  # type: ignore[attr-defined]
     ]  # fmt: skip
 
 
@@ -291,8 +276,10 @@ def _plan(running: Plan, problem: Problem, arrangement: Arrangement, ranks: Rank
         for s, part in enumerate(template):
             kind: StageKind = problem.names[part.option].base  # type: ignore[attr-defined]
             stages.append(
-                Stage(ranks=ranks[g, s], layers=((part.start, part.stop),), tp=kind.tp, zero=kind.zero,
-                      recompute=kind.recompute)
+                Stage(
+                    ranks=ranks[g, s], layers=((part.start, part.stop),), tp=kind.tp, cp=kind.cp, ep=kind.ep,
+                    rank_shares=kind.rank_shares, zero=kind.zero, recompute=kind.recompute,
+                )
             )  # fmt: skip
         size = int(problem.micro_batch[template[0].option])
         groups.append(Group(share=share, stages=tuple(stages), micro_batch=size, sp=running.groups[0].sp))
@@ -303,11 +290,22 @@ def _change(old: Plan, new: Plan) -> str:
     """Return the largest thing that differs."""
 
     def shape(plan: Plan, *, layers: bool) -> set[object]:
-        return {tuple((s.ranks, s.tp, s.layers if layers else None) for s in g.stages) for g in plan.groups}
+        return {
+            tuple((s.ranks, s.tp, s.cp, s.ep, s.layers if layers else None) for s in g.stages)
+            for g in plan.groups
+        }
 
     if shape(old, layers=False) != shape(new, layers=False):
         return "devices"
     if shape(old, layers=True) != shape(new, layers=True):
         return "layers"
-    shares = [{g.stages[0].ranks: g.share for g in plan.groups} for plan in (old, new)]
-    return "none" if shares[0] == shares[1] else "shares"
+    same = _samples(old) == _samples(new)
+    return "none" if same else "shares"
+
+
+def _samples(plan: Plan) -> dict[tuple[int, ...], list[object]]:
+    """Return the share of each pipeline, and what ranks take of it where that differs."""
+    return {
+        g.stages[0].ranks: [g.share, *(s.rank_shares for s in g.stages if len(set(s.rank_shares or ())) > 1)]
+        for g in plan.groups
+    }
