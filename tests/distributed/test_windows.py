@@ -20,6 +20,7 @@ from theatre import Killed, Theatre, wait_for_connections
 
 from foreshard.runtime import checkpoint
 from foreshard.runtime import trainer as trainer_module
+from foreshard.runtime.checkpoint_folders import latest
 
 STEPS = 8
 FAULTS = {
@@ -126,4 +127,4 @@ def test_killed_around_the_rename_of_a_checkpoint(
 
 def test_the_last_checkpoint_is_made_though_a_rank_dies_in_it(tmp_path: Path, alone: Any) -> None:
     check(run_of(tmp_path, "two uneven pipelines", {(3, 0): ("checkpoint", 2)}, every=4), alone)
-    assert checkpoint.latest(tmp_path / "ckpt") == STEPS
+    assert latest(tmp_path / "ckpt") == STEPS

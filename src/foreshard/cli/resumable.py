@@ -23,7 +23,7 @@ def resumable(out: str) -> Iterator[None]:
 
 def how_to_resume(out: str) -> str:
     """Return what --resume goes on from."""
-    from foreshard.runtime.checkpoint import latest
+    from foreshard.runtime.checkpoint_folders import latest
 
     step = latest(Path(out) / "ckpt")
     if step is None:

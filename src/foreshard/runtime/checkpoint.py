@@ -16,7 +16,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from foreshard.errors import SpecError
+from foreshard.runtime.checkpoint_folders import META, OLD, TORN, step_name
 from foreshard.runtime.slices import cut_of, parsed
 
 _INDEX = "index.json"
-_META = "meta.json"
-_TORN, _OLD = ".part", ".old"
-_NAMED, _PART = re.compile(r"step-(\d{10})"), re.compile(r"rank-\d+")
+_PART = re.compile(r"rank-\d+")
 
 
 class CheckpointFault(RuntimeError):
@@ -121,7 +119,7 @@ def save(
     RuntimeError
         From torch.distributed, when a peer is gone.
     """  # fmt: skip
-    part, final = folder / f"{_name(step)}{_TORN}", folder / _name(step)
+    part, final = folder / f"{step_name(step)}{TORN}", folder / step_name(step)
     mine, wanted = part / f"rank-{rank}", sum(t.numel() * t.element_size() for t in tensors.values())
     # what ranks of an attempt that was cut off have left must not get a name
     faults = [_tried(_cleared, part) if lead else None]
@@ -164,9 +162,9 @@ def _write_items(mine: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _name_it(part: Path, final: Path, meta: Mapping[str, Any]) -> None:
     """Give a folder that all ranks have written its name; a checkpoint of the same step makes room."""
-    _write(part / _META, {**meta, "parts": sorted(place.name for place in part.glob("rank-*"))})
+    _write(part / META, {**meta, "parts": sorted(place.name for place in part.glob("rank-*"))})
     _sync_folder(part)
-    old = final.with_name(final.name + _OLD)
+    old = final.with_name(final.name + OLD)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
@@ -197,16 +195,6 @@ def _shortage(folder: Path, wanted: int) -> str:
     return f"; the ranks want {wanted} bytes, {free} are free{short}"
 
 
-def latest(folder: Path) -> int | None:
-    """Return the step of the newest whole checkpoint."""
-    return max((step for step, place in _whole(folder) if (place / _META).exists()), default=None)
-
-
-def _whole(folder: Path) -> list[tuple[int, Path]]:
-    found = [(_NAMED.fullmatch(place.name), place) for place in folder.glob("step-*")]
-    return sorted((int(match[1]), place) for match, place in found if match)
-
-
 def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: True) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint whose keys are chosen, whole, from whichever ranks wrote them.
 
@@ -217,7 +205,7 @@ def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda key: Tr
     """
     found: dict[str, Tensor] = {}
     for part in _parts(folder, step):
-        place = folder / _name(step) / part
+        place = folder / step_name(step) / part
         entries = {key: entry for key, entry in _index(place).items() if chosen(_slice_of(key)[0])}
         if not entries:
             continue
@@ -257,7 +245,7 @@ def _whole_tensors(found: dict[str, Tensor], folder: Path, step: int) -> dict[st
         try:
             made[whole] = cut_of(cuts[owner]).joined([parts[index] for index in range(num)])
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise _damaged(folder / _name(step), f"lacks slices of {whole}: {_said(error)}") from error
+            raise _damaged(folder / step_name(step), f"lacks slices of {whole}: {_said(error)}") from error
     return made
 
 
@@ -265,7 +253,7 @@ def _parts(folder: Path, step: int) -> list[str]:
     parts = read_meta(folder, step).get("parts")
     if isinstance(parts, list) and all(isinstance(p, str) and _PART.fullmatch(p) for p in parts):
         return parts
-    raise _damaged(folder / _name(step) / _META, "does not say which ranks wrote it")
+    raise _damaged(folder / step_name(step) / META, "does not say which ranks wrote it")
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
@@ -276,27 +264,11 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     SpecError
         When there is none, or it is damaged.
     """
-    path = folder / _name(step) / _META
+    path = folder / step_name(step) / META
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, f"cannot be read: {error}") from None
-
-
-def prune(folder: Path, keep: int = 2) -> None:
-    """Remove all but the newest checkpoints, and what attempts up to them have left."""
-    whole = _whole(folder)
-    newest = whole[-1][0] if whole else -1
-    torn = [
-        place for place in chain(folder.glob(f"step-*{_TORN}"), folder.glob(f"step-*{_OLD}"))
-        if (match := _NAMED.fullmatch(place.stem)) and int(match[1]) <= newest
-    ]  # fmt: skip
-    for place in [*(place for _, place in whole[: max(0, len(whole) - keep)]), *torn]:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:010d}"
 
 
 def _index(place: Path) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from foreshard.errors import SpecError
+from foreshard.runtime.checkpoint_folders import latest as latest_checkpoint
+from foreshard.runtime.checkpoint_folders import prune
 from foreshard.runtime.checkpoint_keys import is_wanted, item_of, key_of
 from foreshard.runtime.clock import Clock, WallClock
 from foreshard.runtime.data import Feed
@@ -650,7 +652,7 @@ class Trainer:
             return
         self._saved = self.step
         if self._conducts:
-            checkpoint.prune(self.checkpoints)
+            prune(self.checkpoints)
             self.on_event("checkpoint", f"after step {self.step - 1}", step=self.step)
 
     def _first_of_mine(self) -> Held:
@@ -659,11 +661,7 @@ class Trainer:
         return wanted[self.rank].difference(*(held for rank, held in wanted.items() if rank < self.rank))
 
     def _latest_checkpoint(self) -> int | None:
-        if self.checkpoints is None:
-            return None
-        from foreshard.runtime import checkpoint
-
-        return checkpoint.latest(self.checkpoints)
+        return None if self.checkpoints is None else latest_checkpoint(self.checkpoints)
 
     def _meta_of(self, step: int) -> dict[str, Any]:
         from foreshard.runtime import checkpoint

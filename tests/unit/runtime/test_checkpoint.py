@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from foreshard.errors import SpecError
 from foreshard.runtime import checkpoint
-from foreshard.runtime.checkpoint import CheckpointFault, latest, load, prune, read_meta, save
+from foreshard.runtime.checkpoint import CheckpointFault, load, read_meta, save
+from foreshard.runtime.checkpoint_folders import latest, prune
 
 
 def items(*layers, seed=0):
