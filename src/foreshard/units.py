@@ -30,6 +30,18 @@ _EXAMPLE = {
     "usd": "20 USD",
     "usd_per_h": "98.32 USD/h",
 }
+_WHAT = {
+    "bytes": "A size",
+    "bytes_per_s": "A rate",
+    "s": "A time",
+    "flops": "A number of operations",
+    "flops_per_s": "A rate of operations",
+    "w": "A power",
+    "j": "An energy",
+    "hz": "A frequency",
+    "usd": "A price",
+    "usd_per_h": "A price per hour",
+}
 _QUANTITY = re.compile(
     r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL
 )
@@ -94,7 +106,7 @@ def parse(text: object, dimension: str) -> float:
     >>> parse("2 KiB", "bytes")
     2048.0
     """
-    rule = f"A quantity in {dimension} is a non-negative number with a unit"
+    rule = f"{_WHAT[dimension]} is a non-negative number with a unit"
     fix = f"Write it like '{_EXAMPLE[dimension]}'"
     if not isinstance(text, str):
         raise SpecError(f"{text!r:.{_MAX_CHARS}} has no unit", value=text, rule=rule, fix=fix)

@@ -70,6 +70,12 @@ def test_wrong_case_suggests_both_spellings():
         units.parse("400 gb/s", "bytes_per_s")
 
 
+def test_the_rule_says_what_is_measured_in_words():
+    with pytest.raises(SpecError) as told:
+        units.parse("400", "bytes_per_s")
+    assert told.value.rule == "A rate is a non-negative number with a unit"
+
+
 def test_gb_and_gib_differ():
     assert units.parse("1 GB", "bytes") == 1e9
     assert units.parse("1 GiB", "bytes") == 2**30

@@ -125,7 +125,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
                 rule=f"A config.json has at most {MAX_CONFIG_BYTES}",
             )
         text = path.read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:  # absent, unreadable, a NUL in the name, or not UTF-8
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"byte {error.start} is not UTF-8",
+            file=str(path),
+            rule="A config.json is one JSON object",
+            fix=_HINT,
+        ) from None
+    except (OSError, ValueError) as error:  # absent, unreadable, or a NUL in the name
         raise SpecError(
             f"cannot be read ({getattr(error, 'strerror', None) or error})",
             file=str(path),

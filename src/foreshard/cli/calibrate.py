@@ -55,5 +55,6 @@ def _device(word: str) -> tuple[str, float]:
         slow = -1.0
     if not name or not 0 < slow < 1e6:
         raise SpecError(f"{word!r} is not valid", key="--device", value=word,
-                        rule="is a device's name, and how many times as slow as here it is")  # fmt: skip
+                        rule="A device's name, and how many times as slow as here it is",
+                        fix="Write it like rtx-3090 or rtx-3090=2.5")  # fmt: skip
     return name, slow

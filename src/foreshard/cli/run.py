@@ -12,6 +12,7 @@ import click
 
 from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.extras import needs_torch
+from foreshard.cli.options import Word
 from foreshard.cli.resumable import resumable
 from foreshard.cli.settings import configurable
 from foreshard.errors import ForeshardError, SpecError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "bf16", "fp64"]),
+    type=Word("fp32", "bf16", "fp64"),
     help="Instead of the plan's precision; bf16 by autocast, fp64 builds the layers in it.",
 )
 @click.option(
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--policy",
-    type=click.Choice(["static", "lyapunov", "lb-bsp", "greedy"]),
+    type=Word("static", "lyapunov", "lb-bsp", "greedy"),
     default="static",
     show_default=True,
     help="Keep the plan, let the controller change it, or a rule to compare it with.",

@@ -135,7 +135,10 @@ def _load(path: str) -> dict[str, Any]:
             raise SpecError("larger than 1 MB", file=path, rule="A config of options is at most 1 MB")
         data = tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
-        raise SpecError(f"cannot read: {error.strerror}", file=path, key="--config") from None
+        raise SpecError(
+            f"cannot read: {error.strerror}", file=path, key="--config",
+            rule="A config of options is a TOML file", fix="Check the path",
+        ) from None  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise SpecError(f"not valid TOML: {error}", file=path, fix="Check the line named") from None
     for key, value in data.items():

@@ -29,10 +29,16 @@ def load_profile(path: str) -> dict[str, Any]:
         raise SpecError(f"cannot read: {error.strerror}", file=path, key="--profile",
                         fix="Make it with foreshard profile") from None  # fmt: skip
     except ValueError as error:
-        raise SpecError(f"not JSON: {error}", file=path, key="--profile") from None
+        raise SpecError(f"not JSON: {error}", file=path, key="--profile",
+                        rule="The file is what foreshard profile writes",
+                        fix="Run foreshard profile again") from None  # fmt: skip
     if not isinstance(data, dict) or data.get("kind") != "profile":
         raise SpecError(
-            "is not a profile", file=path, key="--profile", rule="foreshard profile writes profiles"
+            "is not a profile",
+            file=path,
+            key="--profile",
+            rule="The file is what foreshard profile writes",
+            fix="Run foreshard profile",
         )
     if data.get("schema_version") != 1 or not data.get("fingerprint"):
         raise SpecError(

@@ -56,7 +56,11 @@ def record(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError(
-            "no CUDA device here", key="--device", value=device, rule="the device is on this machine"
+            "no CUDA device here",
+            key="--device",
+            value=device,
+            rule="The device is on this machine",
+            fix="Use --device cpu, or profile where the GPU is",
         )
     torch.set_num_threads(threads)
     if device == "cpu":

@@ -6,7 +6,6 @@ by, with messages at the rates of the links; or the wall's, where `runtime.lab_n
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from foreshard.cost.energy import WAITING_POWER
 from foreshard.errors import SpecError
 from foreshard.runtime.clock import Clock, VirtualClock, WallClock
 from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.codec import parse_toml, read_text
 from foreshard.spec.device import Device
 from foreshard.units import parse
 
@@ -206,13 +206,7 @@ def load_lab(path: str) -> Lab:
     SpecError
         Naming file, key, value and rule.
     """
-    try:
-        data = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read: {error.strerror}", file=path, key="lab") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"not TOML: {error}", file=path, key="lab") from None
-    return _Reader(path).lab(data)
+    return _Reader(path).lab(parse_toml(read_text(path), file=path))
 
 
 class _Reader:

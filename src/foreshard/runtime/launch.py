@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -278,7 +279,18 @@ def _fits_lab(lab: Lab, ranks: int, file: str, bed: LabNetwork | None) -> None:
 
 def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
     """Make the run's folder, or prepare it for a run that goes on."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # the system's fault
+            raise
+        raise SpecError(
+            f"cannot write: {error.strerror}",
+            file=str(folder),
+            key="--out",
+            rule="a run has a folder of its own",
+            fix="Give a writable path",
+        ) from None
     if int(os.environ.get("RANK", "0")) or not holds_run(folder):
         return
     if not resume:

@@ -202,7 +202,8 @@ class _Decoder:
                 and not marker.low <= found <= marker.high
             ):
                 limits = f"a number from {_number(marker.low)} to {_number(marker.high)}"
-                raise self.wrong(key, data, f"{limits} {unit.dimension}" if unit else limits)
+                limits += f" {unit.dimension.replace('_per_', '/')}" if unit else ""
+                raise self.wrong(key, data, limits)
             if isinstance(marker, Size) and found is not None and not marker.low <= len(found) <= marker.high:
                 raise self.wrong(key, data, f"of a length from {marker.low} to {marker.high:g}")
         return found

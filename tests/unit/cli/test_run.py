@@ -1,6 +1,7 @@
 """What `foreshard run` refuses before any rank is started."""
 
 import json
+import sys
 
 import pytest
 
@@ -108,6 +109,27 @@ def test_a_file_where_the_folder_belongs_is_bad_input(shell, tmp_path, job):
     for out in (job, job / "run"):
         told = shell("run", "--plan", file, "--local", 3, "--out", out, job)
         assert told.code == 2 and f"{out}: cannot write: Not a directory" in told.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where nobody may make a folder, root neither")
+def test_a_folder_that_cannot_be_made_is_bad_input(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, "--local", 3, "--out", "/proc/run", job)
+    assert told.code == 2 and "/proc/run: --out: cannot write" in told.err
+
+
+def test_a_policy_nearly_right_is_told_the_right_one(shell, tmp_path, job):
+    told = shell("run", "--plan", "plan.json", "--policy", "lyapunv", job)
+    assert told.code == 2 and "Did you mean 'lyapunov'?" in told.err
+
+
+def test_a_lab_that_is_no_text_is_bad_input(shell, tmp_path, job):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    (tmp_path / "lab.toml").write_bytes(b"\x89\xff")
+    told = shell("run", "--plan", file, "--local", 3, "--lab", tmp_path / "lab.toml", job)
+    assert told.code == 2 and "lab.toml: byte 0 is not UTF-8" in told.err
 
 
 def test_a_resume_without_a_checkpoint_is_said(shell, tmp_path, job):

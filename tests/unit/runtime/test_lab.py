@@ -159,7 +159,7 @@ def test_the_mixed_labs_are_of_1_2_4_8():
     ("[[ranks]]\n[[change]]\nat_step = 4\nthere = false\nrank = 0", "nobody is left"),
     ("[[ranks]]\npower = 300", "has no unit"),
     ("[[ranks]]\ncarbon_kg_per_kwh = -1", "at least 0"),
-    ("ranks = [", "not TOML"),
+    ("ranks = [", "not valid TOML"),
 ])  # fmt: skip
 def test_what_is_no_lab_is_refused_with_its_rule(tmp_path, text, said):
     with pytest.raises(SpecError) as told:
