@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from foreshard.cli.answer import give
+from foreshard.cli.answer import give, say
 from foreshard.errors import SpecError
 
 _PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
@@ -70,9 +70,21 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
     chosen = {
         name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
     }
+    length = _length(asked.get("seq_len"), asked["costs"])
     return api.plan_measured(
-        asked["costs"], cluster, global_batch=asked["global_batch"], seq_len=asked.get("seq_len", 1), **chosen
+        asked["costs"], cluster, global_batch=asked["global_batch"], seq_len=length, **chosen
     )
+
+
+def _length(asked: int | None, costs: str) -> int:
+    """Return the length that the plan notes: costs hold for samples as they were measured, whatever it is."""
+    from foreshard.predict.measured_costs import load_costs
+
+    counted = load_costs(costs).tokens_per_sample
+    if asked not in (None, round(counted)):
+        say(f"--seq {asked} is only noted in the plan: the costs are of samples as long as those that were "
+            f"measured, which count {counted:g} each. For others profile the job again.")  # fmt: skip
+    return asked or max(1, round(counted))
 
 
 def _same_model(model: str, costs: str) -> None:

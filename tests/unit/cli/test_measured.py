@@ -62,6 +62,7 @@ def test_from_a_job_to_a_plan_and_its_prediction(place, shell):
     where = (place / "job.py", place / "lab.toml", "--costs", place / "c.json")
     planned = shell("plan", *where, "--global-batch", "24", "--seq", "1", "--budget-s", "2", "--json")
     assert planned.code == 0, planned.err
+    assert "--seq 1 is only noted in the plan" in planned.err and "which count 8 each" in planned.err
     best = planned.json["plans"][0]
     gap = best["prediction"]["step_time_s"] / planned.json["lower_bound_step_time_s"] - 1
     assert planned.json["gap"] == pytest.approx(gap) and gap >= 0
