@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from foreshard.planner.loading import HASTE, is_hasty
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_infeasible import nothing_fits
 from foreshard.planner.nearby import work_bound
-from foreshard.planner.problem import Part, Problem, Template, faults, step_seconds
+from foreshard.planner.node_sets import faster_by_s, node_sets
+from foreshard.planner.problem import Part, Problem, Template, faults, spread_factor, step_seconds
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
@@ -66,8 +66,8 @@ _ROOMIER = 4
 """Times that plans are looked for with more memory left free, where none fits."""
 _QUICK = (hetpipe, amp)
 """Planners that find a plan in tenths of a second."""
-_MANY_GROUPS = 6
-"""Node groups above which not every set of them is a problem of its own."""
+_LITTLE = 0.001
+"""Part of a step by which fewer node groups may be faster and still be no search of their own at first."""
 
 
 NamedTemplate = tuple[tuple[Hashable, int, int], ...]
@@ -89,6 +89,17 @@ class _Found:
     columns: dict[NamedTemplate, None] = field(default_factory=dict)
     searched: dict[int, tuple[Problem, Solution]] = field(default_factory=dict)
     problems: dict[tuple[int, ...], Problem] = field(default_factory=dict)
+    spoken_for: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Sets that a wider one speaks for: its number, and by how many seconds they may be faster."""
+
+    @property
+    def proven(self) -> list[float]:
+        """Return the bounds of all sets so far, also by those that speak for them."""
+        found = list(self.bounds)
+        for i, (wider, faster_s) in self.spoken_for.items():
+            if max(i, wider) < len(found):
+                found[i] = max(found[i], min(found[wider], self.best_s) - faster_s)
+        return found
 
     def problem(self, request: Request, use: tuple[int, ...]) -> Problem:
         """Return the problem of some node groups, priced once."""
@@ -138,7 +149,7 @@ def search_mixed(request: Request) -> PlanResult:
     started = time.perf_counter()
     deadline = started + _SEARCHING * request.budget_s
     found, notes = _Found(), _notes(request)
-    sets = _sets(request)
+    sets = node_sets(request)
     price = request.objectives[0] != "time" or request.limits.max_usd is not None
     hasty = is_hasty(max(request.budget_s, request.overall_s))
     if hasty:
@@ -147,18 +158,17 @@ def search_mixed(request: Request) -> PlanResult:
         notes += [HASTE] if hasty else []
     if price and not hasty:
         _until_stopped(found, _search_one_domain, request, sets, found)
+    rivals = 0 if hasty else _rivals(request, sets, found, every=price)
     for i, use in enumerate(sets):
         now = time.perf_counter()
         # The first set has most devices; each later one as long as the others leave it.
         share = (
-            min(max(1.0 - _LATER * _rivals(request, sets, found), _FIRST), _ALONE)
-            if i == 0
-            else min(_SLACK / (len(sets) - i), 1.0)
+            min(max(1.0 - _LATER * rivals, _FIRST), _ALONE) if i == 0 else min(_SLACK / (len(sets) - i), 1.0)
         )
         if found.stopped or hasty:
             found.bounds.append(found.work_s(request, use))
             continue
-        _until_stopped(found, _search_set, request, use, found, now + share * (deadline - now), every=price)
+        _until_stopped(found, _search_set, request, sets, found, now + share * (deadline - now), every=price)
         if len(found.bounds) == i:
             found.bounds.append(found.work_s(request, use))
     _until_stopped(found, _search_roomier, request, sets[0], found)
@@ -167,7 +177,7 @@ def search_mixed(request: Request) -> PlanResult:
         share = 1.0 if _is_closed(found) else _APART
         _until_stopped(found, _search_apart, request, sets[0], found, now + share * (deadline - now))
         _until_stopped(found, _search_again, found, request, deadline)
-    above = found.best_s / max(min(found.bounds), 1e-12) - 1.0
+    above = found.best_s / max(min(found.proven), 1e-12) - 1.0
     if not found.judged or (not hasty and (price or above > _GAP)):
         _until_stopped(found, _offer_published, request, sets[0], found, deadline)
         _until_stopped(found, _search_apart, request, sets[0], found, deadline)
@@ -214,7 +224,7 @@ def _until_stopped(found: _Found, search: Callable[..., None], *arguments: Any, 
 
 def _none(request: Request, found: _Found, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
     """Return why there is no plan: nothing fits, or nothing was found though something may fit."""
-    if not np.isfinite(min(found.bounds, default=np.inf)):
+    if not np.isfinite(min(found.proven, default=np.inf)):
         return nothing_fits(request, sets)
     return InfeasibleError(
         "no plan was found; one may exist, or lie outside the space that is searched",
@@ -236,38 +246,46 @@ def _notes(request: Request) -> list[str]:
     return notes
 
 
-def _sets(request: Request) -> list[tuple[int, ...]]:
-    """Return the sets of node groups that may train together, the largest first: one vendor, the precision.
-
-    Of many groups: all of a vendor, all but one, and each alone.
-    """
-    nodes = request.cluster.nodes
-    able = [g for g, group in enumerate(nodes) if group.device.supports(request.precision)]
-    found: dict[tuple[int, ...], None] = {}
-    for vendor in dict.fromkeys(nodes[g].device.vendor for g in able):
-        own = [g for g in able if nodes[g].device.vendor == vendor]
-        most = range(len(own), 0, -1)
-        for size in most if len(own) <= _MANY_GROUPS else (len(own), len(own) - 1, 1):
-            found.update(dict.fromkeys(combinations(own, size)))
-    return sorted(found, key=lambda use: -sum(nodes[g].num_devices for g in use))
-
-
-def _rivals(request: Request, sets: Sequence[tuple[int, ...]], found: _Found) -> int:
+def _rivals(request: Request, sets: Sequence[tuple[int, ...]], found: _Found, *, every: bool) -> int:
     """Return how many other sets of node groups come near the first by work alone, and will need a search."""
     found.problem(request, sets[0])
     near = _NEAR * found.work_s(request, sets[0])
-    return sum(found.work_s(request, use) < near for use in sets[1:] if set(use) <= set(sets[0]))
+    return sum(
+        found.work_s(request, use) < near and (every or not _is_spoken_for(request, sets, found, i))
+        for i, use in enumerate(sets)
+        if i and set(use) <= set(sets[0])
+    )
+
+
+def _is_spoken_for(request: Request, sets: Sequence[tuple[int, ...]], found: _Found, i: int) -> bool:
+    """Return whether the search of all node groups says nearly all of a set of fewer.
+
+    What it says enters the bound in any case, unless computation alone says as much.
+    """
+    work = found.work_s(request, sets[0])
+    limit = found.best_s if np.isfinite(found.best_s) else _NEAR * work
+    if not set(sets[i]) <= set(sets[0]) or request.max_devices is not None:
+        return False
+    if i not in found.spoken_for and found.work_s(request, sets[i]) < found.best_s:
+        whole = found.problem(request, sets[0])
+        faster_s = faster_by_s(found.problem(request, sets[i]), whole)
+        found.spoken_for[i] = 0, faster_s * spread_factor(whole, sum(whole.counts))
+    return i in found.spoken_for and found.spoken_for[i][1] <= _LITTLE * limit
 
 
 def _search_set(
-    request: Request, use: tuple[int, ...], found: _Found, deadline: float, *, every: bool
+    request: Request, sets: Sequence[tuple[int, ...]], found: _Found, deadline: float, *, every: bool
 ) -> None:
-    """Search the plans that use some node groups, unless computation alone says they cannot be better.
+    """Search the plans of the next set of node groups, unless less than that says they cannot be better.
 
     With `every`, the fastest plan matters no more than others: each set is searched for its own best.
     """
-    best = np.inf if every else found.best_s
+    best, i = np.inf if every else found.best_s, len(found.bounds)
+    use = sets[i]
     simple, left = found.work_s(request, use), deadline - time.perf_counter()
+    if i and not every and _is_spoken_for(request, sets, found, i):
+        found.bounds.append(simple)
+        return
     if simple >= best or (left <= 0.0 and found.judged):
         found.bounds.append(simple)
         found.pruned += simple >= best
@@ -332,16 +350,22 @@ def _search_one_domain(request: Request, sets: Sequence[tuple[int, ...]], found:
             _judge(found, request, problem, solution, time.perf_counter() + _LEAST_S)
 
 
+def _lowest(found: _Found) -> int:
+    """Return the set that holds the bound down: the one to search for it to rise."""
+    low = int(np.argmin(found.proven))
+    return found.spoken_for.get(low, (low, 0.0))[0]
+
+
 def _is_closed(found: _Found) -> bool:
     """Return whether no bound can rise by much: the arrangement of the lowest is known to be as good."""
-    low = int(np.argmin(found.bounds))
+    low = _lowest(found)
     return low in found.searched and found.searched[low][1].gap < _CLOSED
 
 
 def _search_again(found: _Found, request: Request, deadline: float) -> None:
     """Spend the time that is left on the set that holds the bound down, from where its search stood."""
     while found.judged and not found.stopped and deadline - time.perf_counter() > _LEAST_S:
-        low = int(np.argmin(found.bounds))
+        low = _lowest(found)
         if found.best_s <= found.bounds[low] * (1.0 + _AIM) or low not in found.searched:
             return
         problem, before = found.searched.pop(low)
@@ -509,7 +533,7 @@ def _predictions(request: Request, found: _Found, deadline: float) -> list[Predi
 
 def _bound(request: Request, found: _Found, sets: Sequence[tuple[int, ...]], notes: list[str]) -> float:
     """Return a step time that no plan of the space beats, by the engine asked for."""
-    bound = min(found.bounds, default=0.0)
+    bound = min(found.proven, default=0.0)
     if request.engine == "analytical":
         return bound
     notes.append(

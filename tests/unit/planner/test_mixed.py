@@ -11,8 +11,9 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
-from foreshard.planner.mixed import _sets, capped
+from foreshard.planner.mixed import capped
 from foreshard.planner.mixed_infeasible import least_devices
+from foreshard.planner.node_sets import node_sets
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.search import plan
@@ -152,7 +153,7 @@ def test_sets_of_many_groups_stay_few():
     request = checked_request(
         load_model("llama3-8b"), load_cluster("+".join(f"1x2x{kind}" for kind in kinds)), global_batch=8
     )
-    sets = _sets(request)
+    sets = node_sets(request)
     assert sets[0] == tuple(range(8)) and len(sets) == 1 + 8 + 8
 
 
