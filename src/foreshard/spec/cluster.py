@@ -86,11 +86,6 @@ class Cluster:
         return tuple({group.device.name: group.device for group in self.nodes}.values())
 
     @property
-    def is_homogeneous(self) -> bool:
-        """Return whether every node has the same devices, count per node and NIC."""
-        return len({(g.device.name, g.per_node, g.nic_bytes_per_s, g.nvlink_domain) for g in self.nodes}) == 1
-
-    @property
     def usd_per_h(self) -> float | None:
         """Return the price of the whole cluster, or None when any group has none."""
         prices = [group.count * group.usd_per_h for group in self.nodes if group.usd_per_h is not None]

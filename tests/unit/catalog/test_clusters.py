@@ -76,7 +76,6 @@ def test_shorthand_of_a_mixed_cluster_with_a_rate():
     assert [group.device.name for group in cluster.nodes] == ["a100-sxm-40gb", "v100-sxm-16gb"]
     assert {group.nic_bytes_per_s for group in cluster.nodes} == {12.5e9}
     assert not any("NIC 1" in one for one in cluster.assumptions)
-    assert not cluster.is_homogeneous
 
 
 def test_a_device_without_price_gives_no_price():

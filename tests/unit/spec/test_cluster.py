@@ -66,12 +66,6 @@ def test_price_is_the_sum_or_none():
     assert Cluster(name="c", nodes=(make_group("a", 2, 4, 0.0),)).usd_per_h == 0.0
 
 
-def test_homogeneous_means_equal_nodes():
-    assert Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("a", 3, 4))).is_homogeneous
-    assert not Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("a", 3, 2))).is_homogeneous
-    assert not Cluster(name="c", nodes=(make_group("a", 2, 4), make_group("b", 3, 4))).is_homogeneous
-
-
 def test_a_cluster_can_be_hashed_pickled_and_written():
     cluster = Cluster(name="c", nodes=(make_group("a", 2, 4),))
     assert pickle.loads(pickle.dumps(cluster)) == cluster
