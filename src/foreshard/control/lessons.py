@@ -16,8 +16,9 @@ from foreshard.control import dual
 from foreshard.control.queues import Queues
 from foreshard.control.slots import Budget
 
-FIRST, LATER = 16, 250
-"""Lessons double in distance up to this many decisions, and then come every so many."""
+FIRST, LATER, LESSONS = 16, 250, 40
+"""Lessons double in distance up to this many decisions, and then come every so many: at most LATER, and less
+where a run would have fewer than LESSONS."""
 LAST_PART, MOST_CORRECTION = 0.05, 0.2
 """The excess so far is worked off by the end, over no less than this part of the run, by no larger part."""
 MARGIN = 0.004
@@ -60,6 +61,7 @@ class Lessons:
         self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
         self._seen, self._next, self._unkept = 0, 1, 0
+        self._later = max(FIRST, min(LATER, horizon // LESSONS))
 
     def knows(self, key: bytes) -> bool:
         """Return whether it is known what runs in a state."""
@@ -96,7 +98,7 @@ class Lessons:
 
     def teach(self, queues: Queues) -> None:
         """Move the place-holders of the queues to what the states seen so far make of them."""
-        self._next = max(min(2 * self._seen, self._seen + LATER), FIRST if self._seen > 1 else 2)
+        self._next = max(min(2 * self._seen, self._seen + self._later), FIRST if self._seen > 1 else 2)
         left = [self._left(queues, one) for one in self.budgets]
         table = dual.table_of(
             [(one.time_s, one.costs) for one in self._visited.values()],

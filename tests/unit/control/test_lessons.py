@@ -97,3 +97,17 @@ def test_rows_are_looked_at_again_less_and_less_often():
 def test_the_weight_follows_the_wanted_excess():
     assert weight_for(0.02, 10_000) == 2 * weight_for(0.01, 10_000)
     assert weight_for(0.01, 10) > 0.0
+
+
+@pytest.mark.parametrize(("horizon", "apart"), [(100, 16), (1000, 25), (10_000, 250), (10**6, 250)])
+def test_lessons_double_in_distance_until_a_run_has_forty_of_them(horizon, apart):
+    queues, lessons = taught(horizon=horizon)
+    at, seen = [1], 1
+    while len(at) < 14:
+        lessons.saw(b"one", 1)
+        seen += 1
+        if lessons.due:
+            lessons.teach(queues)
+            at.append(seen)
+    apart_now = np.diff(at)
+    assert at[:3] == [1, 2, 16] and apart_now.max() == apart_now[-1] == apart
