@@ -76,6 +76,9 @@ _VIT = {
     "image_size": 30,
     "patch_size": 7,
 }
+_STABLELM = {**_LLAMA, "model_type": "stablelm"}
+_SMOLLM3 = {**_LLAMA, "model_type": "smollm3", "pad_token_id": 0}
+_GLM = {**_LLAMA, "model_type": "glm", "pad_token_id": 0}
 _T5 = {
     "model_type": "t5",
     "d_model": 256,
@@ -138,6 +141,38 @@ VARIANTS = {
     "gemma3 with biases": {**_LLAMA, "model_type": "gemma3_text", "attention_bias": True},
     "phi3": {**_LLAMA, "model_type": "phi3", "pad_token_id": 0},
     "nemotron with biases": {**_LLAMA, "model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
+    "glm": _GLM,
+    "glm without biases, default heads": {
+        **{k: v for k, v in _GLM.items() if k != "num_key_value_heads"},
+        "attention_bias": False,
+    },
+    "olmo": {**_LLAMA, "model_type": "olmo"},
+    "olmo with biases, tied": {
+        **_LLAMA,
+        "model_type": "olmo",
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {**_LLAMA, "model_type": "olmo2"},
+    "olmo2 with biases": {**_LLAMA, "model_type": "olmo2", "attention_bias": True},
+    "olmo3": {**_LLAMA, "model_type": "olmo3", "num_hidden_layers": 5},
+    "smollm3": _SMOLLM3,
+    "smollm3 with biases and windows, untied": {
+        **{k: v for k, v in _SMOLLM3.items() if k != "num_key_value_heads"},
+        "num_hidden_layers": 5,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "tie_word_embeddings": False,
+    },
+    "stablelm": _STABLELM,
+    "stablelm parallel, norms of heads, biases": {
+        **_STABLELM,
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+    },
     "falcon sequential with biases": {
         **_FALCON,
         "parallel_attn": False,

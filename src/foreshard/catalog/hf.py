@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foreshard.catalog import hf_decoders, hf_encoders, hf_gpt, hf_moe
+from foreshard.catalog import hf_decoders, hf_encoders, hf_gpt, hf_moe, hf_open
 from foreshard.catalog.hf_reader import Reader
 from foreshard.errors import SpecError
 from foreshard.spec.model import Model
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Callable[[Reader], Model]] = {
     "gemma": hf_decoders.gemma,
     "gemma2": hf_decoders.gemma2,
     "gemma3_text": hf_decoders.gemma3,
+    "glm": hf_open.glm,
     "gpt2": hf_gpt.gpt2,
     "gpt_neo": hf_gpt.gpt_neo,
     "gpt_neox": hf_gpt.gpt_neox,
@@ -33,12 +34,17 @@ FAMILIES: dict[str, Callable[[Reader], Model]] = {
     "mixtral": hf_moe.mixtral,
     "mpt": hf_gpt.mpt,
     "nemotron": hf_decoders.nemotron,
+    "olmo": hf_open.olmo,
+    "olmo2": hf_open.olmo2,
+    "olmo3": hf_open.olmo3,
     "opt": hf_gpt.opt,
     "phi3": hf_decoders.phi3,
     "qwen2": hf_decoders.qwen2,
     "qwen2_moe": hf_moe.qwen2_moe,
     "qwen3": hf_decoders.qwen3,
     "qwen3_moe": hf_moe.qwen3_moe,
+    "smollm3": hf_open.smollm3,
+    "stablelm": hf_open.stablelm,
     "t5": hf_encoders.t5,
     "vit": hf_encoders.vit,
 }

@@ -25,6 +25,10 @@ def model_gaps(model: Model) -> Iterator[str]:
         yield "a token table narrower than the model"
     if any(block.num_norms != 2 for block in kinds):
         yield "more or fewer than two norms in a block"
+    if any(block.norm_params == 0 for block in kinds):
+        yield "norms without parameters"
+    if any(block.other_params for block in kinds):
+        yield "norms of each head or of all heads together, sinks, tables of positions"
     if len({_attention(block) for block in kinds}) > 1:
         yield "attention that differs between layers"
     for part in ("dense", "expert"):

@@ -146,3 +146,29 @@ def test_huge_missing_and_directory(tmp_path):
     for bad in (path, tmp_path, tmp_path / "absent.json", "a\0b.json", "x" * 5000 + ".json"):
         with pytest.raises(SpecError):
             read_config(bad)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "windows"),
+    [
+        ("olmo3", {}, [4096, 4096, 4096, 0, 4096]),
+        ("olmo3", {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [0, 0, 0, 0, 4096]),
+        ("smollm3", {"sliding_window": 64}, [0, 0, 0, 0, 0]),
+        ("smollm3", {"sliding_window": 64, "use_sliding_window": True}, [0, 0, 0, 64, 0]),
+        (
+            "smollm3",
+            {"sliding_window": 64, "use_sliding_window": True, "no_rope_layers": [0, 1, 1, 0, 1]},
+            [64, 0, 0, 64, 0],
+        ),
+    ],
+)
+def test_the_layers_that_slide_are_those_of_transformers(model_type, change, windows):
+    config = LLAMA | {"model_type": model_type, "num_hidden_layers": 5} | change
+    assert [block.window for block in model_from_config(config, name="x").blocks] == windows
+
+
+def test_layers_without_rotary_positions_are_all_named():
+    config = LLAMA | {"model_type": "smollm3", "no_rope_layers": [1, 0]}
+    with pytest.raises(SpecError, match="0 or 1 for each of the 32 layers") as caught:
+        model_from_config(config, name="x")
+    assert caught.value.key == "no_rope_layers"
