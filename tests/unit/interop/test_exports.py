@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.hf import model_from_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop import TARGETS, export
@@ -238,6 +239,17 @@ def test_megatron_names_what_forbids_to_overlap_experts(degrees, reason):
     with pytest.raises(SpecError, match=reason):
         export(made, "megatron", model=model)
     assert export(replace(made, comm={}), "megatron", model=model).files
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("olmo", "norms without parameters"), ("olmo2", "norms of each head")]
+)
+def test_megatron_names_norms_that_it_has_not(model_type, reason):
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
+    model = model_from_config({"model_type": model_type, "vocab_size": 1000} | sizes, name=model_type)
+    made = plan_from_degrees(4, 16, global_batch=64, seq_len=2048, tp=2)
+    with pytest.raises(SpecError, match=reason):
+        export(made, "megatron", model=model)
 
 
 def test_unknown_targets_list_the_known_ones():
