@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from foreshard.errors import LimitError
 from foreshard.planner.result import Ranked
 from foreshard.predict.step import PART_WORDS
 from foreshard.spec.prediction import Prediction
+from foreshard.units import format_seconds
 
 OBJECTIVES = ("time", "cost", "energy")
 _TIE = 1e-4
@@ -45,7 +47,7 @@ class Limits:
         found = []
         if self.max_hours is not None:
             least = min(one.run_time_s or 0.0 for one in predictions) / 3600.0
-            found.append(("--max-hours", self.max_hours, least, f"{least:.4g} hours"))
+            found.append(("--max-hours", self.max_hours, least, "hours"))
         if self.max_usd is not None:
             prices = [one.cost.usd_total for one in predictions if one.cost.usd_total is not None]
             if not prices:
@@ -54,15 +56,21 @@ class Limits:
                     rule="A limit on the price needs prices",
                     fix="Give --usd-per-device-hour, or usd_per_h in the cluster file",
                 )  # fmt: skip
-            found.append(("--max-usd", self.max_usd, min(prices), f"{min(prices):,.0f} dollars"))
+            found.append(("--max-usd", self.max_usd, min(prices), "dollars"))
         broken = [one for one in found if one[2] > one[1]] or found
-        key, value, _, text = broken[0]
+        key, value, least, unit = broken[0]
         both = len(broken) < len(found) or len(found) == 1
-        what = f"no plan takes less than {text}" if both else "no plan meets both limits"
+        what = f"no plan takes less than {least:,.4g} {unit}" if both else "no plan meets both limits"
         return LimitError(
             what, key=key, value=value, rule="A plan must keep every limit",
-            fix=f"Allow at least {text}, more devices or other ones",
+            fix=f"Allow {_raised(least)} {unit}, more devices or other ones",
         )  # fmt: skip
+
+
+def _raised(value: float) -> str:
+    """Return the next number of four digits, which a limit can be set to."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
+    return f"{math.ceil(value / step) * step:.{max(0, -math.floor(math.log10(step)))}f}"
 
 
 def score(prediction: Prediction, objectives: Sequence[str]) -> tuple[float, ...]:
@@ -132,16 +140,15 @@ def _why(one: Prediction, best: Prediction, objective: str) -> str:
         return f"chosen: {one.bottleneck}"
     mine, least = score(one, (objective,))[0], score(best, (objective,))[0]
     slower = one.step_time_s / best.step_time_s - 1.0
-    lead = (
-        f"{slower:.1%} slower" if slower >= _TIE else "as fast" if slower > -_TIE else f"{-slower:.1%} faster"
-    )
+    share = f"{abs(slower):.{1 if abs(slower) >= 5e-4 else 2}%}"
+    lead = f"{share} slower" if slower >= _TIE else "as fast" if slower > -_TIE else f"{share} faster"
     if objective != "time" and least > 0:
         lead = f"{mine / least - 1.0:.1%} more {objective}, {lead}"
     grown = {name: value - best.time_breakdown_s[name] for name, value in one.time_breakdown_s.items()}
     part = max(grown, key=lambda name: grown[name])
     text = lead
     if grown[part] > _TIE * best.step_time_s:
-        text += f": {grown[part]:.3g} s more for {PART_WORDS[part]}"
+        text += f": {format_seconds(grown[part])} more for {PART_WORDS[part]}"
     more = (one.memory.peak_bytes - best.memory.peak_bytes) / 2**30
     if abs(slower) < _TIE and abs(more) >= 0.1:
         text += f"; {abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"

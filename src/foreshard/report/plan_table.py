@@ -72,18 +72,8 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
     """Return one row per plan, best first; the chosen one carries the mark in the first column."""
     unit = quantity.memory_unit(max((one.prediction.memory.peak_bytes for one in plans), default=0.0))
     peak = f">peak {unit}"
-    columns = (
-        "chosen",
-        "plan",
-        ">devices",
-        ">step",
-        ">tokens/s",
-        ">MFU",
-        peak,
-        ">run",
-        ">price",
-        "why",
-    )
+    price = ">per 1B tokens" if all(one.prediction.cost.usd_total is None for one in plans) else ">price"
+    columns = ("chosen", "plan", ">devices", ">step", ">tokens/s", ">MFU", peak, ">run", price, "why")
     names = told_apart([one.plan for one in plans])
     rows = [_row(i, one, name, unit) for i, (one, name) in enumerate(zip(plans, names, strict=True))]
     spare = (">MFU", ">tokens/s", peak, ">devices", ">run")
@@ -121,9 +111,7 @@ def _placed(plan: Plan) -> str:
 def _row(i: int, one: Ranked, name: str, unit: str) -> tuple[str, ...]:
     prediction = one.prediction
     money = prediction.cost
-    price = quantity.usd(money.usd_total)
-    if money.usd_total is None and money.usd_per_1b_tokens is not None:
-        price = f"{quantity.usd(money.usd_per_1b_tokens)}/1B tokens"
+    price = money.usd_per_1b_tokens if money.usd_total is None else money.usd_total
     return (
         "yes ->" if i == 0 else "",
         name,
@@ -133,24 +121,30 @@ def _row(i: int, one: Ranked, name: str, unit: str) -> tuple[str, ...]:
         quantity.percent(prediction.mfu or None),  # 0: of devices without a stated peak
         quantity.memory_in(unit, prediction.memory.peak_bytes),
         quantity.seconds(prediction.run_time_s),
-        price,
-        one.why,
+        quantity.usd(price),
+        one.why.removeprefix("chosen: "),  # the first column says so
     )
 
 
 def degrees(plan: Plan) -> str:
-    """Return what distinguishes a plan from others of the same run, equal groups once."""
-    kinds: dict[str, list[int]] = {}
-    for group in plan.groups:
-        kinds.setdefault(_group_words(group), []).append(group.share)
+    """Return what distinguishes a plan from others of the same run, equal groups once.
+
+    Degrees of each kind of group, then options; kinds that differ in one have a value each: `zero 1 | 2`.
+    """
+    kinds = Counter((_cut(group), _options(group)) for group in plan.groups)
+    cuts = [cut if len(plan.groups) == 1 else f"{count} x ({cut})" for (cut, _), count in kinds.items()]
+    words = [" + ".join(cuts)]
+    for name, usual, *values in zip(_OPTIONS, _USUAL, *(options for _, options in kinds), strict=True):
+        told = values[:1] if len(set(values)) == 1 else values
+        if set(values) != {usual}:
+            words.append(f"{name} {' | '.join(told)}".strip())
     on = [name for name, value in plan.comm.items() if value]
-    more = f" with {' '.join(on)}" if on else ""
-    if len(kinds) == 1 and len(plan.groups) == 1:
-        return next(iter(kinds)) + more
-    return " + ".join(f"{len(shares)} x ({words})" for words, shares in kinds.items()) + more
+    words += [f"with {' '.join(on)}"] if on else []
+    return " ".join(words)
 
 
-def _group_words(group: Group) -> str:
+def _cut(group: Group) -> str:
+    """Return how a group is cut over its ranks."""
     stages = group.stages
     words = [f"tp {_values(one.tp for one in stages)}", f"pp {len(stages)}"]
     words.append(f"dp {_values(one.inner_dp for one in stages)}")
@@ -160,15 +154,24 @@ def _group_words(group: Group) -> str:
         if (value := _values(getattr(one, name) for one in stages)) != "1"
     ]
     words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
-    words += [f"micro-batch {rank_samples(group)}", f"zero {_values(one.zero for one in stages)}"]
-    shards = _values(one.shard_size for one in stages if one.shard_size is not None)
-    words += [f"shards {shards}"] if shards else []
-    if group.schedule not in ("1f1b", "interleaved"):
-        words.append(group.schedule)
-    for name in ("recompute", "offload"):
-        value = _values(getattr(one, name) for one in stages)
-        words += [f"{name} {value}"] if value != "none" else []
     return " ".join(words)
+
+
+_OPTIONS = ("micro-batch", "zero", "shards", "", "recompute", "offload")
+_USUAL = ("", "", "all", "1f1b", "none", "none")  # not said
+
+
+def _options(group: Group) -> tuple[str, ...]:
+    """Return the values of _OPTIONS."""
+    stages = group.stages
+    return (
+        rank_samples(group),
+        _values(one.zero for one in stages),
+        _values(one.shard_size for one in stages if one.shard_size is not None) or "all",
+        "1f1b" if group.schedule == "interleaved" else group.schedule,
+        _values(one.recompute for one in stages),
+        _values(one.offload for one in stages),
+    )
 
 
 def _values(numbers: object) -> str:
@@ -308,7 +311,7 @@ def searched_box(result: PlanResult) -> Box:
     """Return how many plans were looked at, and how."""
     return Box(
         title="Searched",
-        value=f"{result.evaluated + result.pruned:,} plans",
+        value=f"{(count := result.evaluated + result.pruned):,} {'plan' if count == 1 else 'plans'}",
         note=f"{result.evaluated:,} timed, {result.pruned:,} excluded, in {quantity.seconds(result.wall_s)}",
     )
 

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,15 @@ def test_words_fold_equal_groups(plan):
     assert [row[0] for row in rows] == ["0", "0", "1-2"] and rows[2][2] == "4-5"
 
 
+def test_options_that_kinds_of_groups_share_are_said_once(plan):
+    said = "1 x (tp 2/1 pp 2 dp 1) + 2 x (tp 1 pp 1 dp 1) micro-batch 2 | 1 zero 1"
+    assert degrees(plan) == said
+    alone = replace(plan, groups=plan.groups[1:2])
+    assert degrees(alone) == "tp 1 pp 1 dp 1 micro-batch 1 zero 1"
+    pieces = replace(plan.groups[1], schedule="gpipe")
+    assert degrees(replace(plan, groups=(plan.groups[0], pieces))).endswith("zero 1 1f1b | gpipe")
+
+
 def test_many_groups_are_cut_and_counted():
     groups = tuple(Group(share=g + 1, micro_batch=1, stages=(stage([g], (0, 34)),)) for g in range(60))
     many = Plan(global_batch=sum(range(61)), seq_len=64, groups=groups)
@@ -93,7 +103,10 @@ def test_plans_of_equal_degrees_are_told_apart(plan):
         return Plan(global_batch=sum(shares), seq_len=1024, groups=tuple(groups))
 
     names = told_apart([of((3, 5), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)))])
-    assert [name.split(") ")[1] for name in names] == ["shares 3:5", "shares 4:4"]
+    assert [name.split(") ")[1] for name in names] == [
+        "micro-batch 1 zero 1 shares 3:5",
+        "micro-batch 1 zero 1 shares 4:4",
+    ]
     names = told_apart([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)), cut=9), plan])
     assert names[0].endswith("shares 4:4 layers 8:26") and names[1].endswith("layers 9:25")
     assert names[2] == degrees(plan)

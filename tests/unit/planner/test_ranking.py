@@ -1,0 +1,33 @@
+"""Why a plan stands where it does, and limits that nothing keeps."""
+
+from dataclasses import replace
+
+import pytest
+
+from foreshard import load_cluster, load_model, predict
+from foreshard.planner.ranking import Limits, ranked
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    return predict(load_model("llama3.2-1b"), load_cluster("1x8xh100-sxm"), tokens=1e9)
+
+
+@pytest.mark.parametrize("name", ["max_usd", "max_hours"])
+def test_the_limit_that_is_told_can_be_kept(predicted, name):
+    error = Limits(**{name: 1e-6}).error([predicted])
+    told = float(error.fix.split()[1])
+    assert Limits(**{name: told}).keeps(predicted) and not Limits(**{name: 0.999 * told}).keeps(predicted)
+
+
+@pytest.mark.parametrize(
+    ("slower", "said"), [(1.0003, "0.03% slower"), (1.02, "2.0% slower"), (1.0, "as fast")]
+)
+def test_reasons_show_digits_where_there_are_some(predicted, slower, said):
+    parts = dict(predicted.time_breakdown_s)
+    parts["compute"] += (slower - 1.0) * predicted.step_time_s
+    other = replace(predicted, step_time_s=slower * predicted.step_time_s, time_breakdown_s=parts)
+    plans, _ = ranked([predicted, other], ("time",), Limits(), 2)
+    assert plans[0].why.startswith("chosen: ") and plans[1].why.startswith(said)
+    if slower > 1.001:
+        assert "ms more for computation" in plans[1].why
