@@ -14,7 +14,8 @@ from typing import Any
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.replan import healthy_problem, replan
+from foreshard.planner.replan import replan
+from foreshard.planner.running import healthy_problem
 from foreshard.spec.layout import layer_spans
 from foreshard.spec.plan import Group, Plan, Stage
 

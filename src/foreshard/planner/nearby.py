@@ -142,7 +142,7 @@ def _fastest_on(problem: Problem, parts: Sequence[np.ndarray], micro_batch: int)
     options = []
     for takes in parts:
         same = np.all(problem.takes == takes, axis=1) & (problem.micro_batch == micro_batch)
-        ranked = _by_speed(problem, same)
+        ranked = _by_speed(problem, same, alone=len(parts) == 1)
         if not ranked:
             return None
         options.append(ranked)
@@ -202,14 +202,15 @@ def _alternatives(problem: Problem, option: int, free: np.ndarray, *, alone: boo
     if not alone:
         same &= problem.micro_batch == problem.micro_batch[option]
     same[option] = False
-    return _by_speed(problem, same)[:_MOVES]
+    return _by_speed(problem, same, alone=alone)[:_MOVES]
 
 
-def _by_speed(problem: Problem, some: np.ndarray) -> list[int]:
-    """Return options by the time that a sample takes in the middle of the chain, the least first."""
+def _by_speed(problem: Problem, some: np.ndarray, *, alone: bool) -> list[int]:
+    """Return options by the time that a sample takes, in all layers or in middle ones, the least first."""
     usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
     middle = int(problem.types[1, 2]) if problem.num_layers > 2 else 0
-    seconds = np.where(usable[:, middle], problem.time_s[:, middle] / problem.micro_batch, np.inf)
+    type_ = int(problem.types[0, -1]) if alone else middle
+    seconds = np.where(usable[:, type_], problem.time_s[:, type_] / problem.micro_batch, np.inf)
     return [int(o) for o in sorted(np.flatnonzero(some), key=lambda o: seconds[o])]
 
 

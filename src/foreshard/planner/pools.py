@@ -1,6 +1,7 @@
 """Devices that no longer run alike: pools of equal pace, and a priced problem rewritten for them.
 
-Prices are those of healthy devices; a stage takes as many times as long as its slowest device does.
+Prices are those of healthy devices; a stage takes as many times as long as its slowest device does, a joint
+one as long as the slower of its two kinds of ranks.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def pooled_problem(
         takes=takes,
         micro_batch=problem.micro_batch[rows],
         grain=problem.grain[rows],
-        time_s=problem.time_s[rows] * paces[:, None],
+        time_s=_times(problem, pools, list(chosen), paces),
         tail_s=problem.tail_s[:, rows] * paces[None, :, None],
         max_in_flight=problem.max_in_flight[rows],
         hop_s=problem.hop_s[np.ix_(rows, rows)],
@@ -135,6 +136,30 @@ def pooled_problem(
             for (o, demand), pace in zip(chosen, paces, strict=True)
         ),
     )
+
+
+def _times(
+    problem: Problem, pools: Sequence[Pool], chosen: Sequence[tuple[int, Demand]], paces: np.ndarray
+) -> np.ndarray:
+    """Return what stages take on some devices: joint ones by the pace of the devices of either node group.
+
+    What the other ranks of a joint stage take is the price of its kind turned, where the problem has that.
+    """
+    times = problem.time_s[[o for o, _ in chosen]] * paces[:, None]
+    joint = [i for i, (o, _) in enumerate(chosen) if problem.names[o].beside]  # type: ignore[attr-defined]
+    at = {name: o for o, name in enumerate(problem.names)} if joint else {}
+    for i in joint:
+        o, demand = chosen[i]
+        kind: StageKind = problem.names[o]  # type: ignore[assignment]
+        other = at.get(kind.turned)
+        if other is None:
+            continue
+        sides: dict[bool, float] = {}
+        for p, _ in demand:
+            own = pools[p].node_group == kind.node_group
+            sides[own] = max(sides.get(own, 0.0), pools[p].pace)
+        times[i] = np.maximum(problem.time_s[o] * sides[True], problem.time_s[other] * sides[False])
+    return times
 
 
 def _demands(pools: Sequence[Pool], kind: StageKind) -> list[Demand]:

@@ -18,11 +18,9 @@ from foreshard.planner.nearby import nearby, repaired, work_bound
 from foreshard.planner.placing import Ranks, place
 from foreshard.planner.pools import Demand, Pool, demand_of, pooled_problem, pools_of
 from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds
-from foreshard.planner.request import Request, checked_request
-from foreshard.planner.running import check_running, kind_of, kinds_of
+from foreshard.planner.running import check_running, healthy_problem, kind_of
 from foreshard.planner.solve import solve
 from foreshard.planner.stage_options import StageKind
-from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
@@ -73,17 +71,6 @@ class _Asked:
     lost: frozenset[int]
 
 
-def healthy_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem:
-    """Return the prices that :func:`replan` starts from: of every stage of the space and those that run."""
-    request = _request(model, cluster, plan)
-    vendor = cluster.device_of(plan.ranks[0]).vendor
-    use = tuple(
-        g for g, nodes in enumerate(cluster.nodes)
-        if nodes.device.supports(plan.precision) and nodes.device.vendor == vendor
-    )  # fmt: skip
-    return price_stages(request, use, extra=kinds_of(cluster, plan), every=True)
-
-
 def replan(
     model: Model,
     cluster: Cluster,
@@ -108,7 +95,8 @@ def replan(
         How many times as long devices take; those not named are healthy.
     lost : collection of int
     problem : Problem, optional
-        :func:`healthy_problem` of an earlier call; without it the cluster is priced first.
+        :func:`~foreshard.planner.running.healthy_problem` of an earlier call; without it the cluster is
+        priced first.
     dwell_s : float
         Seconds until the next change is expected: what is moved is paid back over them.
     budget_s : float
@@ -174,13 +162,6 @@ def replan(
     )  # fmt: skip
 
 
-def _request(model: Model, cluster: Cluster, plan: Plan) -> Request:
-    return checked_request(
-        model, cluster, global_batch=plan.global_batch, seq_len=plan.seq_len, framework=plan.framework,
-        precision=plan.precision, optimizer=plan.optimizer,
-    )  # fmt: skip
-
-
 def _check(cluster: Cluster, plan: Plan, slowdown: Mapping[int, float], lost: Collection[int]) -> None:
     for rank in (*slowdown, *lost):
         if not 0 <= rank < cluster.num_devices:
@@ -216,7 +197,7 @@ def _offered(
     """
     used: list[StageKind] = [problem.names[o] for group in running for o, _ in group]  # type: ignore[misc]
     if not narrow or any(kind.beside for kind in used):
-        return list(range(len(problem.names)))
+        return np.flatnonzero(problem.max_in_flight.any(1)).tolist()
     sizes = {kind.samples for kind in used}
     rules = {kind.recompute for kind in used}
     widest = {kind.tp for kind in used}
@@ -304,8 +285,12 @@ def _change(old: Plan, new: Plan) -> str:
 
 
 def _samples(plan: Plan) -> dict[tuple[int, ...], list[object]]:
-    """Return the share of each pipeline, and what ranks take of it where that differs."""
+    """Return share and micro-batch of each pipeline, and what ranks take of it where that differs."""
     return {
-        g.stages[0].ranks: [g.share, *(s.rank_shares for s in g.stages if len(set(s.rank_shares or ())) > 1)]
+        g.stages[0].ranks: [
+            g.share,
+            g.micro_batch,
+            *(s.rank_shares for s in g.stages if len(set(s.rank_shares or ())) > 1),
+        ]
         for g in plan.groups
     }

@@ -1,15 +1,53 @@
-"""The stages of a running plan as options of the search: which it is able to plan anew, and what they are."""
+"""A running plan in the terms of the search: what it can plan anew, which options run, and their prices."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 
 from foreshard.errors import SpecError
-from foreshard.planner.stage_options import Ranks, StageKind
+from foreshard.planner.problem import Problem
+from foreshard.planner.request import checked_request
+from foreshard.planner.stage_options import Ranks, StageKind, joint_options
+from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
+
+
+def healthy_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem:
+    """Return the prices that re-planning starts from: of every stage of the space and those that run.
+
+    Of joint stages that run every split. Joint stages are there turned too, with no room for a micro-batch:
+    they say what their other ranks take.
+    """
+    request = checked_request(
+        model, cluster, global_batch=plan.global_batch, seq_len=plan.seq_len, framework=plan.framework,
+        precision=plan.precision, optimizer=plan.optimizer,
+    )  # fmt: skip
+    vendor = cluster.device_of(plan.ranks[0]).vendor
+    use = tuple(
+        g for g, nodes in enumerate(cluster.nodes)
+        if nodes.device.supports(plan.precision) and nodes.device.vendor == vendor
+    )  # fmt: skip
+    own = kinds_of(cluster, plan)
+    own += [kind for kind in joint_options(request, use) if any(_same_ranks(kind, one) for one in own)]
+    priced = price_stages(request, use, extra=own, every=True)
+    turned = [kind.turned for kind in priced.names if kind.beside]  # type: ignore[attr-defined]
+    if not turned:
+        return priced
+    priced = price_stages(request, use, extra=[*own, *turned], every=True)
+    rooms = priced.max_in_flight.copy()
+    rooms[[priced.names.index(kind) for kind in turned]] = 0
+    return replace(priced, max_in_flight=rooms)
+
+
+def _same_ranks(one: StageKind, other: StageKind) -> bool:
+    """Return whether two stages differ in samples and recompute rule at most."""
+    ranks = [tuple((part.node_group, part.inner_dp) for part in kind.parts) for kind in (one, other)]
+    return ranks[0] == ranks[1] and one.tp == other.tp
 
 
 def check_running(plan: Plan) -> None:

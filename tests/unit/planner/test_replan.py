@@ -16,7 +16,8 @@ from foreshard.planner.migration import migration
 from foreshard.planner.nearby import work_bound
 from foreshard.planner.pools import pooled_problem, pools_of
 from foreshard.planner.problem import Part, Problem, stage_seconds, template_faults
-from foreshard.planner.replan import Replan, healthy_problem, replan
+from foreshard.planner.replan import Replan, replan
+from foreshard.planner.running import healthy_problem
 from foreshard.spec.checks import check_plan
 from foreshard.spec.layout import layer_spans
 from foreshard.spec.plan import Group, Plan, Stage
