@@ -17,12 +17,12 @@ import numpy as np
 from foreshard.control import journal, orders
 from foreshard.control.dual import allowances
 from foreshard.control.estimates import Estimates
-from foreshard.control.grouping import reshare, worth_of
 from foreshard.control.lessons import Lessons, weight_for
 from foreshard.control.moves import move, move_costs
 from foreshard.control.queues import Queues
 from foreshard.control.replicas import Compared, Pipelines, Replicas
 from foreshard.control.slots import J_PER_KWH, Budget, Chain, Choice, State, Structure, evaluate
+from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
     CarbonChanged,

@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.control.candidates import all_structures, built, neighbours, repaired
 from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
 from foreshard.control.moves import move
 from foreshard.control.queues import Curve
-from foreshard.control.shares import whole_shares
+from foreshard.control.shares import counted, whole_shares
 from foreshard.control.slots import (
     Budget,
     Chain,
     Choice,
     State,
     Structure,
-    boundary_usd,
     evaluate,
-    pace_of,
     runs,
     slowest_link,
-    stage_s,
-    stage_spans,
     workers_apart,
 )
+from foreshard.control.worth import worth_of
 from foreshard.errors import InfeasibleError
 
 MAX_STAGES = 8
-_EXHAUSTIVE = 220
-"""Structures up to which all are compared."""
 _STARTS = 2
 _SMALL, _COLD_LOOKS, _WARM_LOOKS = 6, 2000, 12
 _WARM_EFFORT, _NO_END = 50, 10**12
@@ -123,64 +119,8 @@ def solve_slot(
     return choice
 
 
-def reshare(
-    chain: Chain,
-    state: State,
-    structure: Structure,
-    *,
-    batch: int,
-    micro_batch: int,
-    time_weight: float,
-    cost_weights: Mapping[str, float] | None = None,
-    budgets: Sequence[Budget] = (),
-) -> Choice:
-    """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
-
-    Every group keeps at least one sample, so that the structure is what it was.
-    """
-    weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
-    pace = pace_of(chain, state, structure, micro_batch=micro_batch)
-    spans = stage_spans(structure)
-    worker, group, first, stop = spans
-    each = weights.busy[worker] * stage_s(chain, state, worker, first, stop)
-    if weights.sent.any():
-        sent_usd = boundary_usd(chain, state, spans, np.ones(len(structure.groups)))
-        each = each + (weights.sent * sent_usd)[worker]
-    shares = whole_shares(
-        pace.start_s, pace.rate_s, batch, micro_batch,
-        time_weight=weights.time + float(weights.active[worker].sum()),
-        sample_weight=np.bincount(group, each, minlength=len(structure.groups)) if each.any() else None,
-    ).shares  # fmt: skip
-    for empty in np.flatnonzero(shares == 0):
-        given = min(micro_batch, int(shares.max()) - 1)
-        shares[int(shares.argmax())] -= given
-        shares[empty] = given
-    return evaluate(chain, state, structure, _ints(shares), micro_batch=micro_batch)
-
-
-def worth_of(
-    choice: Choice,
-    time_weight: float,
-    cost_weights: Mapping[str, float],
-    budgets: Sequence[Budget],
-    curve: Curve | None = None,
-) -> float:
-    """Return what a slot minimises."""
-    if not math.isfinite(choice.time_s):
-        return math.inf
-    cost = sum(cost_weights.get(budget.name, 0.0) * choice.costs[budget.key] for budget in budgets)
-    if curve is not None:
-        costs = np.array([[choice.costs[budget.key] for budget in curve.budgets]])
-        cost += float(curve.extra(np.array([choice.time_s]), costs)[0])
-    return time_weight * choice.time_s + cost
-
-
 def _groups(structure: Structure) -> Groups:
     return tuple(sorted(tuple(sorted(group.workers)) for group in structure.groups))
-
-
-def _ints(shares: np.ndarray) -> tuple[int, ...]:
-    return tuple(round(float(share)) for share in shares)
 
 
 def _whole(landscape: Landscape, layout: Layout, weights: Weights) -> np.ndarray:
@@ -230,7 +170,7 @@ class _Search:
         """Look at all structures, or walk from the best that are known."""
         for structure in given:
             self._look_as_is(structure)
-            self.look(self._repaired(_groups(structure)))
+            self.look(repaired(self.landscape, _groups(structure)))
         everything = all_structures(self.landscape)
         if everything is not None:
             for groups in everything:
@@ -241,7 +181,7 @@ class _Search:
         for groups in self._promising() if self.landscape.visits < _VISITS else ():
             if self.left <= spare or self._spent():
                 break
-            self.look(self._repaired(groups))
+            self.look(repaired(self.landscape, groups))
         # Where there was no time for all, the state is worth another visit.
         self.landscape.visits += 1 if self._spent() else 2
         for at in self._ranked():
@@ -251,7 +191,7 @@ class _Search:
         """Return structures chosen lately and built ones, the most promising first; not all of them fit."""
         known: dict[object, Groups] = {}
         there = set(self.landscape.alive)
-        for groups in itertools.chain(self.landscape.memo.recent, self._built()):
+        for groups in itertools.chain(self.landscape.memo.recent, built(self.landscape, self.weights)):
             alive = tuple(group for group in groups if there.issuperset(group))
             if alive:
                 known.setdefault(self.landscape.signature(alive), alive)
@@ -373,48 +313,12 @@ class _Search:
     def _sent(self, unit: Unit) -> float:
         return float(self.weights.sent[list(unit.pipeline.workers)] @ unit.sent_usd)
 
-    def _repaired(self, groups: Groups) -> Groups:
-        """Return groups without workers that are gone; what then holds no model is taken apart."""
-        landscape = self.landscape
-        alive = set(landscape.alive)
-        kept: list[tuple[int, ...]] = []
-        loose: list[int] = []
-        for group in groups:
-            rest = tuple(worker for worker in group if worker in alive)
-            if rest and landscape.fits(rest):
-                kept.append(rest)
-            else:
-                loose += rest
-        if loose and landscape.fits(loose):
-            kept.append(tuple(loose))
-        return tuple(kept)
-
-    def _built(self) -> Iterator[Groups]:
-        """Return structures of equal pipelines: of every length, of the workers worth their price."""
-        speed = {
-            w: self.landscape.state.speed[w] / self.landscape.chain.before_s[w, -1] for w in self._alive()
-        }
-        by_price = sorted(self._alive(), key=lambda w: (self.weights.active[w] / speed[w], -speed[w], w))
-        total = len(by_price)
-        takes = (
-            range(1, total + 1) if total <= 16 else sorted({-(-total * part // 16) for part in range(1, 17)})
-        )
-        for length in range(1, min(self.landscape.max_stages, total) + 1):
-            for take in takes:
-                taken = sorted(by_price[:take], key=lambda w: (self.landscape.kind[w], w))
-                whole = take // length
-                if whole and (take % length == 0 or take == total):
-                    yield tuple(tuple(taken[at * length : (at + 1) * length]) for at in range(whole))
-
-    def _alive(self) -> list[int]:
-        return self.landscape.alive
-
     def _walk(self, at: int) -> None:
         """Move on while some tentative move is better; where all are known, the ranking has seen them."""
         while self.left > 0 and (at, self.level) not in self.landscape.explored:
             best = at
             groups = tuple(group.workers for group in self.library.layouts[at].structure.groups)
-            for other in self._moves(groups):
+            for other in neighbours(self.landscape, groups):
                 tried = self.look(other)
                 if tried is not None and self._weigh(tried).worth < self.found[best].worth * _BETTER:
                     best = tried
@@ -425,55 +329,6 @@ class _Search:
             if best == at:
                 return
             at = best
-
-    def _moves(self, groups: Groups) -> Iterator[Groups]:
-        """Return neighbours: each kind of move once for workers and groups that are alike."""
-        kind = self.landscape.kind
-        used = {worker for group in groups for worker in group}
-        idle = _one_each([w for w in self._alive() if w not in used], kind)
-        sorts = {tuple(sorted(kind[w] for w in group)): at for at, group in reversed(list(enumerate(groups)))}
-        each = sorted(sorts.values())
-        for at in each:
-            rest = groups[:at] + groups[at + 1 :]
-            yield rest
-            yield from self._parts(groups[at], rest)
-            for worker in _one_each(groups[at], kind):
-                less = tuple(w for w in groups[at] if w != worker)
-                gone = ((less,) if less else ()) + rest
-                yield gone
-                yield (*gone, (worker,))
-                for other in idle:
-                    yield ((*less, other), *rest)
-                yield from self._shifts(worker, less, rest)
-            for other in idle:
-                yield ((*groups[at], other), *rest)
-        for other in idle:
-            free = [w for w in self._alive() if w not in used and kind[w] == kind[other]]
-            for length in range(1, min(len(free), self.landscape.max_stages) + 1):
-                yield (*groups, tuple(free[:length]))
-
-    def _parts(self, group: tuple[int, ...], rest: Groups) -> Iterator[Groups]:
-        """Return splits of a group in two, and mergers with others."""
-        half = len(group) // 2
-        if half:
-            ordered = sorted(group, key=lambda w: (self.landscape.kind[w], w))
-            yield (tuple(ordered[:half]), tuple(ordered[half:]), *rest)
-            yield (tuple(ordered[::2]), tuple(ordered[1::2]), *rest)
-        for at in _one_group_each(rest, self.landscape.kind):
-            if len(group) + len(rest[at]) <= self.landscape.max_stages:
-                yield (group + rest[at], *rest[:at], *rest[at + 1 :])
-
-    def _shifts(self, worker: int, less: tuple[int, ...], rest: Groups) -> Iterator[Groups]:
-        """Return what comes of giving a worker to another group, or changing it for one of theirs."""
-        kind = self.landscape.kind
-        for at in _one_group_each(rest, kind):
-            target, others = rest[at], rest[:at] + rest[at + 1 :]
-            if len(target) < self.landscape.max_stages:
-                yield (*((less,) if less else ()), (*target, worker), *others)
-            for other in _one_each(target, kind):
-                if kind[other] != kind[worker]:
-                    changed = tuple(w for w in target if w != other)
-                    yield ((*less, other), (*changed, worker), *others)
 
     def final(self, cost_weights: Mapping[str, float], budgets: Sequence[Budget]) -> Choice:
         """Return the best of the finalists in whole micro-batches."""
@@ -500,7 +355,7 @@ def _chosen(landscape: Landscape, layout: Layout, weights: Weights) -> Choice:
     free = layout.sample_weight(weights) is None and layout.time_weight(weights) > 0.0
     found = landscape.chosen.get(layout.structure) if free else None
     if found is None:
-        shares = _ints(_whole(landscape, layout, weights))
+        shares = counted(_whole(landscape, layout, weights))
         found = _without_idle(
             evaluate(
                 landscape.chain, landscape.state, layout.structure, shares, micro_batch=landscape.micro_batch
@@ -519,81 +374,3 @@ def _without_idle(choice: Choice) -> Choice:
     structure = Structure(groups=tuple(group for group, _ in kept))
     shares = tuple(share for _, share in kept)
     return Choice(structure=structure, shares=shares, time_s=choice.time_s, costs=choice.costs)
-
-
-def _one_each(workers: Iterable[int], kind: Sequence[int]) -> list[int]:
-    """Return the first worker of every kind."""
-    first: dict[int, int] = {}
-    for worker in workers:
-        first.setdefault(kind[worker], worker)
-    return list(first.values())
-
-
-def _one_group_each(groups: Groups, kind: Sequence[int]) -> list[int]:
-    first: dict[tuple[int, ...], int] = {}
-    for at, group in enumerate(groups):
-        first.setdefault(tuple(sorted(kind[worker] for worker in group)), at)
-    return list(first.values())
-
-
-def all_structures(landscape: Landscape) -> list[Groups] | None:
-    """Return one structure of every signature that can run; None when there are too many."""
-    if landscape.everything is None:
-        counts: dict[int, int] = {}
-        for worker in landscape.alive:
-            counts[landscape.kind[worker]] = counts.get(landscape.kind[worker], 0) + 1
-        kinds = sorted(counts)
-        if math.prod(count + 1 for count in counts.values()) - 1 > _EXHAUSTIVE:
-            # Pipelines of one worker alone are too many.
-            landscape.everything = []
-            return None
-        pools = {kind: [w for w in landscape.alive if landscape.kind[w] == kind] for kind in kinds}
-        key = (landscape.max_stages, tuple(counts[k] for k in kinds))
-        if key not in landscape.memo.mixes:
-            mixes = _mixes(landscape, kinds, key[1])
-            landscape.memo.mixes[key] = list(itertools.islice(mixes, _EXHAUSTIVE + 1))
-        found = landscape.memo.mixes[key]
-        complete = len(found) <= _EXHAUSTIVE
-        landscape.everything = [_named(mix, kinds, pools) for mix in found] if complete else []
-    return landscape.everything or None
-
-
-def _mixes(
-    landscape: Landscape, kinds: Sequence[int], counts: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Return all sets of groups, a group as its number of workers of each kind, largest first."""
-    pools = [[w for w in landscape.alive if landscape.kind[w] == kind] for kind in kinds]
-    sizes = itertools.islice(itertools.product(*(range(count + 1) for count in counts)), 4 * _EXHAUSTIVE)
-    parts = []
-    for part in sizes:
-        members = [w for pool, count in zip(pools, part, strict=True) for w in pool[:count]]
-        if 0 < len(members) <= landscape.max_stages:
-            parts.append((part, members))
-    if len(parts) > _EXHAUSTIVE:
-        # Every part alone is a structure, so that there are too many in any case.
-        yield from ((part,) for part, _ in parts)
-        return
-    fitting = [part for part, _ in parts]
-
-    def grow(left: tuple[int, ...], first: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        for at in range(first, len(fitting)):
-            rest = tuple(have - take for have, take in zip(left, fitting[at], strict=True))
-            if min(rest) >= 0:
-                yield (fitting[at],)
-                yield from ((fitting[at], *more) for more in grow(rest, at))
-
-    yield from grow(counts, 0)
-
-
-def _named(
-    mix: Sequence[tuple[int, ...]], kinds: Sequence[int], pools: Mapping[int, Sequence[int]]
-) -> Groups:
-    taken = dict.fromkeys(kinds, 0)
-    groups = []
-    for part in mix:
-        group: list[int] = []
-        for kind, count in zip(kinds, part, strict=True):
-            group += pools[kind][taken[kind] : taken[kind] + count]
-            taken[kind] += count
-        groups.append(tuple(group))
-    return tuple(groups)

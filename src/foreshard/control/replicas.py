@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.control.grouping import reshare, solve_slot, worth_of
+from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
 from foreshard.control.queues import Curve
 from foreshard.control.slots import Budget, Chain, State, Structure, workers_apart
 from foreshard.control.subsets import Kinds, TooManyError, data_parallel
+from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError
 
 _STATES = 512

@@ -139,6 +139,11 @@ def _best_end(
     return Split(shares=shares, time_s=time_s, worth=time_weight * time_s + float(taken[best] @ cost))
 
 
+def counted(shares: np.ndarray) -> tuple[int, ...]:
+    """Return whole samples as integers."""
+    return tuple(round(float(share)) for share in shares)
+
+
 def whole_shares(
     start_s: np.ndarray,
     rate_s: np.ndarray,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from foreshard.control.grouping import MAX_STAGES, worth_of
-from foreshard.control.shares import whole_shares
+from foreshard.control.grouping import MAX_STAGES
+from foreshard.control.shares import counted, whole_shares
 from foreshard.control.slots import (
     MP_OVER_DP,
     Budget,
@@ -24,6 +24,7 @@ from foreshard.control.slots import (
     evaluate,
     stage_hop_s,
 )
+from foreshard.control.worth import worth_of
 from foreshard.errors import InfeasibleError
 
 
@@ -140,12 +141,12 @@ def _best_of(
 
 def _stage_shares(
     chain: Chain, state: State, workers: Sequence[int], span: tuple[int, ...], micro_batch: int
-) -> tuple[list[int], float]:
+) -> tuple[tuple[int, ...], float]:
     """Return the samples of a micro-batch for every worker of a stage, and the seconds of the slowest."""
     members = list(workers)
     rate = (chain.before_s[members, span[1]] - chain.before_s[members, span[0]]) / state.speed[members]
     split = whole_shares(np.zeros(len(members)), rate, micro_batch, 1)
-    return [round(float(share)) for share in split.shares], split.time_s
+    return counted(split.shares), split.time_s
 
 
 def _least_fill(

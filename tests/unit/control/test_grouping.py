@@ -8,11 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.grouping import reshare, solve_slot, worth_of
+from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo, Weights
 from foreshard.control.moves import move
 from foreshard.control.shares import whole_shares
 from foreshard.control.slots import Budget, Pipeline, Structure, evaluate, pace_of, runs
+from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError
 
 RENT = (Budget(name="money", kind="usd", limit=1.0),)
@@ -94,7 +95,7 @@ def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monk
         asked = {"batch": 48, "micro_batch": 2, "time_weight": 1.0, "cost_weights": weight, "budgets": RENT}
         worth = []
         for limit in (10_000, 0):
-            monkeypatch.setattr("foreshard.control.grouping._EXHAUSTIVE", limit)
+            monkeypatch.setattr("foreshard.control.candidates._EXHAUSTIVE", limit)
             try:
                 worth.append(worth_of(solve_slot(made, now, **asked), 1.0, weight, RENT))
             except InfeasibleError:
