@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from foreshard.planner.compiled import compiled
-from foreshard.planner.pricing import Box, Path, Pricing, same_limits, template_of, units_of
-from foreshard.planner.problem import Family, Problem, Template, rounds_of
+from foreshard.planner.pricing import Box, Path, Pricing, Stages, same_limits, stages_of, template_of
+from foreshard.planner.problem import Family, Problem, Template
 
 _LOOSE = 0.5
 """Samples by which a box may flatter its own pipeline before its pipelines are listed."""
@@ -28,17 +28,16 @@ _GRID = 8_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Stages of a family whose ranks round up to some grain at most, by time, for the loops of `_labels`."""
+    """Stages of a family whose ranks round up to `grain` at most, for the loops of `_labels`.
 
-    types: np.ndarray
-    options: np.ndarray
-    times_s: np.ndarray
-    tail_s: np.ndarray
-    rooms: np.ndarray
+    classes : of equal demand, by stage; class_takes : devices of each, shape (classes, kinds); most : devices
+    of each kind that a pipeline may take
+    """
+
+    stages: Stages
     classes: np.ndarray
     class_takes: np.ndarray
     most: np.ndarray
-    deepest: int
     grain: int
 
 
@@ -192,11 +191,12 @@ class Contenders:
         problem = self.pricing.problem
         found = []
         for choices in self.room.choices(self.pricing, box.family):
+            stages = choices.stages
             number, codes, samples, options, stops = _compiled()(
-                choices.types, choices.options, choices.times_s, choices.tail_s, choices.rooms,
+                stages.types, stages.options, stages.times_s, stages.tail_s, stages.rooms,
                 choices.classes, choices.class_takes, self.pricing.prices, self.room.counts, choices.most,
                 box.family.micro_batch / box.bottleneck_s[0], box.bottleneck_s[1] * (1 + 1e-12),
-                box.tail_s[1] * (1 + 1e-12), choices.deepest, problem.bands, problem.lengths,
+                box.tail_s[1] * (1 + 1e-12), stages.deepest, problem.bands, problem.lengths,
                 self._reach(box), self.spare - self.goal + 1e-9, float(box.family.micro_batch),
                 float(choices.grain), float(problem.global_batch), self.room.slot, self.room.pool,
             )  # fmt: skip
@@ -262,7 +262,7 @@ class Room:
             options = self.problem.options_of(family)[0]
             grains = np.unique(self.problem.grain[options]).tolist()
             made = [_choices_of(self.problem, pricing.tails[family], family, int(grain)) for grain in grains]
-            self._choices[key] = [one for one in made if len(one.types)]
+            self._choices[key] = [one for one in made if len(one.stages.types)]
         return self._choices[key]
 
 
@@ -274,25 +274,14 @@ def room_for(problem: Problem) -> Room | None:
 
 
 def _choices_of(problem: Problem, tail_s: np.ndarray, family: Family, grain: int) -> Choices:
-    options, times, room = problem.options_of(family)
-    fine = problem.grain[options] <= grain
-    options, times, room = options[fine], times[fine], room[fine]
-    limit, _ = units_of(problem, family, options)
-    deepest = min(problem.max_stages, problem.num_layers, limit or problem.num_layers)
-    rooms = np.where(room >= rounds_of(problem, family.micro_batch), deepest, np.minimum(room, deepest))
+    stages = stages_of(problem, tail_s, family, grain)
+    takes, classes = np.unique(problem.takes[stages.options], axis=0, return_inverse=True)
     most = np.array(problem.counts, dtype=np.int64)
     if family.kind is not None:
-        most = np.where(np.arange(len(most)) == family.kind, limit, 0)
-    within = np.all(problem.takes[options] <= most, axis=1)
-    usable = (rooms > 0) & np.isfinite(times) & within[:, None]
-    takes, classes = np.unique(problem.takes[options], axis=0, return_inverse=True)
-    kept, types = np.nonzero(usable)
-    order = np.argsort(times[kept, types], kind="stable")
-    kept, types = kept[order], types[order]
+        most = np.where(np.arange(len(most)) == family.kind, stages.limit, 0)
     return Choices(
-        types=types, options=options[kept], times_s=times[kept, types], tail_s=tail_s[options][kept, types],
-        rooms=rooms[kept, types].astype(np.int64), classes=np.ravel(classes)[kept].astype(np.int64),
-        class_takes=takes.astype(np.int64), most=most, deepest=deepest, grain=grain,
+        stages=stages, classes=np.ravel(classes).astype(np.int64), class_takes=takes.astype(np.int64),
+        most=most, grain=grain,
     )  # fmt: skip
 
 

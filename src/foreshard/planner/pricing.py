@@ -259,6 +259,7 @@ def cheapest_path(
     family: Family | int,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
+    known: dict[Family, Stages] | None = None,
 ) -> tuple[float, Template] | None:
     """Return the pipeline that costs least in devices and filling, no stage or tail above its limit.
 
@@ -272,6 +273,8 @@ def cheapest_path(
     bottleneck_s : (lower, upper)
         A stage takes at most `upper`; a second of filling costs micro_batch / lower samples.
     longest_tail_s : float
+    known : dict, optional
+        Stages of earlier questions with the same tails; takes up those of this one.
 
     Returns
     -------
@@ -280,21 +283,15 @@ def cheapest_path(
         since that number is what a stage has in flight.
     """
     asked = family if isinstance(family, Family) else Family(int(family))
-    find = _path_of_arrays if _compiled() is None else _path_of_loops
-    found = find(problem, tail_s, problem.takes @ prices, asked, bottleneck_s, longest_tail_s)
+    worth = problem.takes @ prices
+    if _compiled() is None:
+        found = _path_of_arrays(problem, tail_s, worth, asked, bottleneck_s, longest_tail_s)
+    else:
+        known = {} if known is None else known
+        if asked not in known:
+            known[asked] = stages_of(problem, tail_s, asked)
+        found = path_among(problem, known[asked], worth, bottleneck_s, longest_tail_s)
     return None if found is None else (found[0], template_of(found[1]))
-
-
-def _path_of_loops(
-    problem: Problem,
-    tail_s: np.ndarray,
-    worth: np.ndarray,
-    family: Family,
-    bottleneck_s: tuple[float, float],
-    longest_tail_s: float,
-) -> tuple[float, Path] | None:
-    stages = stages_of(problem, tail_s, family)
-    return path_among(problem, stages, worth, bottleneck_s, longest_tail_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,25 +312,22 @@ class Stages:
     deepest: int
 
 
-def stages_of(problem: Problem, tail_s: np.ndarray, family: Family) -> Stages:
-    """Return the stages that pipelines of a family choose from."""
+def stages_of(problem: Problem, tail_s: np.ndarray, family: Family, grain: int | None = None) -> Stages:
+    """Return the stages that pipelines of a family choose from, of those that round up to a grain at most."""
     options, times, room = problem.options_of(family)
+    if grain is not None:
+        fine = problem.grain[options] <= grain
+        options, times, room = options[fine], times[fine], room[fine]
     limit, units = units_of(problem, family, options)
     deepest = min(problem.max_stages, problem.num_layers, limit or problem.num_layers)
-    most, tails = rounds_of(problem, family.micro_batch), tail_s[options]
+    tails = tail_s[options]
     # Room for all rounds is room for any number of stages behind.
-    rooms = np.where(room >= most, deepest, np.minimum(room, deepest))
+    rooms = np.where(room >= rounds_of(problem, family.micro_batch), deepest, np.minimum(room, deepest))
     usable = (rooms > 0) & np.isfinite(times) & (units <= limit)[:, None]
-    same: dict[tuple[int, ...], list[int]] = {}
-    for i, option in enumerate(options):
-        same.setdefault(tuple(problem.takes[option].tolist()), []).append(i)
-    for rows in same.values():
-        for i in rows:
-            for j in rows:
-                if i != j:
-                    equal = (times[i] == times[j]) & (tails[i] == tails[j]) & (rooms[i] == rooms[j])
-                    worse = (times[i] >= times[j]) & (tails[i] >= tails[j]) & (rooms[i] <= rooms[j])
-                    usable[i] &= ~(worse & usable[j] & (~equal | (i > j)))
+    _, same = np.unique(problem.takes[options], axis=0, return_inverse=True)
+    for devices in range(int(same.max(initial=-1)) + 1):
+        own = np.flatnonzero(same == devices)
+        usable[own] &= ~_beaten(times[own], tails[own], rooms[own], usable[own])
     kept, types = np.nonzero(usable)
     order = np.argsort(times[kept, types], kind="stable")
     kept, types = kept[order], types[order]
@@ -342,6 +336,19 @@ def stages_of(problem: Problem, tail_s: np.ndarray, family: Family) -> Stages:
         tail_s=tails[kept, types], rooms=rooms[kept, types].astype(np.int64), units=units[kept],
         limit=limit, deepest=deepest,
     )  # fmt: skip
+
+
+def _beaten(times: np.ndarray, tails: np.ndarray, rooms: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """Return which stages on the same devices another is no worse than in all respects, by option and type.
+
+    Of equal ones the first is kept.
+    """
+    found = np.zeros_like(usable)
+    for i in range(len(times)):
+        worse = (times[i] >= times) & (tails[i] >= tails) & (rooms[i] <= rooms) & usable
+        worse[i:] &= ~((times[i] == times[i:]) & (tails[i] == tails[i:]) & (rooms[i] == rooms[i:]))
+        found[i] = worse.any(0)
+    return found
 
 
 def path_among(

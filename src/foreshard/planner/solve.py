@@ -18,8 +18,8 @@ from foreshard.planner.configuration import columns_of, fractional_mix
 from foreshard.planner.contenders import room_for
 from foreshard.planner.enumeration import all_templates, best_of_all, undominated
 from foreshard.planner.hops import least_hops_in_times
-from foreshard.planner.pricing import cheapest_path
-from foreshard.planner.problem import Arrangement, Problem, Template
+from foreshard.planner.pricing import Stages, cheapest_path
+from foreshard.planner.problem import Arrangement, Family, Problem, Template
 from foreshard.planner.progress import Progress
 from foreshard.planner.ranges import bound_ranges
 from foreshard.planner.work import least_tail, rate_of
@@ -207,8 +207,9 @@ def _most_pipelines(progress: Progress) -> int:
     problem = progress.problem
     counts, weights = np.array(problem.counts, dtype=float), np.ones(len(problem.counts))
     bound = float(sum(problem.counts))
+    known: dict[Family, Stages] = {}
     for _ in range(_ROUNDS):
-        least, found = _fewest(problem, weights)
+        least, found = _fewest(problem, weights, known)
         progress.evaluated += 1
         if found is None:
             return 0
@@ -223,13 +224,16 @@ def _most_pipelines(progress: Progress) -> int:
     return int(bound + 1e-6)
 
 
-def _fewest(problem: Problem, weights: np.ndarray) -> tuple[float, Template | None]:
+def _fewest(
+    problem: Problem, weights: np.ndarray, known: dict[Family, Stages]
+) -> tuple[float, Template | None]:
     """Return the least weight of devices of any pipeline, and that pipeline."""
     none = np.zeros_like(problem.time_s)
     best, template = np.inf, None
     for size in np.unique(problem.micro_batch):
         # A second of filling counts next to nothing beside a device.
-        found = cheapest_path(problem, none, weights, int(size), (1e12 * float(size), 1e12), np.inf)
+        limits = 1e12 * float(size), 1e12
+        found = cheapest_path(problem, none, weights, int(size), limits, np.inf, known)
         if found is not None and found[0] < best:
             best, template = found
     return best, template

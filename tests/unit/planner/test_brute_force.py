@@ -235,8 +235,10 @@ def test_paths_by_loops_and_by_arrays_are_equal(seed):
     for family in problem.families:
         limits = (float(rng.uniform(0.1, 1.0)), float(rng.uniform(1.0, 6.0)))
         worth, longest = problem.takes @ prices, float(rng.uniform(0.2, 2.0))
-        asked = (problem, problem.tail_of(2), worth, family, limits, longest)
-        loops, arrays = pricing._path_of_loops(*asked), pricing._path_of_arrays(*asked)
+        tails = problem.tail_of(2)
+        stages = pricing.stages_of(problem, tails, family)
+        loops = pricing.path_among(problem, stages, worth, limits, longest)
+        arrays = pricing._path_of_arrays(problem, tails, worth, family, limits, longest)
         assert (loops is None) == (arrays is None)
         if loops is not None:
             assert loops[0] == pytest.approx(arrays[0], rel=1e-12)
