@@ -43,7 +43,7 @@ SPACE = (
     "different pipelines "
     "lie in different link domains (side by side in one they are inner data-parallel ranks of one pipeline), "
     "differ at most by a factor of two in inner data-parallel ranks and in ranks that hold the same experts, "
-    "and no gradient collective has more "
+    "which all of them cut, over ranks that follow each other, or none, and no gradient collective has more "
     "members in a link domain than its stage's tp leaves room for"
 )
 _JUDGED = 24

@@ -7,6 +7,7 @@ faster by the engine than by the problem.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -196,17 +197,21 @@ def _tail(
 
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
     inner data-parallel ranks, but any cp; a domain holds no more of them than as narrow stages as this one
-    find room for, and at most twice as many ranks with the same experts. All are terms of the space.
+    find room for, and at most twice as many ranks with the same experts; where one cuts experts, all do, each
+    over ranks that follow each other. All are terms of the space.
     """
     rank = batch.machine.rank
     width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
     alike = np.maximum(1.0, rank.tp * width / rank.ep)  # ranks of the stage that hold the same experts
+    # Sets of ranks that hold all experts: of a stage so many begin in one domain.
+    begin = np.minimum(np.ceil(alike), np.ceil(blocks / rank.ep))
     if apart or copies == 1:
         inside = np.minimum(np.ceil(width / spans), room)
-        experts = np.minimum(np.ceil(alike / spans), blocks)
+        experts = np.minimum(np.ceil(alike / spans), begin)
         return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
     fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
-    experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), blocks)
+    any_cut = np.where(rank.ep > 1, begin, 1.0).max()
+    experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), np.where(rank.ep > 1, any_cut, blocks))
     if np.any(rank.cp > 1):  # stages that split sequences otherwise have other numbers of ranks
         return _tail_of(batch, stage, fewest, (room, experts), blocks)
     # The engine takes the mean over domains for what each holds: at most twice as many as this stage has
@@ -368,8 +373,10 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
     wide = 4.0 if request.precision in ("fp32", "tf32") else 2.0
     tp = float(kind.tp)
     own, own_experts = tp, 1.0
+    block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
+    if kind.split * kind.width > kind.ep > 1:  # in a domain as many hold the same experts as begin there
+        own_experts = block / min(kind.split * kind.width // kind.ep, math.ceil(block / kind.ep))
     if kind.beside:  # half of its ranks, or fewer, are within one link domain
-        block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
         own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
     return RankShape(
         tp=tp, cp=float(kind.cp), ep=float(kind.ep), etp=1.0, dp=float(kind.width), copies=1.0,
