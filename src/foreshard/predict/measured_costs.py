@@ -6,10 +6,8 @@ A layer's forward and backward take `fixed + per_sample * samples` seconds on a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import numpy as np
 from foreshard.errors import SpecError
 from foreshard.predict.measured_links import MeasuredLinks
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import load_json
 
 Line = tuple[float, float]
 """(fixed seconds, seconds per sample)."""
@@ -198,15 +197,7 @@ def load_costs(path: str) -> MeasuredCosts:
     ------
     SpecError
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read: {error.strerror}", file=path, key="--costs",
-                        fix="Make it with foreshard profile and foreshard calibrate") from None  # fmt: skip
-    except ValueError as error:
-        raise SpecError(f"not JSON: {error}", file=path, key="--costs",
-                        rule="the file is what foreshard calibrate writes",
-                        fix="Run foreshard calibrate again") from None  # fmt: skip
+    data = load_json(path, key="--costs", fix="Make it with foreshard profile and foreshard calibrate")
     try:
         return _parsed(data, path)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.profile.link_fit import fitted_links
+from foreshard.spec.codec import load_json
 
 _COLUMN = {"cpu": 0, "wall": 1}
 _PHASES = ("forward", "backward", "backward_input")
@@ -23,15 +22,7 @@ def load_profile(path: str) -> dict[str, Any]:
     ------
     SpecError
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read: {error.strerror}", file=path, key="--profile",
-                        fix="Make it with foreshard profile") from None  # fmt: skip
-    except ValueError as error:
-        raise SpecError(f"not JSON: {error}", file=path, key="--profile",
-                        rule="The file is what foreshard profile writes",
-                        fix="Run foreshard profile again") from None  # fmt: skip
+    data = load_json(path, key="--profile", fix="Make it with foreshard profile")
     if not isinstance(data, dict) or data.get("kind") != "profile":
         raise SpecError(
             "is not a profile",

@@ -105,6 +105,28 @@ def parse_json(text: str, *, file: str | None = None) -> Any:
         ) from None
 
 
+def load_json(path: str | Path, *, key: str, fix: str) -> Any:
+    """Return the value of a JSON file that a program has written.
+
+    Parameters
+    ----------
+    path : str or Path
+    key : str
+        The option that names the file.
+    fix : str
+        Which program writes such files.
+
+    Raises
+    ------
+    SpecError
+    """
+    try:
+        return parse_json(read_text(path), file=str(path))
+    except SpecError as error:
+        error.key, error.fix = key, fix
+        raise
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 

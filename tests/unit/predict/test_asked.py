@@ -15,7 +15,9 @@ def test_an_unknown_cost_source_leads_to_the_file_of_calibrate():
         api.predict(model, cluster, costs="guess")
 
 
-@pytest.mark.parametrize(("text", "said"), [("{}", "no key 'kind'"), ("", "not JSON"), ("[]", "calibrate")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("{}", "no key 'kind'"), ("", "not valid JSON"), ("[]", "calibrate")]
+)
 def test_what_are_no_measured_costs_names_file_and_way_out(tmp_path, text, said):
     path = tmp_path / "costs.json"
     path.write_text(text)
