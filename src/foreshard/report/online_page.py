@@ -84,7 +84,7 @@ def _table(one: Table) -> str:
         + "</tr>"
         for row in one.rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _words(text: str) -> str:
@@ -183,7 +183,7 @@ def _series(found: Contest) -> str:
         for name in (one for one in _SHOWN if one in policies):
             values = policies[name]["series"][key]
             step = found.slots / len(values)
-            points = [((i + 0.5) * step, value) for i, value in enumerate(values)]
+            points = [(int((i + 0.5) * step) + 1, value) for i, value in enumerate(values)]
             lines.append(Line(name=name, points=points, dots=False))
         out.append(_words(text) + chart(lines, x="slot", y=text))
     return "".join(out)

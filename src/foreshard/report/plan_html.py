@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from foreshard.report.rivals import Rival
     from foreshard.report.sensitivity import Gain
 
+_SENTENCE = 28  # letters of a cell that would be broken into a column of words on a narrow page
+
 
 def plan_page(
     result: PlanResult,
@@ -101,6 +103,10 @@ def _section(title: str, lead: str, *body: str) -> str:
 def _table(table: Table, *, caption: bool = True, marked: bool = False) -> str:
     """Return a Table as HTML; `marked` sets the first row apart."""
     kinds = [' class="n"' if column.startswith(">") else "" for column in table.columns]
+    longest = [max((len(row[i]) for row in table.rows), default=0) for i in range(len(kinds))]
+    kinds = [
+        kind or (' class="words"' if n >= _SENTENCE else "") for kind, n in zip(kinds, longest, strict=True)
+    ]
     heads = "".join(
         f'<th scope="col"{kind}>{html.escape(column.removeprefix(">"))}</th>'
         for column, kind in zip(table.columns, kinds, strict=True)
