@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from foreshard.errors import InfeasibleError
 from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
+from foreshard.planner.interleaving import interleaved_bound, interleaved_plans
 from foreshard.planner.judge import engine_seconds, engine_shares, predicted, short_bytes
 from foreshard.planner.loading import HASTE, is_hasty
 from foreshard.planner.mapping import plan_of
@@ -46,6 +48,11 @@ SPACE = (
     "which all of them cut, over ranks that follow each other, or none, and no gradient collective has more "
     "members in a link domain than its stage's tp leaves room for"
 )
+INTERLEAVED = (
+    "or plans whose pipelines of several stages are all interleaved with 2, or all with 4, chunks of layers "
+    "on each device"
+)
+"""Of the space where an interleaved plan is chosen and proven."""
 _JUDGED = 24
 _LEAST_S = 0.5
 _HASTE_S = 0.2  # before its deadline a search ends at a proven gap, or by Ctrl-C
@@ -55,11 +62,14 @@ _ALONE = 0.6
 _APART = 0.5
 _LATER = 0.2
 _PLAIN = 0.5
+_INTERLEAVED = 0.4
 _SLACK = 2.0
 _NEAR = 1.55
 _JUDGING = 0.05
 _AIM = 0.003
 _CLOSED = 0.005
+_PROVEN = 0.01
+"""Gap up to which the bound speaks of interleaved plans too."""
 _GAP = 0.15
 """Gap above which plans are looked for again at less hopeful prices."""
 _ROOMIER = 4
@@ -84,6 +94,7 @@ class _Found:
     ladder: dict[str, float] = field(default_factory=dict)
     evaluated: int = 0
     pruned: int = 0
+    interleaved_s: float = 0.0
     interrupted: bool = False
     stopped: bool = False
     columns: dict[NamedTemplate, None] = field(default_factory=dict)
@@ -177,6 +188,8 @@ def search_mixed(request: Request) -> PlanResult:
         share = 1.0 if _is_closed(found) else _APART
         _until_stopped(found, _search_apart, request, sets[0], found, now + share * (deadline - now))
         _until_stopped(found, _search_again, found, request, deadline)
+    if not hasty:
+        _until_stopped(found, _search_interleaved, request, sets, found, started, deadline)
     above = found.best_s / max(min(found.proven), 1e-12) - 1.0
     if not found.judged or (not hasty and (price or above > _GAP)):
         _until_stopped(found, _offer_published, request, sets[0], found, deadline)
@@ -192,6 +205,9 @@ def search_mixed(request: Request) -> PlanResult:
         )  # fmt: skip
     bound = _bound(request, found, sets, notes)
     best_s = plans[0].prediction.step_time_s
+    space = SPACE
+    if any(group.num_chunks > 1 for group in plans[0].plan.groups):
+        space, bound = _beside(request, found, bound, best_s, notes)
     return PlanResult(
         plans=plans,
         lower_bound_step_time_s=min(bound, best_s),
@@ -200,7 +216,7 @@ def search_mixed(request: Request) -> PlanResult:
         evaluated=found.evaluated + len(found.judged),
         pruned=found.pruned,
         wall_s=time.perf_counter() - started,
-        space=SPACE,
+        space=space,
         ladder={name: float(value) for name, value in found.ladder.items()} | {"configuration": float(bound)},
         interrupted=found.interrupted,
         stopped=found.stopped,
@@ -379,6 +395,26 @@ def _search_again(found: _Found, request: Request, deadline: float) -> None:
         _judge(found, request, problem, solution, late, found.best_s)
 
 
+def _search_interleaved(
+    request: Request, sets: Sequence[tuple[int, ...]], found: _Found, started: float, deadline: float
+) -> None:
+    """Look for interleaved plans and for their bound, in the part of the budget that is for them."""
+
+    def priced(use: tuple[int, ...], chunks: int, stages: int | None = None) -> Problem:
+        problem = price_stages(request, use, by_domain=True, every=True, chunks=chunks, stages=stages)
+        return capped(problem, request.max_devices)
+
+    now = time.perf_counter()
+    if deadline - now < _LEAST_S:
+        return
+    known = sorted(found.judged, key=lambda one: one[0])
+    until = min(deadline, now + max(now - started, _INTERLEAVED * request.budget_s))
+    made = interleaved_plans(request, known, partial(priced, sets[0]), now + _PLAIN * (until - now))
+    if made:
+        found.interleaved_s = interleaved_bound(request, sets, priced, made[0][0], until)
+        found.judged += made
+
+
 def _named(problem: Problem, solution: Solution) -> dict[NamedTemplate, None]:
     """Return a solution's pipelines by what their stages are, which holds in other problems too."""
     return {
@@ -487,6 +523,7 @@ def _judge(
     left out: no plan is faster by the engine than its arrangement is by the problem.
     """
     made: list[float] = []
+    seen: list[Plan] = []
     for arrangement in solution.others[:_JUDGED]:
         least = step_seconds(problem, arrangement)
         if beat_s is not None and made and least >= min(beat_s, *made):
@@ -495,13 +532,29 @@ def _judge(
             if made and time.perf_counter() > deadline:
                 return
             plan = plan_of(request, problem, arrangement, replicas_near=near)
-            if plan is None:
+            if plan is None or plan in seen:
                 continue
+            seen.append(plan)
             made += found.take(request, plan)
             again = engine_shares(request, problem, arrangement, plan)
             other = None if again is None else plan_of(request, problem, again, replicas_near=near)
             if other is not None:
                 made += found.take(request, other)
+
+
+def _beside(
+    request: Request, found: _Found, bound: float, best_s: float, notes: list[str]
+) -> tuple[str, float]:
+    """Return space and bound where the chosen plan is interleaved: with such plans if that says enough."""
+    whole = bound if request.engine != "analytical" else min(bound, found.interleaved_s)
+    if request.engine != "analytical" or best_s <= whole * (1.0 + _PROVEN):
+        return f"{SPACE}; {INTERLEAVED}", whole
+    notes.append(
+        f"the chosen plan is interleaved and beside the bound, which speaks of 1f1b: none of that takes less "
+        f"than {bound:.3g} s; none interleaved throughout, with 2 or 4 chunks, less than "
+        f"{found.interleaved_s:.3g} s"
+    )
+    return SPACE, bound
 
 
 def _predictions(request: Request, found: _Found, deadline: float) -> list[Prediction]:

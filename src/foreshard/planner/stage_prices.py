@@ -59,6 +59,8 @@ def price_stages(
     apart: bool = False,
     by_domain: bool = False,
     every: bool = False,
+    chunks: int = 1,
+    stages: int | None = None,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
@@ -82,6 +84,11 @@ def price_stages(
     every : bool
         Offer every stage of the space: also those that cut experts or split sequences, and those that ranks
         of two node groups share.
+    chunks : int
+        Of layers that each device of a pipeline of several stages holds, interleaved; times are of all.
+    stages : int, optional
+        Most stages of a pipeline: every device has memory for the chunks of one so long. Without it there is
+        the memory of 1f1b, of which interleaved pipelines need no less.
     """
     types = _stage_types(request)
     kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
@@ -90,24 +97,24 @@ def price_stages(
     if every:
         more, even = _joint(request, use, types, {kind.samples for kind in kinds})
         kinds += more
-    rooms = _rooms(request, kinds, types, reserve_bytes)
+    rooms = _rooms(request, kinds, types, reserve_bytes, (chunks, stages))
     if every:
         rooms[:, len(kinds) - len(more) :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     spans = np.array([[float(len(kind.parts)) for kind in kinds]])
     crosses = _fewest_devices(kinds, types, rooms) > max(domains)
-    batch = _batch(request, use, kinds, types, crosses=crosses or apart)
+    batch = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
     time_s = np.broadcast_to(seconds, shape)
     leave_s = leave_tail_s = None
     if by_domain and not (crosses or apart or compute_only):
-        far = _batch(request, use, kinds, types, crosses=True)
+        far = _batch(request, use, kinds, types, crosses=True, chunks=chunks)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
         leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks, spans), shape).T.copy()
-    alone = _batch(request, use, kinds, types, crosses=crosses or apart)
+    alone = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
     tails = [
         np.broadcast_to(_tail(alone, stage, copies, blocks, spans, apart=apart), shape).T
         for copies in _copies(request)
@@ -120,7 +127,7 @@ def price_stages(
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
-        max_stages=min(_MAX_STAGES, request.model.num_layers),
+        max_stages=min(stages or _MAX_STAGES, request.model.num_layers),
         types=types.table,
         takes=takes,
         micro_batch=np.array([kind.samples for kind in kinds]),
@@ -300,6 +307,7 @@ def _batch(
     types: _Types,
     *,
     crosses: bool = False,
+    chunks: int = 1,
 ) -> Batch:
     """Return stages as rows and options as columns, each alone in its plan."""
     model, framework, nodes = request.model, request.framework, request.cluster.nodes
@@ -329,7 +337,7 @@ def _batch(
         has_embedding=types.has_embedding,
         has_head=types.has_head,
         multiplicity=np.ones((len(types.has_head), len(kinds))),
-        pipeline=_pipeline(request, kinds, types, crosses),
+        pipeline=_pipeline(request, kinds, types, crosses, chunks),
         plan_index=np.arange(len(kinds)),
     )
 
@@ -389,7 +397,9 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
     )  # fmt: skip
 
 
-def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, crosses: bool) -> Pipeline:
+def _pipeline(
+    request: Request, kinds: Sequence[StageKind], types: _Types, crosses: bool, chunks: int
+) -> Pipeline:
     model, nodes = request.model, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
     # Beside a stage that fills its link domain there is no room for a neighbour.
@@ -407,7 +417,7 @@ def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, cross
     return Pipeline(
         num_micro_batches=one(1e6),
         num_stages=np.where(alone > 0, 1.0, 2.0),
-        num_chunks=one(1),
+        num_chunks=np.where(alone > 0, 1.0, float(chunks)),
         gpipe=one(0),
         zero_bubble=one(0),
         crosses_node=np.array(leaves),
@@ -422,26 +432,44 @@ def _pipeline(request: Request, kinds: Sequence[StageKind], types: _Types, cross
     )
 
 
-def _rooms(request: Request, kinds: Sequence[StageKind], types: _Types, reserve_bytes: float) -> np.ndarray:
-    """Return the micro-batches in flight that fit on every stage of every option, shape (types, options)."""
-    rooms = _rooms_of(request, kinds, types, reserve_bytes)
+def _rooms(
+    request: Request,
+    kinds: Sequence[StageKind],
+    types: _Types,
+    reserve_bytes: float,
+    interleaved: tuple[int, int | None],
+) -> np.ndarray:
+    """Return the micro-batches in flight that fit on every stage of every option, shape (types, options).
+
+    `interleaved` are the chunks of layers of a device, and how many stages to have memory for.
+    """
+    rooms = _rooms_of(request, kinds, types, reserve_bytes, interleaved)
     joint = [i for i, kind in enumerate(kinds) if kind.beside]
     if joint:
-        others = _rooms_of(request, [kinds[i].turned for i in joint], types, reserve_bytes)
+        turned = [kinds[i].turned for i in joint]
+        others = _rooms_of(request, turned, types, reserve_bytes, interleaved)
         rooms[:, joint] = np.minimum(rooms[:, joint], others)
     return rooms
 
 
 def _rooms_of(
-    request: Request, kinds: Sequence[StageKind], types: _Types, reserve_bytes: float
+    request: Request,
+    kinds: Sequence[StageKind],
+    types: _Types,
+    reserve_bytes: float,
+    interleaved: tuple[int, int | None],
 ) -> np.ndarray:
     """Return the micro-batches in flight that fit on the ranks of its own node group of each option."""
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
-    load = _load(request, kinds, types)
+    load, (chunks, stages) = _load(request, kinds, types), interleaved
+    alone = types.has_embedding * types.has_head > 0
     rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
-    for depth in range(1, _MAX_STAGES + 1):
-        peak = stage_peak_bytes(replace(load, in_flight=float(depth)), request.framework)
+    for depth in range(1, (stages or _MAX_STAGES) + 1):
+        held = float(depth)
+        if chunks > 1 and stages:  # as the engine counts chunks
+            held = (2 * (depth - 1) + (chunks - 1) * stages + 1) / chunks
+        peak = stage_peak_bytes(replace(load, in_flight=np.where(alone, depth, held)), request.framework)
         rooms += (peak <= capacity) & (rooms == depth - 1)
     return rooms
 

@@ -1,0 +1,130 @@
+"""Interleaved pipelines: found by the search for 1f1b ones, timed as the engine does, in memory, chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.planner.interleaving import chunk_counts, in_rounds, interleaved, interleaved_plans, scaled
+from foreshard.planner.judge import engine_seconds
+from foreshard.planner.mapping import plan_of
+from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds, template_faults
+from foreshard.planner.request import Request, checked_request
+from foreshard.planner.search import plan
+from foreshard.planner.stage_prices import price_stages
+from foreshard.predict.step import predict
+from foreshard.spec.checks import check_plan
+
+TWO = "1x4xl4+1x4xa100-sxm-40gb@100Gb/s"
+BATCH = 48
+
+
+def asked(model: str = "gpt2-xl", framework: str = "megatron-core") -> Request:
+    return checked_request(
+        load_model(model), load_cluster(TWO), global_batch=BATCH, seq_len=1024, framework=framework
+    )
+
+
+def _template(problem: Problem, rng: np.random.Generator, left: np.ndarray) -> Template | None:
+    """Draw a pipeline of two to four stages that fits devices and memory."""
+    stages = int(rng.integers(2, 5))
+    size = int(rng.choice(problem.micro_batch))
+    options = np.flatnonzero((problem.micro_batch == size) & np.all(problem.takes <= left, axis=1))
+    if not len(options):
+        return None
+    cuts = [0, *sorted(rng.choice(np.arange(5, 46), stages - 1, replace=False).tolist()), problem.num_layers]
+    made = tuple(
+        Part(option=int(option), start=start, stop=stop)
+        for option, start, stop in zip(rng.choice(options, stages), cuts[:-1], cuts[1:], strict=True)
+    )
+    used = problem.takes[[part.option for part in made]].sum(0)
+    return None if np.any(used > left) or template_faults(problem, made) else made
+
+
+@pytest.mark.parametrize(("chunks", "use"), [(2, (1,)), (4, (1,)), (2, (0, 1)), (4, (0, 1))])
+def test_an_interleaved_pipeline_costs_what_the_engine_says(chunks, use):
+    """On devices of one kind; where kinds are joined links are at their best, and it never costs less."""
+    request, rng = asked(), np.random.default_rng(chunks)
+    priced = price_stages(request, use, by_domain=True, every=True, chunks=chunks, stages=4)
+    problem, compared = scaled(priced, chunks), 0
+    for _ in range(4000):
+        template = _template(problem, rng, np.array(problem.counts))
+        if template is None or min(part.stop - part.start for part in template) < chunks or compared >= 15:
+            continue
+        real = Arrangement(templates=(template,), shares=(BATCH,))
+        one = plan_of(request, problem, real)
+        made = None if one is None else interleaved(one, chunks)
+        if made is None or not np.all(problem.takes[[p.option for p in template]].sum(0)[list(use)] > 0):
+            continue
+        check_plan(made, request.model, request.cluster)
+        assert made.groups[0].num_chunks == chunks
+        assert [s.num_layers for s in made.groups[0].stages] == [p.stop - p.start for p in template]
+        ours = step_seconds(problem, Arrangement(templates=(template,), shares=(BATCH * chunks,)))
+        engine = engine_seconds(request, [made])[0]
+        assert ours <= engine * (1 + 1e-9)
+        if len(use) == 1:
+            assert ours == pytest.approx(engine, rel=1e-9)
+        memory = predict(request.model, request.cluster, made, engine="analytical").memory
+        assert memory.peak_bytes <= memory.capacity_bytes * 1.02
+        compared += 1
+    assert compared >= 10
+
+
+def test_no_less_memory_is_asked_of_interleaved_pipelines():
+    request = asked()
+    plain = price_stages(request, (0, 1))
+    least = price_stages(request, (0, 1), chunks=4)
+    real = price_stages(request, (0, 1), chunks=4, stages=4)
+    assert np.array_equal(plain.max_in_flight, least.max_in_flight)
+    assert np.all(np.minimum(real.max_in_flight, 4) <= np.minimum(plain.max_in_flight, 4))
+    assert np.any(np.minimum(real.max_in_flight, 4) < np.minimum(plain.max_in_flight, 4))
+
+
+@pytest.mark.parametrize("batch", [48, 50, 17])
+def test_samples_come_in_rounds_and_what_is_left_over_goes_to_one_pipeline(batch):
+    request, rng = asked(), np.random.default_rng(batch)
+    problem, tried = scaled(price_stages(request, (0, 1), by_domain=True), 2), 0
+    for _ in range(500):
+        first = _template(problem, rng, np.array(problem.counts))
+        taken = None if first is None else problem.takes[[part.option for part in first]].sum(0)
+        second = None if taken is None else _template(problem, rng, np.array(problem.counts) - taken)
+        if second is None:
+            continue
+        found = in_rounds(problem, (first, second), 2, batch)
+        if found is None:
+            continue
+        assert sum(found.shares) == batch
+        units = [len(one) * int(problem.micro_batch[one[0].option]) for one in found.templates]
+        odd = [share % unit for share, unit in zip(found.shares, units, strict=True)]
+        assert sum(rest > 0 for rest in odd) <= 1
+        tried += 1
+    assert tried >= 10
+
+
+def test_only_what_the_framework_interleaves_and_blocks_alike():
+    assert chunk_counts(asked()) == (4, 2)
+    assert chunk_counts(asked(framework="megatron-deepspeed")) == ()
+    assert chunk_counts(asked(model="deepseek-v2-lite")) == ()
+    request = asked(framework="megatron-deepspeed")
+    assert interleaved_plans(request, [(1.0, None)], lambda *_: None, 1e30) == []
+
+
+def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speaks(even_clock):
+    """Four devices and sixteen micro-batches: a pipeline fills for a sixth of the step."""
+    pytest.importorskip("scipy")
+    model, cluster = load_model("gpt2-xl"), load_cluster("1x4xl4+1x4xt4@25Gb/s")
+    found = plan(model, cluster, global_batch=32, seq_len=1024, budget_s=6.0)
+    best = found.plans[0]
+    check_plan(best.plan, model, cluster)
+    assert best.prediction.memory.fits
+    assert best.plan.groups[0].schedule == "interleaved" and best.plan.groups[0].num_chunks > 1
+    assert 0.0 < found.lower_bound_step_time_s <= best.prediction.step_time_s
+    assert "interleaved" in found.space or any("interleaved" in note for note in found.notes)
+    without = next(one for one in found.plans if all(group.num_chunks == 1 for group in one.plan.groups))
+    exact = [
+        predict(model, cluster, one.plan, engine="graph", timeline=False).step_time_s
+        for one in (best, without)
+    ]
+    assert exact[0] < exact[1]
