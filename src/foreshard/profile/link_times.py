@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from foreshard.errors import SpecError
+from foreshard.profile.address import own_address
 
 SIZES = (8, 2**10, 2**14, 2**17, 2**20, 2**23)
 """Bytes."""
@@ -46,13 +47,13 @@ class Ranks:
     rank, size : int
     device : torch.device
         Tensors are there; NCCL joins GPUs, gloo the rest.
-    local : bool
-        All are on this host: nothing listens outside of it.
+    address : str
+        Of this host, where the others reach this rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, local: bool):
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, address: str):
         self.rank, self.size, self.device = rank, size, device
-        self._store, self._local = store, local
+        self._store, self._address = store, address
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store.set(f"host/{rank}", os.uname().nodename)
@@ -68,10 +69,7 @@ class Ranks:
             return dist.ProcessGroupNCCL(store, place, len(ranks), chosen)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-            if self._local else dist.ProcessGroupGloo.create_default_device()
-        ]  # fmt: skip
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         return dist.ProcessGroupGloo(store, place, len(ranks), options)
 
     def apart(self, ranks: Sequence[int]) -> bool:
@@ -234,7 +232,7 @@ def _met_in(
     store = dist.FileStore(str(Path(folder) / "meet"), count)
     store.set_timeout(_TIMEOUT)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    return time_links(Ranks(store, rank, count, here, local=True), repeats=repeats, tell=tell)
+    return time_links(Ranks(store, rank, count, here, address="127.0.0.1"), repeats=repeats, tell=tell)
 
 
 def torchrun_ranks(device: str) -> Ranks | None:
@@ -246,7 +244,8 @@ def torchrun_ranks(device: str) -> Ranks | None:
     place = int(os.environ.get("LOCAL_RANK", "0"))
     here = torch.device(device, place) if device == "cuda" else torch.device(device)
     same_host = size <= int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return Ranks(store, rank, size, here, local=same_host)
+    address = "127.0.0.1" if same_host else own_address(os.environ["MASTER_ADDR"])
+    return Ranks(store, rank, size, here, address=address)
 
 
 if __name__ == "__main__":

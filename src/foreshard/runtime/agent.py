@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.runtime.rehost import Place, announce, claim, own_address, place_of, term_of
+from foreshard.profile.address import own_address
+from foreshard.runtime.rehost import Place, announce, claim, place_of, term_of
 from foreshard.runtime.store import Client
 from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
 from foreshard.spec.plan import Plan

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from foreshard.errors import SpecError
+from foreshard.profile.address import own_address
 from foreshard.runtime.agent import Agent, make_secret
 from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.lab_network import LabNetwork
 from foreshard.runtime.outcome import Outcome, outcome_of
-from foreshard.runtime.rehost import goes_on, own_address
+from foreshard.runtime.rehost import goes_on
 from foreshard.runtime.sound import check_sound
 from foreshard.runtime.steering import wheel_of
 from foreshard.runtime.timeline import merge

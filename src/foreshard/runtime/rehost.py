@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,10 +100,3 @@ def claim(folder: Path, term: int) -> bool:
             with contextlib.suppress(OSError):
                 old.unlink()
     return True
-
-
-def own_address(towards: str) -> str:
-    """Return the address by which hosts on the way to another one reach this one; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        return str(probe.getsockname()[0])

@@ -5,8 +5,9 @@ import time
 import pytest
 
 from foreshard.errors import ForeshardError, SpecError
+from foreshard.profile.address import own_address
 from foreshard.runtime.agent import Agent
-from foreshard.runtime.rehost import Place, announce, claim, goes_on, located, own_address, place_of, term_of
+from foreshard.runtime.rehost import Place, announce, claim, goes_on, located, place_of, term_of
 from foreshard.runtime.store import Client, StoreServer
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import parse_plan
