@@ -139,14 +139,18 @@ def pipelined(rank: int):
     return step
 
 
-def overhead(store, rank: int, rounds: int) -> float:
-    """Processor time of this rank's thread in a step over that of the actions in it, the median."""
+def overhead(store, rank: int, rounds: int) -> tuple[float, float]:
+    """Processor time of this rank's thread in a step over that of the actions in it, and the part of it
+    that writing down when each action began and ended takes; medians.
+    """
     from foreshard.runtime.clock import VirtualClock
     from foreshard.runtime.fixed import FixedMembership
     from foreshard.runtime.job import load_job
+    from foreshard.runtime.timeline import Timeline
     from foreshard.runtime.trainer import Trainer
 
     job, spent = load_job(str(Path(__file__).parents[1] / "examples" / "jobs" / "gpt_job.py")), [0.0]
+    timeline, marking = Timeline(rank), [0.0]
     plan = even("pipeline", job.num_layers)
 
     class Counting(VirtualClock):
@@ -154,17 +158,26 @@ def overhead(store, rank: int, rounds: int) -> float:
             spent[0] += time.thread_time() - self._began_s
             super().end(action, samples, layers)
 
+    def mark(*given) -> None:
+        began = time.thread_time()
+        timeline.add(*given)
+        marking[0] += time.thread_time() - began
+
     trainer = Trainer(
         job,
         membership=FixedMembership(dist.PrefixStore("overhead", store), rank, plan, range(RANKS)),
         clock=Counting(lambda a, b: (1e9, 5e-5)),
+        on_action=mark,
     )
-    ratios = []
+    timeline.begin_step(0, plan, 0.0)
+    ratios, marks = [], []
     for _ in range(rounds + 3):
-        spent[0], began = 0.0, time.thread_time()
+        spent[0], marking[0], began = 0.0, 0.0, time.thread_time()
         trainer.train_step()
-        ratios.append((time.thread_time() - began) / spent[0])
-    return statistics.median(ratios[3:])
+        step_s = time.thread_time() - began
+        ratios.append(step_s / spent[0])
+        marks.append(marking[0] / step_s)
+    return statistics.median(ratios[3:]), statistics.median(marks[3:])
 
 
 def recut(store, rank: int, rounds: int) -> tuple[float, float]:
@@ -218,7 +231,7 @@ def rank_main(rank: int, folder: str, rounds: int) -> None:
             dist.barrier()
             if turn >= 3:
                 times[name].append(time.perf_counter() - began)
-    extra = torch.tensor([overhead(file, rank, rounds), *recut(file, rank, 10)])
+    extra = torch.tensor([*overhead(file, rank, rounds), *recut(file, rank, 10)])
     dist.all_reduce(extra, dist.ReduceOp.MAX)
     if rank == 0:
         Path(folder, "times.json").write_text(json.dumps({"times": times, "extra": extra.tolist()}))
@@ -250,8 +263,9 @@ def main() -> None:
             f"ratio of medians {mine_s / other_s:.3f}, "
             f"median of paired ratios {statistics.median(ratios):.3f}"
         )
-    over, change_s, step_s = told["extra"]
+    over, marks, change_s, step_s = told["extra"]
     print(f"processor time of a step over that of its actions, worse of two ranks: {over:.3f}")
+    print(f"of it to write down when each action began and ended: {100 * marks:.3f} %")
     spent = f"{1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step"
     print(f"re-cut that moves a quarter of the layers: {spent}")
 
