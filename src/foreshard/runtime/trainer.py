@@ -30,8 +30,8 @@ from foreshard.runtime.holding import Holding
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, layout_of
 from foreshard.runtime.loss_scale import LossScale, first_scale, heard_scale
-from foreshard.runtime.migrate import Held, Moved, Piece, heard, migrate, moves_of
-from foreshard.runtime.migrate import told as told_pieces
+from foreshard.runtime.meeting import Meeting, Status, heard_status
+from foreshard.runtime.migrate import Held, Moved, Piece, migrate, moves_of
 from foreshard.runtime.own_code import in_file
 from foreshard.runtime.probe import Probe
 from foreshard.runtime.slices import parsed
@@ -395,21 +395,19 @@ class Trainer:
         self._world = self.membership.group(self._ranks, "world") if len(self._ranks) > 1 else None
         self._plan_number, self._next_plans = 0, {}
         self._check(generation.plan)
-        told = self._tell_all(self._status())
-        self._rooms = {rank: status["room_bytes"] for rank, status in told.items()}
-        resume = generation.resume and first and not any(status["held"] for status in told.values())
-        target = max(status["step"] for status in told.values())
-        held = self._roll_forward(told, target)
-        self._tell_late(told)
-        scales = [s["loss_scale"] for s in told.values() if s["step"] == target and s["loss_scale"]]
-        self._scale = heard_scale(scales[0] if scales else None)
+        met = Meeting(self._tell_all(self._status()))
+        self._rooms = met.rooms
+        resume = generation.resume and first and met.is_first
+        held = self._roll_forward(met)
+        self._tell_late(met)
+        self._scale = met.loss_scale
         wanted = self._wanted(layout_of(generation.plan))
         _, missing = moves_of(held, wanted)
         if missing or resume:
             self._roll_back(generation.plan, missing, resume=resume)
             held = wanted
         else:
-            self.step = target
+            self.step = met.step
         self._settle(generation.plan, held)
         self._advance_together()  # a rank that is new has no time yet
         if not first:
@@ -430,42 +428,26 @@ class Trainer:
             )  # fmt: skip
         check_split(layout_of(plan), self.parameters, self.job.path)
 
-    def _status(self) -> dict[str, Any]:
-        vote = self._vote
-        return {
-            "step": self.step,
-            "room_bytes": self.room_bytes,
-            "loss_scale": None if self._scale is None else self._scale.told(),
-            "reduced": self._reduced,
-            "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
-            "told": self._told,
-            "last": -1 if self._last is None else self._last.step,
-            "held": told_pieces(self._held),
-            "kept": told_pieces(self._kept),
-        }
+    def _status(self) -> Status:
+        return Status(
+            step=self.step, reduced=self._reduced, vote=self._vote, told=self._told,
+            last=-1 if self._last is None else self._last.step, held=self._held, kept=self._kept,
+            room_bytes=self.room_bytes, loss_scale=self._scale,
+        )  # fmt: skip
 
-    def _tell_all(self, status: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    def _tell_all(self, status: Status) -> dict[int, Status]:
         """Return the status of every rank of the generation."""
         if self._world is None:
-            return {self.rank: dict(status)}
+            return {self.rank: status}
         store, number = self.membership.store, self._generation.number  # type: ignore[union-attr]
-        store.set(f"g{number}/status/{self.rank}", json.dumps(status))
-        return {rank: json.loads(bytes(store.get(f"g{number}/status/{rank}"))) for rank in self._ranks}
+        store.set(f"g{number}/status/{self.rank}", status.to_json())
+        return {rank: heard_status(bytes(store.get(f"g{number}/status/{rank}"))) for rank in self._ranks}
 
-    def _roll_forward(self, told: Mapping[int, Mapping[str, Any]], target: int) -> dict[int, Held]:
-        """Finish a step that others have committed, and return what every rank holds at the target."""
-        held: dict[int, Held] = {}
-        votes = (s["vote"] for s in told.values() if s["step"] == target and s["vote"] is not None)
-        vote = next(votes, None)  # none where all who are at the target have it from a checkpoint
-        for rank, status in told.items():
-            behind = target - status["step"]
-            if behind == 0:
-                held[rank] = heard(status["held"])
-            elif behind == 1 and status["reduced"] and vote is not None:
-                held[rank] = heard(status["kept"])  # what others of its stage update it has as it was before
-        if self.rank in held and vote is not None and told[self.rank]["step"] < target:
-            loss, count, square = vote
-            self._finish_cut_off(Vote(loss=loss, count=count, square_norm=square))
+    def _roll_forward(self, met: Meeting) -> dict[int, Held]:
+        """Finish a step that others have committed, and return what every rank holds then."""
+        held, vote = met.held(), met.cut_off(self.rank)
+        if vote is not None:
+            self._finish_cut_off(vote)
         elif self.rank not in held:
             self._forget()
         return held
@@ -483,14 +465,12 @@ class Trainer:
             self.on_step(done)
             self._told = done.step
 
-    def _tell_late(self, told: Mapping[int, Mapping[str, Any]]) -> None:
-        """Tell the last step if who conducted it was lost before it could: the least that knows it does."""
-        last = max(max(status["told"], status["last"]) for status in told.values())
-        knows = [rank for rank, status in told.items() if status["last"] == last]
-        untold = max(status["told"] for status in told.values()) < last
-        if self._last is not None and untold and self.rank == min(knows):
+    def _tell_late(self, met: Meeting) -> None:
+        """Tell the last step if who conducted it was lost before it could."""
+        late = met.late_teller()
+        if self._last is not None and late is not None and late[0] == self.rank:
             self.on_step(replace(self._last, time_s=None))
-            self._told = last
+            self._told = late[1]
 
     def _forget(self) -> None:
         """Drop everything held: it is of another step than the run goes on from."""
