@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from foreshard.errors import InfeasibleError
-from foreshard.planner.measured_prices import kinds_of, priced, work_bound_s
+from foreshard.planner.measured_moves import Judge
+from foreshard.planner.measured_places import Places, kinds_of
+from foreshard.planner.measured_prices import priced, work_bound_s
 from foreshard.planner.problem import Arrangement, Problem
 from foreshard.planner.result import PlanResult, Ranked
-from foreshard.planner.solve import solve
-from foreshard.predict.measured import predict_measured, step_seconds
+from foreshard.planner.solve import Solution, solve
+from foreshard.predict.measured import predict_measured
 from foreshard.predict.measured_costs import MeasuredCosts
-from foreshard.predict.measured_memory import measured_memory
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -28,12 +30,10 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _REACH = 2
 """Micro-batches up to so many times the largest that was timed: beyond, the line is a guess."""
 _JUDGED = 24
-_REFINED = 3
+_REFINED = 8
 _SEARCH_PART = 0.5
 _JUDGE_PART = 0.2
 """Of the budget, at least: a slow search leaves time to move what it found."""
-_WORTH_BALANCING = 1.5
-"""A plan with a device moved is balanced first if it takes no more than so many times as long."""
 
 
 def plan_measured(
@@ -62,23 +62,29 @@ def plan_measured(
     started = time.perf_counter()
     kinds = kinds_of(cluster)
     sizes = [m for m in _SIZES if m <= min(global_batch, costs.largest * _REACH)]
-    bound_s = work_bound_s(costs, cluster, sizes, global_batch)
-    problem = priced(costs, cluster, kinds, sizes, global_batch)
-    solution = solve(problem, budget_s=budget_s * _SEARCH_PART, target_gap=0.005)
-    if solution.arrangement is None:
-        return _nothing(costs, bound_s, started)
+    places = Places(cluster, kinds)
+    degrees = sorted({tp for kind in range(len(kinds)) for tp in places.degrees(costs, kind)})
+    bound_s = work_bound_s(costs, cluster, sizes, global_batch, degrees)
+    searched = []
+    for tp in (1, *degrees):  # the exact schedule takes stages of one tp above 1
+        problem = priced(costs, cluster, kinds, sizes, global_batch, tp)
+        part_s = budget_s * _SEARCH_PART / (1 + len(degrees))
+        searched.append((problem, solve(problem, budget_s=part_s, target_gap=0.005)))
+    solutions = [solution for _, solution in searched]
     blank = Plan(
         global_batch=global_batch, seq_len=seq_len, groups=(), precision=precision, optimizer=optimizer,
         framework="foreshard",
     )  # fmt: skip
     deadline = max(started + budget_s, time.perf_counter() + budget_s * _JUDGE_PART)
-    judge = _Judge(costs, cluster, sizes, deadline=deadline)
-    arrangements = dict.fromkeys((solution.arrangement, *solution.others[:_JUDGED]))
-    plans = [_plan(blank, problem, one, kinds) for one in arrangements]
-    plans = sorted((*plans, *_plain(blank, costs, cluster.num_devices, max(sizes))), key=judge.seconds)
-    plans = [judge.refined(plan) for plan in plans[:_REFINED]] + plans[_REFINED:]
-    distinct = {plan.groups: plan for plan in sorted(plans, key=judge.seconds)}.values()
-    ranked = [(judge.seconds(plan), plan) for plan in distinct if math.isfinite(judge.seconds(plan))]
+    blocks = {tp: list(_blocks(costs, places, len(kinds), tp)) for tp in (1, *degrees)}
+    distinct = list(dict.fromkeys(block for same in blocks.values() for block in same))
+    judge = Judge(costs, cluster, sizes, distinct, deadline=deadline)
+    plain = [
+        _plain(blank, len(costs.layers), same, max(sizes))
+        for same in blocks.values() if global_batch >= cluster.num_devices
+    ]  # fmt: skip
+    fits = any(solution.arrangement is not None for solution in solutions)
+    ranked = _ranked(judge, _found(blank, searched, places), plain) if fits else []
     if not ranked:
         return _nothing(costs, bound_s, started)
     shown = []
@@ -87,10 +93,12 @@ def plan_measured(
         shown.append(Ranked(plan=plan, prediction=prediction, why=_why(seconds, ranked[0][0])))
     return PlanResult(
         plans=tuple(shown), lower_bound_step_time_s=bound_s, gap=ranked[0][0] / bound_s - 1,
-        binding=shown[0].prediction.bottleneck, evaluated=solution.evaluated + judge.evaluated,
-        pruned=solution.excluded, wall_s=time.perf_counter() - started,
-        space=f"pipelines of one device a stage, any cuts and shares, micro-batches up to {max(sizes)}, 1f1b",
-        ladder={"work": bound_s}, interrupted=solution.interrupted,
+        binding=shown[0].prediction.bottleneck,
+        evaluated=sum(solution.evaluated for solution in solutions) + judge.evaluated,
+        pruned=sum(solution.excluded for solution in solutions), wall_s=time.perf_counter() - started,
+        space=f"pipelines of {_stage_words(degrees)} a stage, any cuts and shares, "
+        f"micro-batches up to {max(sizes)}, 1f1b",
+        ladder={"work": bound_s}, interrupted=any(solution.interrupted for solution in solutions),
         notes=("bound: all work at the least measured seconds a sample, on all devices without a pause",),
     )  # fmt: skip
 
@@ -108,160 +116,68 @@ def _nothing(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult
     )  # fmt: skip
 
 
-def _plan(blank: Plan, problem: Problem, arrangement: Arrangement, kinds: Sequence[Sequence[int]]) -> Plan:
-    free: list[Iterator[int]] = [iter(ranks) for ranks in kinds]
+def _found(blank: Plan, searched: Sequence[tuple[Problem, Solution]], places: Places) -> Iterator[Plan]:
+    """Return the plans of what was searched for."""
+    for problem, solution in searched:
+        for one in dict.fromkeys((solution.arrangement, *solution.others[:_JUDGED])):
+            plan = None if one is None else _plan(blank, problem, one, places)
+            if plan is not None:
+                yield plan
+
+
+def _ranked(judge: Judge, found: Iterable[Plan], plain: Sequence[Plan]) -> list[tuple[float, Plan]]:
+    """Return the best plans refined, the others and the plain ones as they are, by seconds."""
+    plans = sorted((*found, *plain), key=judge.seconds)
+    plans = [judge.refined(plan) for plan in plans[:_REFINED]] + [*plans[_REFINED:], *plain]
+    distinct = {plan.groups: plan for plan in sorted(plans, key=judge.seconds)}.values()
+    return [(judge.seconds(plan), plan) for plan in distinct if math.isfinite(judge.seconds(plan))]
+
+
+def _stage_words(degrees: Sequence[int]) -> str:
+    return f"one device or tp {', '.join(map(str, degrees))}" if degrees else "one device"
+
+
+def _plan(blank: Plan, problem: Problem, arrangement: Arrangement, places: Places) -> Plan | None:
+    """Return the plan of an arrangement; None where nodes do not hold its stages."""
+    parts = [part for template in arrangement.templates for part in template]
+    takes = [problem.takes[part.option] for part in parts]
+    ranks = places.given([(int(np.argmax(row)), int(row.max())) for row in takes])
+    if ranks is None:
+        return None
+    free = iter(ranks)
     groups = []
     for template, share in zip(arrangement.templates, arrangement.shares, strict=True):
         size = int(problem.micro_batch[template[0].option])
-        stages = tuple(
-            Stage(ranks=(next(free[int(np.argmax(problem.takes[part.option]))]),), zero=0,
-                  layers=((part.start, part.stop),))
-            for part in template
-        )  # fmt: skip
+        stages = tuple(_stage(next(free), (part.start, part.stop)) for part in template)
         groups.append(Group(share=share, stages=stages, micro_batch=min(size, share), schedule="1f1b"))
     return replace(blank, groups=tuple(groups))
 
 
-def _plain(blank: Plan, costs: MeasuredCosts, num_devices: int, size: int) -> Iterator[Plan]:
+def _stage(ranks: tuple[int, ...], layers: tuple[int, int]) -> Stage:
+    return Stage(ranks=ranks, tp=len(ranks), layers=(layers,), zero=0)
+
+
+def _plain(blank: Plan, num_layers: int, blocks: Sequence[tuple[int, ...]], size: int) -> Plan:
     """Return what one would try first: equal shares on all devices, to be shown how much they lose."""
-    if blank.global_batch < num_devices:
-        return
+    num_devices = sum(map(len, blocks))
+    ends = [sum(map(len, blocks[: place + 1])) for place in range(len(blocks))]
     each, more = divmod(blank.global_batch, num_devices)
-    shares = [each + (rank < more) for rank in range(num_devices)]
-    yield replace(blank, groups=tuple(
+    upto = [0, *(end * each + min(end, more) for end in ends)]
+    shares = [stop - start for start, stop in pairwise(upto)]
+    return replace(blank, groups=tuple(
         Group(share=share, micro_batch=min(size, share), schedule="1f1b",
-              stages=(Stage(ranks=(rank,), layers=((0, len(costs.layers)),), zero=0),))
-        for rank, share in enumerate(shares)
+              stages=(_stage(ranks, (0, num_layers)),))
+        for ranks, share in zip(blocks, shares, strict=True)
     ))  # fmt: skip
 
 
-class _Judge:
-    """Times plans by the exact schedule, and moves one thing at a time while a step gets shorter."""
-
-    def __init__(self, costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], deadline: float):
-        self._costs, self._cluster, self._sizes, self._deadline = costs, cluster, sizes, deadline
-        self._seen: dict[tuple[Group, ...], float] = {}
-
-    @property
-    def evaluated(self) -> int:
-        """Plans timed."""
-        return len(self._seen)
-
-    def seconds(self, plan: Plan) -> float:
-        """Return the step's time, inf where it does not fit."""
-        if plan.groups not in self._seen:
-            fits = measured_memory(self._costs, self._cluster, plan).fits
-            self._seen[plan.groups] = step_seconds(self._costs, self._cluster, plan) if fits else math.inf
-        return self._seen[plan.groups]
-
-    def refined(self, plan: Plan) -> Plan:
-        """Return a plan that no move of samples, micro-batch, layer or device makes faster."""
-        plan = self._balanced(plan)
-        improved = True
-        while improved and time.perf_counter() < self._deadline:
-            improved = False
-            for made in (*_without_group(plan), *_joined(plan)):
-                if self.seconds(made) < self.seconds(plan) * _WORTH_BALANCING:
-                    better = self._balanced(made)
-                    if self.seconds(better) < self.seconds(plan) * (1 - 1e-9):
-                        plan, improved = better, True
-                        break
-        return plan
-
-    def _balanced(self, plan: Plan) -> Plan:
-        grain = max(1, plan.global_batch // 32)
-        while grain and time.perf_counter() < self._deadline:
-            better = self._first_better(plan, grain)
-            plan, grain = (better, grain) if better is not None else (plan, grain // 2)
-        return plan
-
-    def _first_better(self, plan: Plan, grain: int) -> Plan | None:
-        for moved in (*_shares(plan, grain), *_batches(plan, self._sizes), *_cuts(plan)):
-            if time.perf_counter() > self._deadline:
-                return None
-            if self.seconds(moved) < self.seconds(plan) * (1 - 1e-9):
-                return moved
-        return None
-
-
-def _without_group(plan: Plan) -> Iterator[Plan]:
-    """Return the plans in which one group is idle and another does its samples."""
-    for gone, group in enumerate(plan.groups):
-        for heir in range(len(plan.groups)):
-            if heir != gone:
-                groups = list(plan.groups)
-                groups[heir] = _with_share(groups[heir], groups[heir].share + group.share)
-                del groups[gone]
-                yield replace(plan, groups=tuple(groups))
-
-
-def _joined(plan: Plan) -> Iterator[Plan]:
-    """Return the plans in which the device of a group of one stage becomes a stage of another group."""
-    for gone, group in enumerate(plan.groups):
-        if len(group.stages) > 1:
-            continue
-        for heir, other in enumerate(plan.groups):
-            if heir == gone:
-                continue
-            for stages in _lengthened(other, group.stages[0].ranks):
-                groups = list(plan.groups)
-                groups[heir] = _with_share(replace(other, stages=stages), other.share + group.share)
-                del groups[gone]
-                yield replace(plan, groups=tuple(groups))
-
-
-def _lengthened(group: Group, ranks: tuple[int, ...]) -> Iterator[tuple[Stage, ...]]:
-    """Return the stages of a group with one more at either end, which takes 1, 2, 4, ... layers."""
-    first, last = group.stages[0], group.stages[-1]
-    (start, stop), (begin, end) = first.layers[0], last.layers[0]
-    count = 1
-    while count < max(stop - start, end - begin):
-        if count < stop - start:
-            new = replace(first, ranks=ranks, layers=((start, start + count),))
-            yield (new, replace(first, layers=((start + count, stop),)), *group.stages[1:])
-        if count < end - begin:
-            new = replace(last, ranks=ranks, layers=((end - count, end),))
-            yield (*group.stages[:-1], replace(last, layers=((begin, end - count),)), new)
-        count *= 2
-
-
-def _shares(plan: Plan, count: int) -> Iterator[Plan]:
-    for source, one in enumerate(plan.groups):
-        if one.share <= count:
-            continue
-        for target, other in enumerate(plan.groups):
-            if target != source:
-                groups = list(plan.groups)
-                groups[source] = _with_share(one, one.share - count)
-                groups[target] = _with_share(other, other.share + count)
-                yield replace(plan, groups=tuple(groups))
-
-
-def _batches(plan: Plan, sizes: Sequence[int]) -> Iterator[Plan]:
-    for g, group in enumerate(plan.groups):
-        for size in sizes:
-            if size <= group.share and size != group.micro_batch:
-                yield _with_group(plan, g, replace(group, micro_batch=size))
-
-
-def _cuts(plan: Plan) -> Iterator[Plan]:
-    for g, group in enumerate(plan.groups):
-        for s in range(len(group.stages) - 1):
-            (lo, cut), (_, hi) = group.stages[s].layers[0], group.stages[s + 1].layers[0]
-            for new in (cut - 1, cut + 1):
-                if lo < new < hi:
-                    stages = list(group.stages)
-                    stages[s] = replace(stages[s], layers=((lo, new),))
-                    stages[s + 1] = replace(stages[s + 1], layers=((new, hi),))
-                    yield _with_group(plan, g, replace(group, stages=tuple(stages)))
-
-
-def _with_group(plan: Plan, place: int, group: Group) -> Plan:
-    return replace(plan, groups=(*plan.groups[:place], group, *plan.groups[place + 1 :]))
-
-
-def _with_share(group: Group, share: int) -> Group:
-    return replace(group, share=share, micro_batch=min(group.micro_batch, share))
+def _blocks(costs: MeasuredCosts, places: Places, num_kinds: int, tp: int) -> Iterator[tuple[int, ...]]:
+    """Return all devices: in blocks of a tp where they can have it, the others alone."""
+    for kind in range(num_kinds):
+        together = list(places.blocks(kind, tp)) if tp == 1 or tp in places.degrees(costs, kind) else []
+        taken = {rank for block in together for rank in block}
+        yield from together
+        yield from (block for block in places.blocks(kind, 1) if block[0] not in taken)
 
 
 def _why(seconds: float, best_s: float) -> str:

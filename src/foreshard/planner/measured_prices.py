@@ -1,12 +1,12 @@
-"""Prices of the abstract problem from measured costs: one device a stage, any cut, any of some sizes."""
+"""Prices of the abstract problem from measured costs: one device a stage or tp, any cut, some sizes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
+from foreshard.planner.measured_places import Places
 from foreshard.planner.problem import Problem
 from foreshard.predict.measured_costs import LayerCost, MeasuredCosts
 from foreshard.spec.cluster import Cluster
@@ -16,23 +16,15 @@ _COPIES = 16
 """Pipelines up to which each number has its own tail; the ring of more hardly takes longer."""
 
 
-def kinds_of(cluster: Cluster) -> list[list[int]]:
-    """Return the ranks of each kind of device: alike in name and memory."""
-    kinds: dict[tuple[str, float], list[int]] = defaultdict(list)
-    for rank in range(cluster.num_devices):
-        device = cluster.device_of(rank)
-        kinds[device.name, device.capacity_bytes].append(rank)
-    return list(kinds.values())
-
-
 def priced(
     costs: MeasuredCosts,
     cluster: Cluster,
     kinds: Sequence[Sequence[int]],
     sizes: Sequence[int],
     global_batch: int,
+    tp: int = 1,
 ) -> Problem:
-    """Return the problem: an option is a kind of device with a micro-batch size, every interval a type.
+    """Return the problem: an option is (kind of device, micro-batch, tp), every interval a type.
 
     Parameters
     ----------
@@ -42,29 +34,40 @@ def priced(
     sizes : sequence of int
         Micro-batches to choose from.
     global_batch : int
+    tp : int
+        That stages may have besides 1, on kinds that can.
     """
     types, starts, stops = _intervals(len(costs.layers))
-    options = [(k, m) for k in range(len(kinds)) for m in sizes]
+    places = Places(cluster, kinds)
+    options = [
+        (k, m, degree)
+        for k in range(len(kinds))
+        for degree in sorted({1, tp} & {1, *places.degrees(costs, k)})
+        for m in sizes
+    ]
     time_s, room = np.empty((2, len(options), len(starts)))
     tails = []
-    for o, (k, m) in enumerate(options):
+    for o, (k, m, degree) in enumerate(options):
         device = cluster.device_of(kinds[k][0])
-        prices = _Prices(costs.layers_on(device.name), costs.slow_of(device.name), starts, stops)
+        prices = _Prices(costs.layers_on(device.name, degree), costs.slow_of(device.name), starts, stops)
         room[o] = prices.room(device.capacity_bytes, m)
-        time_s[o] = np.where(room[o] > 0, prices.work_s(m), np.inf)
+        work_s = prices.work_s(m) + prices.over(_sums_s(costs, cluster, next(places.blocks(k, degree)), m))
+        time_s[o] = np.where(room[o] > 0, work_s, np.inf)
         tails.append(prices)
     copies = tuple(range(1, min(cluster.num_devices, _COPIES) + 1))
     tail_s = np.array([
         [
-            _tail(costs, cluster, prices, kinds[k][0], count)
-            for prices, (k, _) in zip(tails, options, strict=True)
+            _tail(costs, cluster, prices, next(places.blocks(k, degree)), count)
+            for prices, (k, _, degree) in zip(tails, options, strict=True)
         ]
         for count in copies
     ])  # fmt: skip
-    takes = np.eye(len(kinds), dtype=int)[[k for k, _ in options]]
+    takes = np.eye(len(kinds), dtype=int)[[k for k, _, _ in options]]
+    takes *= np.array([degree for _, _, degree in options])[:, None]
     return Problem(
         counts=tuple(len(ranks) for ranks in kinds), global_batch=global_batch, types=types, takes=takes,
-        max_stages=min(len(costs.layers), cluster.num_devices), micro_batch=np.array([m for _, m in options]),
+        max_stages=min(len(costs.layers), cluster.num_devices),
+        micro_batch=np.array([m for _, m, _ in options]),
         grain=np.ones(len(options), dtype=int), time_s=time_s, copies=copies, tail_s=tail_s,
         max_in_flight=np.minimum(room, _MANY).astype(int), hop_s=np.zeros((len(options),) * 2),
         names=tuple(options),
@@ -79,9 +82,12 @@ class _Prices:
 
     def total(self, name: str, column: int | None = None) -> np.ndarray:
         """Return a layer's number summed over the layers of each interval."""
-        each = [
+        return self.over([
             getattr(layer, name) if column is None else getattr(layer, name)[column] for layer in self._layers
-        ]
+        ])  # fmt: skip
+
+    def over(self, each: Sequence[float]) -> np.ndarray:
+        """Return numbers of layers summed over each interval."""
         upto = np.concatenate(([0.0], np.cumsum(each)))
         return upto[self._stops] - upto[self.starts]
 
@@ -97,11 +103,29 @@ class _Prices:
         return np.floor(np.maximum(capacity_bytes - fixed, 0.0) / kept)
 
 
-def _tail(costs: MeasuredCosts, cluster: Cluster, prices: _Prices, rank: int, copies: int) -> np.ndarray:
+def _sums_s(costs: MeasuredCosts, cluster: Cluster, ranks: Sequence[int], samples: int) -> list[float]:
+    """Return the seconds that ranks need for the sums of each layer that they compute together."""
+    return [
+        sum(
+            part * costs.ring_s(cluster, ranks, each * samples)
+            for each, part in (*layer.sums_forward, *layer.sums_backward)
+        )
+        for layer in costs.layers_on("", len(ranks))
+    ]
+
+
+def _tail(
+    costs: MeasuredCosts, cluster: Cluster, prices: _Prices, block: Sequence[int], copies: int
+) -> np.ndarray:
     """Return the seconds after the last micro-batch: only the first stage is sure to be the last to end."""
+    rank = block[0]
     others = [other for other in range(cluster.num_devices) if other != rank][: copies - 1]
     ring_s = [costs.ring_s(cluster, (rank, *others), size) for size in prices.total("parameter_bytes")]
     tail_s = prices.slow * prices.total("optimizer_s") + np.array(ring_s)
+    if len(block) > 1 and copies == 1:  # what is whole on each of them they sum too
+        cut = [costs.cut_bytes(layer, len(block)) / len(block) for layer in range(len(costs.layers))]
+        whole = prices.total("parameter_bytes") - prices.over(cut)
+        tail_s += np.array([costs.ring_s(cluster, block, size) for size in whole])
     return np.where(prices.starts == 0, tail_s, 0.0)
 
 
@@ -113,8 +137,13 @@ def _intervals(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return types, starts, stops + 1
 
 
-def work_bound_s(costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], global_batch: int) -> float:
+def work_bound_s(
+    costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], global_batch: int,
+    degrees: Sequence[int] = (),
+) -> float:  # fmt: skip
     """Return seconds that no step can beat: all work at the least cost a sample, on all devices, no pause.
+
+    Of a layer that ranks may compute together (`degrees`) it is the least of all ranks' parts, without sums.
 
     Devices that are one table slowed by factors need no program; otherwise every device may take the layers
     it is best at, in any part.
@@ -126,15 +155,25 @@ def work_bound_s(costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], g
     names = [cluster.device_of(rank).name for rank in range(cluster.num_devices)]
     m = max(sizes)
     sample_s = {
-        name: np.array([
-            costs.slow_of(name) * sum((line[0] / m + line[1]) for line in (layer.forward_s, layer.backward_s))
-            for layer in costs.layers_on(name)
-        ])
+        name: np.min([_layers_s(costs, name, tp, m) for tp in (1, *degrees) if _known(costs, name, tp)], 0)
         for name in dict.fromkeys(names)
     }  # fmt: skip
     if not any(name in costs.tables for name in sample_s):
         return float(global_batch / sum(1.0 / sample_s[name].sum() for name in names))
     return _unrelated_s([(sample_s[name], names.count(name)) for name in sample_s], global_batch)
+
+
+def _known(costs: MeasuredCosts, name: str, tp: int) -> bool:
+    return tp == 1 or tp in costs.parts.get(name if name in costs.tables else "", {})
+
+
+def _layers_s(costs: MeasuredCosts, name: str, tp: int, samples: int) -> np.ndarray:
+    """Return the seconds a sample of each layer, of all ranks that compute it together."""
+    return np.array([
+        tp * costs.slow_of(name)
+        * sum((line[0] / samples + line[1]) for line in (layer.forward_s, layer.backward_s))
+        for layer in costs.layers_on(name, tp)
+    ])  # fmt: skip
 
 
 def _unrelated_s(devices: Sequence[tuple[np.ndarray, int]], global_batch: int) -> float:

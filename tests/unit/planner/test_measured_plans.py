@@ -8,8 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from foreshard.planner.measured_places import Places, kinds_of
 from foreshard.planner.measured_plans import plan_measured
-from foreshard.planner.measured_prices import kinds_of, priced, work_bound_s
+from foreshard.planner.measured_prices import priced, work_bound_s
 from foreshard.planner.problem import Arrangement, Part
 from foreshard.planner.problem import step_seconds as abstract_s
 from foreshard.predict.measured import step_seconds
@@ -75,7 +76,7 @@ def test_no_plan_of_a_small_problem_beats_the_search_or_the_bound(seed):
     rng = np.random.default_rng(seed)
     told = costs(rng, 3, {"a": 1.0, "b": float(rng.uniform(1, 6))}, tables=("b",) if seed % 2 else ())
     cluster = lab("ab", rate=float(10 ** rng.uniform(7, 10)))
-    result = plan_measured(told, cluster, global_batch=6, seq_len=1, budget_s=5.0)
+    result = plan_measured(told, cluster, global_batch=6, seq_len=1, budget_s=600.0)
     best_s = min(step_seconds(told, cluster, one) for one in every_plan(3, 6))
     found_s = result.plans[0].prediction.step_time_s
     assert found_s <= best_s * (1 + 1e-9)
@@ -104,7 +105,7 @@ def test_prices_are_those_of_the_engine_where_nothing_overlaps():
     rng = np.random.default_rng(2)
     told, cluster = costs(rng, 4, {"a": 1.0, "b": 2.0}), lab("ab")
     problem = priced(told, cluster, kinds_of(cluster), SIZES, 8)
-    option = problem.names.index((1, 2))
+    option = problem.names.index((1, 2, 1))
     made = Arrangement(templates=((Part(option=option, start=0, stop=4),),), shares=(6,))
     stage = Stage(ranks=(1,), layers=((0, 4),), zero=0)
     plan = Plan(global_batch=6, seq_len=1, groups=(Group(share=6, micro_batch=2, stages=(stage,)),))
@@ -114,7 +115,7 @@ def test_prices_are_those_of_the_engine_where_nothing_overlaps():
 def test_a_mixed_lab_gets_shares_by_speed_near_the_bound():
     rng = np.random.default_rng(3)
     told = costs(rng, 6, {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0})
-    result = plan_measured(told, lab("abcd"), global_batch=480, seq_len=1, budget_s=8.0)
+    result = plan_measured(told, lab("abcd"), global_batch=480, seq_len=1, budget_s=600.0)
     assert result.gap < 0.05
     assert len(result.plans) > 1  # equal shares are shown beside it
     assert result.plans[-1].prediction.step_time_s > 1.5 * result.plans[0].prediction.step_time_s
@@ -133,3 +134,93 @@ def test_a_model_too_large_for_one_device_is_cut():
     result = plan_measured(told, lab("aaa", memory=need + 7e5), global_batch=4, seq_len=1)
     assert result.plans[0].prediction.memory.fits
     assert max(len(g.stages) for g in result.plans[0].plan.groups) > 1
+
+
+def with_parts(rng, told, efficiency):
+    """Costs with the part of each of two ranks, and the sums between them."""
+
+    def halved(table):
+        return tuple(
+            replace(
+                layer, forward_s=tuple(v * efficiency for v in layer.forward_s),
+                backward_s=tuple(v * efficiency for v in layer.backward_s),
+                parameter_bytes=layer.parameter_bytes * 0.6, optimizer_s=layer.optimizer_s * 0.6,
+                sums_forward=((float(rng.uniform(0, 1e4)), 1.0),),
+                sums_backward=((float(rng.uniform(0, 1e4)), 1.0),),
+            )
+            for layer in table
+        )  # fmt: skip
+
+    parts = {name: {2: halved(table)} for name, table in {"": told.layers, **told.tables}.items()}
+    return replace(told, parts=parts)
+
+
+def units_of(layers, pair):
+    """Return pipelines of three devices, of which two may compute together, as stages."""
+    units = [(0,), (1,), (2,), pair]
+    for unit in units:
+        yield (Stage(ranks=unit, tp=len(unit), layers=((0, layers),), zero=0),)
+    for a in units:
+        for b in units:
+            if not set(a) & set(b):
+                for cut in range(1, layers):
+                    yield (Stage(ranks=a, tp=len(a), layers=((0, cut),), zero=0),
+                           Stage(ranks=b, tp=len(b), layers=((cut, layers),), zero=0))  # fmt: skip
+
+
+def beside(pipes, batch, taken=frozenset()):
+    """Return every choice of pipelines beside each other with shares that sum to the batch."""
+    for number, stages in enumerate(pipes):
+        ranks = {rank for stage in stages for rank in stage.ranks}
+        if ranks & taken:
+            continue
+        for size in (m for m in SIZES if m <= batch):
+            yield (Group(share=batch, micro_batch=size, stages=stages),)
+        for share in range(1, batch):
+            for rest in beside(pipes[number + 1 :], batch - share, taken | ranks):
+                for size in (m for m in SIZES if m <= share):
+                    yield (Group(share=share, micro_batch=size, stages=stages), *rest)
+
+
+TOGETHER = (0, 1, 3, 4, 5)
+"""Seeds whose best plan has ranks that compute together."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_with_ranks_that_compute_together_beats_the_search(seed):
+    """Parts from twice as good as their number to hardly worth it."""
+    rng = np.random.default_rng(seed)
+    told = costs(rng, 2, {"a": 1.0, "b": float(rng.uniform(1, 4))}, tables=("b",) if seed % 2 else ())
+    told = with_parts(rng, told, (0.3, 0.45, 0.6)[seed % 3])
+    cluster = lab("aab", rate=float(10 ** rng.uniform(7, 10)))
+    result = plan_measured(told, cluster, global_batch=4, seq_len=1, budget_s=600.0)
+    plans = [Plan(global_batch=4, seq_len=1, groups=made) for made in beside(list(units_of(2, (0, 1))), 4)]
+    seconds = [step_seconds(told, cluster, plan) for plan in plans]
+    assert result.plans[0].prediction.step_time_s <= min(seconds) * (1 + 1e-9)
+    assert result.lower_bound_step_time_s <= min(seconds) * (1 + 1e-9)
+    best = plans[int(np.argmin(seconds))]
+    assert any(stage.tp > 1 for group in best.groups for stage in group.stages) == (seed in TOGETHER)
+
+
+def test_ranks_that_compute_together_are_of_one_node():
+    node = lab("a").nodes[0]
+    cluster = replace(lab("a"), nodes=(replace(node, count=2, per_node=3),))
+    places = Places(cluster, kinds_of(cluster))
+    assert list(places.blocks(0, 2)) == [(0, 1), (3, 4)]
+    assert places.given([(0, 1), (0, 2), (0, 2), (0, 1)]) == [(2,), (0, 1), (3, 4), (5,)]
+    assert places.given([(0, 2)] * 3) is None
+    rng = np.random.default_rng(0)
+    told = with_parts(rng, costs(rng, 2, {"a": 1.0}), 0.45)
+    assert places.degrees(told, 0) == (2,)
+    assert places.degrees(replace(told, parts={"": {4: told.parts[""][2]}}), 0) == ()
+
+
+def test_what_is_not_measured_in_parts_is_not_planned_in_parts():
+    rng = np.random.default_rng(0)
+    told = costs(rng, 2, {"a": 1.0})
+    result = plan_measured(told, lab("aa"), global_batch=4, seq_len=1, budget_s=600.0)
+    assert "one device a stage" in result.space
+    both = plan_measured(with_parts(rng, told, 0.3), lab("aa"), global_batch=4, seq_len=1, budget_s=600.0)
+    assert "one device or tp 2 a stage" in both.space
+    assert both.plans[0].plan.groups[0].stages[0].tp == 2
+    assert both.plans[0].prediction.step_time_s < result.plans[0].prediction.step_time_s
