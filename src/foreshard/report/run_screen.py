@@ -25,6 +25,12 @@ def _budget(name: str, limit: float, mean: float) -> Box:
     return Box(title=f"{name}, mean", value=digits(mean), note=f"budget {limit:g}, {kept}", alarm=over > 0)
 
 
+def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
+    told = ", ".join(map(str, ranks))
+    note = "not there at the end; supervisor.jsonl says since when and why"
+    return (Box(title="ranks left out", value=told, note=note, alarm=True),) if ranks else ()
+
+
 def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
     """Return the screen of a run that has ended, its step beside the predicted one where there is one.
 
@@ -54,6 +60,7 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: b
             Box(title="loss", value=loss, note=began, alarm=broken),
             Box(title="samples", value=f"{outcome.samples}", note=ledger, alarm=wrong > 0),
             Box(title="ranks started again", value=starts, note=together),
+            *_absent(outcome.absent),
             *(_budget(name, **told) for name, told in outcome.budgets.items()),
         ),
         notes=(

@@ -8,8 +8,10 @@ from statistics import median
 from typing import Any
 
 from foreshard.errors import ForeshardError
+from foreshard.runtime.decided import recalled
 from foreshard.runtime.ledger import Audit, audit, merge
 from foreshard.runtime.lines import whole_lines
+from foreshard.spec.plan import load_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class Outcome:
         Times the ranks came together anew.
     budgets : dict of str to dict
         Of a run that was steered: `limit` and `mean` of each budget.
+    absent : tuple of int
+        Ranks of the run's plan that the last generation was without.
     samples, lost, repeated, misread : int
         By the ledgers; misread are positions at which ranks read different samples of the dataset.
     """
@@ -50,6 +54,7 @@ class Outcome:
     repeated: int
     misread: int = 0
     budgets: dict[str, dict[str, float]] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `run --json` prints it."""
@@ -99,8 +104,15 @@ def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: i
         clock=lines[-1]["clock"] if lines else "", restarts=restarts,
         generations=len({line["generation"] for line in lines}), samples=checked.samples,
         lost=len(checked.lost), repeated=len(checked.repeated), misread=len(checked.misread),
-        budgets=_budgets(lines[-1]) if lines else {},
+        budgets=_budgets(lines[-1]) if lines else {}, absent=_absent(out),
     )  # fmt: skip
+
+
+def _absent(out: Path) -> tuple[int, ...]:
+    decided = recalled(out)
+    if decided is None or not decided.ranks:
+        return ()  # its disk was full: nobody knows
+    return tuple(sorted(set(load_plan(str(out / "plan.json")).ranks) - set(decided.ranks)))
 
 
 def _budgets(line: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,9 @@ def test_what_is_predicted_of_a_lab_that_changes_is_said():
     assert any("without its changes" in note for note in run_screen(OUTCOME, 0.5, changes=True).notes)
     assert not any("without its changes" in note for note in run_screen(OUTCOME, 0.5).notes)
     assert not any("without its changes" in note for note in run_screen(OUTCOME, changes=True).notes)
+
+
+def test_ranks_that_were_not_there_at_the_end_are_told():
+    left_out = [box for box in run_screen(replace(OUTCOME, absent=(1, 3))).boxes if box.alarm]
+    assert [(box.title, box.value) for box in left_out] == [("ranks left out", "1, 3")]
+    assert not any(box.alarm for box in run_screen(OUTCOME).boxes)
