@@ -22,7 +22,7 @@ from foreshard.planner.mapping import plan_of
 from foreshard.planner.nearby import work_bound
 from foreshard.planner.problem import Arrangement, Problem, Template, pace_of, tail_seconds
 from foreshard.planner.request import Request
-from foreshard.planner.solve import solve
+from foreshard.planner.solve import Solution, solve
 from foreshard.spec.plan import Group, Plan
 
 _CHUNKS = (4, 2)
@@ -35,6 +35,7 @@ _SCHEDULED = 3
 _LEAST_S = 0.5
 _PART = 0.5
 _AIM = 0.003
+_HASTE_S = 0.2
 _WORTH = 0.01
 """Part of a step that chunks have to save."""
 
@@ -64,8 +65,8 @@ def interleaved_plans(
     if not counts or not known:
         return []
     best_s, best = known[0]
-    bubble_s = predicted(replace(request, engine="analytical"), best).time_breakdown_s["bubble"]
-    if bubble_s * (1.0 - 1.0 / max(counts)) < _WORTH * best_s:
+    least_s = min(seconds - _saved_s(request, plan, max(counts)) for seconds, plan in known[:_NEAREST])
+    if least_s > best_s * (1.0 - _WORTH):
         return []
     made = [
         (engine_seconds(request, [one])[0], one)
@@ -82,10 +83,16 @@ def interleaved_plans(
                 break
             beat_s = min([best_s * (1.0 - _WORTH), *(seconds for seconds, _ in made)])
             problem = scaled(priced(chunks, stages), chunks)
-            solution = solve(problem, budget_s=_PART * left_s, target_gap=_AIM, beat_s=beat_s)
+            solution = _solved(problem, _PART * left_s, beat_s)
             made += islice(_judged(request, problem, solution.others, chunks), _JUDGED)
     faster = sorted((one for one in made if one[0] < best_s * (1.0 - _WORTH)), key=lambda one: one[0])
     return _also_by_schedule(request, best, faster[:_SCHEDULED]) if faster else []
+
+
+def _saved_s(request: Request, plan: Plan, chunks: int) -> float:
+    """Return what so many chunks on each device save of the time that a plan fills and drains pipelines."""
+    bubble_s = predicted(replace(request, engine="analytical"), plan).time_breakdown_s["bubble"]
+    return bubble_s * (1.0 - 1.0 / chunks)
 
 
 def interleaved_bound(
@@ -115,9 +122,18 @@ def interleaved_bound(
         least = work_bound(problem)
         if least < best_s and (request.max_devices is None or sum(problem.counts) < request.max_devices):
             left_s = max((deadline - time.perf_counter()) / (len(asks) - i), 0.05)
-            least = max(least, solve(problem, budget_s=left_s, target_gap=_AIM, beat_s=best_s).lower_bound_s)
+            least = max(least, _solved(problem, left_s, best_s).lower_bound_s)
         bound = min(bound, least)
     return bound
+
+
+def _solved(problem: Problem, budget_s: float, beat_s: float) -> Solution:
+    """Return the solution of a problem; what ended before its time was ended by the user, and ends all."""
+    until = time.perf_counter() + budget_s
+    solution = solve(problem, budget_s=budget_s, target_gap=_AIM, beat_s=beat_s)
+    if solution.interrupted and time.perf_counter() < until - _HASTE_S:
+        raise KeyboardInterrupt
+    return solution
 
 
 def _also_by_schedule(

@@ -183,7 +183,7 @@ def _joined(
         evaluated=sum(result.evaluated for result in results),
         pruned=sum(result.pruned for result in results),
         wall_s=time.perf_counter() - started,
-        space=f"{ours.space}; {_words(searched)}",
+        space=f"{_shared_space(ours, known)}; {_words(searched)}",
         ladder=ladder,
         interrupted=bool(searched.missing) or any(result.interrupted for result in results),
         stopped=any(result.stopped for result in results),
@@ -195,6 +195,12 @@ def _joined(
         ),
         front=front_of([one.prediction for result in results for one in result.front], request.limits),
     )
+
+
+def _shared_space(ours: PlanResult, known: Sequence[PlanResult]) -> str:
+    """Return the space of the chosen plan, as far as the bounds of the other settings speak of it."""
+    shared = [one.space for one in known if ours.space.startswith(one.space)]
+    return min(shared, key=len, default=ours.space)
 
 
 def _nothing(results: Sequence[PlanResult], searched: _Searched, wall_s: float) -> PlanResult:
