@@ -54,7 +54,7 @@ def _list(found: list[Device]) -> Screen:
             _tera(one.peak_flops_per_s.get("bf16") or one.peak_flops_per_s.get("fp16")),
             _tera(one.peak_flops_per_s.get("fp8")),
             one.link or None,
-            f"{one.tdp_w:g}" if one.tdp_w else None,
+            f"{one.tdp_w:,.0f}" if one.tdp_w else None,
             "" if one.verified else "unchecked",
         )
         for one in found

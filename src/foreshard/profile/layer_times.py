@@ -159,7 +159,8 @@ def _profile(
     update, missing = _Update(job, modules), _missing(told, samples)
     told["bytes"] = [_layer_bytes(module) for module in modules]
     for place, number in enumerate(missing):
-        tell(f"timing {number} samples ({place + 1} of {len(missing)} sizes, {repeats} passes)")
+        size = "1 sample" if number == 1 else f"{number} samples"
+        tell(f"timing {size} ({place + 1} of {len(missing)} sizes, {repeats} passes)")
         told["passes"][str(number)] = _timed(job, modules, number, repeats, device, through, profile, update)
         told["optimizer"] = _optimizer_times(modules, update, told["passes"].values())
         done()

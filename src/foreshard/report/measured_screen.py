@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from foreshard.report.quantity import digits, memory, percent, seconds
+from foreshard.report.quantity import counted, digits, memory, percent, seconds
 from foreshard.report.screen import Screen, Table, table
 
 _LAYER = (">layer", ">forward", ">backward", ">optimizer", ">parameters", ">kept a sample")
@@ -22,11 +22,12 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
         update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
         sizes = (memory(held["parameter_bytes"]), memory(kept[layer] / int(most)))
         rows.append((layer, *map(seconds, times), seconds(update), *sizes))
-    tables = [table(f"layers, {most} samples, wall time", _LAYER, rows, spare=(">optimizer",))]
+    tables = [table(f"layers, {counted(most, 'sample')}, wall time", _LAYER, rows, spare=(">optimizer",))]
     if profile.get("links"):
         tables.append(_links_table(profile["links"]))
+    threads = counted(told["threads"], "thread")
     return Screen(
-        header=(f"{told['job']} on {told['accelerator'] or told['processor']}, {told['threads']} threads",),
+        header=(f"{told['job']} on {told['accelerator'] or told['processor']}, {threads}",),
         tables=tuple(tables), notes=(f"Written to {path}; foreshard calibrate makes costs of it.",),
     )  # fmt: skip
 

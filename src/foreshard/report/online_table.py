@@ -103,5 +103,5 @@ def _notes(found: Contest) -> tuple[str, ...]:
     for i, one in enumerate(found.scenario.budget):
         limit = sum(part.budgets[i].limit for part in found.rounds) / len(found.rounds)
         of = f", {one.share:g} of what {one.of} spends" if one.of else ""
-        notes.append(f"Budget {one.name}: {limit:.6g} {one.kind} per {one.per}{of}.")
+        notes.append(f"Budget {one.name}: {quantity.digits(limit)} {one.kind} per {one.per}{of}.")
     return tuple(notes)

@@ -311,7 +311,7 @@ def searched_box(result: PlanResult) -> Box:
     """Return how many plans were looked at, and how."""
     return Box(
         title="Searched",
-        value=f"{(count := result.evaluated + result.pruned):,} {'plan' if count == 1 else 'plans'}",
+        value=quantity.counted(result.evaluated + result.pruned, "plan"),
         note=f"{result.evaluated:,} timed, {result.pruned:,} excluded, in {quantity.seconds(result.wall_s)}",
     )
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from foreshard.report.quantity import count
 from foreshard.units import format_seconds
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Board:
             words.append(f"{format_seconds(line[_MEAN])} a step")
             bound_s = line["controller/bound_s"]
             words.append(f"bound {format_seconds(bound_s)} (+{100 * (line[_MEAN] / bound_s - 1):.0f} %)")
-            words.append(f"{line['n_tokens'] / line[_MEAN]:.3g} tokens/s")
+            words.append(f"{count(line['n_tokens'] / line[_MEAN])} tokens/s")
         return "  ".join(words)
 
     def pipelines(self) -> list[tuple[str, str]]:

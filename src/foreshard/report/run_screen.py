@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foreshard.report.quantity import digits
+from foreshard.report.quantity import counted, digits
 from foreshard.report.screen import Box, Screen
 from foreshard.units import format_seconds
 
@@ -52,14 +52,14 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: b
     wrong = outcome.lost + outcome.repeated + outcome.misread
     told = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks"
     ledger = told if wrong else "every one once"
-    starts, together = str(outcome.restarts), f"{outcome.generations} generations"
+    starts, together = str(outcome.restarts), counted(outcome.generations, "generation")
     return Screen(
-        header=(f"{outcome.steps} steps, {outcome.clock} clock",),
+        header=(f"{counted(outcome.steps, 'step')}, {outcome.clock} clock",),
         boxes=(
             Box(title="step, median", value=step, note=against),
             Box(title="loss", value=loss, note=began, alarm=broken),
-            Box(title="samples", value=f"{outcome.samples}", note=ledger, alarm=wrong > 0),
-            Box(title="ranks started again", value=starts, note=together),
+            Box(title="samples", value=f"{outcome.samples:,}", note=ledger, alarm=wrong > 0),
+            Box(title="ranks restarted", value=starts, note=together),
             *_absent(outcome.absent),
             *(_budget(name, **told) for name, told in outcome.budgets.items()),
         ),

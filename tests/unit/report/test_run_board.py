@@ -34,7 +34,7 @@ def drawn(board, width=100):
 def test_it_says_where_the_run_is_and_what_it_runs():
     board = Board(50)
     board.take(line_of(9))
-    assert board.head() == "step 10/50  loss 5.25  200 ms a step  bound 160 ms (+25 %)  3.2e+03 tokens/s"
+    assert board.head() == "step 10/50  loss 5.25  200 ms a step  bound 160 ms (+25 %)  3.20 k tokens/s"
     assert board.pipelines() == [("48 (75 %)", "0: 0-4  >  2: 5-7"), ("16 (25 %)", "1: 0-7")]
     text = drawn(board)
     assert "0: 0-4  >  2: 5-7" in text and "reconfigurations 1" in text and "generation 1" in text
