@@ -11,7 +11,8 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner import mixed, stage_prices
-from foreshard.planner.judge import engine_seconds, predicted
+from foreshard.planner.interleaving import interleaved_plans
+from foreshard.planner.judge import engine_seconds, predicted, short_bytes
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.problem import Arrangement, Part, Problem, faults, step_seconds, tail_seconds
 from foreshard.planner.request import Request, checked_request
@@ -22,6 +23,7 @@ from foreshard.predict.analytical import stage_times
 from foreshard.predict.batch import Case, build_batch, stage_workers
 from foreshard.spec.checks import check_plan
 from foreshard.spec.model import Model
+from foreshard.spec.plan import Group, Plan, Stage
 
 PAIR = "1x1xrtx-3090+1x1xa100-sxm-40gb@400Gb/s"
 ODD = "1x2xrtx-3090+1x1xa100-sxm-40gb@400Gb/s"
@@ -206,3 +208,24 @@ def test_a_joint_stage_is_chosen_where_it_is_faster(monkeypatch):
     # Not only faster than the plan without: faster than any such plan can be.
     assert best.prediction.step_time_s < alone.plans[0].prediction.step_time_s
     assert best.prediction.step_time_s < alone.lower_bound_step_time_s
+
+
+def test_a_joint_stage_that_drains_nothing_does_not_hide_interleaved_plans():
+    request = asked(ODD, 64)
+    end = request.model.num_layers + 2
+    joint = Stage(ranks=(0, 1, 2), layers=((0, end),), rank_shares=(2, 2, 6))
+    plans = [one_group(64, 10, joint)]
+    for cut in range(18, 33):
+        first, last = ((0, cut),), ((cut, end),)
+        plans.append(one_group(64, 4, Stage(ranks=(0, 1), layers=first), Stage(ranks=(2,), layers=last)))
+    fits = [one for one in plans if not short_bytes(request, one)]
+    known = sorted(zip(engine_seconds(request, fits), fits, strict=True), key=lambda one: one[0])
+    assert known[0][1] is plans[0]
+    found = interleaved_plans(request, known, lambda *_: pytest.fail("no search after the deadline"), 0.0)
+    assert found and found[0][0] < 0.99 * known[0][0]
+    check_plan(found[0][1], request.model, request.cluster)
+
+
+def one_group(batch: int, micro_batch: int, *stages: Stage) -> Plan:
+    group = Group(share=batch, stages=stages, micro_batch=micro_batch, sp=True)
+    return Plan(global_batch=batch, seq_len=1024, groups=(group,))
