@@ -40,7 +40,7 @@ def nothing_fits(request: Request, sets: Sequence[tuple[int, ...]]) -> Infeasibl
     return InfeasibleError(
         f"no pipeline of {request.model.name} fits {where}",
         key="memory", value=f"{memory / 2**30:.0f} GiB",
-        rule="every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
+        rule="Every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
         fix=fix or "Use devices with more memory, many more of them, or a smaller model",
     )  # fmt: skip

@@ -54,10 +54,10 @@ def infeasible(
             fix="Use a global batch that is a multiple of the number of nodes",
         )  # fmt: skip
     return InfeasibleError(
-        f"every plan needs more than memory: the least, on {part.num_devices} devices "
-        f"({_words(found.least_peak)}), {least:.1f} of {capacity:.1f} GiB",
+        f"no plan fits memory: the least, on {part.num_devices} devices "
+        f"({_words(found.least_peak)}), takes {least:.1f} of {capacity:.1f} GiB",
         key="memory", value=f"{least:.1f} GiB",
-        rule="the fullest device of a plan fits its memory",
+        rule="The fullest device of a plan fits its memory",
         fix=_changes(request) if explain else None,
     )  # fmt: skip
 
