@@ -96,7 +96,7 @@ def _notes(plan: Plan, device: str, accelerator: str, prediction: Prediction | N
     degrees, _ = uniform(plan)
     notes = list(placement_note(degrees.ranks if degrees else plan.ranks))
     if prediction is None or prediction.run_time_s is None:
-        notes.append("No estimate of the whole run: give MODEL, CLUSTER and --tokens.")
+        notes.append("No estimate of the whole run: it takes MODEL, CLUSTER and --tokens.")
     form = {"h100-pcie": "SXM", "h100-sxm": "PCIe", "a100-pcie-40gb": "SXM", "a100-pcie-80gb": "SXM"}.get(
         device
     )

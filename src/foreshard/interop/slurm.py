@@ -89,7 +89,7 @@ def _notes(plan: Plan, nodes: tuple[Hosts, ...], seconds: float | None) -> tuple
     degrees, _ = uniform(plan)
     notes = list(placement_note(degrees.ranks if degrees else plan.ranks))
     if seconds is None:
-        notes.append("No time limit: give MODEL, CLUSTER and --tokens, and it is the predicted run time.")
+        notes.append("No time limit: with MODEL, CLUSTER and --tokens it is the predicted run time.")
     if len(nodes) > 1:
         notes.append(
             "A heterogeneous job: name each group's nodes with --partition or --constraint of your site; "

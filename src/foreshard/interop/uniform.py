@@ -167,8 +167,8 @@ def placement_note(ranks: tuple[int, ...]) -> tuple[str, ...]:
         return ()
     if sorted(ranks) == list(range(len(ranks))):
         return (
-            "The plan places ranks on devices in another order than launchers do: rank r runs on device "
-            f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}. Order the hosts "
+            "The plan places ranks on devices in another order than launchers do: ranks 0, 1, 2, ... run on "
+            f"devices {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}. Order the hosts "
             "accordingly, or the run trains the same at another speed.",
         )
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)
