@@ -229,7 +229,7 @@ def _address_towards(master: str, several: bool) -> str:
         own = own_address(master)
     except OSError as error:
         raise SpecError(
-            f"no way to it: {error.strerror}",
+            f"no way to {master}: {error.strerror}",
             key="MASTER_ADDR",
             value=master,
             rule="hosts reach the first one, where ranks meet",
@@ -237,7 +237,7 @@ def _address_towards(master: str, several: bool) -> str:
         ) from None
     if several and own.startswith("127."):
         raise SpecError(
-            "is this machine's alone",
+            f"{master} is this machine's alone",
             key="MASTER_ADDR",
             value=master,
             rule="ranks of several hosts meet on an address that all of them reach",

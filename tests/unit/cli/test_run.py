@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from foreshard.profile.address import own_address
+from foreshard.runtime import launch
 from foreshard.spec.plan import parse_plan
 
 
@@ -154,3 +156,24 @@ def test_hosts_without_a_common_secret_are_bad_input(shell, tmp_path, job, monke
     file.write_text(json.dumps(plan_dict()))
     told = shell("run", "--plan", file, "--out", tmp_path / "run", job)
     assert told.code == 2 and "no shared secret" in told.err
+
+
+@pytest.mark.parametrize(
+    ("master", "said"),
+    [("127.0.0.1", "127.0.0.1 is this machine's alone"), ("nowhere", "no way to nowhere: not known")],
+)
+def test_hosts_that_cannot_meet_are_bad_input(shell, tmp_path, job, monkeypatch, master, said):
+    def towards(host):
+        if host == "nowhere":
+            raise OSError(0, "not known")
+        return own_address(host)
+
+    monkeypatch.setattr(launch, "own_address", towards)
+    told_ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": master}
+    for name, value in (told_ranks | {"FORESHARD_SECRET": "of this test only"}).items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, "--out", tmp_path / "run", job)
+    assert told.code == 2 and said in told.err and "--interface" in told.err
+    assert not (tmp_path / "run" / "supervisor.json").exists()
