@@ -99,7 +99,7 @@ def plan_measured(
         space=f"pipelines of {_stage_words(degrees)} a stage, any cuts and shares, "
         f"micro-batches up to {max(sizes)}, 1f1b",
         ladder={"work": bound_s}, interrupted=any(solution.interrupted for solution in solutions),
-        notes=("The bound is all work at the least measured seconds a sample, on all devices without a pause",),
+        notes=("The bound is all work at the least measured seconds a sample, all devices without a pause",),
     )  # fmt: skip
 
 
