@@ -123,18 +123,19 @@ def _apart(problem: Problem, template: Template, pools: Sequence[Pool]) -> list[
     made = []
     for group in dict.fromkeys(of[sum(taken) > 0].tolist()):
         parts = [takes * (of == group) for takes in taken]
-        several = (
-            _fastest_on(problem, [p for p in parts if p.any()], int(m)) for m in set(problem.micro_batch)
-        )
-        rates = {
-            one: pace_of(problem, one).bottleneck_s / pace_of(problem, one).micro_batch
-            for one in several
-            if one
-        }
-        if not rates:
+        kept = [takes for takes in parts if takes.any()]
+        sizes = np.unique(problem.micro_batch).tolist()
+        several = [one for m in sizes if (one := _fastest_on(problem, kept, m))]
+        if not several:
             return [template]
-        made.append(min(rates, key=rates.__getitem__))
+        made.append(max(several, key=lambda one: _rate(problem, one)))
     return made
+
+
+def _rate(problem: Problem, template: Template) -> float:
+    """Return the samples a second of a pipeline that is full."""
+    pace = pace_of(problem, template)
+    return pace.micro_batch / pace.bottleneck_s
 
 
 def _fastest_on(problem: Problem, parts: Sequence[np.ndarray], micro_batch: int) -> Template | None:

@@ -116,6 +116,22 @@ def test_a_joint_stage_waits_for_the_slower_of_its_kinds(prices):
     assert not healthy.max_in_flight[healthy.names.index(kind.turned)].any()
 
 
+@pytest.mark.parametrize("change", [
+    {"slowdown": {1: 1.5}}, {"slowdown": {1: 1.5, 6: 2.0}}, {"lost": [2]},
+    {"lost": [0, 7], "slowdown": {4: 1.2}},
+])  # fmt: skip
+def test_joint_stages_are_placed_on_what_hurt_nodes_have_left(change):
+    whole = Stage(ranks=(0, 1, 4, 5), layers=((0, DENSE.num_layers + 2),), rank_shares=(2, 2, 4, 4))
+    other = replace(whole, ranks=(2, 3, 6, 7))
+    groups = tuple(Group(share=48, stages=(one,), micro_batch=12, sp=True) for one in (whole, other))
+    plan = Plan(global_batch=96, seq_len=1024, groups=groups)
+    check_plan(plan, DENSE, PAIR)
+    found = replan(DENSE, PAIR, plan, **change)
+    check_plan(found.plan, DENSE, PAIR)
+    assert not set(change.get("lost", [])) & set(found.plan.ranks)
+    assert found.step_time_s <= found.running_step_s
+
+
 def test_experts_on_one_rank_alone_are_lost_with_it():
     model, cluster, plan = RUNNING["cut"]
     first, last = plan.groups[0].stages
