@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from foreshard.catalog.hf_decoders import attention_sizes, finish, windowed_blocks
 from foreshard.catalog.hf_reader import Reader
 from foreshard.spec.model import Block, Model
@@ -15,30 +17,23 @@ def _with(reader: Reader, **defaults: int) -> Reader:
     return stated
 
 
+def _alike(reader: Reader, sizes: dict[str, Any], **more: Any) -> Model:
+    """Return a decoder of blocks that are all the same."""
+    block = Block(**sizes, ffn=reader.size("intermediate_size"), gated=True, **more)
+    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+
+
 def glm(reader: Reader) -> Model:
     """GLM-4: biases on query, key and value; the rotary part of a head has no parameters of its own."""
     reader = _with(reader, num_key_value_heads=2)
-    block = Block(
-        **attention_sizes(reader, head_dim=128),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        qkv_bias=reader.flag("attention_bias", True),
-    )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    bias = reader.flag("attention_bias", True)
+    return _alike(reader, attention_sizes(reader, head_dim=128), qkv_bias=bias)
 
 
 def olmo(reader: Reader) -> Model:
     """OLMo 1: norms without parameters."""
     bias = reader.flag("attention_bias", False)
-    block = Block(
-        **attention_sizes(reader),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        norm_params=0,
-        qkv_bias=bias,
-        proj_bias=bias,
-    )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    return _alike(reader, attention_sizes(reader), norm_params=0, qkv_bias=bias, proj_bias=bias)
 
 
 def _whole_norms(reader: Reader, *, windows: bool) -> Model:
@@ -108,10 +103,9 @@ def stablelm(reader: Reader) -> Model:
     sizes = attention_sizes(reader)
     per_head, parallel = reader.flag("qk_layernorm", False), reader.flag("use_parallel_residual", False)
     scales = sizes["num_heads"] + sizes["num_kv_heads"]  # without biases; a block counts two with them
-    block = Block(
-        **sizes,
-        ffn=reader.size("intermediate_size"),
-        gated=True,
+    return _alike(
+        reader,
+        sizes,
         norm_params=2,
         num_norms=1 if parallel else 2,
         parallel=parallel,
@@ -120,4 +114,3 @@ def stablelm(reader: Reader) -> Model:
         qkv_bias=reader.flag("use_qkv_bias", False),
         dropout=reader.fraction("hidden_dropout", default=0.0),
     )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
