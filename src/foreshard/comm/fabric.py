@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -249,8 +250,8 @@ def fabric_between(
     wanted = sorted({int(rank) for rank in ranks})
     touched, start = [], 0
     for group in cluster.nodes:
-        members = sum(start <= rank < start + group.num_devices for rank in wanted)
-        if members:
+        first = bisect_left(wanted, start)
+        if first < len(wanted) and wanted[first] < start + group.num_devices:
             touched.append(group)
         start += group.num_devices
     over = cluster.network.oversubscription

@@ -6,6 +6,7 @@ Sizes are integers as written in a model card. FLOP = 2 per multiply-add. Layers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -55,11 +56,10 @@ class Model:
 
     def block_kinds(self) -> tuple[tuple[Block, int], ...]:
         """Return each distinct block with its count, in order of first appearance."""
-        same: dict[int, int] = {}  # by identity first: hashing a block is slow, and most are one object
-        for block in self.blocks:
-            same[id(block)] = same.get(id(block), 0) + 1
+        # By identity first: hashing a block is slow, and most are one object.
+        same = Counter(map(id, self.blocks))
         counts: dict[Block, int] = {}
-        for block in {id(block): block for block in self.blocks}.values():
+        for block in dict(zip(map(id, self.blocks), self.blocks, strict=True)).values():
             counts[block] = counts.get(block, 0) + same[id(block)]
         return tuple(counts.items())
 
