@@ -94,5 +94,5 @@ def _group(
         stages=tuple(stages),
         micro_batch=int(problem.micro_batch[template[0].option]),
         schedule="1f1b",
-        sp=True,
+        sp=any(stage.tp > 1 for stage in stages),
     )

@@ -183,7 +183,7 @@ def _joined(
         evaluated=sum(result.evaluated for result in results),
         pruned=sum(result.pruned for result in results),
         wall_s=time.perf_counter() - started,
-        space=f"{_shared_space(ours, known)}; {_words(searched)}",
+        space=f"{shared_space(ours, known)}; {_words(searched)}",
         ladder=ladder,
         interrupted=bool(searched.missing) or any(result.interrupted for result in results),
         stopped=any(result.stopped for result in results),
@@ -197,7 +197,7 @@ def _joined(
     )
 
 
-def _shared_space(ours: PlanResult, known: Sequence[PlanResult]) -> str:
+def shared_space(ours: PlanResult, known: Sequence[PlanResult]) -> str:
     """Return the space of the chosen plan, as far as the bounds of the other settings speak of it."""
     shared = [one.space for one in known if ours.space.startswith(one.space)]
     return min(shared, key=len, default=ours.space)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from foreshard.catalog.models import load_model
 from foreshard.planner.interleaving import chunk_counts, in_rounds, interleaved, interleaved_plans, scaled
 from foreshard.planner.judge import engine_seconds
 from foreshard.planner.mapping import plan_of
+from foreshard.planner.over_settings import shared_space
 from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds, template_faults
 from foreshard.planner.request import Request, checked_request
 from foreshard.planner.search import plan
@@ -109,6 +112,12 @@ def test_only_what_the_framework_interleaves_and_blocks_alike():
     assert chunk_counts(asked(model="deepseek-v2-lite")) == ()
     request = asked(framework="megatron-deepspeed")
     assert interleaved_plans(request, [(1.0, None)], lambda *_: None, 1e30) == []
+
+
+def test_the_space_of_several_settings_is_what_all_their_bounds_speak_of():
+    wide, narrow, other = (SimpleNamespace(space=text) for text in ("a; b", "a", "c"))
+    assert shared_space(wide, [wide, narrow]) == "a"
+    assert shared_space(wide, [wide, other]) == "a; b"
 
 
 def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speaks(even_clock):
