@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foreshard.errors import LimitError
@@ -60,17 +60,18 @@ class Limits:
         broken = [one for one in found if one[2] > one[1]] or found
         key, value, least, unit = broken[0]
         both = len(broken) < len(found) or len(found) == 1
-        what = f"no plan takes less than {least:,.4g} {unit}" if both else "no plan meets both limits"
+        below = f"no plan takes less than {_four_digits(least, math.floor)} {unit}"
+        what = below if both else "no plan meets both limits"
         return LimitError(
             what, key=key, value=value, rule="A plan must keep every limit",
-            fix=f"Allow {_raised(least)} {unit}, more devices or other ones",
+            fix=f"Allow {_four_digits(least, math.ceil)} {unit}, more devices or other ones",
         )  # fmt: skip
 
 
-def _raised(value: float) -> str:
-    """Return the next number of four digits, which a limit can be set to."""
-    step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
-    return f"{math.ceil(value / step) * step:.{max(0, -math.floor(math.log10(step)))}f}"
+def _four_digits(value: float, rounded: Callable[[float], int]) -> str:
+    """Return the next number of four digits above or below, without an exponent: a limit can be set to it."""
+    power = math.floor(math.log10(value)) - 3 if value > 0 else 0
+    return f"{rounded(value / 10.0**power) * 10.0**power:.{max(0, -power)}f}"
 
 
 def score(prediction: Prediction, objectives: Sequence[str]) -> tuple[float, ...]:

@@ -10,12 +10,13 @@ from foreshard.planner.ranking import Limits, ranked
 
 @pytest.fixture(scope="module")
 def predicted():
-    return predict(load_model("llama3.2-1b"), load_cluster("1x8xh100-sxm"), tokens=1e9)
+    return predict(load_model("llama3.2-1b"), load_cluster("1x8xh100-sxm"), tokens=1e13)
 
 
 @pytest.mark.parametrize("name", ["max_usd", "max_hours"])
 def test_the_limit_that_is_told_can_be_kept(predicted, name):
     error = Limits(**{name: 1e-6}).error([predicted])
+    assert "e" not in error.fix.split()[1] and float(error.what.split()[-2]) <= float(error.fix.split()[1])
     told = float(error.fix.split()[1])
     assert Limits(**{name: told}).keeps(predicted) and not Limits(**{name: 0.999 * told}).keeps(predicted)
 
