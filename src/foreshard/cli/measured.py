@@ -103,5 +103,9 @@ def _refuse(values: dict[str, Any], known: set[str]) -> None:
         if name not in known and value not in (None, False, (), "none"):
             flag = f"--{name.replace('_', '-')}"
             raise SpecError(
-                f"{flag} with measured costs", key=flag, value=str(value), rule=_RULE, fix="Leave it out"
+                f"{flag} is not taken with measured costs",
+                key=flag,
+                value=str(value),
+                rule=_RULE,
+                fix="Leave it out",
             )
