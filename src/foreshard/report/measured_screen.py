@@ -22,7 +22,8 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
         update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
         sizes = (memory(held["parameter_bytes"]), memory(kept[layer] / int(most)))
         rows.append((layer, *map(seconds, times), seconds(update), *sizes))
-    tables = [table(f"layers, {counted(int(most), 'sample')}, wall time", _LAYER, rows, spare=(">optimizer",))]
+    title = f"layers, {counted(int(most), 'sample')}, wall time"
+    tables = [table(title, _LAYER, rows, spare=(">optimizer",))]
     if profile.get("links"):
         tables.append(_links_table(profile["links"]))
     threads = counted(told["threads"], "thread")
