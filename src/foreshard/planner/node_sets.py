@@ -1,7 +1,8 @@
-"""Which node groups may train together, and what a search of many of them says of a search of fewer."""
+"""Which node groups may train together, how many devices of them, and what many say of fewer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -63,3 +64,18 @@ def faster_by_s(fewer: Problem, more: Problem) -> float:
 
 def _leave_tail(problem: Problem) -> np.ndarray:
     return np.zeros(problem.time_s.shape) if problem.leave_tail_s is None else problem.leave_tail_s
+
+
+def capped(problem: Problem, max_devices: int | None) -> Problem:
+    """Return the problem on at most so many devices, those that do most work first."""
+    if max_devices is None or sum(problem.counts) <= max_devices:
+        return problem
+    usable = np.where(problem.max_in_flight > 0, problem.time_s, np.inf)
+    work = usable * problem.takes.sum(1)[:, None] / problem.micro_batch[:, None]
+    middle = int(problem.types[1, 2])
+    pace = [work[problem.takes[:, k] > 0, middle].min(initial=np.inf) for k in range(len(problem.counts))]
+    counts, left = [0] * len(problem.counts), max_devices
+    for kind in np.argsort(pace, kind="stable"):
+        counts[kind] = min(left, problem.counts[kind])
+        left -= counts[kind]
+    return replace(problem, counts=tuple(counts))

@@ -12,6 +12,7 @@ from foreshard.catalog.models import load_model
 from foreshard.planner.interleaving import chunk_counts, in_rounds, interleaved, interleaved_plans, scaled
 from foreshard.planner.judge import engine_seconds
 from foreshard.planner.mapping import plan_of
+from foreshard.planner.mixed import INTERLEAVED
 from foreshard.planner.over_settings import shared_space
 from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds, template_faults
 from foreshard.planner.request import Request, checked_request
@@ -130,7 +131,8 @@ def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speak
     assert best.prediction.memory.fits
     assert best.plan.groups[0].schedule == "interleaved" and best.plan.groups[0].num_chunks > 1
     assert 0.0 < found.lower_bound_step_time_s <= best.prediction.step_time_s
-    assert "interleaved" in found.space or any("interleaved" in note for note in found.notes)
+    assert INTERLEAVED in found.space
+    assert found.gap == pytest.approx(best.prediction.step_time_s / found.lower_bound_step_time_s - 1.0)
     without = next(one for one in found.plans if all(group.num_chunks == 1 for group in one.plan.groups))
     exact = [
         predict(model, cluster, one.plan, engine="graph", timeline=False).step_time_s

@@ -10,7 +10,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner import mixed, stage_prices
+from foreshard.planner import mixed_phases, stage_prices
 from foreshard.planner.interleaving import interleaved_plans
 from foreshard.planner.judge import engine_seconds, predicted, short_bytes
 from foreshard.planner.mapping import plan_of
@@ -195,7 +195,7 @@ def engine_alone(request: Request, g: int) -> float:
 def test_a_joint_stage_is_chosen_where_it_is_faster(monkeypatch):
     pytest.importorskip("scipy")
     model, cluster = load_model("gpt2-xl"), load_cluster(ODD)
-    monkeypatch.setattr(mixed, "interleaved_plans", lambda *_: [])
+    monkeypatch.setattr(mixed_phases, "interleaved_plans", lambda *_: [])
     made = {"global_batch": 64, "seq_len": 1024, "budget_s": 30.0}  # it ends as soon as the gap is small
     joined = plan(model, cluster, **made)
     best = joined.plans[0]

@@ -8,8 +8,8 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner import loading, mixed
-from foreshard.planner.mixed import _Found
+from foreshard.planner import loading, mixed, mixed_phases
+from foreshard.planner.mixed_found import MixedFound
 from foreshard.planner.nearby import work_bound
 from foreshard.planner.node_sets import node_sets
 from foreshard.planner.request import checked_request
@@ -38,7 +38,7 @@ def test_a_hasty_answer_is_a_plan_with_a_bound_that_says_so(monkeypatch, objecti
     def never(*arguments, **options):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(mixed, "solve", never)
+    monkeypatch.setattr(mixed_phases, "solve", never)
     found = plan(load_model("gpt2-xl"), load_cluster(MIXED), budget_s=0.3, objective=(objective,), **ASKED)
     best = found.plans[0].prediction.step_time_s
     assert 0.0 < found.lower_bound_step_time_s <= best and found.gap > 0.0
@@ -57,7 +57,7 @@ def test_a_part_of_a_long_search_is_not_hasty(monkeypatch):
 @pytest.mark.parametrize("cluster", [MIXED, "1x2xl4+2x2xt4+1x8xa100-sxm-40gb@10Gb/s"])
 def test_bounds_of_sets_by_the_prices_of_more_groups_hold(cluster):
     request = checked_request(load_model("gpt2-xl"), load_cluster(cluster), **ASKED)
-    found, sets = _Found(), node_sets(request)
+    found, sets = MixedFound(), node_sets(request)
     for use in sets:
         own = work_bound(price_stages(request, use, by_domain=True))
         assert 0.0 < found.work_s(request, use) <= own * (1 + 1e-9), use

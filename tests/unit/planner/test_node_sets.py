@@ -9,7 +9,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed import _Found
+from foreshard.planner.mixed_found import MixedFound
 from foreshard.planner.node_sets import faster_by_s
 from foreshard.planner.problem import (
     Arrangement,
@@ -95,7 +95,7 @@ def test_options_that_the_wider_set_lacks_leave_nothing_said(problems):
 
 
 def test_a_set_spoken_for_has_the_bound_of_the_wider_one_less_what_it_may_gain():
-    found = _Found(judged=[(5.0, None)], bounds=[4.0, 1.0, 3.9], spoken_for={1: (0, 0.5), 2: (0, 0.5)})
+    found = MixedFound(judged=[(5.0, None)], bounds=[4.0, 1.0, 3.9], spoken_for={1: (0, 0.5), 2: (0, 0.5)})
     assert found.proven == [4.0, 3.5, 3.9]
     found.bounds[0] = 7.0  # beyond the best plan nothing was proven
     assert found.proven == [7.0, 4.5, 4.5]
