@@ -52,10 +52,10 @@ def _sliding_window(reader: Reader, unstated: int = 0) -> int:
     return reader.size("sliding_window", default=default, minimum=0, maximum=2**31)
 
 
-def llama(reader: Reader) -> Model:
-    """Llama 1 to 3.x."""
+def llama_block(reader: Reader) -> dict[str, Any]:
+    """Return the sizes of a block of Llama, which may have biases."""
     bias = reader.flag("attention_bias", False)
-    block = dict(
+    return dict(
         attention_sizes(reader),
         ffn=reader.size("intermediate_size"),
         gated=True,
@@ -63,7 +63,12 @@ def llama(reader: Reader) -> Model:
         proj_bias=bias,
         mlp_bias=reader.flag("mlp_bias", False),
     )
-    return finish(reader, (Block(**block),) * reader.layers("num_hidden_layers"), tied=False)
+
+
+def llama(reader: Reader) -> Model:
+    """Llama 1 to 3.x."""
+    block = Block(**llama_block(reader))
+    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
 
 
 def mistral(reader: Reader) -> Model:

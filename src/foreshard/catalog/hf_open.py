@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreshard.catalog.hf_decoders import attention_sizes, finish, windowed_blocks
+from foreshard.catalog.hf_decoders import attention_sizes, finish, llama_block, windowed_blocks
 from foreshard.catalog.hf_reader import Reader
 from foreshard.spec.model import Block, Model
 
@@ -70,15 +70,7 @@ def smollm3(reader: Reader) -> Model:
     """SmolLM3: layers without rotary positions slide, where windows are switched on."""
     reader = _with(reader, num_key_value_heads=4)
     layers = reader.layers("num_hidden_layers")
-    bias = reader.flag("attention_bias", False)
-    block = dict(
-        attention_sizes(reader),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=reader.flag("mlp_bias", False),
-    )
+    block = llama_block(reader)
     switched = reader.flag("use_sliding_window", False)
     window = reader.size("sliding_window", default=0, minimum=0, maximum=2**31) if switched else 0
     sliding = [not rotary for rotary in _rotary_layers(reader, layers)]

@@ -9,44 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import numpy as np
 
 from foreshard.catalog.kernels import kernel_model
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.cost.kernels import KernelModel
-from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_peak_bytes
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import RankShape, layer_shape
 from foreshard.planner.problem import Problem
 from foreshard.planner.request import Request
 from foreshard.planner.stage_options import StageKind, joint_options, stage_options
+from foreshard.planner.stage_rooms import MAX_STAGES, fewest_devices, rooms_in
+from foreshard.planner.stage_types import StageTypes, row, stage_types
 from foreshard.predict.analytical import StageTimes, stage_times, tail_times
 from foreshard.predict.batch import Batch, Pipeline, domain_block
 from foreshard.predict.machine import Machine
-from foreshard.predict.memory import nccl_channels
 from foreshard.predict.traits import Traits, traits_of
 from foreshard.spec.cluster import NodeGroup
 
-T = TypeVar("T")
 COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
 
-_MAX_STAGES = 16
 _WAIT = 0.01
 """Of the time of a joint stage, by which its other ranks may be slower than those the engine looks at."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Types:
-    """The distinct stages of a chain: layers of each kind of block, and which ends they hold."""
-
-    table: np.ndarray
-    counts: np.ndarray
-    has_embedding: np.ndarray
-    has_head: np.ndarray
 
 
 def price_stages(
@@ -90,20 +77,19 @@ def price_stages(
         Most stages of a pipeline: every device has memory for the chunks of one so long. Without it there is
         the memory of 1f1b, of which interleaved pipelines need no less.
     """
-    types = _stage_types(request)
+    types = stage_types(request)
     kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
     if every:
         kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
-    if every:
         more, even = _joint(request, use, types, {kind.samples for kind in kinds})
         kinds += more
-    rooms = _rooms(request, kinds, types, reserve_bytes, (chunks, stages))
+    rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
     if every:
         rooms[:, len(kinds) - len(more) :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     spans = np.array([[float(len(kind.parts)) for kind in kinds]])
-    crosses = _fewest_devices(kinds, types, rooms) > max(domains)
+    crosses = fewest_devices(kinds, types, rooms) > max(domains)
     batch = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
@@ -127,7 +113,7 @@ def price_stages(
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
-        max_stages=min(stages or _MAX_STAGES, request.model.num_layers),
+        max_stages=min(stages or MAX_STAGES, request.model.num_layers),
         types=types.table,
         takes=takes,
         micro_batch=np.array([kind.samples for kind in kinds]),
@@ -167,7 +153,7 @@ def without(problem: Problem, unwanted: Callable[[StageKind], bool]) -> Problem:
 
 
 def _joint(
-    request: Request, use: tuple[int, ...], types: _Types, sizes: Collection[int]
+    request: Request, use: tuple[int, ...], types: StageTypes, sizes: Collection[int]
 ) -> tuple[list[StageKind], np.ndarray]:
     """Return joint stages, and of which types they are in their space, shape (types, stages).
 
@@ -269,42 +255,11 @@ def _copies(request: Request) -> tuple[int, ...]:
     return tuple(n for n in COPIES if n <= min(request.cluster.num_devices, request.global_batch))
 
 
-def _stage_types(request: Request) -> _Types:
-    """Return every distinct stage; equal blocks make intervals of equal length alike."""
-    model = request.model
-    kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
-    places = model.num_layers + 2
-    before = np.zeros((places + 1, len(kinds)))
-    for layer, block in enumerate(model.blocks, start=1):
-        before[layer + 1 :, kinds[block]] += 1.0
-    start, stop = np.triu_indices(places + 1, k=1)
-    counts = before[stop] - before[start]
-    last = (stop == places).astype(float)
-    counts[:, kinds[model.blocks[-1]]] += last * model.num_next_token
-    key = np.column_stack([counts, start == 0, last])
-    distinct, inverse = np.unique(key, axis=0, return_inverse=True)
-    table = np.full((places + 1, places + 1), -1)
-    table[start, stop] = np.ravel(inverse)
-    return _Types(
-        table=table,
-        counts=distinct[:, :-2],
-        has_embedding=distinct[:, -2:-1],
-        has_head=distinct[:, -1:],
-    )
-
-
-def _row(items: Sequence[Any], cls: type[T]) -> T:
-    """Return `cls` with fields of shape (1, options)."""
-    return cls(
-        **{f.name: np.array([[float(getattr(item, f.name)) for item in items]]) for f in fields(cls)}  # type: ignore[arg-type]
-    )
-
-
 def _batch(
     request: Request,
     use: tuple[int, ...],
     kinds: Sequence[StageKind],
-    types: _Types,
+    types: StageTypes,
     *,
     crosses: bool = False,
     chunks: int = 1,
@@ -318,14 +273,14 @@ def _batch(
         traits_of(framework, group.device, optimizer=request.optimizer, precision=request.precision)
         for group in nodes
     ]
-    fabric = _row(fabrics, Fabric)
+    fabric = row(fabrics, Fabric)
     machine = Machine(
-        kernels=_row([kernels[kind.node_group] for kind in kinds], KernelModel),
+        kernels=row([kernels[kind.node_group] for kind in kinds], KernelModel),
         fabric=fabric,
-        sync=_row([joined for _ in kinds], Fabric),
+        sync=row([joined for _ in kinds], Fabric),
         link=fabric,
-        traits=_row([traits[kind.node_group] for kind in kinds], Traits),
-        rank=_row([_rank(request, kind) for kind in kinds], RankShape),
+        traits=row([traits[kind.node_group] for kind in kinds], Traits),
+        rank=row([_rank(request, kind) for kind in kinds], RankShape),
         constants=request.constants,
     )
     rules = [recompute_of(kind.recompute, 1) for kind in kinds]
@@ -333,7 +288,7 @@ def _batch(
         kinds=tuple(layer_shape(block) for block, _ in model.block_kinds()),
         counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
         machine=machine,
-        recompute=_row(rules, Recompute),
+        recompute=row(rules, Recompute),
         has_embedding=types.has_embedding,
         has_head=types.has_head,
         multiplicity=np.ones((len(types.has_head), len(kinds))),
@@ -398,7 +353,7 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
 
 
 def _pipeline(
-    request: Request, kinds: Sequence[StageKind], types: _Types, crosses: bool, chunks: int
+    request: Request, kinds: Sequence[StageKind], types: StageTypes, crosses: bool, chunks: int
 ) -> Pipeline:
     model, nodes = request.model, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
@@ -429,103 +384,4 @@ def _pipeline(
         heads=one(1.0 + model.num_next_token * (1.0 + 2.0 * model.hidden / max(1, model.vocab))),
         tied=one(model.tied_embeddings),
         num_layers=one(model.num_layers),
-    )
-
-
-def _rooms(
-    request: Request,
-    kinds: Sequence[StageKind],
-    types: _Types,
-    reserve_bytes: float,
-    interleaved: tuple[int, int | None],
-) -> np.ndarray:
-    """Return the micro-batches in flight that fit on every stage of every option, shape (types, options).
-
-    `interleaved` are the chunks of layers of a device, and how many stages to have memory for.
-    """
-    rooms = _rooms_of(request, kinds, types, reserve_bytes, interleaved)
-    joint = [i for i, kind in enumerate(kinds) if kind.beside]
-    if joint:
-        turned = [kinds[i].turned for i in joint]
-        others = _rooms_of(request, turned, types, reserve_bytes, interleaved)
-        rooms[:, joint] = np.minimum(rooms[:, joint], others)
-    return rooms
-
-
-def _rooms_of(
-    request: Request,
-    kinds: Sequence[StageKind],
-    types: _Types,
-    reserve_bytes: float,
-    interleaved: tuple[int, int | None],
-) -> np.ndarray:
-    """Return the micro-batches in flight that fit on the ranks of its own node group of each option."""
-    devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
-    capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
-    load, (chunks, stages) = _load(request, kinds, types), interleaved
-    alone = types.has_embedding * types.has_head > 0
-    rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
-    for depth in range(1, (stages or _MAX_STAGES) + 1):
-        held = float(depth)
-        if chunks > 1 and stages:  # as the engine counts chunks
-            held = (2 * (depth - 1) + (chunks - 1) * stages + 1) / chunks
-        peak = stage_peak_bytes(replace(load, in_flight=np.where(alone, depth, held)), request.framework)
-        rooms += (peak <= capacity) & (rooms == depth - 1)
-    return rooms
-
-
-def _fewest_devices(kinds: Sequence[StageKind], types: _Types, rooms: np.ndarray) -> float:
-    """Return the least devices any pipeline takes; of more than a link domain has, its messages leave it."""
-    devices = np.array([kind.split * kind.width for kind in kinds])
-    least = np.append(np.where(rooms > 0, devices[None, :], np.inf).min(1), np.inf)
-    places = len(types.table) - 1
-    after = np.full(places + 1, np.inf)
-    after[places] = 0.0
-    for start in range(places - 1, -1, -1):
-        after[start] = (least[types.table[start]] + after).min()
-    return float(after[0])
-
-
-def _load(request: Request, kinds: Sequence[StageKind], types: _Types) -> StageLoad:
-    model, framework = request.model, request.framework
-    tp = np.array([[float(kind.tp) for kind in kinds]])
-    cp = np.array([[float(kind.cp) for kind in kinds]])
-    width = np.array([[float(kind.width * kind.cp) for kind in kinds]])
-    ep = np.array([[float(kind.ep) for kind in kinds]])
-    unit = framework.vocab_multiple * tp
-    copies = 1.0 if request.cluster.num_devices == 1 else 2.0
-    return StageLoad(
-        kinds=tuple((block, types.counts[:, i : i + 1]) for i, (block, _) in enumerate(model.block_kinds())),
-        has_embedding=types.has_embedding,
-        has_head=types.has_head,
-        hidden=model.hidden,
-        vocab=np.ceil(model.vocab / unit) * unit,
-        tied=float(model.tied_embeddings),
-        in_flight=1.0,
-        num_micro_batches=1e6,
-        num_stages=np.where(types.has_embedding * types.has_head > 0, 1.0, 2.0),
-        channels=np.array(
-            [[float(nccl_channels(request.cluster.nodes[kind.node_group].device)) for kind in kinds]]
-        ),
-        micro_batch=np.array([[float(kind.micro_batch) for kind in kinds]]),
-        seq_len=float(request.seq_len),
-        tp=tp,
-        cp=cp,
-        ep=ep,
-        etp=1.0,
-        dp=width * copies,
-        expert_dp=np.maximum(1.0, width * tp * copies / ep),
-        shard_size=width,
-        zero=np.array([[float(kind.zero) for kind in kinds]]),
-        sp=(tp > 1) * 1.0,
-        activation_bytes_per_element=4.0 if request.precision in ("fp32", "tf32") else 2.0,
-        fp8=float(request.precision in ("fp8", "mxfp8")),
-        fp4=float(request.precision == "nvfp4"),
-        recompute=_row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
-        offload_optimizer=0.0,
-        offload_activations=0.0,
-        state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
-        outer_params=float(model.learned_positions * model.hidden),
-        embedding_trainable=float(not model.embedding_frozen),
-        head_trainable=float(not model.head_frozen),
     )
