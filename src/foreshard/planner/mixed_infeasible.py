@@ -11,10 +11,12 @@ from foreshard.errors import InfeasibleError
 from foreshard.planner.pricing import cheapest_path
 from foreshard.planner.problem import Problem
 from foreshard.planner.request import Request
+from foreshard.planner.solve import solve
 from foreshard.planner.stage_prices import price_stages
 
 _GROW = (2, 4, 8, 16, 32)
 _SHORTER = (2, 4, 8)
+_TRIED_S = 1.0
 
 
 def nothing_fits(request: Request, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
@@ -73,9 +75,11 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _fits(request: Request, use: tuple[int, ...]) -> bool:
-    """Return whether the least pipeline takes no more devices than there are."""
+    """Return whether a pipeline is found on the devices there are of each kind."""
     problem = price_stages(request, use, every=True)
-    return least_devices(problem) <= sum(problem.counts)
+    if least_devices(problem) > sum(problem.counts):
+        return False
+    return solve(problem, budget_s=_TRIED_S, target_gap=np.inf).arrangement is not None
 
 
 def least_devices(problem: Problem) -> float:

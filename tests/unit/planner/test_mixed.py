@@ -182,6 +182,12 @@ def test_devices_left_out_for_their_precision_are_the_first_change_that_fits():
     assert not found.plans
     assert "the one device that may be used" in found.infeasible.what
     assert found.infeasible.fix == "Use --dtype fp16, which all of them have"
+
+
+def test_a_change_fits_when_it_fits_the_devices_of_each_kind():
+    """The least pipeline in fp16 takes more L4 than there are, though no more devices than there are."""
+    found = search("llama3-8b", "1x4xl4+1x4xt4@25Gb/s", batch=32, seq_len=2048, precision="bf16")
+    assert found.infeasible.fix == "Use 2 times as many nodes"
     assert search("llama3-8b", "1x1xh100-sxm+3x1xv100-sxm-32gb", batch=8, precision="fp16").plans
 
 
