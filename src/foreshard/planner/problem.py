@@ -120,9 +120,9 @@ class Problem:
         return [*(Family(size) for size in sizes), *within]
 
     def options_of(self, family: Family) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the options of a family, the times of their stages and `max_in_flight`."""
+        """Return the options of a family that there are devices for, their times and `max_in_flight`."""
         if family not in self._by_family:
-            fits = self.micro_batch == family.micro_batch
+            fits = (self.micro_batch == family.micro_batch) & np.all(self.takes <= self.counts, axis=1)
             if family.kind is not None:
                 devices = self.takes.sum(1)
                 fits &= (self.takes[:, family.kind] == devices) & (devices <= self.domains[family.kind])

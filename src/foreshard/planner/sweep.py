@@ -9,6 +9,7 @@ plans were timed, and how many were excluded, may differ; together they are the 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from foreshard.planner.grid import Cells, walk
 from foreshard.planner.grid_space import GridRequest
 
 _FIRST = slice(0, 8)
+_KNOCK_S = 5.0
 _TASKS_PER_CPU = 4
 
 
@@ -154,7 +156,22 @@ def _connect(ray: Any, executor: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine unasked
     address = executor.partition(":")[2]
     options: dict[str, Any] = {"address": address} if address else {"include_dashboard": False}
-    ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    try:
+        _knock(address)
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"no Ray cluster answers: {error}", key="--executor", value=executor,
+            rule="The address is that of a running head node, as ray start tells it",
+            fix="Start one, or set RAY_AUTH_MODE=token where it asks for a token",
+        ) from error  # fmt: skip
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nothing listens at HOST:PORT; Ray would go on asking for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 def _ray() -> Any:

@@ -41,6 +41,22 @@ def test_best_sets_are_the_best_of_all(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
+def test_no_option_takes_more_devices_than_there_are(seed):
+    """The loops that list pipelines number demands; one beyond the devices would have a number of another."""
+    problem = random_problem(seed)
+    fewer = replace(problem, counts=tuple(max(1, count // 2) for count in problem.counts))
+    for family in fewer.families:
+        options = fewer.options_of(family)[0]
+        assert np.all(fewer.takes[options] <= fewer.counts)
+        fitting = [
+            option
+            for option in problem.options_of(family)[0]
+            if np.all(problem.takes[option] <= fewer.counts)
+        ]
+        assert fitting == options.tolist()
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_contenders_hold_every_pipeline_worth_its_price(seed):
     problem = random_problem(seed)
     room = room_for(problem)

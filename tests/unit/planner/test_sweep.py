@@ -1,6 +1,7 @@
 """Tasks of Ray find what a local search finds."""
 
 import pickle
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from foreshard.planner.over_settings import search_settings
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan, rent
 from foreshard.planner.settings import settings
-from foreshard.planner.sweep import check_executor
+from foreshard.planner.sweep import check_executor, num_at_once
 from foreshard.predict.plan_table import COLUMNS
 
 SPACES = (
@@ -37,7 +38,9 @@ def _request(model, cluster, global_batch, seq_len):
 @pytest.fixture(scope="module")
 def ray():
     module = pytest.importorskip("ray", reason="ray (extra sweep) is not installed")
-    module.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    module.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield module
     module.shutdown()
 
@@ -68,6 +71,15 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ExtraMissingError, match=r"foreshard\[sweep\]"):
         plan(load_model("llama3-8b"), load_cluster("1x2xh100-sxm"), global_batch=2, executor="ray")
+
+
+def test_an_address_where_nothing_listens_is_named_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        executor = f"ray:127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(SpecError, match=r"no Ray cluster answers.*ray start"):
+            num_at_once(executor)
 
 
 @pytest.mark.parametrize("text", ["local", "ray", "ray:auto", "ray:10.0.0.1:6379"])
