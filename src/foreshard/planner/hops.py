@@ -27,8 +27,8 @@ def least_hops_in_times(problem: Problem) -> Problem:
     later = problem.types + np.where(problem.types >= 0, int(problem.types.max()) + 1, 0)
     later[0] = problem.types[0]
 
-    def twice(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else np.concatenate([values, values], axis=-1)
+    def twice(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values, values], axis=-1)
 
     return replace(
         problem,
@@ -36,8 +36,8 @@ def least_hops_in_times(problem: Problem) -> Problem:
         time_s=np.concatenate([problem.time_s, problem.time_s + least[:, None]], axis=1),
         tail_s=twice(problem.tail_s),
         max_in_flight=twice(problem.max_in_flight),
-        leave_s=twice(problem.leave_s),
-        leave_tail_s=twice(problem.leave_tail_s),
+        leave_s=None if problem.leave_s is None else twice(problem.leave_s),
+        leave_tail_s=None if problem.leave_tail_s is None else twice(problem.leave_tail_s),
         hop_s=np.where(agree, problem.hop_s - least[None, :], 0.0),
     )
 

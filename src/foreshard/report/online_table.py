@@ -88,12 +88,13 @@ def policies_table(found: Contest) -> Table:
             f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
         ))  # fmt: skip
     rows.sort()
-    columns = (
+    cells: list[tuple[str, ...]] = [row[2:] for row in rows]
+    columns: tuple[str, ...] = (
         "policy", ">batch", ">95 %", ">over bound", ">budget", ">reconfigurations", ">re-shares", ">devices",
     )  # fmt: skip
     if len(found.rounds) == 1:  # one path has no spread
-        columns, rows = columns[:2] + columns[3:], [row[:4] + row[5:] for row in rows]
-    return table("Policies", columns, [row[2:] for row in rows], spare=(">devices", ">re-shares"))
+        columns, cells = columns[:2] + columns[3:], [row[2:4] + row[5:] for row in rows]
+    return table("Policies", columns, cells, spare=(">devices", ">re-shares"))
 
 
 def _notes(found: Contest) -> tuple[str, ...]:

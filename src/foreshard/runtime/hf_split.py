@@ -124,7 +124,8 @@ class Block(SequenceLayer):
         super().__init__()
         self.block = getattr(inner, family.blocks)[number]
         self.rotary = copy.deepcopy(getattr(inner, family.rotary)) if family.rotary else None
-        self.tensor_plan = plan_of_block(inner.config.model_type, inner.config)
+        config: Any = inner.config
+        self.tensor_plan = plan_of_block(config.model_type, config)
         # not registered: its parts are, under names that do not depend on the model's type
         self.__dict__["_around"] = _around(inner, family, number, self.block, self.rotary)
 
