@@ -28,23 +28,8 @@ def rooms_in(
 
     `interleaved` are the chunks of layers of a device, and how many stages to have memory for.
     """
-    rooms = _rooms_of(request, kinds, types, reserve_bytes, interleaved)
     joint = [i for i, kind in enumerate(kinds) if kind.beside]
-    if joint:
-        turned = [kinds[i].turned for i in joint]
-        others = _rooms_of(request, turned, types, reserve_bytes, interleaved)
-        rooms[:, joint] = np.minimum(rooms[:, joint], others)
-    return rooms
-
-
-def _rooms_of(
-    request: Request,
-    kinds: Sequence[StageKind],
-    types: StageTypes,
-    reserve_bytes: float,
-    interleaved: tuple[int, int | None],
-) -> np.ndarray:
-    """Return the micro-batches in flight that fit on the ranks of its own node group of each option."""
+    number, kinds = len(kinds), [*kinds, *(kinds[i].turned for i in joint)]  # as their other ranks see them
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
     load, (chunks, stages) = _load(request, kinds, types), interleaved
@@ -56,7 +41,8 @@ def _rooms_of(
             held = (2 * (depth - 1) + (chunks - 1) * stages + 1) / chunks
         peak = stage_peak_bytes(replace(load, in_flight=np.where(alone, depth, held)), request.framework)
         rooms += (peak <= capacity) & (rooms == depth - 1)
-    return rooms
+    rooms[:, joint] = np.minimum(rooms[:, joint], rooms[:, number:])
+    return rooms[:, :number]
 
 
 def fewest_devices(kinds: Sequence[StageKind], types: StageTypes, rooms: np.ndarray) -> float:
