@@ -125,6 +125,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
 
     def over(level: int) -> tuple[Any, Any]:
         split = zero >= level
+        if not np.count_nonzero(split):
+            return 1.0, 1.0
         return 1 / np.where(split, shard, 1), 1 / np.where(split, expert_shard, 1)
 
     element = load.activation_bytes_per_element

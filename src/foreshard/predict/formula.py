@@ -146,6 +146,7 @@ def layer_times(
     )
     host_forward, host_backward = host_times(layer, machine, recompute)
     backward_input = linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast
+    offload_forward, offload_backward = offload_s(layer, machine, forward, backward_input)
     return LayerTimes(
         forward=forward,
         backward_input=backward_input,
@@ -161,8 +162,8 @@ def layer_times(
         expert_recompute=np.maximum(again.full, again.moe) * sent,
         host_forward=host_forward,
         host_backward=host_backward,
-        offload_forward=offload_s(layer, machine, forward),
-        offload_backward=offload_s(layer, machine, backward_input),
+        offload_forward=offload_forward,
+        offload_backward=offload_backward,
         reduce_backward=every_reduce_s(
             dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing
         ),

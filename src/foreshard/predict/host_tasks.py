@@ -37,15 +37,17 @@ def host_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> tup
     return base, base * (c.host_backward + recompute.full)
 
 
-def offload_s(layer: LayerShape, machine: Machine, busy: Any) -> Any:
+def offload_s(layer: LayerShape, machine: Machine, *busy: Any) -> tuple[Any, ...]:
     """Return what compute does not hide of moving a layer's saved activations over the host link, one way.
+
+    One answer for each of the `busy` seconds of compute.
 
     Source: tensors a fused layer saves, 12 h + 2 kv + 4 or 6 f bytes a token in 16 bit; inputs of matrix
     products at the width of the product, of attention's output both (docs/derivations/memory.md).
     """
     rank = machine.rank
     if not np.count_nonzero(rank.offload_activations):
-        return 0.0
+        return (0.0,) * len(busy)
     tp = np.where(rank.sp > 0, rank.tp, 1.0)
     inner = layer.ffn + layer.shared_ffn + layer.top_k * layer.expert_ffn
     inner = inner * tp / rank.tp
@@ -53,7 +55,7 @@ def offload_s(layer: LayerShape, machine: Machine, busy: Any) -> Any:
     others = 4.0 * layer.hidden + layer.kv_width + (1.0 + layer.gated) * inner
     saved = rank.matrix_bytes * inputs + rank.element_bytes * others
     moved = own_tokens(machine) * saved / machine.traits.host_link_bytes_per_s
-    return rank.offload_activations * np.maximum(moved - busy, 0.0)
+    return tuple(rank.offload_activations * np.maximum(moved - beside, 0.0) for beside in busy)
 
 
 def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machine) -> Any:

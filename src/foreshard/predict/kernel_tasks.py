@@ -79,11 +79,16 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
 
 
 def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
-    """Return seconds of products, one row per (m, n, k, _), forward rate of the linear layers."""
+    """Return seconds of products, at the forward rate of the linear layers.
+
+    Shape (3, len(sizes), ...): of (m, n, k, _) itself, of its input gradient and of its weight gradient.
+    """
     shape = np.broadcast_shapes(*{np.shape(x) for size in sizes for x in size[:3]})
-    m, n, k = (np.empty((len(sizes), *shape)) for _ in range(3))
+    m, n, k = (np.empty((3, len(sizes), *shape)) for _ in range(3))
     for i, size in enumerate(sizes):
-        m[i], n[i], k[i] = size[:3]
+        m[0, i], n[0, i], k[0, i] = size[:3]
+    m[1], n[1], k[1] = m[0], k[0], n[0]
+    m[2], n[2], k[2] = n[0], k[0], m[0]
     return gemm_s(m, n, k, sustained(machine), bytes_per_element=machine.rank.matrix_bytes)
 
 
@@ -105,20 +110,19 @@ class Linear:
 def linear_times(layer: LayerShape, machine: Machine) -> Linear:
     """Price all per-token matrix products: forward, and the two products of backward."""
     sizes = linear_sizes(layer, machine)
-    swapped = [(m, k, n, g) for m, n, k, g in sizes]
-    weights = [(n, k, m, g) for m, n, k, g in sizes]
-    time = _matrix(sizes + swapped + weights, machine)
-    count = len(sizes)
+    forward, input_gradient, weight_gradient = _matrix(sizes, machine)
     trained = 1.0 - np.asarray(layer.frozen, dtype=float)
     again = 1.0 - machine.traits.pruned
 
     def of(group: str) -> Any:
-        return sum((time[i] for i in range(count) if sizes[i][3] == group), np.zeros(()))
+        return sum(
+            (time for time, size in zip(forward, sizes, strict=True) if size[3] == group), np.zeros(())
+        )
 
     return Linear(
-        forward=time[:count].sum(0),
-        input_gradient=time[count : 2 * count].sum(0),
-        weight_gradient=time[2 * count :].sum(0) * trained * wide_gradient(machine),
+        forward=forward.sum(0),
+        input_gradient=input_gradient.sum(0),
+        weight_gradient=weight_gradient.sum(0) * trained * wide_gradient(machine),
         mlp=of("mlp") + again * of("mlp_output"),
         shared=of("shared") + again * of("shared_output"),
         latent=of("latent"),
