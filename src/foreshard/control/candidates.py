@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from foreshard.control.landscape import Groups, Landscape, Weights
+from foreshard.control.landscape import Groups, Landscape
+from foreshard.control.library import Weights
 
 _EXHAUSTIVE = 220
 """Structures up to which all are compared."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.control.candidates import all_structures, built, neighbours, repaired
-from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit, Weights
+from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit
+from foreshard.control.library import Weights
 from foreshard.control.moves import move
 from foreshard.control.queues import Curve
 from foreshard.control.shares import counted, whole_shares

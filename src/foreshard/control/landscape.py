@@ -6,14 +6,16 @@ Everything here is free of weights, so that a state seen before costs a look-up,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from foreshard.control import cuts, slots
+from foreshard.control.kinds import kinds_of
+from foreshard.control.library import Library, Weights
 from foreshard.control.shares import Split, linear_shares, water_filling
-from foreshard.control.slots import Budget, Chain, Pipeline, State, Structure
+from foreshard.control.slots import Chain, Pipeline, State, Structure
 
 _STATES = 256
 _FRONTS = 20_000
@@ -24,44 +26,6 @@ _FEW, _GRAIN = 12, 0.02
 _LEAST_ROUNDS = 4.0
 """In longer chains points are left out that are best only for fewer micro-batches."""
 Groups = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Weights:
-    """What a slot minimises, by worker.
-
-    Attributes
-    ----------
-    time : float
-        Of a second.
-    active, busy, sent : ndarray, shape (W,)
-        Of a second that a worker is taken, of a busy second on top, of a dollar for bytes that it sends.
-    """
-
-    time: float
-    active: np.ndarray
-    busy: np.ndarray
-    sent: np.ndarray
-
-    @staticmethod
-    def of(state: State, time: float, costs: Mapping[str, float], budgets: Sequence[Budget]) -> Weights:
-        """Return the weights that weights of budgets, by name, amount to."""
-        size = len(state.speed)
-        active, busy, sent = np.zeros(size), np.zeros(size), np.zeros(size)
-        for budget in budgets:
-            weight = float(costs.get(budget.name, 0.0))
-            who = slice(None) if budget.worker is None else slice(budget.worker, budget.worker + 1)
-            if budget.kind in ("usd", "rent_usd"):
-                active[who] += weight * state.usd_per_h[who] / 3600.0
-            if budget.kind in ("usd", "egress_usd"):
-                sent[who] += weight
-            if budget.kind in ("joule", "carbon_kg"):
-                scale = weight * (state.kg_per_j[who] if budget.kind == "carbon_kg" else 1.0)
-                active[who] += scale * state.idle_w[who]
-                busy[who] += scale * (state.busy_w[who] - state.idle_w[who])
-            if budget.kind == "duty":
-                busy[who] += weight
-        return Weights(time=time, active=active, busy=busy, sent=sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,6 +75,11 @@ class Layout:
     ring_usd: np.ndarray
     fastest: Split
 
+    def taken(self) -> tuple[float, np.ndarray, np.ndarray]:
+        """Return seconds of a batch, and by worker the busy seconds and the dollars for bytes sent."""
+        shares = self.fastest.shares[self.group]
+        return self.fastest.time_s, shares * self.stage_s, shares * self.sent_usd + self.ring_usd
+
     def time_weight(self, weights: Weights) -> float:
         """Return what a second of this structure weighs, rent of all its workers included."""
         return weights.time + float(weights.active[self.worker].sum())
@@ -133,47 +102,6 @@ class Layout:
             self.start_s, self.rate_s, batch, time_weight=time_weight, sample_weight=cost
         )  # fmt: skip
         return Split(shares=split.shares, time_s=split.time_s, worth=split.worth + ring)
-
-
-class Library:
-    """Structures of a state in rows, so that all are weighed at once."""
-
-    def __init__(self, num_workers: int, batch: int):
-        self.batch = batch
-        self.layouts: list[Layout] = []
-        self.known: dict[object, int | None] = {}
-        self._size = num_workers
-        self._rows = np.zeros((0, 3 * num_workers + 1))
-
-    def add(self, layout: Layout) -> int:
-        """Take a structure in; return its row."""
-        at = len(self.layouts)
-        if at == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros((max(64, at), 3 * self._size + 1))])
-        self.layouts.append(layout)
-        row, size = self._rows[at], self._size
-        shares = layout.fastest.shares[layout.group]
-        row[0] = layout.fastest.time_s
-        row[1:][layout.worker] = layout.fastest.time_s
-        row[1 + size :][layout.worker] = shares * layout.stage_s
-        row[1 + 2 * size :][layout.worker] = shares * layout.sent_usd + layout.ring_usd
-        return at
-
-    def worth(self, weights: Weights) -> np.ndarray:
-        """Return what every structure is worth with the shares that make it fastest."""
-        weigh = np.concatenate([[weights.time], weights.active, weights.busy, weights.sent])
-        return np.asarray(self._rows[: len(self.layouts)] @ weigh)
-
-    def table(
-        self, state: State, budgets: Sequence[Budget], rows: slice = slice(None)
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds and costs, shape (n, budgets), of structures with the shares that are fastest."""
-        found = self._rows[: len(self.layouts)][rows]
-        weigh = np.zeros((found.shape[1], len(budgets)))
-        for i, one in enumerate(budgets):
-            each = Weights.of(state, 0.0, {one.name: 1.0}, (one,))
-            weigh[:, i] = np.concatenate([[0.0], each.active, each.busy, each.sent])
-        return found[:, 0].copy(), found @ weigh
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,12 +160,12 @@ class Landscape:
         self.chain, self.state, self.memo = chain, state, memo
         self.batch, self.micro_batch, self.max_stages = batch, micro_batch, max_stages
         self.alive = [int(worker) for worker in np.flatnonzero(state.available & (state.speed > 0))]
-        self.kind = _kinds(chain, state, apart, memo)
+        self.kind = kinds_of(chain, state, apart, memo.links)
         self.egress = bool(state.usd_per_byte.any())
         self.everything: list[Groups] | None = None
         self.visits = 0
         self.explored: set[tuple[int, int]] = set()
-        self.library = Library(chain.num_workers, batch)
+        self.library = Library[Layout](chain.num_workers)
         self.chosen: dict[Structure, slots.Choice] = {}
         self._layouts: dict[object, Layout] = {}
         self._units: dict[object, Unit] = {}
@@ -370,32 +298,3 @@ class Landscape:
             sent_usd=np.concatenate([unit.sent_usd for unit in units]), ring_usd=ring,
             fastest=water_filling(start, rate, float(self.batch)),
         )  # fmt: skip
-
-
-def _kinds(chain: Chain, state: State, apart: frozenset[int], memo: Memo) -> list[int]:
-    """Return the kind of every worker: workers of one kind can change places and nothing changes."""
-    links = _link_kinds(state, memo)
-    rows = [hash(row.tobytes()) for row in np.asarray(chain.layer_s)]
-    known: dict[object, int] = {}
-    kinds = []
-    columns = zip(
-        rows, links, state.speed.tolist(), chain.memory_bytes.tolist(), state.available.tolist(),
-        state.usd_per_h.tolist(), state.busy_w.tolist(), state.idle_w.tolist(), state.kg_per_j.tolist(),
-        strict=True,
-    )  # fmt: skip
-    for worker, column in enumerate(columns):
-        key = (*column, worker if worker in apart else -1)
-        kinds.append(known.setdefault(key, len(known)))
-    return kinds
-
-
-def _link_kinds(state: State, memo: Memo) -> list[int]:
-    key = b"".join(
-        np.ascontiguousarray(table).tobytes()
-        for table in (state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte)
-    )
-    if key not in memo.links:
-        if len(memo.links) > _STATES:
-            memo.links.clear()
-        memo.links[key] = slots.link_kinds(state)
-    return memo.links[key]

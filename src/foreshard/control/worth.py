@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from foreshard.control.landscape import Weights
+from foreshard.control.library import Weights
 from foreshard.control.queues import Curve
 from foreshard.control.shares import counted, whole_shares
 from foreshard.control.slots import (

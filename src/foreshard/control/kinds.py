@@ -1,0 +1,41 @@
+"""Workers that are alike: those of one kind can change places and nothing changes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreshard.control.slots import Chain, State, link_kinds
+
+_STATES = 256
+
+
+def kinds_of(chain: Chain, state: State, apart: frozenset[int], links: dict[bytes, list[int]]) -> list[int]:
+    """Return the kind of every worker; those that budgets count apart are alone in theirs.
+
+    `links` remembers, between states, which workers have the same links.
+    """
+    places = _link_kinds(state, links)
+    rows = [hash(row.tobytes()) for row in np.asarray(chain.layer_s)]
+    known: dict[object, int] = {}
+    kinds = []
+    columns = zip(
+        rows, places, state.speed.tolist(), chain.memory_bytes.tolist(), state.available.tolist(),
+        state.usd_per_h.tolist(), state.busy_w.tolist(), state.idle_w.tolist(), state.kg_per_j.tolist(),
+        strict=True,
+    )  # fmt: skip
+    for worker, column in enumerate(columns):
+        key = (*column, worker if worker in apart else -1)
+        kinds.append(known.setdefault(key, len(known)))
+    return kinds
+
+
+def _link_kinds(state: State, known: dict[bytes, list[int]]) -> list[int]:
+    key = b"".join(
+        np.ascontiguousarray(table).tobytes()
+        for table in (state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte)
+    )
+    if key not in known:
+        if len(known) > _STATES:
+            known.clear()
+        known[key] = link_kinds(state)
+    return known[key]
