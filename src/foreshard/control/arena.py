@@ -55,7 +55,9 @@ class Arena:
         key = ("kinds", condition, pattern)
         if key not in self._memo:
             state = self.state(condition, pattern)
-            self._memo[key] = Kinds.of(self.work.chain, state, self.work.batch, apart=self.apart)
+            self._memo[key] = Kinds.of(
+                self.work.chain, state, self.work.batch, micro_batch=self.work.micro_batch, apart=self.apart
+            )
         return self._memo[key]  # type: ignore[return-value]
 
     def sample_s(self, condition: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from foreshard.control import journal, orders
+from foreshard.control.belief import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
 from foreshard.control.dual import allowances
 from foreshard.control.estimates import Estimates
 from foreshard.control.lessons import Lessons, weight_for
@@ -174,14 +175,16 @@ class Controller:
                 self.ignored += 1
                 return f"rank {rank} is unknown: ignored"
         if isinstance(event, LinkSeen):
-            self.estimates.links.set(event.source, event.target, event.bytes_per_s)
+            if not self.estimates.links.set(event.source, event.target, event.bytes_per_s):
+                self.ignored += 1
+                return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s: ignored"
         elif isinstance(event, PriceChanged):
-            if not 0.0 <= event.usd_per_h < math.inf:
+            if not is_cost(event.usd_per_h, MOST_USD_PER_H):
                 self.ignored += 1
                 return f"rank {event.rank} at {event.usd_per_h} $/h: ignored"
             self.estimates.usd_per_h[event.rank] = event.usd_per_h
         elif isinstance(event, CarbonChanged):
-            if not 0.0 <= event.kg_per_kwh < math.inf:
+            if not is_cost(event.kg_per_kwh, MOST_KG_PER_KWH):
                 self.ignored += 1
                 return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh: ignored"
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
@@ -190,7 +193,7 @@ class Controller:
         else:
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
-                self.estimates.speed[event.rank].set(event.relative_speed)
+                self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
         self._seen_change = True
         return ""
 
@@ -198,13 +201,13 @@ class Controller:
         """Take in speeds, rates, seconds and costs; what is no number is replaced by what was expected."""
         expected = self.choice
         took, times = event.time_s, max(event.steps, 1)
-        if not 0.0 < took < math.inf:
+        if not is_time(took):
             self.ignored += 1
             took = expected.time_s if math.isfinite(expected.time_s) else self.queues.step_s
         changed = False
         nominal = self._nominal_s()
         for rank, seconds in sorted(event.stage_s.items()):
-            if rank in nominal and 0.0 < seconds < math.inf:
+            if rank in nominal and is_time(seconds):
                 changed |= self.estimates.see_speed(rank, nominal[rank] / seconds, times)
             elif rank in nominal:
                 self.estimates.speed[rank].refused += 1
@@ -213,7 +216,7 @@ class Controller:
         costs = {}
         for budget in self.budgets:
             cost = event.costs.get(budget.name, math.nan)
-            if not 0.0 <= cost < math.inf:
+            if not is_cost(cost):
                 self.ignored += 1
                 cost = (
                     expected.costs[budget.key] * took / expected.time_s if expected.time_s < math.inf else 0.0

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from foreshard.control.belief import is_rate, is_speed
 from foreshard.control.slots import State, link_kinds
 
 GAIN = 0.1
@@ -28,8 +29,6 @@ MOST_REPEATS = 3
 """Steps reported at once count as at most so many values: enough to ring the alarm."""
 APART = 0.25
 """Logarithm by which a link must differ from those like it to go by its own rate."""
-MOST_SPEED = 2.0
-"""A device this many times faster than stated is not believed."""
 
 
 class Level:
@@ -180,6 +179,8 @@ class Links:
             # The stated latency is part of what was measured.
             moving = max(seconds - float(self._stated.latency_s[source, target]), 0.01 * seconds)
             rate = amount / moving
+            if not is_rate(rate, float(self._stated.bandwidth_bytes_per_s[source, target])):
+                continue
             one = self.single.setdefault((source, target), Level(self._first(source, target, rate)))
             self._last[source, target] = self._now
             if one.see(rate, times):
@@ -196,14 +197,16 @@ class Links:
             self._refresh()
         return changed
 
-    def set(self, source: int, target: int, rate: float) -> None:
-        """Take a rate that is known."""
-        if source == target or not 0.0 < rate < math.inf:
-            return
+    def set(self, source: int, target: int, rate: float) -> bool:
+        """Take a rate that is known; return whether it is believed."""
+        stated = float(self._stated.bandwidth_bytes_per_s[source, target])
+        if source == target or not is_rate(rate, stated):
+            return False
         self._last[source, target] = self._now
         self.single.setdefault((source, target), Level(rate)).set(rate)
         self.common.setdefault(int(self._class[source, target]), Level(rate)).set(rate)
         self._refresh()
+        return True
 
     def _first(self, source: int, target: int, rate: float) -> float:
         stated = float(self._stated.bandwidth_bytes_per_s[source, target])
@@ -268,10 +271,19 @@ class Estimates:
 
     def see_speed(self, rank: int, relative: float, times: int = 1) -> bool:
         """Take in a speed relative to the nominal one; return whether it changed."""
-        if relative > MOST_SPEED * max(float(self._stated.speed[rank]), 1.0):
-            self.not_believed += 1
+        return self._believes(rank, relative) and self.speed[rank].see(relative, times)
+
+    def set_speed(self, rank: int, relative: float) -> bool:
+        """Take a speed that is told; return whether it is believed."""
+        if not self._believes(rank, relative):
             return False
-        return self.speed[rank].see(relative, times)
+        self.speed[rank].set(relative)
+        return True
+
+    def _believes(self, rank: int, relative: float) -> bool:
+        believed = is_speed(relative, float(self._stated.speed[rank]))
+        self.not_believed += not believed
+        return believed
 
     @property
     def dwell_steps(self) -> float:

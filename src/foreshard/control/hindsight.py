@@ -49,7 +49,8 @@ def violation(run: Run, budgets: Sequence[Budget]) -> float:
 
 
 def _candidates(arena: Arena, budgets: Sequence[Budget]) -> list[tuple[int, ...]]:
-    kinds = Kinds.of(arena.work.chain, _nominal(arena), arena.work.batch, apart=arena.apart)
+    work = arena.work
+    kinds = Kinds.of(work.chain, _nominal(arena), work.batch, micro_batch=work.micro_batch, apart=arena.apart)
     order = np.lexsort((kinds.costs[:, 0], kinds.time_s))
     front, least = [], np.inf
     for at in order:

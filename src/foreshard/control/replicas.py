@@ -92,7 +92,7 @@ class Replicas:
     """Slots of workers that hold the whole model each: all subsets are listed while they are not too many."""
 
     def __init__(self, chain: Chain, budgets: Sequence[Budget], *, batch: int, micro_batch: int):
-        self.chain, self.budgets, self._batch = chain, tuple(budgets), batch
+        self.chain, self.budgets, self._batch, self._micro_batch = chain, tuple(budgets), batch, micro_batch
         self._known: OrderedDict[bytes, tuple[Kinds, np.ndarray] | None] = OrderedDict()
         self._structures: dict[tuple[int, ...], Structure] = {}
         self._apart = workers_apart(budgets)
@@ -144,7 +144,10 @@ class Replicas:
         key = state.key()
         if key not in self._known:
             try:
-                kinds = Kinds.of(self.chain, state, self._batch, apart=self._apart, most=_MOST_SUBSETS)
+                kinds = Kinds.of(
+                    self.chain, state, self._batch, micro_batch=self._micro_batch, apart=self._apart,
+                    most=_MOST_SUBSETS,
+                )  # fmt: skip
                 self._known[key] = kinds, kinds.column(self.budgets)
             except TooManyError:
                 self._known[key] = None

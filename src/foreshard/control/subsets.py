@@ -85,6 +85,7 @@ class Kinds:
         state: State,
         batch: int,
         *,
+        micro_batch: int = 1,
         apart: frozenset[int] = frozenset(),
         most: int = _MAX_SUBSETS,
     ) -> Kinds:
@@ -97,7 +98,7 @@ class Kinds:
         TooManyError
             For more than `most` subsets.
         """
-        members = _members(chain, state, apart)
+        members = _members(chain, state, micro_batch, apart)
         shape = [len(one) + 1 for one in members]
         number = float(np.prod(shape, dtype=float))
         if number > most:
@@ -151,10 +152,12 @@ class Kinds:
         return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
 
 
-def _members(chain: Chain, state: State, apart: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+def _members(
+    chain: Chain, state: State, micro_batch: int, apart: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
     """Group the available devices that hold the model and that no subset can tell apart."""
     found: dict[tuple[object, ...], list[int]] = {}
-    holds = chain.before_state[-1] + chain.before_saved[-1] <= chain.memory_bytes
+    holds = chain.before_state[-1] + micro_batch * chain.before_saved[-1] <= chain.memory_bytes
     there = np.flatnonzero(state.available & holds)
     if not len(there):
         raise InfeasibleError(

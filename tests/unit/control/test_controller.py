@@ -164,6 +164,43 @@ def test_numbers_that_are_none_do_no_harm(cases):
     assert controller.choice.structure == before.structure and controller.ignored >= 20
 
 
+BEYOND = (1e300, 1e-300, -1e300, math.inf, 0.0)
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+@pytest.mark.parametrize("value", BEYOND)
+def test_numbers_beyond_all_reason_do_no_harm(cases, value, longest):
+    world = World(cases, [1.0] * 3)
+    budgets = (*MONEY, Budget(name="power", kind="joule", limit=1e4, per="second"))
+    controller = world.controller(even_plan(3, batch=60), budgets=budgets, max_stages=longest)
+    run(world, controller, 5, budgets=budgets)
+    event = world.step(5, controller.plan, budgets)
+    facts = (
+        replace(event, time_s=value), replace(event, stage_s=dict.fromkeys(event.stage_s, value)),
+        replace(event, costs={"money": value, "power": value}, steps=10**9),
+        replace(event, link_s={(0, 1): (value, 1.0), (1, 2): (1.0, value)}),
+        LinkSeen(step=6, source=0, target=1, bytes_per_s=value),
+        PriceChanged(step=6, rank=0, usd_per_h=value), CarbonChanged(step=6, rank=0, kg_per_kwh=value),
+        DeviceSeen(step=6, rank=2, relative_speed=value),
+    )  # fmt: skip
+    with np.errstate(all="raise", under="ignore"):
+        for fact in facts:
+            controller.on(fact)
+            controller.check_invariants()
+    assert controller.ignored >= 3 and controller.estimates.state().speed == pytest.approx(1.0, rel=0.05)
+    assert all(0.0 <= backlog < 1e12 for backlog in controller.queues.backlog.values())
+
+
+def test_a_device_that_holds_one_sample_but_no_micro_batch_is_not_taken_in(cases):
+    world = World(cases, [1.0] * 3)
+    # Six layers of states, and 0.06 for every sample: of two samples a micro-batch does not fit on rank 1.
+    world.chain = replace(world.chain, memory_bytes=np.array([7.0, 6.1, 7.0]))
+    plan = even_plan(3, batch=60)
+    controller = world.controller(replace(plan, groups=(replace(plan.groups[0], share=60),)), max_stages=1)
+    (command,) = controller.on(DeviceSeen(step=0, rank=2))
+    assert command.plan.ranks == (0, 2)
+
+
 def test_clocks_that_jump_backwards_are_ignored(cases):
     world = World(cases, [1.0] * 4)
     controller = world.controller(budgets=MONEY)
