@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,9 +70,20 @@ def word_loss(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return total, (target != 0).sum()
 
 
-def job(dataset: Any, middle: list[nn.Module], **more: Any) -> Job:
+class Turned(nn.Module):
+    """Gives a view of what it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.own(x)).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def job(dataset: Any, middle: Callable[[], list[nn.Module]], **more: Any) -> Job:
     torch.manual_seed(0)
-    layers = [nn.Embedding(WORDS, 8), *middle, nn.Linear(8, WORDS)]
+    layers = [nn.Embedding(WORDS, 8), *middle(), nn.Linear(8, WORDS)]
     assert len(layers) == 8
     return Job.of(
         [layer.double() for layer in layers], dataset, word_loss,
@@ -85,16 +97,23 @@ def mixing(count: int = 6) -> list[nn.Module]:
     return [Mixing() for _ in range(count)]
 
 
+def noisy() -> list[nn.Module]:
+    return [Mixing(), nn.Tanh(), nn.Identity(), nn.Tanh(), Noise(), Mixing()]
+
+
+def frozen() -> list[nn.Module]:
+    return [*(layer.requires_grad_(False) for layer in mixing(5)), Mixing()]
+
+
 JOBS = {
-    "lines of any length": lambda: job(Lines(40), mixing()),
-    "fewer samples than a step takes": lambda: job(Lines(5), mixing()),
-    "one sample": lambda: job(Lines(1), mixing()),
-    "a stream": lambda: job(Stream(17), mixing()),
-    "layers without parameters": lambda: job(
-        Lines(40), [Mixing(), nn.Tanh(), nn.Identity(), nn.Tanh(), Noise(), Mixing()]
-    ),
-    "frozen layers": lambda: job(Lines(40), [*(m.requires_grad_(False) for m in mixing(5)), Mixing()]),
-}  # fmt: skip
+    "lines of any length": lambda: job(Lines(40), mixing),
+    "fewer samples than a step takes": lambda: job(Lines(5), mixing),
+    "one sample": lambda: job(Lines(1), mixing),
+    "a stream": lambda: job(Stream(17), mixing),
+    "layers without parameters": lambda: job(Lines(40), noisy),
+    "frozen layers": lambda: job(Lines(40), frozen),
+    "layers that give views": lambda: job(Lines(40), lambda: [Turned() for _ in range(6)]),
+}
 PIPELINES = [
     "uneven replicas", "four stages", "three stages, zb-h1", "interleaved", "two uneven pipelines",
     "recompute",
@@ -119,8 +138,8 @@ def test_twelve_steps_over_several_passes_and_changes(name: str) -> None:
 
 def test_lines_weigh_by_their_words() -> None:
     """The loss is the mean over words, not over micro-batches or lines."""
-    losses = rehearse(job(Lines(40), mixing()), PLANS["uneven replicas"], steps=1)[0][0]
-    made = job(Lines(40), mixing())
+    losses = rehearse(job(Lines(40), mixing), PLANS["uneven replicas"], steps=1)[0][0]
+    made = job(Lines(40), mixing)
     from foreshard.runtime.data import Feed
 
     batch = Feed(made.dataset, made.collate, global_batch=12, prefetch=0).batch(range(12))

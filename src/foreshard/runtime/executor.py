@@ -242,7 +242,9 @@ class Executor:
                 from torch.distributed.pipelining._backward import stage_backward_input
 
                 weights = iter(self._weights(chunk))
+                outputs = [t.clone() if t._is_view() else t for t in outputs]  # views are not let go of
                 _, passing.delayed = stage_backward_input(outputs, grads, inputs, weights)
+                passing.made.clear()
             elif inputs_only:
                 passing.delayed = (outputs, grads)
             else:

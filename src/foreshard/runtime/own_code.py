@@ -19,6 +19,7 @@ OWN_RULE = "The job's own code must run"
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
+_PIPELINING = str(Path(_DISTRIBUTED) / "pipelining")  # backwards of the job's layers; talks to nobody
 
 
 @contextmanager
@@ -92,5 +93,6 @@ def _is_foreign(error: BaseException) -> bool:
     if type(error).__module__ == "torch.utils.checkpoint":
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    inside = bool(frames) and frames[-1].filename.startswith(_DISTRIBUTED)
+    last = frames[-1].filename if frames else ""
+    inside = last.startswith(_DISTRIBUTED) and not last.startswith(_PIPELINING)
     return isinstance(error, torch.distributed.DistError) or inside or "gloo" in str(error).lower()
