@@ -88,10 +88,10 @@ class Library(Generic[R]):
         row[1 + 2 * size :][layout.worker] = sent_usd
         return at
 
-    def worth(self, weights: Weights) -> np.ndarray:
-        """Return what every structure is worth with the shares that it was taken in with."""
+    def worth(self, weights: Weights, rows: slice = slice(None)) -> np.ndarray:
+        """Return what structures are worth with the shares that they were taken in with."""
         weigh = np.concatenate([[weights.time], weights.active, weights.busy, weights.sent])
-        return np.asarray(self._rows[: len(self.layouts)] @ weigh)
+        return np.asarray(self._rows[: len(self.layouts)][rows] @ weigh)
 
     def table(
         self, state: State, budgets: Sequence[Budget], rows: slice = slice(None)

@@ -363,6 +363,10 @@ class Costs(dict[str, float]):
         self._place = {int(one): at for at, one in enumerate(worker)}
         self._kinds = by_kind
 
+    def by_worker(self, kind: str) -> np.ndarray:
+        """Return the costs of a kind by worker, in the order of the structure's workers."""
+        return self._kinds[kind]
+
     def __missing__(self, key: str) -> float:
         kind, _, worker = key.partition(":")
         if kind not in self._kinds or not worker.isdecimal():
@@ -537,11 +541,15 @@ def stage_hop_s(
 
     Every worker may have to send to every other, over the slowest link; the narrower side is what binds.
     """
-    after = stage.workers
-    rate = float(state.bandwidth_bytes_per_s[np.ix_(before, after)].min())
-    latency = float(state.latency_s[np.ix_(before, after)].max())
-    wide = min(len(before), len(after))
+    rate, latency = stage_link(state, before, stage.workers)
+    wide = min(len(before), len(stage.workers))
     return 2.0 * latency + micro_batch * float(chain.boundary_bytes[stage.cuts[0] - 1]) / (wide * rate)
+
+
+def stage_link(state: State, before: Sequence[int], after: Sequence[int]) -> tuple[float, float]:
+    """Return the least bandwidth and the greatest latency from a worker of one stage to one of the next."""
+    pairs = np.ix_(before, after)
+    return float(state.bandwidth_bytes_per_s[pairs].min()), float(state.latency_s[pairs].max())
 
 
 def _stage_sync_s(chain: Chain, state: State, stage: Pipeline) -> float:

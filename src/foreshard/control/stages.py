@@ -1,31 +1,31 @@
 """One slot's choice with data parallelism inside stages: workers of a stage split every micro-batch.
 
-A stage goes as one worker of the sum of its speeds, as far as samples divide.
+All structures are compared where kinds of workers are few enough; else one is searched by tentative moves
+from the running one, those chosen lately and a few built ones. Cuts and splits of given stages are exact.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from foreshard.control.grouping import MAX_STAGES
-from foreshard.control.shares import counted, whole_shares
-from foreshard.control.slots import (
-    MP_OVER_DP,
-    Budget,
-    Chain,
-    Choice,
-    Pipeline,
-    State,
-    Structure,
-    evaluate,
-    stage_hop_s,
-)
-from foreshard.control.worth import worth_of
+from foreshard.control.landscape import Groups
+from foreshard.control.library import Weights
+from foreshard.control.moves import move
+from foreshard.control.queues import Curve
+from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure, workers_apart
+from foreshard.control.stage_candidates import all_stages, built, neighbours, renamed, repaired
+from foreshard.control.stage_landscape import Level, Staged, StageLandscape, StageMemo
+from foreshard.control.staging import restaged
 from foreshard.errors import InfeasibleError
+
+_SMALL, _COLD_LOOKS, _WARM_LOOKS = 4, 2000, 12
+_STARTS, _FINALISTS, _VISITS, _RECENT = 2, 6, 6, 12
+_BETTER = 1.0 - 1e-12
 
 
 def solve_stages(
@@ -37,154 +37,210 @@ def solve_stages(
     time_weight: float,
     cost_weights: Mapping[str, float] | None = None,
     budgets: Sequence[Budget] = (),
+    running: Structure | Choice | None = None,
+    change_weight: float = 0.0,
+    curve: Curve | None = None,
+    memo: StageMemo | None = None,
     max_stages: int = MAX_STAGES,
+    most_looks: int | None = None,
 ) -> Choice:
-    """Return a good choice that minimises time_weight * seconds + sum of cost_weights * costs, `mp_over_dp`.
+    """Return the choice that minimises time_weight * seconds + sum of cost_weights * costs, `mp_over_dp`.
 
     Parameters
     ----------
-    chain, state, batch, micro_batch, time_weight, cost_weights, budgets, max_stages
+    chain, state, batch, micro_batch, time_weight, cost_weights, budgets, running, change_weight, curve
         As for :func:`foreshard.control.grouping.solve_slot`.
+    memo : StageMemo, optional
+        Makes later slots fast; belongs to one chain.
+    max_stages : int
+    most_looks : int, optional
+        New structures to look at in this slot; a state that comes back is looked at further. Without it 2,000
+        for up to four workers or where nothing runs yet, else 12.
 
     Notes
     -----
-    Tentative: workers by price of speed, then one by one to another stage, out or in, while that is better.
-    Cuts and shares of given stages are found exactly but for the few samples that a micro-batch has.
+    Every worker of a stage has a sample of every micro-batch at least. Where these can be split in many ways
+    a few are tried, the fastest for all layers among them, else all.
 
     Raises
     ------
     InfeasibleError
         When no split of the layers fits.
     """
-    weights = dict(cost_weights or {})
-    alive = [int(worker) for worker in np.flatnonzero(state.available & (state.speed > 0))]
-    seen: dict[tuple[tuple[int, ...], ...], tuple[float, Choice | None]] = {}
-
-    def look(stages: tuple[tuple[int, ...], ...]) -> tuple[float, Choice | None]:
-        key = tuple(tuple(sorted(stage)) for stage in stages)
-        if key not in seen:
-            choice = _best_of(chain, state, key, batch, micro_batch)
-            worth = math.inf if choice is None else worth_of(choice, time_weight, weights, budgets)
-            seen[key] = (worth, choice)
-        return seen[key]
-
-    best: tuple[float, Choice | None] = (math.inf, None)
-    for begin in _starts(chain, state, alive, min(max_stages, chain.num_layers)):
-        now, worth = begin, look(begin)[0]
-        while True:
-            near = min(_near(now, alive), key=lambda one: look(one)[0], default=now)
-            if not look(near)[0] < worth * (1 - 1e-12):
-                break
-            now, worth = near, look(near)[0]
-        if look(now)[0] < best[0]:
-            best = look(now)
-    if best[1] is None:
+    memo = StageMemo() if memo is None else memo
+    land = memo.landscape(
+        chain, state, batch=batch, micro_batch=micro_batch, max_stages=max_stages,
+        apart=workers_apart(budgets),
+    )  # fmt: skip
+    weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
+    bound = running.structure if isinstance(running, Choice) else running
+    if most_looks is None:
+        cold = bound is None or chain.num_workers <= _SMALL
+        most_looks = _COLD_LOOKS if cold else _WARM_LOOKS
+    search = _Search(land, weights, bound, change_weight, most_looks, curve)
+    search.run()
+    if not search.found:
         raise InfeasibleError(
-            f"no stages of {len(alive)} workers hold the model", rule="A stage needs memory",
+            f"no stages of {len(land.alive)} workers hold the model", rule="A stage needs memory",
             fix="Allow more stages, or add workers",
         )  # fmt: skip
-    return best[1]
+    choice = search.best()
+    memo.recent[_workers(choice.structure)] = None
+    memo.recent.move_to_end(_workers(choice.structure))
+    while len(memo.recent) > _RECENT:
+        memo.recent.popitem(last=False)
+    return choice
 
 
-def _starts(
-    chain: Chain, state: State, alive: Sequence[int], most: int
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Return workers in equal stages, by speed and by name."""
-    speed = {worker: state.speed[worker] / chain.before_s[worker, -1] for worker in alive}
-    for order in (sorted(alive, key=lambda w: (-speed[w], w)), list(alive)):
-        for count in range(1, min(most, len(alive)) + 1):
-            yield tuple(tuple(int(w) for w in part) for part in np.array_split(order, count))
-    cheapest = min(alive, key=lambda w: (state.usd_per_h[w] / speed[w], w), default=None)
-    if cheapest is not None:
-        yield ((cheapest,),)
+def _workers(structure: Structure) -> Groups:
+    return tuple(group.workers for group in structure.groups)
 
 
-def _near(stages: tuple[tuple[int, ...], ...], alive: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Return stages after one worker moved, left or joined."""
-    used = {worker for stage in stages for worker in stage}
-    for at, to in itertools.permutations(range(len(stages)), 2):
-        for worker in stages[at] if len(stages[at]) > 1 else ():
-            moved = [list(stage) for stage in stages]
-            moved[at].remove(worker)
-            moved[to].append(worker)
-            yield tuple(map(tuple, moved))
-    for at, stage in enumerate(stages):
-        for worker in stage if len(stage) > 1 else ():
-            yield (*stages[:at], tuple(w for w in stage if w != worker), *stages[at + 1 :])
-        for worker in alive:
-            if worker not in used:
-                yield (*stages[:at], (*stage, worker), *stages[at + 1 :])
+class _Search:
+    """Looks at structures until none is better, or as many as a slot has time for."""
 
+    def __init__(
+        self,
+        land: StageLandscape,
+        weights: Weights,
+        running: Structure | None,
+        change_weight: float,
+        most_looks: int,
+        curve: Curve | None,
+    ):
+        self.curve = curve if curve is not None and curve.budgets else None
+        self.land, self.weights, self.library = land, weights, land.library
+        self.running = running if running is not None and running.reading == MP_OVER_DP else None
+        self.change_weight, self.left = change_weight, most_looks
+        self.level: Level = self._level()
+        self.found: dict[int, float] = {}
 
-def _best_of(
-    chain: Chain, state: State, stages: Sequence[tuple[int, ...]], batch: int, micro_batch: int
-) -> Choice | None:
-    """Return the stages with the cuts that take least, shares by speed; None where none fits.
-
-    The front of fill and slowest stage, as for single workers: forbid stages as slow as the slowest.
-    """
-    limit, best = math.inf, None
-    while (cuts := _least_fill(chain, state, stages, micro_batch, limit)) is not None:
-        bounds, limit = cuts
-        made = Structure(
-            groups=tuple(Pipeline(workers=w, cuts=span) for w, span in zip(stages, bounds, strict=True)),
-            reading=MP_OVER_DP,
+    def _level(self) -> Level:
+        """Return how dear busy seconds and bytes are against time, as powers of 16."""
+        weights, chain = self.weights, self.land.chain
+        time_weight = max(weights.time + float(weights.active.sum()), 1e-12)
+        bytes_per_s = float(np.max(chain.boundary_bytes, initial=1.0)) / float(chain.before_s[:, -1].min())
+        sent = float(weights.sent.max() * self.land.state.usd_per_byte.max()) * bytes_per_s
+        first, second = (
+            round(math.log(price / time_weight, 16.0)) or 1 if price > 0.0 else 0
+            for price in (float(np.abs(weights.busy).max()), sent)
         )
-        shares: list[int] = []
-        for group in made.groups:
-            shares += _stage_shares(chain, state, group.workers, group.cuts, micro_batch)[0]
-        choice = evaluate(chain, state, made, shares, micro_batch=micro_batch, batch=batch)
-        if best is None or choice.time_s < best.time_s:
-            best = choice
-    return best if best is not None and math.isfinite(best.time_s) else None
+        return first, second
 
+    def run(self) -> None:
+        """Look at all structures, or walk from the best that are known."""
+        if self.running is not None:
+            self._look_as_is(self.running)
+            self.look(repaired(self.land, _workers(self.running)))
+        everything = all_stages(self.land)
+        if everything is not None:
+            for stages in everything:
+                self.look(stages)
+            self._ranked()
+            return
+        spare = self.left // 3
+        for stages in self._promising() if self.land.visits < _VISITS else ():
+            if self.left <= spare:
+                break
+            self.look(repaired(self.land, stages))
+        self.land.visits += 1
+        for at in self._ranked():
+            self._walk(at)
 
-def _stage_shares(
-    chain: Chain, state: State, workers: Sequence[int], span: tuple[int, ...], micro_batch: int
-) -> tuple[tuple[int, ...], float]:
-    """Return the samples of a micro-batch for every worker of a stage, and the seconds of the slowest."""
-    members = list(workers)
-    rate = (chain.before_s[members, span[1]] - chain.before_s[members, span[0]]) / state.speed[members]
-    split = whole_shares(np.zeros(len(members)), rate, micro_batch, 1)
-    return counted(split.shares), split.time_s
+    def _promising(self) -> list[Groups]:
+        """Return structures chosen lately and built ones, the most promising first."""
+        known: dict[object, Groups] = {}
+        for stages in itertools.chain(self.land.memo.recent, built(self.land, self.weights)):
+            alive = repaired(self.land, stages)
+            if self.land.fits(alive):
+                known.setdefault(self.land.signature(alive), alive)
+        return sorted(known.values(), key=self._guess)
 
+    def _guess(self, stages: Groups) -> float:
+        """Return a rough worth: work over all speeds, the fill of even stages, the slowest ring."""
+        land, depth = self.land, len(stages)
+        at = np.array([worker for stage in stages for worker in stage])
+        speed = float((land.state.speed[at] / land.chain.before_s[at, -1]).sum())
+        rounds = land.batch / land.micro_batch
+        seconds = land.batch / speed * (1.0 + (depth - 1.0) / rounds)
+        widest = max(len(stage) for stage in stages)
+        if widest > 1:
+            rate = float(land.state.bandwidth_bytes_per_s[np.ix_(at, at)].min())
+            seconds += 2.0 * (widest - 1) / widest * float(land.chain.sync_bytes.sum()) / depth / rate
+        return (self.weights.time + float(self.weights.active[at].sum())) * seconds
 
-def _least_fill(
-    chain: Chain, state: State, stages: Sequence[tuple[int, ...]], micro_batch: int, limit: float
-) -> tuple[list[tuple[int, int]], float] | None:
-    """Return spans of least sum of stage times below a limit, and the slowest of them."""
-    size = chain.num_layers
-    after: dict[int, tuple[float, float, list[tuple[int, int]]]] = {0: (0.0, 0.0, [])}
-    for depth, stage in zip(range(len(stages), 0, -1), stages, strict=True):
-        reached: dict[int, tuple[float, float, list[tuple[int, int]]]] = {}
-        before = stages[len(stages) - depth - 1] if depth < len(stages) else ()
-        for start, (total, slowest, spans) in after.items():
-            for stop in range(start + 1, size - depth + 2) if depth > 1 else (size,):
-                seconds = _stage_s(chain, state, stage, before, (start, stop), depth, micro_batch)
-                if seconds < limit * (1 - 1e-12) and total + seconds < reached.get(stop, (math.inf,))[0]:
-                    reached[stop] = (total + seconds, max(slowest, seconds), [*spans, (start, stop)])
-        after = reached
-    return (after[size][2], after[size][1]) if size in after else None
+    def _look_as_is(self, structure: Structure) -> None:
+        """Look at a structure with its own cuts, if it can run."""
+        if structure in self.library.known:
+            at = self.library.known[structure]
+        else:
+            choice = restaged(
+                self.land.chain, self.land.state, structure, self.weights, batch=self.land.batch,
+                micro_batch=self.land.micro_batch,
+            )  # fmt: skip
+            at = self.library.add(Staged(choice=choice)) if math.isfinite(choice.time_s) else None
+            self.library.known[structure] = at
+        if at is not None:
+            self._weigh(at)
 
+    def look(self, stages: Groups) -> int | None:
+        """Return the row of a structure in the library, None if it cannot run or there is no time to see."""
+        if not self.land.fits(stages):
+            return None
+        key = (self.land.signature(stages), self.level)
+        if key not in self.library.known:
+            if self.left <= 0:
+                return None
+            self.left -= 1
+            choice = self.land.choice(stages, self.weights)
+            runs = choice is not None and math.isfinite(choice.time_s)
+            self.library.known[key] = self.library.add(Staged(choice=choice)) if runs and choice else None
+        return self.library.known[key]
 
-def _stage_s(
-    chain: Chain,
-    state: State,
-    workers: tuple[int, ...],
-    before: tuple[int, ...],
-    span: tuple[int, int],
-    depth: int,
-    micro_batch: int,
-) -> float:
-    """Return the seconds of a micro-batch on a stage with its messages; inf where it does not fit."""
-    if span[0] >= span[1]:
-        return math.inf
-    shares, seconds = _stage_shares(chain, state, workers, span, micro_batch)
-    need = chain.before_state[span[1]] - chain.before_state[span[0]]
-    saved = depth * (chain.before_saved[span[1]] - chain.before_saved[span[0]])
-    if (need + saved * np.array(shares) > chain.memory_bytes[list(workers)]).any():
-        return math.inf
-    if before:
-        stage = Pipeline(workers=workers, cuts=span)
-        seconds += stage_hop_s(chain, state, before, stage, micro_batch)
-    return seconds
+    def _ranked(self) -> list[int]:
+        """Weigh the best of the library in full; return the best few."""
+        worth = self.library.worth(self.weights)
+        if self.curve is not None:
+            worth = worth + self.curve.extra(*self.library.table(self.land.state, self.curve.budgets))
+        for at in np.argsort(worth, kind="stable")[:_FINALISTS].tolist():
+            self._weigh(at)
+        return sorted(self.found, key=lambda at: (self.found[at], at))[:_STARTS]
+
+    def _weigh(self, at: int) -> float:
+        """Return what a structure is worth, the change to it included."""
+        if at not in self.found:
+            rows = slice(at, at + 1)
+            worth = float(self.library.worth(self.weights, rows)[0])
+            if self.curve is not None:
+                table = self.library.table(self.land.state, self.curve.budgets, rows)
+                worth += float(self.curve.extra(*table)[0])
+            if self.running is not None and self.change_weight > 0.0:
+                made = renamed(self.land, self.library.layouts[at].choice.structure, self.running)
+                moved = move(self.land.chain, self.land.state, self.running, made)
+                worth += self.change_weight * moved.time_s
+            self.found[at] = worth
+        return self.found[at]
+
+    def _walk(self, at: int) -> None:
+        """Move on while some tentative move is better; where all are known, the ranking has seen them."""
+        while self.left > 0 and (at, self.level) not in self.land.explored:
+            best = at
+            for other in neighbours(self.land, _workers(self.library.layouts[at].choice.structure)):
+                tried = self.look(other)
+                if tried is not None and self._weigh(tried) < self.found[best] * _BETTER:
+                    best = tried
+                if self.left <= 0:
+                    break
+            else:
+                self.land.explored.add((at, self.level))
+            if best == at:
+                return
+            at = best
+
+    def best(self) -> Choice:
+        """Return the best structure, of workers that are alike those that hold most of its layers."""
+        choice = self.library.layouts[min(self.found, key=lambda one: (self.found[one], one))].choice
+        if self.running is None:
+            return choice
+        named = renamed(self.land, choice.structure, self.running)
+        return choice if named == choice.structure else self.land.priced(named, choice.shares)
