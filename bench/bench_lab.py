@@ -1,13 +1,14 @@
 """Uneven shares on a mixed lab against even ones and against the linear bound, for heterogeneity 1 to 8.
 
-Four ranks, one to h times as slow (geometric), 64 micro-batches of 4 a step; virtual time of measured
-processor time. The bound is the linear program of continuous shares: all ranks end together (water filling).
-Its seconds a sample and of the update are taken three ways:
+Four ranks, one to h times as slow (geometric), 128 micro-batches of 4 a step; virtual time of measured
+processor time. Three runs a lab: shares that the profile suggests and that stay, shares that follow
+(`--policy lyapunov`, no budget), even shares. The bound is the linear program of continuous shares: all ranks
+end together (water filling). Its seconds a sample and of the update are taken three ways:
 
 - of the run: from the work that every rank itself counted in that very step, bound and step side by side, and
   the median of their ratios over the steps: what shares in samples, waiting and votes cost;
-- of a profile before the run (by which the shares are chosen) and of one after it: the machine drifts between
-  them, so both are told, and the step is compared with the mean of the two.
+- of a profile before the runs (by which the shares are chosen) and of one after them: the machine drifts
+  between them, so both are told, and the step of shares that follow is compared with the mean of the two.
 
 Sums of gradients are priced by the lab's links in all of them. Rounds go through all labs in turn.
 """
@@ -34,7 +35,9 @@ from foreshard.spec.plan import Plan, parse_plan
 
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")
-RANKS, BATCH, MICRO = 4, 256, 4
+RANKS, BATCH, MICRO = 4, 512, 4
+FOLLOWING = 12
+"""Steps that shares get to follow before they count."""
 
 
 def lab_of(folder: Path, h: float) -> Path:
@@ -70,19 +73,35 @@ def plan_of(shares: list[int]) -> Plan:
     )
 
 
-def lines(costs: MeasuredCosts, lab) -> list[tuple[float, float]]:
-    """Fixed seconds and seconds per sample of each rank with the whole model."""
-    cluster = lab.cluster()
-    sync = costs.ring_s(cluster, range(RANKS), sum(layer.parameter_bytes for layer in costs.layers))
-    found = []
-    for slow in lab.slow:
-        update = slow * sum(layer.optimizer_s for layer in costs.layers)
-        sample = slow * sum(
-            (layer.forward_s[0] + layer.backward_s[0]) / MICRO + layer.forward_s[1] + layer.backward_s[1]
-            for layer in costs.layers
-        )
-        found.append((update + sync, sample))
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds of a rank with the whole model: of a step, of each micro-batch, of each sample."""
+
+    step_s: float
+    micro_s: float
+    sample_s: float
+
+    @property
+    def straight(self) -> tuple[float, float]:
+        """Seconds of a step and of a sample, all micro-batches full."""
+        return self.step_s, self.sample_s + self.micro_s / MICRO
+
+    def time_s(self, share: int) -> float:
+        """Seconds with a share; the last micro-batch may be short."""
+        return self.step_s + self.micro_s * -(-share // MICRO) + self.sample_s * share
+
+
+def lines(costs: MeasuredCosts, lab) -> list[Line]:
+    """Return the line of every rank."""
+    sync_s = costs.ring_s(lab.cluster(), range(RANKS), sum(layer.parameter_bytes for layer in costs.layers))
+    micro_s, sample_s = (
+        sum(layer.forward_s[part] + layer.backward_s[part] for layer in costs.layers) for part in (0, 1)
+    )
+    update_s = sum(layer.optimizer_s for layer in costs.layers)
+    return [
+        Line(step_s=sync_s + slow * update_s, micro_s=slow * micro_s, sample_s=slow * sample_s)
+        for slow in lab.slow
+    ]
 
 
 def water(rows: list[tuple[float, float]]) -> float:
@@ -97,13 +116,19 @@ def water(rows: list[tuple[float, float]]) -> float:
     return best
 
 
-def whole_shares(rows: list[tuple[float, float]]) -> list[int]:
-    """Shares in samples: one at a time to the rank that ends first with it."""
-    shares = [0] * len(rows)
-    for _ in range(BATCH):
-        rank = min(range(len(rows)), key=lambda i: rows[i][0] + rows[i][1] * (shares[i] + 1))
-        shares[rank] += 1
-    return shares
+def bound_s(costs: MeasuredCosts, lab) -> float:
+    """Return the linear bound by these costs."""
+    return water([line.straight for line in lines(costs, lab)])
+
+
+def whole_shares(rows: list[Line]) -> list[int]:
+    """Shares in samples that end soonest: what all can do in a time, for the least such time."""
+    for end_s in sorted(row.time_s(share) for row in rows for share in range(1, BATCH)):
+        shares = [max((s for s in range(BATCH) if row.time_s(s) <= end_s), default=0) for row in rows]
+        if sum(shares) >= BATCH:
+            shares[shares.index(max(shares))] -= sum(shares) - BATCH
+            return shares
+    raise SystemExit("no shares")
 
 
 def quiet(words: list[str]) -> None:
@@ -120,19 +145,24 @@ class Ran:
     step_s: float
     bound_s: float
     over: float
+    shares: list[int]
 
 
-def run(folder: Path, shares: list[int], lab: Path, sync_s: float, steps: int) -> Ran:
-    """Train on a lab and compare every step with the bound of its own work."""
+def run(
+    folder: Path, shares: list[int], lab: Path, sync_s: float, steps: int, costs: Path | None = None
+) -> Ran:
+    """Train on a lab, with costs by shares that follow; compare the last `steps` with their own bounds."""
     file, out, trace = folder / "plan.json", folder / "run", folder / "trace.json.gz"
     file.write_text(json.dumps(plan_of(shares).to_dict()))
     shutil.rmtree(out, ignore_errors=True)
     words = ["run", JOB, "--plan", str(file), "--local", str(RANKS), "--lab", str(lab), "--json"]
-    quiet([*words, "--steps", str(steps), "--out", str(out), "--trace", str(trace)])
+    words += ["--policy", "lyapunov", "--costs", str(costs)] if costs else []
+    first = 1 if costs is None else FOLLOWING  # the first warms up
+    quiet([*words, "--steps", str(first + steps), "--out", str(out), "--trace", str(trace)])
     updates, slow = update_s(trace), load_lab(str(lab)).slow
     times, bounds = [], []
-    for line in kept_steps(out / "metrics.jsonl")[1:]:  # the first warms up
-        work = line["work_s_by_rank"]
+    for line in kept_steps(out / "metrics.jsonl")[first:]:
+        work, shares = line["work_s_by_rank"], line.get("shares", shares)
         rows = [
             # an update ends for all with the slowest rank's
             (sync_s + updates[line["step"]] * slow[rank] / max(slow), work[str(rank)] / shares[rank])
@@ -141,7 +171,7 @@ def run(folder: Path, shares: list[int], lab: Path, sync_s: float, steps: int) -
         times.append(line["time_metrics/end_to_end(s)"])
         bounds.append(water(rows))
     over = median(time / bound for time, bound in zip(times, bounds, strict=True))
-    return Ran(step_s=median(times), bound_s=median(bounds), over=over)
+    return Ran(step_s=median(times), bound_s=median(bounds), over=over - 1, shares=shares)
 
 
 def update_s(trace: Path) -> dict[int, float]:
@@ -154,43 +184,51 @@ def update_s(trace: Path) -> dict[int, float]:
     return found
 
 
+def costs_file(folder: Path, h: float) -> Path:
+    """Return where the latest costs on the lab of heterogeneity h lie."""
+    return folder / f"costs-{h:g}.json"
+
+
 def profiled(folder: Path, labs: dict[float, Path]) -> dict[float, MeasuredCosts]:
     """Profile now; return the costs on every lab."""
     profile, found = folder / "profile.json", {}
     quiet(["profile", JOB, "--local", str(RANKS), "--samples", "2,4,8", "--repeats", "9", "-o", str(profile)])
     for h, lab in labs.items():
-        file = folder / "costs.json"
+        file = costs_file(folder, h)
         quiet(["calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)])
         found[h] = load_costs(str(file))
     return found
 
 
 def row(folder: Path, h: float, lab: Path, before: MeasuredCosts, steps: int) -> dict[str, Any]:
-    """Run by shares of speed and by even ones."""
-    bed = load_lab(str(lab))
+    """Run by shares of the profile, by shares that follow and by even ones."""
+    bed, costs = load_lab(str(lab)), costs_file(folder, h)
     shares = whole_shares(lines(before, bed))
     sync_s = before.ring_s(bed.cluster(), range(RANKS), sum(layer.parameter_bytes for layer in before.layers))
-    ours = run(folder, shares, lab, sync_s, steps)
+    stay = run(folder, shares, lab, sync_s, steps)
+    ours = run(folder, shares, lab, sync_s, steps, costs)
     even = run(folder, [BATCH // RANKS] * RANKS, lab, sync_s, steps)
     told = predict_measured(before, bed.cluster(), plan_of(shares)).step_time_s
     return {
-        "h": h, "shares": shares, "measured_s": ours.step_s, "predicted_s": told, "run_bound_s": ours.bound_s,
-        "over_run": ours.over - 1, "before_s": water(lines(before, bed)), "even_s": even.step_s,
-        "even_over_ours": even.step_s / ours.step_s,
+        "h": h, "shares": ours.shares, "measured_s": ours.step_s, "predicted_s": told, "over_run": ours.over,
+        "run_bound_s": ours.bound_s, "before_s": bound_s(before, bed), "stay_s": stay.step_s,
+        "stay_over": stay.over, "even_s": even.step_s, "even_over_ours": even.step_s / ours.step_s,
     }  # fmt: skip
+
+
+COLUMNS = {
+    "measured_s": "step ms", "predicted_s": "predict", "run_bound_s": "LP run", "before_s": "LP bef.",
+    "after_s": "LP after", "stay_s": "stay ms", "even_s": "even ms",
+}  # fmt: skip
+RATIOS = {"over_run": "over run", "stay_over": "stay", "over_profiles": "ov.prof."}
 
 
 def show(found: dict[str, Any]) -> None:
     """Print a line."""
     shares = ":".join(map(str, found["shares"]))
-    times = " ".join(
-        f"{1e3 * found[name]:8.0f}"
-        for name in ("measured_s", "predicted_s", "run_bound_s", "before_s", "after_s", "even_s")
-    )
-    print(
-        f"{found['h']:4g} {shares:>16} {times} {100 * found['over_run']:+8.1f}% "
-        f"{100 * found['over_profiles']:+8.1f}% {found['even_over_ours']:6.2f}", flush=True,
-    )  # fmt: skip
+    times = " ".join(f"{1e3 * found[name]:8.0f}" for name in COLUMNS)
+    ratios = " ".join(f"{100 * found[name]:+8.1f}%" for name in RATIOS)
+    print(f"{found['h']:4g} {shares:>16} {times} {ratios} {found['even_over_ours']:6.2f}", flush=True)
 
 
 def main() -> None:
@@ -200,8 +238,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--heterogeneity", type=float, nargs="*", default=[1, 2, 4, 8])
     args = parser.parse_args()
-    heads = ("step ms", "predict", "LP run", "LP bef.", "LP after", "even ms", "over run", "ov.prof.")
-    print(f"{'h':>4} {'shares':>16} " + " ".join(f"{head:>8}" for head in heads) + "  even/ours")
+    heads = [f"{head:>8}" for head in COLUMNS.values()] + [f"{head:>9}" for head in RATIOS.values()]
+    print(f"{'h':>4} {'shares':>16} " + " ".join(heads) + "  even/ours")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -211,17 +249,17 @@ def main() -> None:
             for h, lab in labs.items():
                 found = row(folder, h, lab, before[h], args.steps)
                 after = profiled(folder, labs)
-                found["after_s"] = water(lines(after[h], load_lab(str(lab))))
+                found["after_s"] = bound_s(after[h], load_lab(str(lab)))
                 found["over_profiles"] = 2 * found["measured_s"] / (found["before_s"] + found["after_s"]) - 1
                 show(found)
                 rows.append(found)
                 before = after
-    print("median over the rounds: step over the LP bound of the run, of the profiles; even over ours")
+    print("medians of the rounds: step over the LP bound of the run, the same of shares that stay,")
+    print("step over the LP bound of the profiles, even shares over these")
     for h in args.heterogeneity:
         own = [found for found in rows if found["h"] == h]
-        over = [100 * median(found[name] for found in own) for name in ("over_run", "over_profiles")]
-        ratio = median(found["even_over_ours"] for found in own)
-        print(f"{h:4g} {over[0]:+6.1f}% {over[1]:+6.1f}% {ratio:6.2f}")
+        over = " ".join(f"{100 * median(found[name] for found in own):+6.1f}%" for name in RATIOS)
+        print(f"{h:4g} {over} {median(found['even_over_ours'] for found in own):6.2f}")
 
 
 if __name__ == "__main__":
