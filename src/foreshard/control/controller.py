@@ -19,10 +19,10 @@ from foreshard.control.belief import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, i
 from foreshard.control.dual import allowances
 from foreshard.control.estimates import Estimates
 from foreshard.control.lessons import Lessons, weight_for
-from foreshard.control.moves import move, move_costs
+from foreshard.control.moves import move, move_costs, spans_of
 from foreshard.control.queues import Queues
-from foreshard.control.replicas import Compared, Pipelines, Replicas
-from foreshard.control.slots import J_PER_KWH, Budget, Chain, Choice, State, Structure, evaluate
+from foreshard.control.replicas import Compared, Replicas, slots_of
+from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure, evaluate
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
@@ -59,7 +59,7 @@ class Controller:
     stated : State
         The cluster before anything is measured.
     plan : Plan
-        That runs: pipelines of one rank per stage.
+        That runs: pipelines of one rank per stage, or one pipeline with stages of several.
     budgets : sequence of Budget
     weight : float or None
         V; None takes it from `violation` and `horizon`.
@@ -70,6 +70,8 @@ class Controller:
         What every change of layers or groups costs besides what moves.
     max_stages : int
         Longest pipeline; with 1 all subsets of replicas are compared.
+    reading : {'dp_over_mp', 'mp_over_dp'}, optional
+        What is searched: pipelines, or one whose stages split micro-batches; by default what the plan is.
     quiet_steps : int
         Without any change seen, layers and groups stay at least so long.
     patience : float
@@ -94,6 +96,7 @@ class Controller:
         horizon: int = 10_000,
         pause_s: float = 0.0,
         max_stages: int = 4,
+        reading: str | None = None,
         quiet_steps: int = 200,
         patience: float = 0.3,
         timed: Timed | None = None,
@@ -103,15 +106,14 @@ class Controller:
         self.budgets = tuple(budgets)
         self._pause_s, self._patience, self.quiet_steps = pause_s, patience, quiet_steps
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
-        self._slots: Replicas | Pipelines = (
-            Replicas(chain, budgets, **self._asked)
-            if max_stages == 1
-            else Pipelines(chain, budgets, max_stages=max_stages, **self._asked)
-        )
+        self.reading = orders.reading_of(plan) if reading is None else reading
+        wide = self.reading == MP_OVER_DP
+        self._slots = slots_of(self.reading, chain, budgets, max_stages=max_stages, **self._asked)
         self._timed = timed
-        self._plain = Replicas(chain, budgets, **self._asked) if timed and max_stages > 1 else None
+        plain = timed is not None and max_stages > 1 and not wide
+        self._plain = Replicas(chain, budgets, **self._asked) if plain else None
         self.estimates = Estimates(stated)
-        self.choice = self._running(orders.structure_of(plan), plan, stated)
+        self.choice = self._running(orders.structure_of(plan, self.reading), plan, stated)
         free = dict.fromkeys((one.name for one in budgets), 0.0)
         fastest = self._slots.compare(self.estimates.state(), 1.0, free, None).best
         step_s = reshare(chain, stated, fastest, time_weight=1.0, **self._asked).time_s
@@ -134,14 +136,14 @@ class Controller:
                 f"rank {max(structure.workers)} of {self.chain.num_workers}", key="plan",
                 rule="Ranks of the plan are workers of the chain",
             )  # fmt: skip
-        if structure.groups[0].cuts[-1] != self.chain.num_layers:
+        if structure.groups[-1].cuts[-1] != self.chain.num_layers:
             raise SpecError(
-                f"a plan of {structure.groups[0].cuts[-1]} layers", key="plan",
+                f"a plan of {structure.groups[-1].cuts[-1]} layers", key="plan",
                 rule=f"The chain has {self.chain.num_layers}",
             )  # fmt: skip
         made = reshare(self.chain, state, structure, time_weight=1.0, **self._asked)
         return Choice(
-            structure=structure, shares=tuple(group.share for group in plan.groups), time_s=made.time_s,
+            structure=structure, shares=orders.shares_of(plan, self.reading), time_s=made.time_s,
             costs=made.costs,
         )  # fmt: skip
 
@@ -238,11 +240,11 @@ class Controller:
 
     def _nominal_s(self) -> dict[int, float]:
         """Return the seconds per sample of each rank's layers at nominal speed."""
-        found = {}
-        for group in self.choice.structure.groups:
-            for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
-                found[worker] = float(self.chain.before_s[worker, stop] - self.chain.before_s[worker, first])
-        return found
+        before_s = self.chain.before_s
+        return {
+            worker: float(before_s[worker, stop] - before_s[worker, first])
+            for worker, (first, stop) in spans_of(self.choice.structure)
+        }
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
@@ -337,7 +339,7 @@ class Controller:
             self.counts["keep"] += 1
             return (Command(kind="keep", reason=reason),)
         self._settled = fine, old.structure, self.queues.steps + _CHECK_EVERY
-        kept = evaluate(self.chain, fine, old.structure, old.shares, micro_batch=self._asked["micro_batch"])
+        kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
         new = self._shared(old.structure)
         weights = self.queues.weights()
         worth = [worth_of(one, *weights, self.budgets) for one in (kept, new)]
@@ -391,12 +393,11 @@ class Controller:
         structure, plan = self.choice.structure, self.plan
         workers = structure.workers
         assert len(set(workers)) == len(workers), "a rank is in two places"
-        assert sum(self.choice.shares) == self._asked["batch"], "samples are lost"
-        assert min(self.choice.shares) > 0, "a group without samples"
-        for group in structure.groups:
-            assert group.cuts[0] == 0 and group.cuts[-1] == self.chain.num_layers, "layers are missing"
-            assert all(np.diff(group.cuts) > 0), "a stage without layers"
-        assert orders.structure_of(plan) == structure, "the plan is not the choice"
-        assert tuple(group.share for group in plan.groups) == self.choice.shares, "shares differ"
+        orders.check_shares(self.choice, **self._asked)
+        assert structure.groups[0].cuts[0] == 0, "layers are missing"
+        assert structure.groups[-1].cuts[-1] == self.chain.num_layers, "layers are missing"
+        assert all((np.diff(group.cuts) > 0).all() for group in structure.groups), "a stage without layers"
+        assert orders.structure_of(plan, structure.reading) == structure, "the plan is not the choice"
+        assert orders.shares_of(plan, structure.reading) == self.choice.shares, "shares differ"
         assert self.queues.identity_error() <= 1e-9, "the books do not close"
         assert all(backlog >= 0.0 for backlog in self.queues.backlog.values()), "a negative backlog"

@@ -7,31 +7,84 @@ from itertools import pairwise
 
 from foreshard.control.slots import DP_OVER_MP, MP_OVER_DP, Choice, Pipeline, Structure
 from foreshard.errors import SpecError
+from foreshard.predict.measured_memory import counts_of
 from foreshard.spec.plan import Group, Plan, Stage
 
 KINDS = ("keep", "re-share", "re-cut", "regroup", "idle", "activate")
 
 
-def structure_of(plan: Plan) -> Structure:
-    """Return the structure of a plan of pipelines with one rank per stage; ranks are workers.
+def structure_of(plan: Plan, reading: str | None = None) -> Structure:
+    """Return the structure of a plan; ranks are workers.
+
+    Parameters
+    ----------
+    plan : Plan
+        Pipelines with one rank per stage, or one pipeline with stages of several data-parallel ranks.
+    reading : {'dp_over_mp', 'mp_over_dp'}, optional
+        The one that the plan has by itself; a single pipeline with one rank per stage has both.
 
     Raises
     ------
     SpecError
-        For stages of several ranks or several intervals.
+        For stages of several intervals or with other parallelism, and what the reading does not have.
     """
+    reading = reading_of(plan) if reading is None else reading
+    if reading == MP_OVER_DP:
+        if len(plan.groups) > 1:
+            raise SpecError(
+                f"{len(plan.groups)} pipelines", key="plan.groups", value=len(plan.groups),
+                rule="Read as stages of several ranks, a plan is one pipeline", fix="Leave the reading out",
+            )  # fmt: skip
+        (group,) = plan.groups
+        for stage in group.stages:
+            if min(counts_of(stage, group.micro_batch)) < 1:
+                raise SpecError(
+                    f"{len(stage.ranks)} ranks share {group.micro_batch} samples", key="plan.groups",
+                    value=list(stage.ranks), fix="Write larger micro-batches, or data parallelism as groups",
+                    rule="Every stage is one rank, or several that all have samples of a micro-batch",
+                )  # fmt: skip
+        return Structure(
+            groups=tuple(Pipeline(workers=stage.ranks, cuts=_span(stage)) for stage in group.stages),
+            reading=MP_OVER_DP,
+        )
     groups = []
     for group in plan.groups:
-        for stage in group.stages:
-            if len(stage.ranks) != 1 or len(stage.layers) != 1:
-                raise SpecError(
-                    "a plan that is not controlled", key="plan.groups", value=list(stage.ranks),
-                    rule="Every stage is one rank with one interval of layers",
-                    fix="Write data parallelism as groups",
-                )  # fmt: skip
-        cuts = (group.stages[0].layers[0][0], *(stage.layers[0][1] for stage in group.stages))
+        spans = [_span(stage) for stage in group.stages]
+        if any(len(stage.ranks) > 1 for stage in group.stages):
+            raise _not_controlled(max(group.stages, key=lambda stage: len(stage.ranks)))
+        cuts = (spans[0][0], *(stop for _, stop in spans))
         groups.append(Pipeline(workers=tuple(stage.ranks[0] for stage in group.stages), cuts=cuts))
     return Structure(groups=tuple(groups))
+
+
+def reading_of(plan: Plan) -> str:
+    """Return the reading of a plan: stages of several ranks in its only pipeline, or pipelines."""
+    wide = any(len(stage.ranks) > 1 for stage in plan.groups[0].stages)
+    return MP_OVER_DP if wide and len(plan.groups) == 1 else DP_OVER_MP
+
+
+def shares_of(plan: Plan, reading: str | None = None) -> tuple[int, ...]:
+    """Return the shares of a plan, as :attr:`Choice.shares`."""
+    if (reading_of(plan) if reading is None else reading) == MP_OVER_DP:
+        (group,) = plan.groups
+        return tuple(n for stage in group.stages for n in counts_of(stage, group.micro_batch))
+    return tuple(group.share for group in plan.groups)
+
+
+def _span(stage: Stage) -> tuple[int, int]:
+    """Return the layers of a stage of one piece, data-parallel if of several ranks."""
+    if len(stage.layers) != 1 or (len(stage.ranks) > 1 and stage.inner_dp != len(stage.ranks)):
+        raise _not_controlled(stage)
+    return stage.layers[0]
+
+
+def _not_controlled(stage: Stage) -> SpecError:
+    return SpecError(
+        "a plan that is not controlled", key="plan.groups", value=list(stage.ranks),
+        rule="Every stage is one rank with one interval of layers, or all are data-parallel ranks of one "
+        "pipeline",
+        fix="Write data parallelism as groups",
+    )  # fmt: skip
 
 
 def plan_of(
@@ -94,3 +147,18 @@ def change_of(old: Choice, new: Choice) -> str:
         ]
         return "keep" if shares[0] == shares[1] else "re-share"
     return "keep" if old.shares == new.shares else "re-share"
+
+
+def check_shares(choice: Choice, *, batch: int, micro_batch: int) -> None:
+    """Raise AssertionError where samples are lost or somebody has none."""
+    shares, groups = choice.shares, choice.structure.groups
+    assert min(shares) > 0, "a group without samples"
+    if choice.structure.reading == DP_OVER_MP:
+        assert sum(shares) == batch, "samples are lost"
+        assert all(group.cuts[0] == 0 and group.cuts[-1] == groups[0].cuts[-1] for group in groups), "layers"
+        return
+    at = 0
+    for before, group in zip((None, *groups), groups, strict=False):
+        assert sum(shares[at : at + len(group.workers)]) == micro_batch, "samples are lost"
+        assert before is None or before.cuts[1] == group.cuts[0], "layers are missing"
+        at += len(group.workers)

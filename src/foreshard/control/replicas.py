@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy as np
 from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
 from foreshard.control.queues import Curve
-from foreshard.control.slots import Budget, Chain, State, Structure, workers_apart
+from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure, workers_apart
+from foreshard.control.stage_landscape import StageMemo
+from foreshard.control.stages import solve_stages
 from foreshard.control.subsets import Kinds, TooManyError, data_parallel
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError
@@ -44,10 +46,13 @@ class Compared:
 class Pipelines:
     """Slots of pipelines of up to so many stages: searched, see `grouping`."""
 
+    _solve: Callable[..., Choice] = staticmethod(solve_slot)
+    _memo: Callable[[], Any] = Memo
+
     def __init__(
         self, chain: Chain, budgets: Sequence[Budget], *, batch: int, micro_batch: int, max_stages: int
     ):
-        self.chain, self.budgets, self.memo = chain, tuple(budgets), Memo()
+        self.chain, self.budgets, self.memo = chain, tuple(budgets), self._memo()
         self._asked: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch}
         self._max_stages = max_stages
         self._apart = workers_apart(budgets)
@@ -62,7 +67,7 @@ class Pipelines:
         curve: Curve | None = None,
     ) -> Compared:
         """Return what a search finds that starts from the running structure."""
-        best = solve_slot(
+        best = self._solve(
             self.chain, state, time_weight=time_weight, cost_weights=cost_weights, budgets=self.budgets,
             running=running, change_weight=change_weight, curve=curve, memo=self.memo,
             max_stages=self._max_stages, **self._asked,
@@ -86,6 +91,13 @@ class Pipelines:
             with contextlib.suppress(InfeasibleError):
                 self.compare(state, 1.0, dict.fromkeys((one.name for one in self.budgets), 0.0), None)
         return library.table(state, self.budgets)
+
+
+class Stages(Pipelines):
+    """Slots of one pipeline whose stages are workers that split every micro-batch: searched, see `stages`."""
+
+    _solve: Callable[..., Choice] = staticmethod(solve_stages)
+    _memo: Callable[[], Any] = StageMemo
 
 
 class Replicas:
@@ -155,3 +167,14 @@ class Replicas:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
+
+
+def slots_of(
+    reading: str, chain: Chain, budgets: Sequence[Budget], *, max_stages: int, **asked: Any
+) -> Pipelines | Replicas:
+    """Return the slots of a reading: stages of several workers, pipelines, or replicas without stages."""
+    if reading == MP_OVER_DP:
+        return Stages(chain, budgets, max_stages=max_stages, **asked)
+    if max_stages == 1:
+        return Replicas(chain, budgets, **asked)
+    return Pipelines(chain, budgets, max_stages=max_stages, **asked)

@@ -11,6 +11,7 @@ from foreshard.control.library import Weights
 from foreshard.control.queues import Curve
 from foreshard.control.shares import counted, whole_shares
 from foreshard.control.slots import (
+    MP_OVER_DP,
     Budget,
     Chain,
     Choice,
@@ -22,6 +23,7 @@ from foreshard.control.slots import (
     stage_s,
     stage_spans,
 )
+from foreshard.control.staging import restaged
 
 
 def reshare(
@@ -37,9 +39,12 @@ def reshare(
 ) -> Choice:
     """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
 
-    Every group keeps at least one sample, so that the structure is what it was.
+    Every group keeps at least one sample, and so does every worker of a stage of several: the structure is
+    what it was.
     """
     weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
+    if structure.reading == MP_OVER_DP:
+        return restaged(chain, state, structure, weights, batch=batch, micro_batch=micro_batch)
     pace = pace_of(chain, state, structure, micro_batch=micro_batch)
     spans = stage_spans(structure)
     worker, group, first, stop = spans
