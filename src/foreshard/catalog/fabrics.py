@@ -132,10 +132,10 @@ def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") ->
     table = comm_constants()
     if generation not in table["links"]:
         known = ", ".join(sorted(table["links"]))
-        raise SpecError("no such link generation", key="generation", value=generation, fix=f"known: {known}")
+        raise SpecError("no such link generation", key="generation", value=generation, fix=f"Known: {known}")
     if nccl not in table["eras"]:
         known = ", ".join(sorted(table["eras"]))
-        raise SpecError("no such NCCL era", key="nccl", value=nccl, fix=f"known: {known}")
+        raise SpecError("no such NCCL era", key="nccl", value=nccl, fix=f"Known: {known}")
     names = {field.name for field in fields(LinkConstants)}
     changed = table["left_out"].get(exclude, {"links": {}, "eras": {}})
     fitted = changed["links"].get(generation, table["links"][generation])

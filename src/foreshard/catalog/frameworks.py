@@ -67,11 +67,11 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
                 f"unknown key {unknown[0]!r}" if unknown else "no source",
                 file=file,
                 key=label,
-                rule="an entry has the fields of Framework, base, and a source",
+                rule="An entry has the fields of Framework, base, and a source",
             )
         if entry.get("base", label) not in {*known, label}:
             raise SpecError(
-                f"unknown base {entry['base']!r}", file=file, key=label, rule="a base comes before"
+                f"unknown base {entry['base']!r}", file=file, key=label, rule="A base comes before"
             )
         full = _inherited(entry, known)
         for key, choices in CHOICES.items():
@@ -80,7 +80,7 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
                     f"{full[key]!r} is not valid",
                     file=file,
                     key=f"{label}.{key}",
-                    rule=f"one of {', '.join(choices)}",
+                    rule=f"One of {', '.join(choices)}",
                 )
         known[label] = full
         table.append(Framework(**full))

@@ -208,7 +208,7 @@ def _fitted(device: Device, precision: str, attention: str, sustained: bool) -> 
 
 def _check(key: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise SpecError(f"unknown {key} {value!r}", key=key, value=value, rule=f"one of {', '.join(known)}")
+        raise SpecError(f"unknown {key} {value!r}", key=key, value=value, rule=f"One of {', '.join(known)}")
 
 
 _IDEAL = {f.name: 0.0 for f in fields(KernelModel)[4:]} | {

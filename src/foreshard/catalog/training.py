@@ -119,7 +119,7 @@ def training_constants(exclude: str | None = None) -> TrainingConstants:
             f"no constants were fitted without {exclude!r}",
             key="--exclude-calibration",
             value=exclude,
-            rule=f"families are {', '.join(known)}",
+            rule=f"Families are {', '.join(known)}",
             fix=f"Did you mean {near[0]!r}?" if near else None,
         )
     return TrainingConstants(**data["without"][exclude])

@@ -53,7 +53,7 @@ def command(lab_file: str, job: str | None, plan_file: str | None, **options: An
         show(lab)
     elif job is None or plan_file is None:
         raise SpecError("a job and a plan go together", key="--plan" if job else "JOB.py",
-                        rule="a lab is shown, or a job is trained on it under a plan",
+                        rule="A lab is shown, or a job is trained on it under a plan",
                         fix="foreshard lab LAB.toml --plan FILE JOB.py")  # fmt: skip
     else:
         train(lab, lab_file, job, plan_file, options)
@@ -78,7 +78,7 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     lacks = missing() if lab.clock == "wall" else None
     if lacks is not None:
         raise SpecError(f"no lab in the wall clock here: {lacks}", file=lab_file, key="clock", value="wall",
-                        rule="the machine itself slows ranks and links then",
+                        rule="The machine itself slows ranks and links then",
                         fix='Run as root on Linux with iproute2, or use clock = "cpu"')  # fmt: skip
     predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file)
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:

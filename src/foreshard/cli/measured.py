@@ -94,7 +94,7 @@ def _same_model(model: str, costs: str) -> None:
     measured = load_costs(costs).model
     if Path(model).name != measured:
         raise SpecError(f"{model} was not measured", key="MODEL", value=model, file=costs,
-                        rule=f"these costs are of {measured or 'a job without a file'}",
+                        rule=f"These costs are of {measured or 'a job without a file'}",
                         fix="Name that job, or profile this one")  # fmt: skip
 
 

@@ -71,9 +71,9 @@ def command(job: str, **options: Any) -> None:
     for name, most in (("repeats", 10**7), ("local", 1024), ("threads", 1024)):
         if not 1 <= options[name] <= most:
             raise SpecError(f"{options[name]} is not valid", key=f"--{name}", value=options[name],
-                            rule=f"must be from 1 to {most}")  # fmt: skip
+                            rule=f"Must be from 1 to {most}")  # fmt: skip
     if 1 in options["tp"]:
-        raise SpecError("1 is not valid", key="--tp", value=1, rule="whole layers are timed without --tp",
+        raise SpecError("1 is not valid", key="--tp", value=1, rule="Whole layers are timed without --tp",
                         fix="Name degrees from 2 on")  # fmt: skip
     made = api.profile(job, out, tell=say, **options)
     if made is not None:

@@ -101,7 +101,7 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         raise ForeshardError(
             f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} unlike among ranks",
             file=f"{options['out']}/samples.jsonl",
-            rule="every sample of a step is trained once",
+            rule="Every sample of a step is trained once",
             fix="Report it with the folder of the run",
         )
 
@@ -109,17 +109,17 @@ def command(job: str, plan_file: str, **options: Any) -> None:
 def check(options: dict[str, Any]) -> None:
     """Raise for options out of range."""
     for name in ("steps", "max_starts", "threads"):
-        _refuse_unless(options[name] >= 1, name, options[name], "must be a whole number of at least 1")
+        _refuse_unless(options[name] >= 1, name, options[name], "Must be a whole number of at least 1")
     told = options["detect_s"]
-    _refuse_unless(0.2 <= told <= 86400, "detect_s", told, "must be from 0.2 to 86400 seconds")
+    _refuse_unless(0.2 <= told <= 86400, "detect_s", told, "Must be from 0.2 to 86400 seconds")
     told = options["checkpoint_every"]
-    _refuse_unless(told >= 0, "checkpoint_every", told, "must be 0 or more steps")
+    _refuse_unless(told >= 0, "checkpoint_every", told, "Must be 0 or more steps")
     told = options["clip_norm"]
     if told is not None:
-        _refuse_unless(0 < told < math.inf, "clip_norm", told, "must be a finite number above zero")
+        _refuse_unless(0 < told < math.inf, "clip_norm", told, "Must be a finite number above zero")
     told = options.get("port", 0)
-    _refuse_unless(0 <= told <= 65535, "port", told, "must be a port, 0 to 65535")
-    _refuse_unless(-(2**63) <= options["seed"] < 2**63, "seed", options["seed"], "must be a 64-bit integer")
+    _refuse_unless(0 <= told <= 65535, "port", told, "Must be a port, 0 to 65535")
+    _refuse_unless(-(2**63) <= options["seed"] < 2**63, "seed", options["seed"], "Must be a 64-bit integer")
     if not os.path.isdir(_existing(options["out"])):
         raise cannot_write(options["out"], OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     if options.get("secret_file") and options.get("local") is not None:
@@ -127,14 +127,14 @@ def check(options: dict[str, Any]) -> None:
             "--secret-file with --local",
             key="--secret-file",
             value=options["secret_file"],
-            rule="ranks of one machine get their secret from the folder of the run",
+            rule="Ranks of one machine get their secret from the folder of the run",
             fix="Leave it out, or start with torchrun",
         )
     if options.get("local", 0) is None and "RANK" not in os.environ:
         raise SpecError(
             "neither --local nor torchrun",
             key="--local",
-            rule="ranks are started here or by torchrun",
+            rule="Ranks are started here or by torchrun",
             fix="Add --local N, or start with torchrun --no-python foreshard run ...",
         )
 
@@ -161,7 +161,7 @@ def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | Non
             "costs without a lab",
             key="--costs",
             value=costs,
-            rule="a prediction needs the cluster",
+            rule="A prediction needs the cluster",
             fix="Add --lab LAB.toml",
         )
     from foreshard import api

@@ -177,7 +177,7 @@ def fabric_of(
             key="device.pcie_bytes_per_s" if pcie else "device.link_bytes_per_s",
             value=rate,
             rule="Devices of one node need an NVLink or PCIe rate",
-            fix="give the rate in a [[devices]] table",
+            fix="Give the rate in a [[devices]] table",
         )
     domain = group.per_node if pcie else min(group.nvlink_domain, group.num_devices)
     nic = group.nic_bytes_per_s / oversubscription

@@ -81,7 +81,7 @@ class ClosedForm:
         }
         if kind not in functions:
             known = ", ".join([*functions, "send"])
-            raise SpecError("no such collective", key="kind", value=kind, fix=f"known: {known}")
+            raise SpecError("no such collective", key="kind", value=kind, fix=f"Known: {known}")
         return functions[kind](num_bytes, num_ranks, stride, fabric)
 
 
@@ -113,5 +113,5 @@ def layer_of(layer: str, name: str | None = None) -> Any:
 
 def _named(known: dict[str, Any], key: str, name: str) -> Any:
     if name not in known:
-        raise SpecError(f"no such {key}", key=key, value=name, fix=f"known: {', '.join(sorted(known))}")
+        raise SpecError(f"no such {key}", key=key, value=name, fix=f"Known: {', '.join(sorted(known))}")
     return known[name]

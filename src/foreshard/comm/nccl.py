@@ -95,7 +95,7 @@ def collective_choice(kind: str, num_bytes: float, num_ranks: int, stride: int, 
         Scalar fields.
     """
     if kind not in KINDS:
-        raise SpecError("no such collective", key="kind", value=kind, fix=f"known: {', '.join(KINDS)}")
+        raise SpecError("no such collective", key="kind", value=kind, fix=f"Known: {', '.join(KINDS)}")
     if num_ranks <= 1 or num_bytes <= 0:
         return Choice(algorithm="none", protocol="none", time_s=0.0, runner_up="", margin=float("inf"))
     job = _job(kind, float(num_bytes), int(num_ranks), int(stride), fabric)

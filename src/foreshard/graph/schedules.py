@@ -197,7 +197,7 @@ def _checked_interleaving(stages: int, micro_batches: int, chunks: int, group: i
             f"{micro_batches} micro-batches leave a last group of {remainder}",
             key="schedule",
             value=micro_batches,
-            rule=f"micro-batches modulo the group ({group}) is 0 or at least the stages ({stages})",
+            rule=f"Micro-batches modulo the group ({group}) is 0 or at least the stages ({stages})",
             fix=f"Use {micro_batches - remainder} or {micro_batches - remainder + group} micro-batches",
         )
     return group

@@ -107,7 +107,7 @@ def _nothing(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult
     need = sum(layer.parameter_bytes * 2 + layer.frozen_bytes + layer.state_bytes for layer in costs.layers)
     error = InfeasibleError(
         "no pipeline fits the memory", key="memory", value=need,
-        rule="parameters, gradients, states and activations fit",
+        rule="Parameters, gradients, states and activations fit",
         fix=f"Add devices or memory: the model's states alone take {need / 2**30:.2f} GiB",
     )  # fmt: skip
     return PlanResult(

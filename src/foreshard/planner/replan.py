@@ -167,13 +167,13 @@ def _check(cluster: Cluster, plan: Plan, slowdown: Mapping[int, float], lost: Co
         if not 0 <= rank < cluster.num_devices:
             raise SpecError(
                 f"rank {rank} of a cluster of {cluster.num_devices}", key="slowdown/lost", value=rank,
-                rule=f"ranks go from 0 to {cluster.num_devices - 1}",
+                rule=f"Ranks go from 0 to {cluster.num_devices - 1}",
             )  # fmt: skip
     for rank, factor in slowdown.items():
         if not 0.0 < factor < 1e6:
             raise SpecError(
                 f"rank {rank} slowed by {factor}", key="slowdown", value=factor,
-                rule="a slowdown is a factor above 0", fix="Name a device that stands still in `lost`",
+                rule="A slowdown is a factor above 0", fix="Name a device that stands still in `lost`",
             )  # fmt: skip
     check_running(plan)
 
@@ -182,7 +182,7 @@ def _option(problem: Problem, kind: StageKind) -> int:
     """Return the option of the healthy problem that a running stage is."""
     if kind not in problem.names:
         raise SpecError(
-            f"the problem has no option {kind}", key="problem", rule="it is the problem of the running plan",
+            f"the problem has no option {kind}", key="problem", rule="It is the problem of the running plan",
             fix="Leave `problem` out",
         )  # fmt: skip
     return problem.names.index(kind)

@@ -87,7 +87,7 @@ def checked_request(
         ("--max-usd", max_usd), ("--max-hours", max_hours), ("--tokens", tokens), ("--budget-s", budget_s),
     ):  # fmt: skip
         if value is not None and not 0 < value < 1e30:
-            raise invalid(value, "must be a finite number above 0", key=flag, name=flag.strip("-"))
+            raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
     return Request(
         model=model,
         cluster=cluster,

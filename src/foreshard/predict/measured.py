@@ -276,30 +276,30 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
     if layers != len(costs.layers):
         raise SpecError(
             f"the plan splits {layers} layers, {len(costs.layers)} were measured", file=costs.path,
-            key="groups.stages.layers", value=layers, rule="a plan holds every layer of the model",
+            key="groups.stages.layers", value=layers, rule="A plan holds every layer of the model",
             fix=f"Cut 0..{len(costs.layers)}",
         )  # fmt: skip
     degrees = sorted({stage.tp for group in plan.groups for stage in group.stages} - {1})
     if len(degrees) > 1:
         raise SpecError(
             f"tp {' and '.join(map(str, degrees))} in one plan", key="groups.stages.tp", value=degrees[-1],
-            rule="measured costs price stages of one tp above 1, beside stages of tp 1",
+            rule="Measured costs price stages of one tp above 1, beside stages of tp 1",
         )  # fmt: skip
     most = max(plan.ranks)
     if most >= cluster.num_devices:
         raise SpecError(
             f"the plan uses rank {most}, the cluster has {cluster.num_devices} devices", key="ranks",
-            value=most, rule="ranks are 0 to N - 1",
+            value=most, rule="Ranks are 0 to N - 1",
         )  # fmt: skip
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
             if stage.cp * stage.ep > 1:
                 raise SpecError(
                     "cp or ep above 1", key=f"groups[{g}].stages[{s}]",
-                    rule="measured costs price stages of data- and tensor-parallel ranks",
+                    rule="Measured costs price stages of data- and tensor-parallel ranks",
                 )  # fmt: skip
             if stage.zero >= 3 and stage.inner_dp > 1:
                 raise SpecError(
                     "zero 3", key=f"groups[{g}].stages[{s}].zero", value=stage.zero,
-                    rule="measured costs do not price the gathering of values", fix="Use zero 0, 1 or 2",
+                    rule="Measured costs do not price the gathering of values", fix="Use zero 0, 1 or 2",
                 )  # fmt: skip

@@ -112,7 +112,7 @@ class MeasuredCosts:
         if device not in self.slow:
             raise SpecError(
                 f"no measured costs of {device!r}", file=self.path, key="devices", value=device,
-                rule=f"measured are {', '.join(sorted(self.slow))}",
+                rule=f"Measured are {', '.join(sorted(self.slow))}",
                 fix="Profile that device, or give the lab to calibrate",
             )  # fmt: skip
         return self.slow[device]
@@ -131,7 +131,7 @@ class MeasuredCosts:
         if tp not in known:
             raise SpecError(
                 f"layers that {tp} ranks compute together were not measured", file=self.path,
-                key="groups.stages.tp", value=tp, rule=f"measured are {', '.join(map(str, (1, *known)))}",
+                key="groups.stages.tp", value=tp, rule=f"Measured are {', '.join(map(str, (1, *known)))}",
                 fix=f"Profile again with --tp {tp}, or plan without",
             )  # fmt: skip
         return known[tp]
@@ -203,7 +203,7 @@ def load_costs(path: str) -> MeasuredCosts:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise SpecError(f"not measured costs: {what}", file=path, key="--costs",
-                        rule="the file is what foreshard calibrate writes",
+                        rule="The file is what foreshard calibrate writes",
                         fix="Run foreshard calibrate again") from None  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
         return
     known = isinstance(value, int | float) and not isinstance(value, bool)
     if not known or not 0 <= value < 1e30 or (value == 0 and not zero):
-        rule = f"must be a finite number {'of at least' if zero else 'above'} 0"
+        rule = f"Must be a finite number {'of at least' if zero else 'above'} 0"
         raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
 
 
@@ -179,7 +179,7 @@ def _check_size(plan: Plan) -> None:
             f"{num_ops:,} forwards and backwards in one step",
             key="--engine",
             value="graph",
-            rule=f"the graph engine lines up at most {MAX_GRAPH_OPS:,}",
+            rule=f"The graph engine lines up at most {MAX_GRAPH_OPS:,}",
             fix="Use --engine analytical, or a larger --micro-batch",
         )
 

@@ -110,7 +110,7 @@ def equal_nodes(cluster: Cluster) -> NodeGroup:
     if len(cluster.nodes) > 1:
         raise SpecError(
             f"{cluster.name} has {len(cluster.nodes)} kinds of nodes", key="cluster", value=cluster.name,
-            rule="a table of plans is priced on equal nodes", fix="price such plans one by one",
+            rule="A table of plans is priced on equal nodes", fix="Price such plans one by one",
         )  # fmt: skip
     return cluster.nodes[0]
 

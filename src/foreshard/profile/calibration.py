@@ -112,10 +112,10 @@ def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, nam
         mine, theirs = profile["fingerprint"][key], other["fingerprint"][key]
         if mine != theirs:
             raise SpecError(f"{name}: {theirs} against {mine}", key="--profile", value=theirs,
-                            rule="profiles calibrated together are of one job")  # fmt: skip
+                            rule="Profiles calibrated together are of one job")  # fmt: skip
     if clock == "cpu" and other["fingerprint"]["device"] != "cpu":
         raise SpecError("processor time of a GPU", key="--clock", value=clock,
-                        rule="a GPU's time is the wall's", fix="Use --clock wall")  # fmt: skip
+                        rule="A GPU's time is the wall's", fix="Use --clock wall")  # fmt: skip
 
 
 def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def degrees(
             f"tp {out['tp']} x pp {out['pp']} x cp {out['cp']} is more than {gpus} devices",
             key="tp",
             value=inner,
-            rule="the degrees divide the devices",
+            rule="The degrees divide the devices",
         )
     if out["dp"] * inner != gpus:
         notes.add(f"dp {out['dp']} x {inner} is not {gpus} devices: dp {gpus // inner}")
@@ -153,7 +153,7 @@ def _likely(
     raise SpecError(
         "parallel degrees are not stated",
         key="tp" if tp is None else "pp",
-        rule=f"no plain cut of {size.model.name} makes {gpus} of {size.device.name}",
+        rule=f"No plain cut of {size.model.name} makes {gpus} of {size.device.name}",
     )
 
 

@@ -45,7 +45,7 @@ def number(raw: Mapping[str, str], key: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not abs(value) < float("inf"):
-        raise SpecError(f"{text!r} is not a number", key=key, value=text, rule="a finite number or blank")
+        raise SpecError(f"{text!r} is not a number", key=key, value=text, rule="A finite number or blank")
     return value
 
 
@@ -56,7 +56,7 @@ def integer(raw: Mapping[str, str], key: str) -> int | None:
         return None
     if value != int(value) or value < 1:
         raise SpecError(
-            f"{raw[key]!r} is not valid", key=key, value=raw[key], rule="a whole number >= 1 or blank"
+            f"{raw[key]!r} is not valid", key=key, value=raw[key], rule="A whole number >= 1 or blank"
         )
     return int(value)
 
@@ -84,7 +84,7 @@ def precision_of(text: str, device: Device) -> tuple[str, tuple[str, ...]]:
         found = re.search("bf16|fp16|tf32|fp32", low)
         if found is None and not mixed:
             raise SpecError(
-                f"unknown dtype {text!r}", key="dtype", value=text, rule="a known training precision"
+                f"unknown dtype {text!r}", key="dtype", value=text, rule="A known training precision"
             )
         precision = found[0] if found else widest(device)
         if found is None or (mixed and precision in ("fp32", "tf32")):

@@ -35,7 +35,7 @@ def _column(rows: Rows, key: str) -> NDArray[np.float64]:
     try:
         return np.array([float(row[key]) for row in rows])
     except ValueError:
-        raise SpecError(f"a cell of {key} is not a number", key=key, rule="sizes are numbers") from None
+        raise SpecError(f"a cell of {key} is not a number", key=key, rule="Sizes are numbers") from None
 
 
 @cache

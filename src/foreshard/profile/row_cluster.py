@@ -76,7 +76,7 @@ def _in_integers(group: NodeGroup) -> NodeGroup:
 def row_cluster(raw: Mapping[str, str], device: Device, family: Family, gpus: int, notes: Notes) -> Cluster:
     """Return the devices a row used, with the NIC it states, its family declares, or the catalog's."""
     if gpus > MAX_DEVICES:
-        raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"at most {MAX_DEVICES} devices")
+        raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"At most {MAX_DEVICES} devices")
     per_node, stated = node_size(raw, device, gpus)
     if not stated:
         notes.add(f"devices per node not stated: {per_node}")

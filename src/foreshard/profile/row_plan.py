@@ -143,7 +143,7 @@ def sequence_of(raw: Mapping[str, str], model: Model, family: Family, notes: Not
         notes.add(f"sequence not stated: {family.seq_len}, {family.seq_why}")
         return family.seq_len
     if not model.max_seq_len or model.source == ROW_SOURCE:
-        raise SpecError("seq_len is not stated", key="seq_len", rule="sequence and global batch are stated")
+        raise SpecError("seq_len is not stated", key="seq_len", rule="Sequence and global batch are stated")
     notes.add(f"sequence not stated: {model.max_seq_len}, the model's own")
     return model.max_seq_len
 
@@ -156,7 +156,7 @@ def _batch_of(raw: Mapping[str, str], cut: dict[str, int], notes: Notes) -> int:
     micro_batch = integer(raw, "micro_batch")
     if micro_batch is None or raw["metric_step_time_s"]:
         raise SpecError(
-            "global_batch is not stated", key="global_batch", rule="sequence and global batch are stated"
+            "global_batch is not stated", key="global_batch", rule="Sequence and global batch are stated"
         )
     micro_batches = 1 if cut["pp"] == 1 else 4 * cut["pp"]
     notes.add(f"global batch not stated: {micro_batches} micro-batches for each replica")

@@ -218,7 +218,7 @@ def read_training_rows(paths: Iterable[str | Path]) -> tuple[list[Row], list[Ski
         table = read_table(path)
         if table.kind != TRAINING:
             raise SpecError(
-                "not a table of training runs", file=str(path), rule="training tables have n_layers, dp, tp"
+                "not a table of training runs", file=str(path), rule="Training tables have n_layers, dp, tp"
             )
         more, less = table_rows(table)
         rows += more

@@ -104,12 +104,12 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
         raise SpecError(
             f"cannot read the table: {why}",
             file=str(path),
-            rule="a table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names",
-            fix="give a readable one",
+            rule="A table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names",
+            fix="Give a readable one",
         ) from None
     if len(lines) < 2:
         raise SpecError(
-            "the table is empty", file=str(path), rule="a table has a header and at least one row"
+            "the table is empty", file=str(path), rule="A table has a header and at least one row"
         )
     return lines[0], lines[1:]
 
@@ -131,13 +131,13 @@ def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, 
             raise SpecError(
                 f"the table holds {what}, not measured times",
                 file=file,
-                rule="validation needs measured steps, kernels or collectives",
+                rule="Validation needs measured steps, kernels or collectives",
             )
     shown = ", ".join(sorted(have)[:8])
     raise SpecError(
         f"no known table has the columns {shown[:120]}",
         file=file,
-        rule="a table is known by its columns",
+        rule="A table is known by its columns",
         fix="See docs/accuracy.md for the tables foreshard reads",
     )
 
@@ -176,7 +176,7 @@ def read_table(path: str | Path) -> Table:
     """
     header, lines = _records(str(path))
     if len(set(header)) != len(header):
-        raise SpecError("a column is named twice", file=str(path), rule="column names are distinct")
+        raise SpecError("a column is named twice", file=str(path), rule="Column names are distinct")
     kind, layout = layout_of(header, file=str(path))
     for number, line in enumerate(lines, start=1):
         if len(line) != len(header):
@@ -184,8 +184,8 @@ def read_table(path: str | Path) -> Table:
                 f"row {number} has {len(line)} cells, the header {len(header)}",
                 file=str(path),
                 key=f"row {number}",
-                rule="every row has one cell per column",
-                fix="check for a truncated file",
+                rule="Every row has one cell per column",
+                fix="Check for a truncated file",
             )
     rows = [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines]
     ids, families = _identity(header, rows, _stem(str(path)))

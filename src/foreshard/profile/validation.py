@@ -159,7 +159,7 @@ def validate(
     for path in files:
         outcomes += table_outcomes(read_table(path), predictor, exclude=exclude_calibration or "")
     if not outcomes:
-        raise SpecError("no table was given", rule="validation needs at least one file")
+        raise SpecError("no table was given", rule="Validation needs at least one file")
     return score(outcomes)
 
 
@@ -176,7 +176,7 @@ def check_mape(report: dict[str, Any], limit: float) -> None:
             f"mean error {found:.3f} over all rows is above {limit:g}",
             key="--max-mape",
             value=limit,
-            rule="a skipped row counts 1.0",
+            rule="A skipped row counts 1.0",
         )
 
 

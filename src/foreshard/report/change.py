@@ -150,7 +150,7 @@ def _whole(key: str, value: str, low: int, high: int) -> int:
         f"{value[:40]!r} is not a valid {flag}",
         key=f"--change {flag}",
         value=value,
-        rule=f"must be a whole number from {low} to {high}",
+        rule=f"Must be a whole number from {low} to {high}",
     )
 
 
@@ -163,7 +163,7 @@ def _one_of(key: str, value: str, known: Sequence[str]) -> str:
         f"unknown {flag} {value[:40]!r}",
         key=f"--change {flag}",
         value=value,
-        rule=f"must be one of {', '.join(known)}",
+        rule=f"Must be one of {', '.join(known)}",
         fix=f"Did you mean {near[0]!r}?" if near else None,
     )
 

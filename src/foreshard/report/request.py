@@ -120,7 +120,7 @@ class Request:
                 f"vpp {choices['vpp']} without a pipeline",
                 key="--vpp",
                 value=choices["vpp"],
-                rule="virtual stages divide the stages of a pipeline",
+                rule="Virtual stages divide the stages of a pipeline",
                 fix="Add --pp, or leave out --vpp",
             )
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)

@@ -200,7 +200,7 @@ class Agent:
             if all(s.lost for s in self._ranks.values()):
                 raise ForeshardError(
                     f"rank {rank} ended with exit code {code}", file=str(self._log(rank)),
-                    rule="a rank is started again a few times", fix="The end of the file says why",
+                    rule="A rank is started again a few times", fix="The end of the file says why",
                 )  # fmt: skip
             return
         started.due_s = time.monotonic() + self.restart_s
@@ -255,7 +255,7 @@ class Agent:
         elif not self._was_heard and silent_s > _NEVER_S:
             raise ForeshardError(
                 f"no supervisor has answered for {silent_s:.0f} s", value=f"{self.address}:{self.port}",
-                rule="rank 0 hosts the rendezvous at first", fix="See what rank 0 says; start the run again",
+                rule="Rank 0 hosts the rendezvous at first", fix="See what rank 0 says; start the run again",
             )  # fmt: skip
         elif self._was_heard and silent_s > self.rehost_s:
             self._heard_s, self._claimed = time.monotonic(), max(self._claimed, self._term) + 1
@@ -275,7 +275,7 @@ class Agent:
         if not place.port:
             raise ForeshardError(
                 "the run was ended", value=place.address, file=str(self.out),
-                rule="who hosts the rendezvous ends it for all",
+                rule="Who hosts the rendezvous ends it for all",
                 fix="See what that host said; start the run again with --resume",
             )  # fmt: skip
         self.address, self.port, self._term = place.address, place.port, place.term
@@ -398,7 +398,7 @@ def _is_free(address: str, port: int) -> bool:
 def _taken(address: str, port: int) -> SpecError:
     return SpecError(
         f"cannot listen on {address}:{port}", key="--interface", value=address,
-        rule="ranks meet on an address of this host, at a free port", fix="Change --interface or --port",
+        rule="Ranks meet on an address of this host, at a free port", fix="Change --interface or --port",
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def check_budgets(budgets: Sequence[Budget], lab: Lab, file: str) -> None:
             if any(one is None for one in stated) or not any(stated):
                 what = "prices" if key == "usd_per_h" else key
                 raise SpecError(f"no {what}", file=file, key=f"ranks.{key}", value=budget.name,
-                                rule=f"a budget of {budget.name} needs {what} of all ranks, not all 0",
+                                rule=f"A budget of {budget.name} needs {what} of all ranks, not all 0",
                                 fix=f"Add {key} to all [[ranks]]")  # fmt: skip
 
 

@@ -218,7 +218,7 @@ class _Reader:
 
     def known(self, data: Any, key: str, names: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(data, dict):
-            raise self.fail("not a table", key, data, f"{key or 'a lab'} is a TOML table")
+            raise self.fail("not a table", key, data, f"{key or 'A lab'} is a TOML table")
         for name in data:
             if name not in names:
                 raise self.fail(f"unknown key {name!r}", f"{key}.{name}" if key else name, name,
@@ -227,12 +227,12 @@ class _Reader:
 
     def number(self, value: Any, key: str, low: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1e9:
-            raise self.fail(f"{value!r} is not valid", key, value, f"must be a number of at least {low:g}")
+            raise self.fail(f"{value!r} is not valid", key, value, f"Must be a number of at least {low:g}")
         return float(value)
 
     def whole(self, value: Any, key: str, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(f"{value!r} is not valid", key, value, f"must be a whole number, {low} to {high}")
+            raise self.fail(f"{value!r} is not valid", key, value, f"Must be a whole number, {low} to {high}")
         return value
 
     def tables(self, value: Any, key: str) -> list[Any]:
@@ -248,7 +248,7 @@ class _Reader:
         ranks = self.tables(data.get("ranks", []), "ranks")
         rows = [row for i, rank in enumerate(ranks) for row in self.rank(rank, f"ranks[{i}]")]
         if not 1 <= len(rows) <= MAX_RANKS:
-            raise self.fail(f"{len(rows)} ranks", "ranks", len(rows), f"a lab has 1 to {MAX_RANKS} ranks")
+            raise self.fail(f"{len(rows)} ranks", "ranks", len(rows), f"A lab has 1 to {MAX_RANKS} ranks")
         network = self.known(data.get("network", {}), "network", _NETWORK_KEYS)
         told = self.tables(data.get("change", []), "change")
         changes = [self.change(change, f"change[{i}]", len(rows)) for i, change in enumerate(told)]
@@ -264,16 +264,16 @@ class _Reader:
         )  # fmt: skip
         for step in sorted({change.at_step for change in changes}):
             if not any(made.there_at(step, rank) for rank in range(len(rows))):
-                raise self.fail("nobody is left", "change", step, "at every step some rank is there")
+                raise self.fail("nobody is left", "change", step, "At every step some rank is there")
         return made
 
     def table(self, data: dict[str, Any], clock: str) -> dict[str, float]:
         table = self.known(data.get("table", {}), "table", _TABLE_KEYS)
         if clock == "table" and set(table) != set(_TABLE_KEYS):
             needed = ", ".join(_TABLE_KEYS)
-            raise self.fail("the table is not complete", "table", sorted(table), f"the clock needs {needed}")
+            raise self.fail("the table is not complete", "table", sorted(table), f"The clock needs {needed}")
         if table and clock != "table":
-            raise self.fail("a table for another clock", "table", clock, "only the clock 'table' reads it")
+            raise self.fail("a table for another clock", "table", clock, "Only the clock 'table' reads it")
         return {name: self.quantity(value, f"table.{name}", "s") for name, value in table.items()}
 
     def rank(self, data: Any, key: str) -> list[_Row]:
@@ -282,7 +282,7 @@ class _Reader:
         count = self.whole(data.get("count", 1), f"{key}.count", 1, MAX_RANKS)
         device = data.get("device", f"cpu-{slow:g}x")
         if not isinstance(device, str) or not device.strip():
-            raise self.fail(f"{device!r} is not valid", f"{key}.device", device, "a device has a name")
+            raise self.fail(f"{device!r} is not valid", f"{key}.device", device, "A device has a name")
         memory = self.quantity(data["memory"], f"{key}.memory", "bytes", 1.0) if "memory" in data else None
         price, carbon = (
             self.number(data[name], f"{key}.{name}", 0.0) if name in data else None
@@ -301,12 +301,12 @@ class _Reader:
         rank = self.whole(data["rank"], f"{key}.rank", 0, num_ranks - 1) if "rank" in data else None
         for name in ("slow", "there"):
             if name in data and rank is None:
-                raise self.fail("no rank", f"{key}.rank", None, f"a change of {name} names its rank")
+                raise self.fail("no rank", f"{key}.rank", None, f"A change of {name} names its rank")
         if not {"slow", "bandwidth", "latency", "there"} & set(data):
-            raise self.fail("nothing changes", key, None, "a change says slow, bandwidth, latency or there")
+            raise self.fail("nothing changes", key, None, "A change says slow, bandwidth, latency or there")
         if not isinstance(data.get("there", True), bool):
             raise self.fail(
-                f"{data['there']!r} is not valid", f"{key}.there", data["there"], "is true or false"
+                f"{data['there']!r} is not valid", f"{key}.there", data["there"], "Must be true or false"
             )
         return Change(
             at_step=self.whole(data.get("at_step"), f"{key}.at_step", 0, 10**9), rank=rank,
@@ -328,5 +328,5 @@ class _Reader:
             told = {"value": error.value, "rule": error.rule, "fix": error.fix}
             raise SpecError(error.what, file=self.file, key=key, **told) from None
         if found < low:
-            raise self.fail(f"{value!r} is too little", key, value, f"must be at least {low:g} (SI)")
+            raise self.fail(f"{value!r} is too little", key, value, f"Must be at least {low:g} (SI)")
         return found

@@ -128,7 +128,7 @@ def _steering(
                 "a budget without a controller",
                 key="--budget",
                 value=budgets[0],
-                rule="budgets are kept by a policy",
+                rule="Budgets are kept by a policy",
                 fix="Add --policy lyapunov",
             )
         return None
@@ -137,7 +137,7 @@ def _steering(
             f"--policy {policy} without measured costs of a lab",
             key="--policy",
             value=policy,
-            rule="the controller starts from measured layers and stated devices",
+            rule="The controller starts from measured layers and stated devices",
             fix="Give --costs costs.json and --lab LAB.toml",
         )
     told = {
@@ -192,7 +192,7 @@ def _under_torchrun(
         raise SpecError(
             "no shared secret",
             key="--secret-file",
-            rule="ranks of several hosts share a secret",
+            rule="Ranks of several hosts share a secret",
             fix="Copy one file to every host and name it with --secret-file, or set FORESHARD_SECRET",
         )
     secret = (
@@ -232,7 +232,7 @@ def _address_towards(master: str, several: bool) -> str:
             f"no way to {master}: {error.strerror}",
             key="MASTER_ADDR",
             value=master,
-            rule="hosts reach the first one, where ranks meet",
+            rule="Hosts reach the first one, where ranks meet",
             fix="Give torchrun an address of the first host, and --interface where a host has several",
         ) from None
     if several and own.startswith("127."):
@@ -240,7 +240,7 @@ def _address_towards(master: str, several: bool) -> str:
             f"{master} is this machine's alone",
             key="MASTER_ADDR",
             value=master,
-            rule="ranks of several hosts meet on an address that all of them reach",
+            rule="Ranks of several hosts meet on an address that all of them reach",
             fix="Give torchrun the first host's address on the network, or name it with --interface there",
         )
     return own
@@ -253,7 +253,7 @@ def _fits(plan: Plan, ranks: int, key: str) -> None:
             f"the plan uses rank {most}, there are {ranks} ranks",
             key=key,
             value=ranks,
-            rule="ranks are 0 to N - 1",
+            rule="Ranks are 0 to N - 1",
             fix=f"Start {most + 1} ranks",
         )
 
@@ -265,7 +265,7 @@ def _fits_lab(lab: Lab, ranks: int, file: str, bed: LabNetwork | None) -> None:
             file=file,
             key="ranks",
             value=len(lab.slow),
-            rule="a lab says what every rank is",
+            rule="A lab says what every rank is",
         )
     if lab.clock == "wall" and bed is None:
         raise SpecError(
@@ -273,7 +273,7 @@ def _fits_lab(lab: Lab, ranks: int, file: str, bed: LabNetwork | None) -> None:
             file=file,
             key="clock",
             value="wall",
-            rule="only `foreshard lab` makes slow ranks and links, as root",
+            rule="Only `foreshard lab` makes slow ranks and links, as root",
             fix='Use foreshard lab, or clock = "cpu"',
         )
 
@@ -289,7 +289,7 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             f"cannot write: {error.strerror}",
             file=str(folder),
             key="--out",
-            rule="a run has a folder of its own",
+            rule="A run has a folder of its own",
             fix="Give a writable path",
         ) from None
     if int(os.environ.get("RANK", "0")) or not holds_run(folder):
@@ -299,7 +299,7 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             "holds a run already",
             file=str(folder),
             key="--out",
-            rule="a run has a folder of its own",
+            rule="A run has a folder of its own",
             fix="Add --resume to go on from its latest checkpoint, or name another folder",
         )
     reopen(folder, plan, list(range(ranks)))
@@ -316,7 +316,7 @@ def _given_secret(file: str) -> Path:
             "others may read the secret",
             file=file,
             key="--secret-file",
-            rule="only its owner reads a secret",
+            rule="Only its owner reads a secret",
             fix=f"chmod 600 {file}",
         )
     if size < 16:
@@ -324,7 +324,7 @@ def _given_secret(file: str) -> Path:
             "the secret is short",
             file=file,
             key="--secret-file",
-            rule="a secret has 16 bytes or more",
+            rule="A secret has 16 bytes or more",
             fix=f"head -c 32 /dev/urandom | base64 > {file}",
         )
     return path
@@ -334,7 +334,7 @@ def _awaited(path: Path, patience_s: float = 60.0) -> Path:
     until = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() > until:
-            raise SpecError("no secret yet", file=str(path), rule="rank 0 writes the secret of the run")
+            raise SpecError("no secret yet", file=str(path), rule="Rank 0 writes the secret of the run")
         time.sleep(0.05)
     return path
 

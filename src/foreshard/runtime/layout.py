@@ -170,7 +170,7 @@ def _refuse_stage(stage: Stage, where: str) -> None:
     if len(stage.ranks) % stage.tp:
         raise SpecError(
             f"tp {stage.tp} does not divide {len(stage.ranks)} ranks", key=f"{where}.tp", value=stage.tp,
-            rule="every data-parallel part of a stage has tp ranks",
+            rule="Every data-parallel part of a stage has tp ranks",
             fix=f"Give the stage a multiple of {stage.tp} ranks",
         )  # fmt: skip
     if stage.offload != "none":

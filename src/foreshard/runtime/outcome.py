@@ -75,7 +75,7 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ou
     except OSError as error:
         raise ForeshardError(
             f"not written: {error.strerror or error}", file=str(out / "samples.jsonl"),
-            rule="it is the ledgers of all ranks put together, they are whole", fix=f"See {out / 'ledger'}",
+            rule="It is the ledgers of all ranks put together, they are whole", fix=f"See {out / 'ledger'}",
         ) from None  # fmt: skip
     checked = audit(ledgers, global_batch=global_batch, steps=steps)
     lines = kept_steps(out / "metrics.jsonl")

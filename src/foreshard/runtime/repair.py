@@ -41,7 +41,7 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
         raise InfeasibleError(
             "no rank of the plan is left",
             key="ranks",
-            rule="training needs at least one rank",
+            rule="Training needs at least one rank",
             fix="Start ranks again; training goes on from the latest checkpoint",
         )
     shares = _shares(plan.global_batch, weights)

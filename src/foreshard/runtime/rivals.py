@@ -46,7 +46,7 @@ class Rival:
         for budget in budgets:
             if budget.kind != "usd" or budget.per != "hour":
                 raise SpecError(f"a rule that does not know {budget.name}", key="--budget", value=budget.name,
-                                rule="only --policy lyapunov keeps budgets other than usd_per_h")  # fmt: skip
+                                rule="Only --policy lyapunov keeps budgets other than usd_per_h")  # fmt: skip
         self.chain, self.stated, self.plan, self.max_stages = chain, stated, plan, max_stages
         self.queues = Queues(budgets, weight=1.0, step_s=1.0)
         self.step, self.reconfigurations, self.reshares = -1, 0, 0
@@ -141,7 +141,7 @@ class LastSpeeds(Rival):
     def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
         """Return replicas on the ranks that are fastest together by what is stated."""
         if not any(allowed):
-            raise InfeasibleError("no rank is within the budget", rule="a run needs a rank")
+            raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
         whole = self.chain.before_s[:, -1]
         ranks = max(allowed, key=lambda one: (self.stated.speed[list(one)] / whole[list(one)]).sum())
         shares = balanced_shares(whole[list(ranks)] / self.speed[list(ranks)], self._batch)
@@ -169,7 +169,7 @@ class Greedy(Rival):
             for ranks in allowed if ranks
         ]  # fmt: skip
         if not choices:
-            raise InfeasibleError("no rank is within the budget", rule="a run needs a rank")
+            raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
         return min(choices, key=lambda choice: choice.time_s)
 
 

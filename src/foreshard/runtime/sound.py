@@ -48,7 +48,7 @@ def _ranks_once(plan: Plan) -> None:
             for rank in stage.ranks:
                 if rank in seen:
                     raise SpecError(f"rank {rank} is used twice, first in {seen[rank]}", key=f"{where}.ranks",
-                                    value=rank, rule="every rank is at most in one place",
+                                    value=rank, rule="Every rank is at most in one place",
                                     fix=f"Leave rank {rank} out of one of the two")  # fmt: skip
                 seen[rank] = where
 
@@ -57,7 +57,7 @@ def _samples_once(plan: Plan) -> None:
     total = sum(group.share for group in plan.groups)
     if total != plan.global_batch:
         raise SpecError(f"shares sum to {total}, the global batch is {plan.global_batch}", key="groups.share",
-                        value=total, rule="every sample is taken once per step",
+                        value=total, rule="Every sample is taken once per step",
                         fix=f"Make the shares sum to {plan.global_batch}")  # fmt: skip
 
 
@@ -66,13 +66,13 @@ def _layers_once(group: Group, where: str, first: Group) -> None:
     if len(chunks) > 1:
         raise SpecError("stages of one group differ in virtual stages", key=f"{where}.stages.layers",
                         value=str(sorted(chunks)), fix=f"Give each stage {max(chunks)} intervals",
-                        rule="every stage of a group has the same number of layer intervals")  # fmt: skip
+                        rule="Every stage of a group has the same number of layer intervals")  # fmt: skip
     reached = 0
     for start, stop in _passed(group):
         if start != reached:
             raise SpecError(f"layer {reached} is not next: the interval is [{start}, {stop}]",
                             key=f"{where}.stages.layers", value=start, fix=f"Start the interval at {reached}",
-                            rule="stages cover every layer in order, chunk by chunk, each once")  # fmt: skip
+                            rule="Stages cover every layer in order, chunk by chunk, each once")  # fmt: skip
         reached = stop
     last = max(stop for _, stop in _passed(first))
     if reached != last:
@@ -80,7 +80,7 @@ def _layers_once(group: Group, where: str, first: Group) -> None:
             f"layers end at {reached}, those of groups[0] at {last}",
             key=f"{where}.stages.layers",
             value=reached,
-            rule="every group holds every layer",
+            rule="Every group holds every layer",
             fix=f"End the last interval at {last}",
         )
 
@@ -99,7 +99,7 @@ def _rank_shares_split(stage: Stage, micro_batch: int, where: str) -> None:
             f"{list(shares)} does not split micro_batch {micro_batch} over {what}",
             key=f"{where}.rank_shares",
             value=str(list(shares)),
-            rule="one entry per data-parallel rank, sums to micro_batch",
+            rule="One entry per data-parallel rank, sums to micro_batch",
             fix=f"Give {parts} numbers that sum to {micro_batch}",
         )
 

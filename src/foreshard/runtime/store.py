@@ -91,11 +91,11 @@ def _introduce(link: socket.socket, secret: bytes) -> None:
     link.sendall(mine + _proof(secret, b"rank", nonce, mine))
     answer = _exactly(link, 32)
     if answer == _REFUSAL:  # said in so many words: a link that breaks may be a server that is coming back
-        raise Refused("refused by the rendezvous", key="secret", rule="all ranks of a run share one secret",
+        raise Refused("refused by the rendezvous", key="secret", rule="All ranks of a run share one secret",
                       fix="Give every host the same secret file")  # fmt: skip
     if not hmac.compare_digest(answer, _proof(secret, b"server", mine, nonce)):
         raise Refused("the rendezvous does not know the secret", key="secret",
-                      rule="all ranks of a run share one secret")  # fmt: skip
+                      rule="All ranks of a run share one secret")  # fmt: skip
 
 
 class StoreServer:
@@ -117,7 +117,7 @@ class StoreServer:
         answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ):  # fmt: skip
         if not secret:
-            raise SpecError("the secret is empty", key="secret", rule="a run has a shared secret")
+            raise SpecError("the secret is empty", key="secret", rule="A run has a shared secret")
         self._secret, self._answer = secret, answer
         self._values: dict[str, bytes] = {}
         self._once: OrderedDict[str, dict[str, Any]] = OrderedDict()

@@ -76,7 +76,7 @@ class TensorDraws:
         raise SpecError(
             f"layer {layer} draws for {list(shape)} on a rank, for {list(whole)} as a whole",
             file=self._job.path, key="tensor_plan", value=layer,
-            rule="a draw is for the whole, or for a part of equal size along one dimension",
+            rule="A draw is for the whole, or for a part of equal size along one dimension",
             fix="Draw (dropout) where the layer is whole, or use tp 1",
         )  # fmt: skip
 

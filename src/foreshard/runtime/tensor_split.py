@@ -284,7 +284,7 @@ def _all_found(wanted: Mapping[str, str], found: Mapping[str, Any], path: str | 
     for name in wanted:
         if not any(known == name or known.endswith(f".{name}") for known in found):
             raise SpecError(f"the layer has no module {name!r}", file=path, key="tensor_plan", value=name,
-                            rule="a plan names modules of the layer")  # fmt: skip
+                            rule="A plan names modules of the layer")  # fmt: skip
 
 
 def _cuts(

@@ -40,7 +40,7 @@ class Timeline:
 
     def __init__(self, rank: int, *, clock: str = "wall", epoch_s: float = 0.0, capacity: int = CAPACITY):
         if capacity < 1:
-            raise SpecError(f"{capacity} is not valid", key="capacity", value=capacity, rule="must be >= 1")
+            raise SpecError(f"{capacity} is not valid", key="capacity", value=capacity, rule="Must be >= 1")
         self.rank, self.clock, self.epoch_s = rank, clock, epoch_s
         self._ring: list[tuple[Any, ...] | None] = [None] * capacity
         self._capacity, self._count = capacity, 0
@@ -145,7 +145,7 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> int:
     clocks = sorted({trace["otherData"]["clock"] for trace in found})
     if len(clocks) > 1:
         raise SpecError("traces of different clocks", file=str(out), key="clock", value=", ".join(clocks),
-                        rule="the ranks of a run share a clock")  # fmt: skip
+                        rule="The ranks of a run share a clock")  # fmt: skip
     begin_us = _beginning_us(found)
     events = [_moved(event, trace, begin_us) for trace in found for event in trace["traceEvents"]]
     events.sort(key=lambda e: (e["ph"] != "M", e["ts"], e["pid"]))

@@ -423,7 +423,7 @@ class Trainer:
             raise SpecError(
                 f"the plan splits {count} layers, the job has {self.job.num_layers}",
                 key="groups.stages.layers",
-                value=count, rule="a plan holds every layer of the model once per group",
+                value=count, rule="A plan holds every layer of the model once per group",
                 fix=f"Cut 0..{self.job.num_layers} in every group",
             )  # fmt: skip
         check_split(layout_of(plan), self.parameters, self.job.path)
@@ -661,6 +661,6 @@ class Trainer:
 
 def _alone(plan: Plan | None) -> FixedMembership:
     if plan is None or len(plan.ranks) != 1:
-        raise SpecError("no membership", key="membership", rule="a plan of several ranks needs one",
+        raise SpecError("no membership", key="membership", rule="A plan of several ranks needs one",
                         fix="Use foreshard run, or runtime.fixed.FixedMembership under torchrun")  # fmt: skip
     return FixedMembership(None, plan.ranks[0], plan, plan.ranks)

@@ -111,12 +111,12 @@ class Wheel:
                 where = f"groups[{g}].stages[{s}]"
                 if len(stage.layers) != 1:
                     raise SpecError("a stage of several chunks", key=where,
-                                    rule="what steers knows stages of one piece",
+                                    rule="What steers knows stages of one piece",
                                     fix="Use --policy static, or another plan")  # fmt: skip
                 if stage.tp > 1 or (len(stage.ranks) > 1 and (self.policy in RIVALS or self.budgets)):
                     raise SpecError(
                         "a stage of several ranks", key=where,
-                        rule="where stages have several data-parallel ranks, only --policy lyapunov steers, "
+                        rule="Where stages have several data-parallel ranks, only --policy lyapunov steers, "
                         "samples inside stages alone, and no budget is kept",
                         fix="Leave out --budget, use --policy static, or another plan",
                     )  # fmt: skip

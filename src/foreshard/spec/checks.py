@@ -106,7 +106,7 @@ def _options_known(case: _Case) -> None:
         if group.schedule not in MODELLED_SCHEDULES:
             raise case.error(
                 f"schedule {group.schedule} is not modelled yet", case.key(where, "schedule"), group.schedule,
-                f"modelled are {', '.join(MODELLED_SCHEDULES)}", f"use {MODELLED_SCHEDULES[-1]}",
+                f"Modelled are {', '.join(MODELLED_SCHEDULES)}", f"Use {MODELLED_SCHEDULES[-1]}",
             )  # fmt: skip
         whole(group.micro_batch, key=case.key(where, "micro_batch", "micro-batch"), file=file)
     for where, _, stage in case.stages():
@@ -124,12 +124,12 @@ def _ranks_exist_once(case: _Case) -> None:
             if not 0 <= rank < count:
                 raise case.error(
                     f"rank {rank} is used, the cluster has {count} devices", key, rank,
-                    f"ranks go from 0 to {count - 1}", f"name ranks below {count}, or use a larger cluster",
+                    f"Ranks go from 0 to {count - 1}", f"Name ranks below {count}, or use a larger cluster",
                 )  # fmt: skip
             if rank in seen:
                 raise case.error(
                     f"rank {rank} is used twice, first in {seen[rank]}", key, rank,
-                    "every rank is at most in one place", f"leave rank {rank} out of one of the two",
+                    "Every rank is at most in one place", f"Leave rank {rank} out of one of the two",
                 )  # fmt: skip
             seen[rank] = where
 
@@ -139,7 +139,7 @@ def _samples_once(case: _Case) -> None:
     if total != case.plan.global_batch:
         raise case.error(
             f"shares sum to {total}, the global batch is {case.plan.global_batch}", "groups.share", total,
-            "every sample is taken once per step", f"make the shares sum to {case.plan.global_batch}",
+            "Every sample is taken once per step", f"Make the shares sum to {case.plan.global_batch}",
         )  # fmt: skip
 
 
@@ -153,13 +153,13 @@ def _rank_shares_split(case: _Case) -> None:
                 f"{list(shares)} does not split micro_batch {group.micro_batch} over {stage.inner_dp} ranks",
                 f"{where}.rank_shares", ", ".join(map(str, shares)),
                 "rank_shares has one entry per inner data-parallel rank and sums to micro_batch",
-                f"give {stage.inner_dp} numbers that sum to {group.micro_batch}",
+                f"Give {stage.inner_dp} numbers that sum to {group.micro_batch}",
             )  # fmt: skip
 
 
 def _layers_once(case: _Case) -> None:
     last = case.model.num_layers + 2
-    rule = "stages cover every layer in order, chunk by chunk, each exactly once"
+    rule = "Stages cover every layer in order, chunk by chunk, each exactly once"
     for where, group in case.groups():
         reached = 0
         for s, (start, stop) in _spans(group):
@@ -167,19 +167,19 @@ def _layers_once(case: _Case) -> None:
             if start > reached:
                 raise case.error(
                     f"layers {reached} to {start - 1} are not covered", key, f"[{start}, {stop}]", rule,
-                    f"start the interval at {reached}",
+                    f"Start the interval at {reached}",
                 )  # fmt: skip
             if start < reached:
                 raise case.error(
                     f"layer {start} is assigned twice or out of order", key, f"[{start}, {stop}]", rule,
-                    f"start the interval at {reached}",
+                    f"Start the interval at {reached}",
                 )  # fmt: skip
             reached = stop
         if reached != last:
             raise case.error(
                 f"layers end at {reached}, {case.model.name} has layers 0 to {last - 1} "
                 f"(embedding, {case.model.num_layers} blocks, head)",
-                f"{where}.stages.layers", reached, rule, f"end the last interval at {last}",
+                f"{where}.stages.layers", reached, rule, f"End the last interval at {last}",
             )  # fmt: skip
 
 
@@ -197,12 +197,12 @@ def _degrees_fit_ranks(case: _Case) -> None:
         if count % (stage.tp * stage.cp):
             raise case.error(
                 f"tp {stage.tp} x cp {stage.cp} does not divide {count} ranks", case.key(where, "tp"),
-                stage.tp, "len(ranks) = tp x cp x inner dp", f"choose tp x cp that divides {count}",
+                stage.tp, "len(ranks) = tp x cp x inner dp", f"Choose tp x cp that divides {count}",
             )  # fmt: skip
         if count % (stage.ep * stage.etp):
             raise case.error(
                 f"ep {stage.ep} x etp {stage.etp} does not divide {count} ranks", case.key(where, "ep"),
-                stage.ep, "etp x ep divides tp x cp x inner dp", f"choose ep x etp that divides {count}",
+                stage.ep, "etp x ep divides tp x cp x inner dp", f"Choose ep x etp that divides {count}",
             )  # fmt: skip
 
 
@@ -215,8 +215,8 @@ def _shards_divide(case: _Case) -> None:
         if replicas % stage.shard_size:
             raise case.error(
                 f"shard_size {stage.shard_size} does not divide {replicas} ranks", key, stage.shard_size,
-                "a shard group divides the data-parallel ranks, inner dp x cp",
-                f"use a divisor of {replicas}",
+                "A shard group divides the data-parallel ranks, inner dp x cp",
+                f"Use a divisor of {replicas}",
             )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def _tensor_divides_model(case: _Case) -> None:
                 if count % stage.tp:
                     raise case.error(
                         f"tp {stage.tp} does not divide {count} {name}", case.key(where, "tp"), stage.tp,
-                        f"tp divides the {name}", f"use a divisor of {count}",
+                        f"tp divides the {name}", f"Use a divisor of {count}",
                     )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def _experts_divide_model(case: _Case) -> None:
             if degree > 1 and not kinds:
                 raise case.error(
                     f"{name} {degree} for {case.model.name}, which has no experts", case.key(where, name),
-                    degree, f"{name} > 1 needs a mixture-of-experts model", f"leave out {name}",
+                    degree, f"{name} > 1 needs a mixture-of-experts model", f"Leave out {name}",
                 )  # fmt: skip
         for block in kinds:
             for name, degree, count, what in (
@@ -251,7 +251,7 @@ def _experts_divide_model(case: _Case) -> None:
                     raise case.error(
                         f"{name} {degree} does not divide {count} {what}", case.key(where, name),
                         degree, f"{name} divides the number of {what}",
-                        f"use a divisor of {count}: {divisors(count)}",
+                        f"Use a divisor of {count}: {divisors(count)}",
                     )  # fmt: skip
 
 
@@ -261,14 +261,14 @@ def _chunks_match(case: _Case) -> None:
         if len(chunks) > 1:
             raise case.error(
                 "stages of one group differ in virtual stages", f"{where}.stages.layers", str(chunks),
-                "every stage of a group has the same number of layer intervals",
-                f"give each stage {chunks[-1]} intervals",
+                "Every stage of a group has the same number of layer intervals",
+                f"Give each stage {chunks[-1]} intervals",
             )  # fmt: skip
         if group.num_chunks > 1 and group.schedule != "interleaved":
             raise case.error(
                 f"{group.num_chunks} virtual stages with schedule {group.schedule}",
                 case.key(where, "schedule"), group.schedule,
-                "only the interleaved schedule has virtual stages", "use interleaved",
+                "Only the interleaved schedule has virtual stages", "Use interleaved",
             )  # fmt: skip
 
 
@@ -278,8 +278,8 @@ def _interleaving_divides(case: _Case) -> None:
         if group.num_chunks > 1 and p > 1 and m % p:
             raise case.error(
                 f"{m} micro-batches on {p} interleaved stages", case.key(where, "share", "global-batch"), m,
-                "interleaving takes micro-batches in groups of pp, so pp divides their number",
-                f"use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1",
+                "Interleaving takes micro-batches in groups of pp, so pp divides their number",
+                f"Use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1",
             )  # fmt: skip
 
 
@@ -290,8 +290,8 @@ def _precision_supported(case: _Case) -> None:
             has = [name for name in PRECISIONS if device.supports(name)]
             raise case.error(
                 f"{device.name} has no {precision}", case.key("", "precision", "dtype"), precision,
-                "the device computes matrix products of the precision in hardware",
-                f"use one of: {', '.join(has)}" if has else "use another device",
+                "The device computes matrix products of the precision in hardware",
+                f"Use one of: {', '.join(has)}" if has else "Use another device",
             )  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def _sequence_divides(case: _Case) -> None:
             what = f"cp {stage.cp}" + (f" x tp {stage.tp}" if group.sp else "")
             raise case.error(
                 f"sequence {seq_len} does not divide over {what}", case.key("", "seq_len", "seq"), seq_len,
-                "cp (times tp with sp) divides the sequence", f"use a multiple of {parts}",
+                "cp (times tp with sp) divides the sequence", f"Use a multiple of {parts}",
             )  # fmt: skip
 
 
@@ -312,5 +312,5 @@ def _one_vendor(case: _Case) -> None:
     if len(vendors) > 1:
         raise case.error(
             f"devices of {' and '.join(vendors)} in one plan", "groups.stages.ranks", ", ".join(vendors),
-            "no collective library joins devices of two vendors", "use the devices of one vendor",
+            "No collective library joins devices of two vendors", "Use the devices of one vendor",
         )  # fmt: skip

@@ -118,11 +118,11 @@ def plan_from_degrees(
         raise SpecError(
             f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}",
             key="--ep", value=ep, rule="etp x ep divides tp x cp x dp",
-            fix=f"choose ep x etp among the divisors of {width}: {divisors(width)}",
+            fix=f"Choose ep x etp among the divisors of {width}: {divisors(width)}",
         )  # fmt: skip
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):
-        raise invalid(sp, "must be true or false", key="--sp", name="sp")
+        raise invalid(sp, "Must be true or false", key="--sp", name="sp")
     global_batch = _global_batch(global_batch, dp, _default_batch(dp, pp, micro_batch, schedule))
     options: dict[str, Any] = {
         "tp": tp,
@@ -174,7 +174,7 @@ def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
                 key="--tp/--pp/--cp",
                 value=model_size,
                 rule="devices = dp x tp x pp x cp",
-                fix=f"choose degrees whose product divides {num_devices}",
+                fix=f"Choose degrees whose product divides {num_devices}",
             )
         return fits
     whole(dp, key="--dp", name="dp")
@@ -185,8 +185,8 @@ def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
             key="--dp",
             value=dp,
             rule="devices = dp x tp x pp x cp; idle devices only through a plan file",
-            fix=f"choose degrees whose product divides {num_devices}" if rest or fits == 0
-            else f"leave out --dp, or set it to {fits}",
+            fix=f"Choose degrees whose product divides {num_devices}" if rest or fits == 0
+            else f"Leave out --dp, or set it to {fits}",
         )  # fmt: skip
     return int(dp)
 
@@ -198,8 +198,8 @@ def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
             f"pp {pp} x vpp {vpp} = {pp * vpp} virtual stages for {num_blocks} blocks",
             key="--pp",
             value=pp,
-            rule="every virtual stage holds at least one block",
-            fix=f"use at most {num_blocks} virtual stages",
+            rule="Every virtual stage holds at least one block",
+            fix=f"Use at most {num_blocks} virtual stages",
         )
     if schedule is None:
         return "interleaved" if vpp > 1 else "1f1b"
@@ -209,8 +209,8 @@ def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
             f"vpp {vpp} with schedule {schedule}",
             key="--schedule",
             value=schedule,
-            rule="only the interleaved schedule has virtual stages",
-            fix="use --schedule interleaved, or --vpp 1",
+            rule="Only the interleaved schedule has virtual stages",
+            fix="Use --schedule interleaved, or --vpp 1",
         )
     return str(schedule)
 
@@ -241,7 +241,7 @@ def _global_batch(global_batch: Any, dp: int, default: int) -> int:
             f"global batch {batch} is not a multiple of dp {dp}",
             key="--global-batch",
             value=batch,
-            rule="every data-parallel rank takes the same share; uneven shares only through a plan file",
-            fix=f"use {max(1, batch // dp) * dp}",
+            rule="Every data-parallel rank takes the same share; uneven shares only through a plan file",
+            fix=f"Use {max(1, batch // dp) * dp}",
         )
     return batch

@@ -220,7 +220,7 @@ def whole(
     SpecError
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        rule = f"must be {low}" if low == high else f"must be a whole number from {low} to {high}"
+        rule = f"Must be {low}" if low == high else f"Must be a whole number from {low} to {high}"
         raise invalid(value, rule, key=key, name=name, file=file)
     return value
 
@@ -237,7 +237,7 @@ def one_of(value: Any, known: Sequence[str], *, key: str, name: str = "", file: 
         return value
     near = get_close_matches(value[:_MAX_CHARS], known, n=1) if isinstance(value, str) else []
     fix = f"Did you mean {near[0]!r}?" if near else None
-    raise invalid(value, f"must be one of {', '.join(known)}", key=key, name=name, fix=fix, file=file)
+    raise invalid(value, f"Must be one of {', '.join(known)}", key=key, name=name, fix=fix, file=file)
 
 
 class _Reader:
@@ -251,7 +251,7 @@ class _Reader:
 
     def mapping(self, value: Any, key: str, known: Sequence[str]) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise self.fail(key, value, "must be a JSON object")
+            raise self.fail(key, value, "Must be a JSON object")
         for name in value:
             if name not in known:
                 raise self._unknown(name, key, known)
@@ -285,14 +285,14 @@ class _Reader:
 
     def array(self, value: Any, key: str) -> list[Any]:
         if not isinstance(value, list) or not value:
-            raise self.fail(key, value, "must be a non-empty JSON array")
+            raise self.fail(key, value, "Must be a non-empty JSON array")
         return value
 
 
 def check_recompute(value: Any, *, key: str = "recompute", file: str | None = None) -> str:
     """Return the recompute rule in normal form: none, full[:uniform:N|:block:N], selective:..., every-N."""
     read = _Reader(file)
-    rule = "must be none, selective[:MODULE(+MODULE)*], full[:uniform:N|:block:N] or every-N"
+    rule = "Must be none, selective[:MODULE(+MODULE)*], full[:uniform:N|:block:N] or every-N"
     if not isinstance(value, str):
         raise read.fail(key, value, rule)
     head, _, rest = value.partition(":")
@@ -319,7 +319,7 @@ def _option(read: _Reader, name: str, value: Any, key: str) -> Any:
     """Return an option of `defaults`, a group or a stage as the plan holds it."""
     if name == "sp":
         if not isinstance(value, bool):
-            raise read.fail(key, value, "must be true or false")
+            raise read.fail(key, value, "Must be true or false")
         return value
     if name == "recompute":
         return check_recompute(value, key=key, file=read.file)
@@ -356,10 +356,10 @@ def _parse_stage(read: _Reader, data: Any, inherited: dict[str, Any], key: str) 
 
 def _parse_span(read: _Reader, span: Any, key: str) -> tuple[int, int]:
     if not isinstance(span, list) or len(span) != 2:
-        raise read.fail(key, span, "must be half-open intervals [start, stop]")
+        raise read.fail(key, span, "Must be half-open intervals [start, stop]")
     start, stop = read.integer(span[0], key, 0), read.integer(span[1], key, 0)
     if stop <= start:
-        raise read.fail(key, span, "must be half-open intervals [start, stop] of at least one layer")
+        raise read.fail(key, span, "Must be half-open intervals [start, stop] of at least one layer")
     return start, stop
 
 
@@ -398,10 +398,10 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
     comm = read.mapping(data.get("comm", {}), "comm", COMM_OPTIONS)
     for name, value in comm.items():
         if not isinstance(value, bool):
-            raise read.fail(f"comm.{name}", value, "must be true or false")
+            raise read.fail(f"comm.{name}", value, "Must be true or false")
     framework = data.get("framework", "megatron-core")
     if not isinstance(framework, str):
-        raise read.fail("framework", framework, "must be a name, optionally name@release")
+        raise read.fail("framework", framework, "Must be a name, optionally name@release")
     return Plan(
         global_batch=read.integer(data["global_batch"], "global_batch"),
         seq_len=read.integer(data["seq_len"], "seq_len", 1, MAX_SEQ_LEN),
@@ -432,16 +432,16 @@ def load_plan(path: str) -> Plan:
         why = getattr(error, "strerror", None) or error
         raise SpecError(f"cannot read the plan: {why}", file=file, fix="Give a JSON plan file") from None
     if len(data) > MAX_FILE_BYTES:
-        rule = f"a plan file has at most {MAX_FILE_BYTES // 10**6} MB"
+        rule = f"A plan file has at most {MAX_FILE_BYTES // 10**6} MB"
         raise SpecError("the plan file is too large", file=file, rule=rule, fix="Check the path")
     if not data.strip():
-        raise SpecError("the file is empty", file=file, rule="a plan is JSON", fix="Give a JSON plan file")
+        raise SpecError("the file is empty", file=file, rule="A plan is JSON", fix="Give a JSON plan file")
     try:
         text = data.decode("utf-8")
         parsed = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_keys_once)
     except (ValueError, RecursionError) as error:
         fix = "Check for a truncated file"
-        raise SpecError(f"not valid JSON: {error}", file=file, rule="a plan is JSON", fix=fix) from None
+        raise SpecError(f"not valid JSON: {error}", file=file, rule="A plan is JSON", fix=fix) from None
     return parse_plan(parsed, file=file)
 
 

@@ -44,7 +44,7 @@ def test_a_machine_that_cannot_enforce_a_lab_says_why(shell, monkeypatch, tmp_pa
 @pytest.mark.parametrize(("more", "said"), [
     (["--plan", "p.json"], "a job and a plan go together"),
     ([JOB], "a job and a plan go together"),
-    (["--plan", "p.json", "--steps", "0", JOB], "must be a whole number of at least 1"),
+    (["--plan", "p.json", "--steps", "0", JOB], "Must be a whole number of at least 1"),
 ])  # fmt: skip
 def test_what_does_not_go_together(shell, more, said):
     refused = shell("lab", LABS / "mixed4.toml", *more)
@@ -64,4 +64,4 @@ def test_run_refuses_a_lab_it_cannot_keep(shell, tmp_path):
 def test_a_prediction_needs_the_lab(shell, tmp_path):
     (tmp_path / "plan.json").write_text(PLAN)
     told = shell("run", "--plan", tmp_path / "plan.json", "--costs", "c.json", "--local", "1", JOB)
-    assert told.code == 2 and "a prediction needs the cluster" in told.err
+    assert told.code == 2 and "A prediction needs the cluster" in told.err

@@ -57,12 +57,12 @@ CASES = {
     "rank missing": (
         good(stages=(stage(), stage(range(5, 9), ((LAST // 2, LAST),)))), DENSE,
         "groups[0].stages[1].ranks", None,
-        "rank 8 is used, the cluster has 8 devices. ranks go from 0 to 7. name ranks below 8",
+        "rank 8 is used, the cluster has 8 devices. Ranks go from 0 to 7. Name ranks below 8",
     ),
     "rank twice": (
         good(stages=(stage(), stage(range(3, 7), ((LAST // 2, LAST),)))), DENSE,
         "groups[0].stages[1].ranks", None,
-        "rank 3 is used twice, first in groups[0].stages[0]. every rank is at most in one place. leave rank 3",
+        "rank 3 is used twice, first in groups[0].stages[0]. Every rank is at most in one place. Leave rank 3",
     ),
     "rank twice in one stage": (
         good(stages=(stage((0, 0)), stage((4, 5), ((LAST // 2, LAST),)))), DENSE,
@@ -70,7 +70,7 @@ CASES = {
     ),
     "samples": (
         good(global_batch=17), DENSE, "groups.share", None,
-        "shares sum to 16, the global batch is 17. every sample is taken once per step. make the shares sum",
+        "shares sum to 16, the global batch is 17. Every sample is taken once per step. Make the shares sum",
     ),
     "rank shares of another sum": (
         good(stages=both(rank_shares=(1, 1, 1, 2))), DENSE, "groups[0].stages[0].rank_shares", None,
@@ -83,8 +83,8 @@ CASES = {
     "layers uncovered": (
         good(stages=(stage(layers=((0, 3),)), stage(range(4, 8), ((5, LAST),)))), DENSE,
         "groups[0].stages[1].layers", None,
-        "layers 3 to 4 are not covered. stages cover every layer in order, chunk by chunk, each exactly once. "
-        "start the interval at 3",
+        "layers 3 to 4 are not covered. Stages cover every layer in order, chunk by chunk, each exactly once. "
+        "Start the interval at 3",
     ),
     "layer twice": (
         good(stages=(stage(layers=((0, 3),)), stage(range(4, 8), ((2, LAST),)))), DENSE,
@@ -97,21 +97,21 @@ CASES = {
     ),
     "layers end late": (
         good(stages=(stage(layers=((0, 3),)), stage(range(4, 8), ((3, LAST + 2),)))), DENSE,
-        "groups[0].stages.layers", None, "end the last interval at 34",
+        "groups[0].stages.layers", None, "End the last interval at 34",
     ),
     "tensor ranks": (
         good(stages=(stage(range(3), tp=2), stage(range(4, 8), ((LAST // 2, LAST),)))), DENSE,
         "--tp", "groups[0].stages[0].tp",
-        "tp 2 x cp 1 does not divide 3 ranks. len(ranks) = tp x cp x inner dp. choose tp x cp that divides 3",
+        "tp 2 x cp 1 does not divide 3 ranks. len(ranks) = tp x cp x inner dp. Choose tp x cp that divides 3",
     ),
     "expert ranks": (
         good(stages=both(ep=3)), EXPERTS, "--ep", "groups[0].stages[0].ep",
-        "ep 3 x etp 1 does not divide 4 ranks. etp x ep divides tp x cp x inner dp. choose ep x etp",
+        "ep 3 x etp 1 does not divide 4 ranks. etp x ep divides tp x cp x inner dp. Choose ep x etp",
     ),
     "shards": (
         good(stages=both(shard_size=3)), DENSE, "--shard-size", "groups[0].stages[0].shard_size",
-        "shard_size 3 does not divide 4 ranks. a shard group divides the data-parallel ranks, inner dp x cp. "
-        "use a divisor of 4",
+        "shard_size 3 does not divide 4 ranks. A shard group divides the data-parallel ranks, inner dp x cp. "
+        "Use a divisor of 4",
     ),
     "no shards": (
         good(stages=both(shard_size=0)), DENSE, "--shard-size", "groups[0].stages[0].shard_size",
@@ -120,7 +120,7 @@ CASES = {
     "heads": (
         good(stages=(stage(range(3), tp=3), stage((4, 5, 6), ((LAST // 2, LAST),), tp=3)), seq_len=4096), DENSE,
         "--tp", "groups[0].stages[0].tp",
-        "tp 3 does not divide 32 attention heads. tp divides the attention heads. use a divisor of 32",
+        "tp 3 does not divide 32 attention heads. tp divides the attention heads. Use a divisor of 32",
     ),
     "feed-forward": (
         good(stages=both(tp=4)), replace(DENSE, blocks=(replace(DENSE.blocks[0], ffn=14338),) * 32),
@@ -129,7 +129,7 @@ CASES = {
     "experts": (
         good(stages=both(ep=4)), replace(EXPERTS, blocks=(replace(EXPERTS.blocks[0], num_experts=6),) * 32),
         "--ep", "groups[0].stages[0].ep",
-        "ep 4 does not divide 6 experts. ep divides the number of experts. use a divisor of 6",
+        "ep 4 does not divide 6 experts. ep divides the number of experts. Use a divisor of 6",
     ),
     "expert channels": (
         good(stages=both(etp=4)), replace(EXPERTS, blocks=(replace(EXPERTS.blocks[0], expert_ffn=6),) * 32),
@@ -137,7 +137,7 @@ CASES = {
     ),
     "ep of a dense model": (
         good(stages=both(ep=2)), DENSE, "--ep", "groups[0].stages[0].ep",
-        "ep 2 for llama3-8b, which has no experts. ep > 1 needs a mixture-of-experts model. leave out ep",
+        "ep 2 for llama3-8b, which has no experts. ep > 1 needs a mixture-of-experts model. Leave out ep",
     ),
     "etp of a dense model": (
         good(stages=both(etp=2)), DENSE, "--etp", "groups[0].stages[0].etp", "which has no experts",
@@ -146,41 +146,41 @@ CASES = {
         good(stages=(stage(layers=((0, 3), (6, 9))), stage(range(4, 8), ((3, 6),))),
              group={"schedule": "interleaved"}),
         replace(DENSE, blocks=DENSE.blocks[:7]), "groups[0].stages.layers", None,
-        "stages of one group differ in virtual stages. every stage of a group has the same number",
+        "stages of one group differ in virtual stages. Every stage of a group has the same number",
     ),
     "chunks without interleaving": (
         good(stages=(stage(layers=((0, 3), (6, 9))), stage(range(4, 8), ((3, 6), (9, LAST))))), DENSE,
         "--schedule", "groups[0].schedule",
-        "2 virtual stages with schedule 1f1b. only the interleaved schedule has virtual stages. use interleaved",
+        "2 virtual stages with schedule 1f1b. Only the interleaved schedule has virtual stages. Use interleaved",
     ),
     "interleaved micro-batches": (
         good(stages=(stage(layers=((0, 3), (6, 9))), stage(range(4, 8), ((3, 6), (9, LAST)))),
              group={"schedule": "interleaved", "share": 12}, global_batch=12), DENSE,
         "--global-batch", "groups[0].share",
-        "3 micro-batches on 2 interleaved stages. interleaving takes micro-batches in groups of pp, so pp divides "
-        "their number. use 2 or 4 micro-batches, or vpp 1",
+        "3 micro-batches on 2 interleaved stages. Interleaving takes micro-batches in groups of pp, so pp divides "
+        "their number. Use 2 or 4 micro-batches, or vpp 1",
     ),
     "schedule not modelled": (
         good(group={"schedule": "dualpipe"}), DENSE, "--schedule", "groups[0].schedule",
-        "schedule dualpipe is not modelled yet. modelled are gpipe, 1f1b, interleaved, zb-h1. use zb-h1",
+        "schedule dualpipe is not modelled yet. Modelled are gpipe, 1f1b, interleaved, zb-h1. Use zb-h1",
     ),
     "schedule unknown": (
-        good(group={"schedule": "pipedream"}), DENSE, "--schedule", "groups[0].schedule", "must be one of gpipe",
+        good(group={"schedule": "pipedream"}), DENSE, "--schedule", "groups[0].schedule", "Must be one of gpipe",
     ),
     "precision": (
         good(precision="nvfp4"), DENSE, "--dtype", "precision",
-        "h100-sxm has no nvfp4. the device computes matrix products of the precision in hardware. use one of: fp32",
+        "h100-sxm has no nvfp4. The device computes matrix products of the precision in hardware. Use one of: fp32",
     ),
-    "precision unknown": (good(precision="int8"), DENSE, "--dtype", "precision", "must be one of fp32"),
-    "optimizer unknown": (good(optimizer="lion"), DENSE, "--optimizer", "optimizer", "must be one of adamw"),
+    "precision unknown": (good(precision="int8"), DENSE, "--dtype", "precision", "Must be one of fp32"),
+    "optimizer unknown": (good(optimizer="lion"), DENSE, "--optimizer", "optimizer", "Must be one of adamw"),
     "zero": (good(stages=both(zero=4)), DENSE, "--zero", "groups[0].stages[0].zero", "from 0 to 3"),
     "offload": (good(stages=both(offload="ssd")), DENSE, "--offload", "groups[0].stages[0].offload", "one of none"),
     "recompute": (good(stages=both(recompute="all")), DENSE, "--recompute", "groups[0].stages[0].recompute",
-                  "must be none"),
+                  "Must be none"),
     "micro-batch": (good(group={"micro_batch": 0}), DENSE, "--micro-batch", "groups[0].micro_batch", "0 is not"),
     "sequence over cp": (
         good(stages=both(cp=4), seq_len=4098), DENSE, "--seq", "seq_len",
-        "sequence 4098 does not divide over cp 4. cp (times tp with sp) divides the sequence. use a multiple of 4",
+        "sequence 4098 does not divide over cp 4. cp (times tp with sp) divides the sequence. Use a multiple of 4",
     ),
     "sequence over tp": (
         good(stages=both(tp=4), group={"sp": True}, seq_len=4098), DENSE, "--seq", "seq_len",
@@ -205,7 +205,7 @@ def test_each_rule_names_what_rule_and_fix(name, file):
 def test_one_vendor():
     mixed = load_cluster("1x4xh100-sxm+1x4xmi300x")
     with pytest.raises(
-        SpecError, match=r"devices of amd and nvidia in one plan\. no collective library joins"
+        SpecError, match=r"devices of amd and nvidia in one plan\. No collective library joins"
     ):
         check_plan(good(), DENSE, mixed)
     only = good(stages=(stage(range(4), ((0, LAST),)),))
@@ -214,7 +214,7 @@ def test_one_vendor():
 
 @pytest.mark.parametrize(("device", "dtype"), [("a100-sxm-80gb", "fp8"), ("v100-sxm-16gb", "bf16")])
 def test_a_dtype_that_the_device_lacks(device, dtype):
-    with pytest.raises(SpecError, match=f"{device} has no {dtype}.*use one of: fp32"):
+    with pytest.raises(SpecError, match=f"{device} has no {dtype}.*Use one of: fp32"):
         check_plan(good(precision=dtype), DENSE, load_cluster(f"1x8x{device}"))
 
 

@@ -68,30 +68,30 @@ STAGE_KEY = "groups[0].stages[0]"
 @pytest.mark.parametrize(
     ("path", "value", "key", "words"),
     [
-        ("global_batch", 0, "global_batch", "0 is not valid. must be a whole number from 1 to"),
+        ("global_batch", 0, "global_batch", "0 is not valid. Must be a whole number from 1 to"),
         ("global_batch", 2**31 + 1, "global_batch", "whole number"),
         ("global_batch", True, "global_batch", "true is not valid"),
         ("global_batch", 4.0, "global_batch", "4.0 is not valid"),
         ("seq_len", -1, "seq_len", "-1 is not valid"),
         ("seq_len", 2**60, "seq_len", "from 1 to 67108864"),
-        ("schema_version", 2, "schema_version", "must be 1"),
+        ("schema_version", 2, "schema_version", "Must be 1"),
         ("schema_version", True, "schema_version", "true"),
         ("precision", "bf-16", "precision", "Did you mean 'bf16'?"),
-        ("optimizer", ["adamw"], "optimizer", "must be one of adamw"),
-        ("framework", 3, "framework", "must be a name"),
-        ("defaults", [], "defaults", "must be a JSON object"),
+        ("optimizer", ["adamw"], "optimizer", "Must be one of adamw"),
+        ("framework", 3, "framework", "Must be a name"),
+        ("defaults", [], "defaults", "Must be a JSON object"),
         ("defaults.tp", 2, "defaults.tp", "unknown key 'tp'"),
         ("comm.overlap", True, "comm.overlap", "unknown key 'overlap'"),
-        ("comm.grad_overlap", 1, "comm.grad_overlap", "must be true or false"),
-        ("groups", [], "groups", "must be a non-empty JSON array"),
-        ("groups", "x", "groups", "must be a non-empty JSON array"),
-        ("groups.0", 1, "groups[0]", "must be a JSON object"),
+        ("comm.grad_overlap", 1, "comm.grad_overlap", "Must be true or false"),
+        ("groups", [], "groups", "Must be a non-empty JSON array"),
+        ("groups", "x", "groups", "Must be a non-empty JSON array"),
+        ("groups.0", 1, "groups[0]", "Must be a JSON object"),
         ("groups.0.share", -8, "groups[0].share", "-8"),
-        ("groups.0.sp", "yes", "groups[0].sp", "must be true or false"),
+        ("groups.0.sp", "yes", "groups[0].sp", "Must be true or false"),
         ("groups.0.shares", 3, "groups[0].shares", "Did you mean 'share'?"),
         ("groups.0.schedule", "1f1B", "groups[0].schedule", "Did you mean '1f1b'?"),
         ("groups.0.micro_batch", None, "groups[0].micro_batch", "null is not valid"),
-        ("groups.0.stages", {}, "groups[0].stages", "must be a non-empty JSON array"),
+        ("groups.0.stages", {}, "groups[0].stages", "Must be a non-empty JSON array"),
         (f"{STAGE}.ranks", [0, -1], f"{STAGE_KEY}.ranks", "-1 is not valid"),
         (f"{STAGE}.ranks", [], f"{STAGE_KEY}.ranks", "non-empty"),
         (f"{STAGE}.layers", [[0, 4, 5]], f"{STAGE_KEY}.layers", "half-open intervals"),
@@ -101,7 +101,7 @@ STAGE_KEY = "groups[0].stages[0]"
         (f"{STAGE}.tp", 10**30, f"{STAGE_KEY}.tp", "whole number"),
         (f"{STAGE}.zero", 4, f"{STAGE_KEY}.zero", "from 0 to 3"),
         (f"{STAGE}.shard_size", 0, f"{STAGE_KEY}.shard_size", "0 is not valid"),
-        (f"{STAGE}.offload", "cpu", f"{STAGE_KEY}.offload", "must be one of none"),
+        (f"{STAGE}.offload", "cpu", f"{STAGE_KEY}.offload", "Must be one of none"),
         (f"{STAGE}.rank_shares", [1.5], f"{STAGE_KEY}.rank_shares", "1.5 is not valid"),
         (f"{STAGE}.recompute", "selective:mpl", f"{STAGE_KEY}.recompute", "Known modules: core_attn"),
         (f"{STAGE}.schedule", "1f1b", f"{STAGE_KEY}.schedule", "unknown key 'schedule'"),
@@ -137,7 +137,7 @@ BAD_RULES = ["every-" + "9" * 5000, "full:uniform:" + "9" * 5000, "every-0", "fu
 
 @pytest.mark.parametrize("value", [*BAD_RULES, "none:1", "", None, ["full"], "selective:mlp+"])
 def test_bad_recompute_rules(value):
-    with pytest.raises(SpecError, match="must be none, selective"):
+    with pytest.raises(SpecError, match="Must be none, selective"):
         check_recompute(value)
 
 
@@ -161,7 +161,7 @@ TEXT = json.dumps(plan_data())
 BAD_FILES = {
     "truncated": (TEXT[: len(TEXT) // 2], "Check for a truncated file"),
     "empty": ("", "the file is empty"),
-    "null": ("null", "must be a JSON object"),
+    "null": ("null", "Must be a JSON object"),
     "nan": (TEXT.replace("12,", "NaN,"), "NaN is not a JSON number"),
     "infinity": (TEXT.replace("12,", "-Infinity,"), "-Infinity is not a JSON number"),
     "overflow": (TEXT.replace("12,", "1e999,"), "inf is not valid"),
@@ -174,8 +174,8 @@ BAD_FILES = {
     "byte order mark": (b"\xef\xbb\xbf" + TEXT.encode(), "not valid JSON"),
     "lone surrogate": ('{"\\ud800": 1}', "unknown key"),
     "long key": ('{"' + "k" * 100_000 + '": 1}', "unknown key"),
-    "large": (b" " * (MAX_FILE_BYTES + 1), "a plan file has at most 8 MB"),
-    "10 MB of noise": (b"\xff" * 10_000_000, "a plan file has at most 8 MB"),
+    "large": (b" " * (MAX_FILE_BYTES + 1), "A plan file has at most 8 MB"),
+    "10 MB of noise": (b"\xff" * 10_000_000, "A plan file has at most 8 MB"),
 }
 
 
