@@ -126,7 +126,7 @@ class Exchange:
                 raise SpecError(
                     f"a layer's output changed from {_text(self._told[key])} to {_text(shapes)}",
                     key="fixed_shapes",
-                    rule="rows of a boundary keep their shape", fix="Set fixed_shapes = False in the job",
+                    rule="Rows of a boundary keep their shape", fix="Set fixed_shapes = False in the job",
                 )  # fmt: skip
             return
         self._told[key] = shapes
@@ -160,7 +160,7 @@ def _header(shapes: Shapes, stamp: float) -> Tensor:
     if len(shapes) > _MAX_TENSORS or any(len(shape) > _MAX_DIMS for _, shape in shapes):
         raise SpecError(
             f"a layer gives {_text(shapes)}", key="model",
-            rule=f"layers exchange up to {_MAX_TENSORS} tensors of up to {_MAX_DIMS} dimensions",
+            rule=f"Layers exchange up to {_MAX_TENSORS} tensors of up to {_MAX_DIMS} dimensions",
         )  # fmt: skip
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[0] = len(shapes)
@@ -191,6 +191,6 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     if len({tuple(row.shape[1:]) for row in rows}) > 1:
         told = ", ".join(str(list(row.shape[1:])) for row in rows)
         raise SpecError(f"ranks of one stage made rows of different shapes: {told}", key="collate",
-                        rule="where a plan splits the samples of a stage all rows have one shape",
+                        rule="Where a plan splits the samples of a stage all rows have one shape",
                         fix="Pad to one length in collate")  # fmt: skip
     return torch.cat(list(rows))
