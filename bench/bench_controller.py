@@ -19,7 +19,8 @@ import numpy as np
 from foreshard.control.controller import Controller
 from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
-from foreshard.control.orders import structure_of
+from foreshard.control.moves import spans_of
+from foreshard.control.orders import shares_of, structure_of
 from foreshard.control.slots import Budget, Chain, State, evaluate
 from foreshard.predict.measured_costs import LayerCost, MeasuredCosts
 from foreshard.runtime.lab import Lab
@@ -32,6 +33,8 @@ from foreshard.spec.plan import Group, Plan, Stage
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 COUNTS = [int(one) for one in sys.argv[2:]] or [4, 8, 16, 64]
 WARM_UP, BATCH, LAYERS, MICRO_BATCH = 50, 512, 34, 4
+SHARED = 16
+"""Samples of a micro-batch that several workers split, or more where they are more."""
 REPEATS = 3
 SPEEDS = {"fast": 4.0, "middling": 2.0, "slow": 1.0}
 
@@ -108,25 +111,39 @@ def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int
     return times, len(running.structure.groups)
 
 
-def decisions(workers: int, *, longest: int) -> tuple[list[float], int]:
+def replicas(workers: int) -> Plan:
+    """Return the plan of a replica on every worker."""
+    groups = tuple(
+        Group(share=BATCH // workers, micro_batch=MICRO_BATCH,
+              stages=(Stage(ranks=(rank,), layers=((0, LAYERS),)),))
+        for rank in range(workers)
+    )  # fmt: skip
+    return Plan(global_batch=BATCH, seq_len=1, groups=groups)
+
+
+def joint(workers: int) -> Plan:
+    """Return the plan of one pipeline of two stages, whose workers split every micro-batch."""
+    half, middle = workers // 2, LAYERS // 2
+    stages = (
+        Stage(ranks=tuple(range(half)), layers=((0, middle),)),
+        Stage(ranks=tuple(range(half, workers)), layers=((middle, LAYERS),)),
+    )
+    group = Group(share=BATCH, micro_batch=max(SHARED, half), stages=stages)
+    return Plan(global_batch=BATCH, seq_len=1, groups=(group,))
+
+
+def decisions(workers: int, *, longest: int, plan: Plan, closely: bool) -> tuple[list[float], int]:
     """Return milliseconds of every decision of a controller that is told steps, and its changes."""
     chain, speed, timed = made(workers)
-    shares = np.full(workers, BATCH // workers)
-    groups = tuple(
-        Group(
-            share=int(share), micro_batch=MICRO_BATCH, stages=(Stage(ranks=(rank,), layers=((0, LAYERS),)),)
-        )
-        for rank, share in enumerate(shares)
-    )
-    plan = Plan(global_batch=BATCH, seq_len=1, groups=groups)
     days, times = Days(workers), []
     controller = Controller(
         chain, state(speed, days.slow, days.rate, egress=True), plan, max_stages=longest,
-        budgets=(Budget(name="money", kind="usd", limit=1.5e-3 * workers / 4),), timed=timed,
+        budgets=(Budget(name="money", kind="usd", limit=1.5e-3 * workers / 4),),
+        timed=timed if closely else None,
     )  # fmt: skip
     for step in range(STEPS + WARM_UP):
         days.turn()
-        event = measured(chain, state(speed, days.slow, days.rate, egress=True), controller.plan, step)
+        event = measured(chain, state(speed, days.slow, days.rate, egress=True), controller, step)
         began = time.process_time()
         controller.on(event)
         if step >= WARM_UP:
@@ -134,14 +151,14 @@ def decisions(workers: int, *, longest: int) -> tuple[list[float], int]:
     return times, controller.reconfigurations
 
 
-def measured(chain: Chain, now: State, plan: Plan, step: int) -> StepMeasured:
-    """Return what a step under a plan tells."""
-    structure = structure_of(plan)
-    real = evaluate(chain, now, structure, [group.share for group in plan.groups], micro_batch=MICRO_BATCH)
+def measured(chain: Chain, now: State, controller: Controller, step: int) -> StepMeasured:
+    """Return what a step under a controller's plan tells."""
+    plan, reading = controller.plan, controller.reading
+    structure, size = structure_of(plan, reading), plan.groups[0].micro_batch
+    real = evaluate(chain, now, structure, shares_of(plan, reading), micro_batch=size, batch=BATCH)
     stage_s = {
         worker: float((chain.before_s[worker, stop] - chain.before_s[worker, first]) / now.speed[worker])
-        for group in structure.groups
-        for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True)
+        for worker, (first, stop) in spans_of(structure)
     }
     size, far = 2.0**30, chain.num_workers - 1
     rate, delay = float(now.bandwidth_bytes_per_s[0, far]), float(now.latency_s[0, far])
@@ -169,4 +186,7 @@ if __name__ == "__main__":
             tell(title, partial(slots, count, egress=egress, energy=energy), "groups")
         for longest in (4, 1):
             title = f"{count:3d} workers, decision, stages up to {longest}"
-            tell(title, partial(decisions, count, longest=longest), "changes")
+            run = partial(decisions, count, longest=longest, plan=replicas(count), closely=True)
+            tell(title, run, "changes")
+        title = f"{count:3d} workers, decision, stages of several workers"
+        tell(title, partial(decisions, count, longest=4, plan=joint(count), closely=False), "changes")

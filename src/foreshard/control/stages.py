@@ -23,7 +23,7 @@ from foreshard.control.stage_landscape import Level, Staged, StageLandscape, Sta
 from foreshard.control.staging import restaged
 from foreshard.errors import InfeasibleError
 
-_SMALL, _COLD_LOOKS, _WARM_LOOKS = 4, 2000, 12
+_SMALL, _COLD_LOOKS, _WARM_LOOKS = 4, 2000, 8
 _STARTS, _FINALISTS, _VISITS, _RECENT = 2, 6, 6, 12
 _BETTER = 1.0 - 1e-12
 
@@ -55,7 +55,7 @@ def solve_stages(
     max_stages : int
     most_looks : int, optional
         New structures to look at in this slot; a state that comes back is looked at further. Without it 2,000
-        for up to four workers or where nothing runs yet, else 12.
+        for up to four workers or where nothing runs yet, else 8.
 
     Notes
     -----
