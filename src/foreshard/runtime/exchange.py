@@ -156,12 +156,45 @@ class Exchange:
         return tensors
 
 
-def _header(shapes: Shapes, stamp: float) -> Tensor:
-    if len(shapes) > _MAX_TENSORS or any(len(shape) > _MAX_DIMS for _, shape in shapes):
+def check_sendable(made: Sequence[Any], layer: int, *, samples: int, is_last: bool) -> None:
+    """Check that what a layer gives for some samples can go to other ranks: a plan may cut behind any layer.
+
+    What the last one gives goes to the loss only, which may take anything but nothing.
+
+    Raises
+    ------
+    SpecError
+        Naming the layer.
+    """
+    told = ", ".join(_named(value) for value in made) or "nothing"
+    if is_last and (not made or any(value is None for value in made)):
         raise SpecError(
-            f"a layer gives {_text(shapes)}", key="model",
-            rule=f"Layers exchange up to {_MAX_TENSORS} tensors of up to {_MAX_DIMS} dimensions",
+            f"the layer gives {told}", key=f"layer {layer}",
+            rule="The last layer gives what loss(output, batch) takes",
+            fix="Return the output from its forward",
         )  # fmt: skip
+    sendable = made and all(_is_sendable(value, samples) for value in made)
+    if is_last or (sendable and len(made) <= _MAX_TENSORS):
+        return
+    kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    raise SpecError(
+        f"the layer gives {told} for {samples} samples", key=f"layer {layer}",
+        rule=f"A layer gives a tensor or a tuple of up to {_MAX_TENSORS}, of {kinds}, of up to {_MAX_DIMS} "
+             "dimensions of which the first is the sample: the next layer may be another rank's",
+        fix="Return such tensors from its forward; let later layers make the rest from them",
+    )  # fmt: skip
+
+
+def _is_sendable(value: Any, samples: int) -> bool:
+    is_kind = isinstance(value, Tensor) and value.dtype in _DTYPES
+    return is_kind and 1 <= value.dim() <= _MAX_DIMS and value.shape[0] == samples
+
+
+def _named(value: Any) -> str:
+    return _text(((value.dtype, tuple(value.shape)),)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _header(shapes: Shapes, stamp: float) -> Tensor:
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[0] = len(shapes)
     header[1:2] = torch.tensor([stamp], dtype=torch.float64).view(torch.int64)

@@ -20,11 +20,12 @@ from foreshard.graph.schedules import Op, stage_order
 from foreshard.profile.batches import as_tuple, moved
 from foreshard.runtime.clock import Clock
 from foreshard.runtime.data import Feed
-from foreshard.runtime.exchange import Exchange, Peer, Span
+from foreshard.runtime.exchange import Exchange, Peer, Span, check_sendable
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, micro_batches, samples_of
 from foreshard.runtime.own_code import own_code
 from foreshard.runtime.randomness import Windows, sample_randomness
+from foreshard.runtime.split_backward import Delayed, input_half, weight_half
 from foreshard.runtime.tensor_ranks import TensorRanks, peers_of, ranks_of
 from foreshard.runtime.zero import Shards
 from foreshard.spec.plan import Stage
@@ -238,12 +239,7 @@ class Executor:
         delayed = inputs_only and bool(inputs)
         with self._work("backward_input" if inputs_only else "backward", chunk, batch, span, sums):
             if delayed:
-                # loads dynamo, which takes seconds: only where a schedule splits the backward
-                from torch.distributed.pipelining._backward import stage_backward_input
-
-                weights = iter(self._weights(chunk))
-                outputs = [t.clone() if t._is_view() else t for t in outputs]  # views are not let go of
-                _, passing.delayed = stage_backward_input(outputs, grads, inputs, weights)
+                passing.delayed = input_half(outputs, grads, inputs, self._weights(chunk))
                 passing.made.clear()
             elif inputs_only:
                 passing.delayed = (outputs, grads)
@@ -262,12 +258,10 @@ class Executor:
         passing = self._passing.pop((chunk, batch))
         span = self._span(self.stage, batch, self.seat.inner)
         with self._work("backward_weight", chunk, batch, span, sums):
-            if isinstance(passing.delayed, tuple):
-                _run_backward(*passing.delayed)
+            if isinstance(passing.delayed, Delayed):
+                weight_half(self._weights(chunk), passing.delayed)
             else:
-                from torch.distributed.pipelining._backward import stage_backward_weight
-
-                stage_backward_weight(iter(self._weights(chunk)), passing.delayed)
+                _run_backward(*passing.delayed)
 
     def _through(self, step: int, chunk: int, received: list[Tensor], positions: range) -> list[Tensor]:
         start, stop = self.stage.layers[chunk]
@@ -282,6 +276,8 @@ class Executor:
                         self.modules[layer], layer, given, positions, seed=self.seed, step=step,
                         windows=self.windows(layer, given),
                     )  # fmt: skip
+                    last = layer == self.job.num_layers - 1
+                    check_sendable(given, layer, samples=len(positions), is_last=last)
                     self.tensor.forget()
                 return given
 

@@ -23,6 +23,7 @@ WHOLE = {
 LAYER = (
     "class Own(nn.Module):\n  def forward(self, x): return {0}\ndef model(): return [Own(), nn.Linear(4, 1)]"
 )
+LAST = "class Own(nn.Linear):\n  def forward(self, x): pass\ndef model(): return [nn.Linear(4, 4), Own(4, 1)]"
 READS = "class Own:\n  def {0}\n  def {1}\ndef dataset(): return Own()"
 FAULTS = {
     "no dataset": ("dataset", "def dataset(): return None"),
@@ -36,7 +37,14 @@ FAULTS = {
     "samples of no kind": ("collate", "def dataset(): return [object()] * 8"),
     "collate": ("collate", "def collate(samples): return samples[99]"),
     "a layer's width": ("layer 1", "def model(): return [nn.Linear(4, 4), nn.Linear(3, 1)]"),
-    "a layer's output": ("layer 1", LAYER.format("{'x': x}")),
+    "a layer's output": ("layer 0", LAYER.format("{'x': x}")),
+    "no output": ("layer 0", LAYER.format("None")),
+    "a number beside a tensor": ("layer 0", LAYER.format("(x, 3)")),
+    "a sum over the samples": ("layer 0", LAYER.format("(x, x.sum())")),
+    "a table that is not of samples": ("layer 0", LAYER.format("(x, torch.ones(3, 4))")),
+    "an empty tuple": ("layer 0", LAYER.format("()")),
+    "a tensor of a kind that is not sent": ("layer 0", LAYER.format("x.to(torch.complex64)")),
+    "a last layer that gives nothing": ("layer 1", LAST),
     "a layer's draws": ("model", LAYER.format("x + torch.randperm(4)")),
     "a callable of no layer": ("model", "def model(): return [lambda: None, lambda: nn.Linear(4, 1)]"),
     "a callable that raises": ("layer 0", "def model(): return [lambda: 1 / 0, lambda: nn.Linear(4, 1)]"),
