@@ -45,6 +45,8 @@ _LONGEST_DWELL = 20.0
 _LEAST_DWELLS = 10.0
 """V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
+_LEAST_QUIET, _MOST_QUIET, _STRETCHES = 20, 200, 50
+"""Steps without a change of layers or groups where nothing has changed: a part of the run, within limits."""
 Timed = Callable[[State, Structure, Sequence[int]], float]
 """Seconds of a structure with shares, finer than what searches."""
 
@@ -72,8 +74,9 @@ class Controller:
         Longest pipeline; with 1 all subsets of replicas are compared.
     reading : {'dp_over_mp', 'mp_over_dp'}, optional
         What is searched: pipelines, or one whose stages split micro-batches; by default what the plan is.
-    quiet_steps : int
-        Without any change seen, layers and groups stay at least so long.
+    quiet_steps : int, optional
+        Without any change seen, layers and groups stay at least so long; by default a fiftieth of the
+        horizon, 20 to 200: a budget between two plans is kept by running now the one, now the other.
     patience : float
         Part of what a change costs that staying must have lost before it is made. With all of it, of two
         plans never more than twice the best possible is lost (ski rental).
@@ -97,14 +100,17 @@ class Controller:
         pause_s: float = 0.0,
         max_stages: int = 4,
         reading: str | None = None,
-        quiet_steps: int = 200,
+        quiet_steps: int | None = None,
         patience: float = 0.3,
         timed: Timed | None = None,
         log: TextIO | None = None,
     ):
         self.chain, self.plan, self._log = chain, plan, log
         self.budgets = tuple(budgets)
-        self._pause_s, self._patience, self.quiet_steps = pause_s, patience, quiet_steps
+        self._pause_s, self._patience = pause_s, patience
+        if quiet_steps is None:
+            quiet_steps = min(max(horizon // _STRETCHES, _LEAST_QUIET), _MOST_QUIET)
+        self.quiet_steps = quiet_steps
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
         self.reading = orders.reading_of(plan) if reading is None else reading
         wide = self.reading == MP_OVER_DP
@@ -313,10 +319,16 @@ class Controller:
     def _price(
         self, found: Compared, state: State, time_weight: float, cost_weights: dict[str, float]
     ) -> float:
-        """Return what the change costs, in the units of what a slot minimises."""
+        """Return what the change costs, in the units of what a slot minimises.
+
+        It is paid at once: what it adds to a backlog counts whole, and not as the first of it does.
+        """
         done = move(self.chain, state, self.choice.structure, found.best)
         costs = move_costs(state, found.best, done, pause_s=self._pause_s)
-        spent = sum(cost_weights[one.name] * costs.get(one.key, 0.0) for one in self.budgets)
+        spent = 0.0
+        for one in self.budgets:
+            cost = costs.get(one.key, 0.0)
+            spent += cost_weights[one.name] * cost + 0.5 * (cost / self.queues[one.name].unit) ** 2
         return max(time_weight, 0.0) * (self._pause_s + done.time_s) + spent
 
     def _shared(self, structure: Structure) -> Choice:

@@ -23,9 +23,6 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 
 POLICIES = ("static", "lyapunov", *RIVALS)
-_LEAST_QUIET, _MOST_QUIET, _STRETCHES = 20, 200, 50
-"""Steps without a change of layers or groups where nothing has changed: a part of the run, within limits.
-A budget between two plans is kept by running now the one, now the other; short runs do so more often."""
 _LONGEST_PIPELINE = 4
 _PIECES = 64
 """Pieces that the batch is shared out in at least, if it has as many samples."""
@@ -167,7 +164,6 @@ class Wheel:
             return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
             chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
-            quiet_steps=min(max(self.steps // _STRETCHES, _LEAST_QUIET), _MOST_QUIET),
             timed=Timing(Passes(costs, cluster), chain, self.most),
         )  # fmt: skip
 

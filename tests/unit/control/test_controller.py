@@ -258,6 +258,17 @@ def test_a_budget_that_binds_is_kept(cases):
     assert controller.queues.total_s / 900 == pytest.approx(line_s, rel=0.05)
 
 
+def test_a_short_run_changes_often_enough_to_keep_its_budget(cases):
+    world = World(cases, [1.0, 1.0], usd_per_h=np.array([3600.0, 3600.0]))
+    budget = (Budget(name="money", kind="usd", limit=1.4 * 3600.0, per="hour"),)
+    controller = world.controller(even_plan(2, batch=64), budgets=budget, max_stages=1, horizon=1000)
+    run(world, controller, 1000, budgets=budget)
+    assert controller.queues.violation < 0.01
+    # Of two at 1 $/s both may run for two fifths of the time.
+    best_s = 1.0 / (0.6 / 38.4 + 0.4 / 19.2)
+    assert controller.queues.total_s / 1000 == pytest.approx(best_s, rel=0.03)
+
+
 def test_a_price_counts_from_the_next_decision(cases):
     budget = (Budget(name="money", kind="usd", limit=5.0),)
     world = World(cases, [1.0] * 2)
@@ -311,6 +322,21 @@ def test_prices_and_carbon_that_come_together_are_one_decision(cases):
     assert state.speed[3] == pytest.approx(0.5, rel=0.03)
     again = replay(log.getvalue().splitlines(), world.controller(budgets=budgets))
     assert again == [command_line(command) for command in commands]
+
+
+@pytest.mark.parametrize(("usd_per_byte", "moves"), [(0.0, True), (2000.0, False)])
+def test_what_a_change_costs_at_once_counts_whole(cases, usd_per_byte, moves):
+    apart = usd_per_byte * (1.0 - np.eye(2))
+    world = World(cases, [1.0] * 2, usd_per_byte=apart)
+    # The budget is kept with room to spare; the state of the model on the way to rank 1 costs 3000 steps.
+    budget = (Budget(name="money", kind="usd", limit=4.0),)
+    plan = even_plan(2, batch=4)
+    alone = replace(plan, groups=(replace(plan.groups[0], share=4),))
+    controller = world.controller(alone, budgets=budget, max_stages=1)
+    run(world, controller, 5, budgets=budget)
+    world.speed[0] = 0.7
+    run(world, controller, 80, first=5, budgets=budget)
+    assert (1 in controller.plan.ranks) == moves and controller.queues.violation == 0.0
 
 
 def test_several_steps_at_once_are_as_many(cases):
