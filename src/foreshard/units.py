@@ -173,6 +173,17 @@ def format_seconds(value_s: float) -> str:
     return _format(value_s, [(_TIME[unit], unit) for unit in ("d", "h", "min", "s", "ms", "us", "ns")])
 
 
+def number_of(number: int, noun: str) -> str:
+    """Write how many of a thing whose plural is an s.
+
+    Examples
+    --------
+    >>> number_of(1, "plan"), number_of(1043, "plan")
+    ('1 plan', '1,043 plans')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_rate(value_bytes_per_s: float) -> str:
     """Write a bandwidth in decimal bytes per second, three significant digits.
 

@@ -9,15 +9,14 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
 from foreshard.control.clairvoyant import Bound, bound_of
 from foreshard.control.hindsight import best_subset, violation
 from foreshard.control.policies import BY_SHARES, Banked, Fleet, Greedy, on_subset
-from foreshard.control.slots import Budget
+from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.control.subsets import COSTS
 from foreshard.control.told import controller_rule
-from foreshard.control.workload import Workload, cluster_of, workload
+from foreshard.control.workload import Workload, cluster_of, model_of, workload
 from foreshard.errors import SpecError
 from foreshard.sim.dynamics import describe, draw
 from foreshard.sim.online import Rule, Run, play
@@ -31,6 +30,8 @@ POLICIES = (
     "sailor-like", "greedy-fastest", "greedy-cheapest", "greedy-banked", "static-best", *HELD,
 )  # fmt: skip
 """All policies, ours first. `static-best` is lb-bsp on the best fixed subset of devices: lb-bsp@budget."""
+STAGES = "lyapunov-stages"
+"""Ours on one pipeline whose stages are devices that split every micro-batch; plays when it is named."""
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
@@ -164,7 +165,7 @@ def contest(
     ----------
     scenario : Scenario
     policies : sequence of str, optional
-        Of `POLICIES`; all by default.
+        Of `POLICIES`, which play by default, and `STAGES`.
     slots : int, optional
         The scenario's by default.
     seeds : int
@@ -184,18 +185,18 @@ def contest(
         if one.of:
             _known(one.of, scenario.file, "budget.of")
     cluster = cluster_of(scenario)
-    work = workload(scenario, model or load_model(scenario.model), cluster)
+    work = workload(scenario, model or model_of(scenario), cluster)
     length = scenario.slots if slots is None else slots
     rounds = tuple(_round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds))
     return Contest(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)
 
 
 def _known(name: str, file: str | None, key: str) -> None:
-    if name not in POLICIES:
-        near = get_close_matches(name, POLICIES, n=1)
+    if name not in (*POLICIES, STAGES):
+        near = get_close_matches(name, (*POLICIES, STAGES), n=1)
         raise SpecError(
             f"unknown policy {name!r}", file=file, key=key, value=name,
-            rule=f"Policies are {', '.join(POLICIES)}",
+            rule=f"Policies are {', '.join((*POLICIES, STAGES))}",
             fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
         )  # fmt: skip
 
@@ -275,6 +276,8 @@ def _rule(name: str, arena: Arena, budgets: Sequence[Budget], scenario: Scenario
         return _FREE[name](arena)
     if name == "lyapunov":
         return controller_rule(arena, budgets, scenario)
+    if name == STAGES:
+        return controller_rule(arena, budgets, scenario, reading=MP_OVER_DP)
     if name == "sailor-like":
         return Fleet(arena, budgets)
     if name == "greedy-cheapest":

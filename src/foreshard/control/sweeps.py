@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
 from foreshard.control.contest import Contest, apart_of, contest
 from foreshard.control.hindsight import violation
 from foreshard.control.told import controller_rule
-from foreshard.control.workload import workload
+from foreshard.control.workload import model_of, workload
 from foreshard.errors import SpecError
 from foreshard.sim.dynamics import draw
 from foreshard.sim.online import play
@@ -127,7 +126,7 @@ def front(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     found = contest(scenario, policies=("greedy-fastest",), slots=slots)
     first = found.rounds[0]
     path = draw(scenario, found.cluster, slots=slots, seed=first.seed)
-    work = workload(scenario, load_model(scenario.model), found.cluster)
+    work = workload(scenario, model_of(scenario), found.cluster)
     arena = Arena(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
     rows = []
     for weight in WEIGHTS:

@@ -6,12 +6,14 @@ modelled here: seconds are the analytical engine's, bytes the memory model's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
 from foreshard.control.slots import J_PER_KWH, Chain, State
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
@@ -22,6 +24,8 @@ from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.model import Model
 from foreshard.spec.scenario import Scenario
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,22 @@ def cluster_of(scenario: Scenario) -> Cluster:
         return _inline(scenario)
     if scenario.cluster.endswith(".toml"):
         return load_cluster(str(scenario.path_of(scenario.cluster)))
-    return load_cluster(scenario.cluster)
+    return _named(scenario, "cluster", load_cluster)
+
+
+def model_of(scenario: Scenario) -> Model:
+    """Return the model that a scenario names."""
+    return _named(scenario, "model", load_model)
+
+
+def _named(scenario: Scenario, key: str, load: Callable[[str], T]) -> T:
+    """Return what a key of the scenario names; an error of the name says in which file it stands."""
+    try:
+        return load(getattr(scenario, key))
+    except SpecError as error:
+        if error.file is None:
+            error.file, error.key = scenario.file, key
+        raise
 
 
 def _inline(scenario: Scenario) -> Cluster:

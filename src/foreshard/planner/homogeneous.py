@@ -23,6 +23,7 @@ from foreshard.planner.sizes import part_of, sizes_of
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.prediction import Prediction
+from foreshard.units import number_of
 
 _PATIENCE_S = 30.0  # beyond the budget, as long as there is no plan at all
 _REORDERED = 50  # plans that another engine orders anew
@@ -218,9 +219,9 @@ def _ladder(request: Request, searched: _Searched, plans: Sequence[Ranked]) -> d
 def _space(request: Request, searched: _Searched, plans: Sequence[Ranked]) -> str:
     most = max((part.num_devices for part in searched.parts), default=0)
     if plans and request.objectives[0] != "time":
-        return f"{SPACE}, on {len(plans[0].plan.ranks)} devices"
+        return f"{SPACE}, on {number_of(len(plans[0].plan.ranks), 'device')}"
     if not searched.skipped and len(searched.parts) == 1:
-        return f"{SPACE}, on {most} devices"
+        return f"{SPACE}, on {number_of(most, 'device')}"
     least = min([part.num_devices for part in searched.parts] + list(searched.skipped))
     count = len(searched.parts) + len(searched.skipped)
     return f"{SPACE}, on {count} numbers of devices from {least} to {most}"

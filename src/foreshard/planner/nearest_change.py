@@ -14,6 +14,7 @@ from foreshard.planner.grid import search_rows
 from foreshard.planner.grid_space import GridRequest
 from foreshard.planner.request import Request
 from foreshard.spec.cluster import Cluster
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.predict.plan_table import PlanTable
@@ -34,10 +35,10 @@ def infeasible(
     """Return what keeps every plan out and, with `explain`, the nearest change that lets one in."""
     part, found = min(searched, key=lambda one: one[1].least_peak_bytes)
     capacity = part.nodes[0].device.capacity_bytes / 2**30
-    least = found.least_peak_bytes / 2**30
+    least, on = found.least_peak_bytes / 2**30, number_of(part.num_devices, "device")
     if not exhaustive:
         seen = "" if found.least_peak is None else (
-            f"; the least memory so far is {least:.1f} of {capacity:.1f} GiB on {part.num_devices} devices"
+            f"; the least memory so far is {least:.1f} of {capacity:.1f} GiB on {on}"
         )  # fmt: skip
         return InfeasibleError(
             f"no plan that fits was found before the search ended{seen}",
@@ -47,14 +48,13 @@ def infeasible(
         )  # fmt: skip
     if found.least_peak is None:
         return InfeasibleError(
-            f"no degrees divide global batch {request.global_batch} and sequence {request.seq_len} on "
-            f"{part.num_devices} devices",
+            f"no degrees divide global batch {request.global_batch} and sequence {request.seq_len} on {on}",
             key="--global-batch", value=request.global_batch,
             rule="dp divides the global batch, tp the attention heads, cp and tp the sequence",
             fix="Use a global batch that is a multiple of the number of nodes",
         )  # fmt: skip
     return InfeasibleError(
-        f"no plan fits memory: the least, on {part.num_devices} devices "
+        f"no plan fits memory: the least, on {on} "
         f"({_words(found.least_peak)}), takes {least:.1f} of {capacity:.1f} GiB",
         key="memory", value=f"{least:.1f} GiB",
         rule="The fullest device of a plan fits its memory",
@@ -124,7 +124,7 @@ def _devices(request: Request) -> Iterator[tuple[str, Request]]:
     counts = sorted({nodes.count + 1} | {int(nodes.count * times) for times in _GROW} - {nodes.count})
     for count in counts:
         larger = replace(request.cluster, nodes=(replace(nodes, count=count),))
-        text = f"{larger.num_devices} devices instead of {request.cluster.num_devices}"
+        text = f"{number_of(larger.num_devices, 'device')} instead of {request.cluster.num_devices}"
         yield text, replace(request, cluster=larger, max_devices=None)
 
 

@@ -22,6 +22,7 @@ from foreshard.sim import critical_path
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import TIME_PARTS, Money, Prediction
+from foreshard.units import number_of
 
 __all__ = [
     "LayerCost", "MeasuredCosts", "RankTimes", "load_costs", "predict_measured", "rank_times", "step_seconds",
@@ -288,8 +289,8 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
     most = max(plan.ranks)
     if most >= cluster.num_devices:
         raise SpecError(
-            f"the plan uses rank {most}, the cluster has {cluster.num_devices} devices", key="ranks",
-            value=most, rule="Ranks are 0 to N - 1",
+            f"the plan uses rank {most}, the cluster has {number_of(cluster.num_devices, 'device')}",
+            key="ranks", value=most, rule="Ranks are 0 to N - 1",
         )  # fmt: skip
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):

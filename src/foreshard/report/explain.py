@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from foreshard.report import quantity
 from foreshard.report.request import Request
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
+from foreshard.units import number_of
 
 # What each time part means and where its formula is derived.
 _TIME = {
@@ -106,7 +107,8 @@ def _money(request: Request, prediction: Prediction) -> dict[str, str]:
         return {"cost": "no price is known for every node; null, not zero"}
     if request.usd_per_device_hour is not None:
         rate = (
-            f"${request.usd_per_device_hour:g} a device-hour, stated, x {request.cluster.num_devices} devices"
+            f"${request.usd_per_device_hour:g} a device-hour, stated, "
+            f"x {number_of(request.cluster.num_devices, 'device')}"
         )
     else:
         hourly = quantity.usd(request.cluster.usd_per_h)

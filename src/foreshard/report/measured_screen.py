@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from foreshard.report.quantity import counted, digits, memory, percent, seconds
+from foreshard.report.quantity import digits, memory, percent, seconds
 from foreshard.report.screen import Screen, Table, table
+from foreshard.units import number_of
 
 _LAYER = (">layer", ">forward", ">backward", ">optimizer", ">parameters", ">kept a sample")
 
@@ -22,11 +23,11 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
         update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
         sizes = (memory(held["parameter_bytes"]), memory(kept[layer] / int(most)))
         rows.append((layer, *map(seconds, times), seconds(update), *sizes))
-    title = f"layers, {counted(int(most), 'sample')}, wall time"
+    title = f"layers, {number_of(int(most), 'sample')}, wall time"
     tables = [table(title, _LAYER, rows, spare=(">optimizer",))]
     if profile.get("links"):
         tables.append(_links_table(profile["links"]))
-    threads = counted(told["threads"], "thread")
+    threads = number_of(told["threads"], "thread")
     return Screen(
         header=(f"{told['job']} on {told['accelerator'] or told['processor']}, {threads}",),
         tables=tuple(tables), notes=(f"Written to {path}; foreshard calibrate makes costs of it.",),

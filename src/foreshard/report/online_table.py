@@ -5,6 +5,7 @@ from __future__ import annotations
 from foreshard.control.contest import Contest, half_width
 from foreshard.report import quantity
 from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.units import number_of
 
 KEPT = 0.01
 """Excess over a budget that still counts as keeping it."""
@@ -13,9 +14,10 @@ KEPT = 0.01
 def online_screen(found: Contest) -> Screen:
     """Return what `foreshard simulate` shows."""
     scenario, first = found.scenario, found.rounds[0]
-    seeds = f"{len(found.rounds)} path{'s' * (len(found.rounds) > 1)}"
+    seeds = number_of(len(found.rounds), "path")
+    devices = number_of(found.cluster.num_devices, "device")
     header = (
-        f"{scenario.name or scenario.file}: {scenario.model} on {found.cluster.num_devices} devices",
+        f"{scenario.name or scenario.file}: {scenario.model} on {devices}",
         f"{seeds} of {found.slots} slots, {scenario.batches} batches each; decisions see "
         + ("their own slot" if scenario.sees_now else "the batch before")
         + f"; {first.path['changes_per_1000']:.0f} changes per 1000 slots",

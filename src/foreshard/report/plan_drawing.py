@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from foreshard.report.screen import spans
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.units import number_of
 
 # Names of colours in report.css, one for each kind of device.
 COLOURS = (
@@ -41,7 +42,7 @@ def drawing(plan: Plan, cluster: Cluster) -> str:
     if len(rows) > len(shown):
         height += 22
         body.append(_text(0, height - 8, f"and {len(rows) - len(shown)} more kinds of groups", "soft"))
-    label = f"The plan: {len(plan.groups)} groups on {len(plan.ranks)} devices"
+    label = f"The plan: {number_of(len(plan.groups), 'group')} on {number_of(len(plan.ranks), 'device')}"
     return (
         f'<div class="drawn"><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{html.escape(label)}">{"".join(body)}</svg></div>{_legend(plan, cluster)}'

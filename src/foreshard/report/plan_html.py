@@ -16,6 +16,7 @@ from foreshard.report.screen import Screen, Table
 from foreshard.report.summary import PART_NAMES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.prediction import TIME_PARTS, Prediction
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult, Ranked
@@ -163,9 +164,11 @@ def _ladder(result: PlanResult) -> str:
         for name, value, part in steps
     )
     took = quantity.seconds(result.wall_s)
-    counted = f"{result.evaluated:,} plans timed, {result.pruned:,} excluded by a bound, in {took}."
+    searched = (
+        f"{number_of(result.evaluated, 'plan')} timed, {result.pruned:,} excluded by a bound, in {took}."
+    )
     space = f" The space: {result.space}." if result.space else ""
-    return f'<div class="ladder">{rows}</div><p class="lead">{html.escape(counted + space)}</p>'
+    return f'<div class="ladder">{rows}</div><p class="lead">{html.escape(searched + space)}</p>'
 
 
 def _front(plans: Sequence[Ranked]) -> str:

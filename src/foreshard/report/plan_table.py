@@ -13,6 +13,7 @@ from foreshard.report.summary import rank_samples
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import Prediction
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult, Ranked
@@ -311,7 +312,7 @@ def searched_box(result: PlanResult) -> Box:
     """Return how many plans were looked at, and how."""
     return Box(
         title="Searched",
-        value=quantity.counted(result.evaluated + result.pruned, "plan"),
+        value=number_of(result.evaluated + result.pruned, "plan"),
         note=f"{result.evaluated:,} timed, {result.pruned:,} excluded, in {quantity.seconds(result.wall_s)}",
     )
 

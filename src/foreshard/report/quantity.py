@@ -103,11 +103,6 @@ def count(value: float | None) -> str:
     return digits(value)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return how many of a thing whose plural is an s: `1 plan`, `1,043 plans`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def joules(value: float | None) -> str:
     """Return an energy with its unit."""
     if value is None:

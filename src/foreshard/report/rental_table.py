@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from foreshard.report import quantity
 from foreshard.report.plan_table import degrees
 from foreshard.report.screen import Box, Screen, table
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.planner.rental import Offer, RentResult
@@ -16,9 +17,9 @@ _NAMED = 4
 
 def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> Screen:
     """Return the offers, the chosen one first, and what was left out."""
-    counted = f"{result.evaluated + result.pruned:,} plans"
+    plans = number_of(result.evaluated + result.pruned, "plan")
     note = f"{result.evaluated:,} timed, {result.pruned:,} excluded, in {quantity.seconds(result.wall_s)}"
-    boxes = [Box(title="Searched", value=counted, note=note)]
+    boxes = [Box(title="Searched", value=plans, note=note)]
     if result.offers:
         best = result.offers[0]
         prediction = best.ranked.prediction

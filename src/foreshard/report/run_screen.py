@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foreshard.report.quantity import counted, digits
+from foreshard.report.quantity import digits
 from foreshard.report.screen import Box, Screen
-from foreshard.units import format_seconds
+from foreshard.units import format_seconds, number_of
 
 if TYPE_CHECKING:
     from foreshard.runtime.outcome import Outcome
@@ -52,9 +52,9 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: b
     wrong = outcome.lost + outcome.repeated + outcome.misread
     told = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks"
     ledger = told if wrong else "every one once"
-    starts, together = str(outcome.restarts), counted(outcome.generations, "generation")
+    starts, together = str(outcome.restarts), number_of(outcome.generations, "generation")
     return Screen(
-        header=(f"{counted(outcome.steps, 'step')}, {outcome.clock} clock",),
+        header=(f"{number_of(outcome.steps, 'step')}, {outcome.clock} clock",),
         boxes=(
             Box(title="step, median", value=step, note=against),
             Box(title="loss", value=loss, note=began, alarm=broken),

@@ -22,6 +22,7 @@ from foreshard.spec.plan import (
     one_of,
     whole,
 )
+from foreshard.units import number_of
 
 MODELLED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
@@ -123,7 +124,7 @@ def _ranks_exist_once(case: _Case) -> None:
         for rank in stage.ranks:
             if not 0 <= rank < count:
                 raise case.error(
-                    f"rank {rank} is used, the cluster has {count} devices", key, rank,
+                    f"rank {rank} is used, the cluster has {number_of(count, 'device')}", key, rank,
                     f"Ranks go from 0 to {count - 1}", f"Name ranks below {count}, or use a larger cluster",
                 )  # fmt: skip
             if rank in seen:

@@ -78,9 +78,9 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 def parse_toml(text: str, *, file: str | None = None) -> dict[str, Any]:
-    """Return the tables of a TOML text, or a SpecError with line and column."""
+    """Return the tables of a TOML text, of which there is one, or a SpecError with line and column."""
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise SpecError(
@@ -89,10 +89,24 @@ def parse_toml(text: str, *, file: str | None = None) -> dict[str, Any]:
             rule="The file must be TOML 1.0",
             fix="Correct that place",
         ) from None
+    if not tables:
+        raise _empty(file)
+    return tables
+
+
+def _empty(file: str | None) -> SpecError:
+    return SpecError(
+        "the file is empty",
+        file=file,
+        rule="A file says something",
+        fix="Write it as 'foreshard schema' says",
+    )
 
 
 def parse_json(text: str, *, file: str | None = None) -> Any:
-    """Return the value of a JSON text; NaN, infinities and repeated keys are errors."""
+    """Return the value of a JSON text; no text, NaN, infinities and repeated keys are errors."""
+    if not text.strip():
+        raise _empty(file)
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:

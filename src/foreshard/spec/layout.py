@@ -19,6 +19,7 @@ from foreshard.spec.plan import (
     one_of,
     whole,
 )
+from foreshard.units import number_of
 
 
 def divisors(number: int) -> str:
@@ -170,7 +171,8 @@ def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
     if dp is None:
         if rest or fits == 0:
             raise SpecError(
-                f"tp {tp} x pp {pp} x cp {cp} = {model_size} does not divide {num_devices} devices",
+                f"tp {tp} x pp {pp} x cp {cp} = {model_size} does not divide "
+                f"{number_of(num_devices, 'device')}",
                 key="--tp/--pp/--cp",
                 value=model_size,
                 rule="devices = dp x tp x pp x cp",
@@ -181,7 +183,7 @@ def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
     if dp * model_size != num_devices:
         raise SpecError(
             f"dp {dp} x tp {tp} x pp {pp} x cp {cp} = {dp * model_size}, "
-            f"the cluster has {num_devices} devices",
+            f"the cluster has {number_of(num_devices, 'device')}",
             key="--dp",
             value=dp,
             rule="devices = dp x tp x pp x cp; idle devices only through a plan file",

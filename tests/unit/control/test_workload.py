@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreshard.catalog.models import load_model
-from foreshard.control.workload import cluster_of, workload
+from foreshard.control.workload import cluster_of, model_of, workload
 from foreshard.errors import SpecError
 from foreshard.spec.scenario import Scenario
 
@@ -83,3 +83,9 @@ def test_devices_without_price_or_precision_are_refused():
     own = {"nodes": TWO_RACKS["nodes"], "devices": [{"name": "x", "base": "h100-sxm"}]}
     with pytest.raises(SpecError, match="devices of one's own"):
         work_of(replace(SCENARIO, cluster=own))
+
+
+@pytest.mark.parametrize(("key", "load"), [("model", model_of), ("cluster", cluster_of)])
+def test_an_unknown_name_is_said_to_stand_in_the_scenario(key, load):
+    with pytest.raises(SpecError, match=f"^s.toml: {key}: .*nosuch"):
+        load(replace(SCENARIO, file="s.toml", **{key: "nosuch"}))

@@ -47,10 +47,6 @@ def test_digits_keep_three_figures(value):
     assert float(quantity.digits(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3)
 
 
-def test_one_of_a_thing_is_not_many():
-    assert [quantity.counted(n, "plan") for n in (0, 1, 1043)] == ["0 plans", "1 plan", "1,043 plans"]
-
-
 def test_memory_of_small_jobs_has_a_unit_that_shows_it():
     assert quantity.memory(40.5 * 2**30) == "40.5 GiB" and quantity.memory(8 * 2**30) == "8.0 GiB"
     assert quantity.memory(1_850_360) == "1.8 MiB" and quantity.memory(2048) == "2.0 KiB"

@@ -88,11 +88,18 @@ def test_unknown_keys_and_values_get_suggestions():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", '{"a": NaN}', '{"a": Infinity}', '{"a": 1, "a": 2}', "[" * 100_000, "1 2"]
+    "text", ["{", '{"a": NaN}', '{"a": Infinity}', '{"a": 1, "a": 2}', "[" * 100_000, "1 2"]
 )
 def test_what_is_no_json_is_an_error(text):
     with pytest.raises(SpecError, match="not valid JSON"):
         codec.parse_json(text, file="f.json")
+
+
+@pytest.mark.parametrize("parse", [codec.parse_json, codec.parse_toml])
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_file_is_said_to_be_empty(parse, text):
+    with pytest.raises(SpecError, match=r"^f: the file is empty\. .* 'foreshard schema'"):
+        parse(text, file="f")
 
 
 def test_a_file_larger_than_the_limit_is_refused_without_reading_it_all(tmp_path):
