@@ -87,7 +87,8 @@ class Arena:
         self, state: State, structure: Structure, shares: tuple[int, ...]
     ) -> tuple[float, Mapping[str, float]]:
         """Return seconds and costs of a batch in any state."""
-        found = evaluate(self.work.chain, state, structure, shares, micro_batch=self.work.micro_batch)
+        work = self.work
+        found = evaluate(work.chain, state, structure, shares, micro_batch=work.micro_batch, batch=work.batch)
         return found.time_s, found.costs
 
     def change(

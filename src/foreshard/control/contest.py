@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
+from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
 from foreshard.control.clairvoyant import Bound, bound_of
 from foreshard.control.hindsight import best_subset, violation
@@ -16,7 +17,7 @@ from foreshard.control.policies import BY_SHARES, Banked, Fleet, Greedy, on_subs
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.control.subsets import COSTS
 from foreshard.control.told import controller_rule
-from foreshard.control.workload import Workload, cluster_of, model_of, workload
+from foreshard.control.workload import Workload, cluster_of, workload
 from foreshard.errors import SpecError
 from foreshard.sim.dynamics import describe, draw
 from foreshard.sim.online import Rule, Run, play
@@ -185,7 +186,7 @@ def contest(
         if one.of:
             _known(one.of, scenario.file, "budget.of")
     cluster = cluster_of(scenario)
-    work = workload(scenario, model or model_of(scenario), cluster)
+    work = workload(scenario, model or load_model(scenario.model), cluster)
     length = scenario.slots if slots is None else slots
     rounds = tuple(_round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds))
     return Contest(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)

@@ -10,8 +10,10 @@ import numpy as np
 from foreshard.control import orders
 from foreshard.control.arena import Arena
 from foreshard.control.controller import Controller
+from foreshard.control.moves import spans_of
 from foreshard.control.policies import Decision
-from foreshard.control.slots import J_PER_KWH, Budget, Structure
+from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
+from foreshard.control.stages import solve_stages
 from foreshard.control.subsets import balanced_shares
 from foreshard.sim.online import Happened, Seen
 from foreshard.spec.online import (
@@ -29,6 +31,8 @@ from foreshard.spec.online import (
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.scenario import Scenario
 
+MOST_STAGES = 4
+
 
 class Told:
     """Tells a policy what changed before a slot and what was measured in it, and follows its last plan.
@@ -40,9 +44,11 @@ class Told:
     """
 
     def __init__(
-        self, arena: Arena, policy: Policy, plan: Plan, budgets: Sequence[Budget], *, sees_now: bool = False
-    ):
+        self, arena: Arena, policy: Policy, plan: Plan, budgets: Sequence[Budget], *, sees_now: bool = False,
+        reading: str = DP_OVER_MP,
+    ):  # fmt: skip
         self.arena, self.policy, self.budgets, self._sees_now = arena, policy, budgets, sees_now
+        self._reading = reading
         self._there = np.ones(arena.work.num_devices, dtype=bool)
         self._price = arena.work.state.usd_per_h.copy()
         self._carbon = arena.work.state.kg_per_j.copy()
@@ -53,8 +59,8 @@ class Told:
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
-        self._structure: Structure = orders.structure_of(plan)
-        self._shares = tuple(group.share for group in plan.groups)
+        self._structure: Structure = orders.structure_of(plan, self._reading)
+        self._shares = orders.shares_of(plan, self._reading)
 
     def _tell(self, event: Event) -> None:
         for command in self.policy.on(event):
@@ -100,10 +106,9 @@ class Told:
         """Tell what was measured."""
         state = self.arena.state(happened.condition, happened.pattern)
         stages, links = {}, {}
-        for group in self._structure.groups:
-            for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
-                nominal = self.arena.work.chain.before_s[worker]
-                stages[worker] = float((nominal[stop] - nominal[first]) / state.speed[worker])
+        for worker, (first, stop) in spans_of(self._structure):
+            nominal = self.arena.work.chain.before_s[worker]
+            stages[worker] = float((nominal[stop] - nominal[first]) / state.speed[worker])
         for u, v in self._probed:
             # A gibibyte: the rate, not the delay, is what is seen.
             size = 2.0**30
@@ -144,12 +149,31 @@ def first_plan(arena: Arena, scenario: Scenario) -> Plan:
     )  # fmt: skip
 
 
-def controller_rule(arena: Arena, budgets: Sequence[Budget], scenario: Scenario, **asked: Any) -> Told:
-    """Return the controller of the runtime, kept to data-parallel plans; more options are its own."""
-    plan = first_plan(arena, scenario)
+def staged_plan(arena: Arena, scenario: Scenario) -> Plan:
+    """Return the fastest plan by stated speeds of one pipeline whose stages split micro-batches.
+
+    Raises
+    ------
+    InfeasibleError
+        When no stages hold the model.
+    """
+    work = arena.work
+    choice = solve_stages(
+        work.chain, work.state, batch=work.batch, micro_batch=work.micro_batch, time_weight=1.0,
+        max_stages=MOST_STAGES,
+    )  # fmt: skip
+    return orders.plan_of(first_plan(arena, scenario), choice, batch=work.batch, micro_batch=work.micro_batch)
+
+
+def controller_rule(
+    arena: Arena, budgets: Sequence[Budget], scenario: Scenario, *, reading: str = DP_OVER_MP, **asked: Any
+) -> Told:
+    """Return the controller of the runtime on data-parallel plans, or on stages; more options are its own."""
+    wide = reading == MP_OVER_DP
+    plan = staged_plan(arena, scenario) if wide else first_plan(arena, scenario)
     controller = Controller(
         arena.work.chain, arena.work.state, plan, budgets=budgets,
-        horizon=arena.path.num_slots * scenario.batches, pause_s=arena.pause_s, max_stages=1,
-        **asked,
+        horizon=arena.path.num_slots * scenario.batches, pause_s=arena.pause_s,
+        max_stages=MOST_STAGES if wide else 1, reading=reading, **asked,
     )  # fmt: skip
-    return Told(arena, controller, plan, budgets, sees_now=scenario.sees_now)
+    return Told(arena, controller, plan, budgets, sees_now=scenario.sees_now, reading=reading)
