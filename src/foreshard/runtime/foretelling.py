@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ import numpy as np
 from foreshard.control.slots import Budget
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.predict.measured import RankTimes, rank_times, step_seconds
-from foreshard.predict.measured_costs import MeasuredCosts, load_costs
+from foreshard.predict.measured_costs import load_costs
 from foreshard.runtime.budgets import budget_of, spent
-from foreshard.runtime.lab import PROBED_LAYERS, Lab, load_lab
+from foreshard.runtime.foretold_lab import ForetoldLab
+from foreshard.runtime.lab import load_lab
 from foreshard.runtime.repair import repaired
 from foreshard.runtime.steering import POLICIES, PROBE_EVERY, Steering, Wheel
-from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan, load_plan
 
 _DELAY = 2
 """Steps from the one that an order follows to the first that runs it: it is announced in the next vote."""
-_PROBE_BYTES = 2.0**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class Foretold:
     time_s : ndarray, shape (steps,)
         With the change before each.
     change_s : ndarray, shape (steps,)
-        What moving layers has taken of it.
+        What changes have taken of it: layers on the move, work on a step that a loss has cut off.
     spent : mapping of budget name to ndarray, shape (steps,)
     budgets : tuple of Budget
     reconfigurations, reshares : int
@@ -106,7 +105,7 @@ def foretell(
     """
     if steps < 1:
         raise SpecError(f"{steps} steps", key="--steps", value=steps, rule="A run has a step at least")
-    world = _World(load_lab(lab), load_costs(costs))
+    world = ForetoldLab(load_lab(lab), load_costs(costs))
     with tempfile.TemporaryDirectory() as folder:
         found = {}
         for name in dict.fromkeys(policies):
@@ -123,86 +122,10 @@ def foretell(
         return found
 
 
-class _World:
-    """The lab step by step, in measured costs."""
-
-    def __init__(self, lab: Lab, costs: MeasuredCosts):
-        self.lab, self._costs, self._cluster = lab, costs, lab.cluster()
-
-    def there(self, step: int) -> tuple[int, ...]:
-        """Return the ranks that are there in a step."""
-        return tuple(rank for rank in range(len(self.lab.slow)) if self.lab.there_at(step, rank))
-
-    def at(self, step: int) -> tuple[MeasuredCosts, Cluster]:
-        """Return costs and cluster of a step, every rank a device of its own."""
-        lab, slow, tables, nodes = self.lab, {}, {}, []
-        for rank, node in enumerate(self._cluster.nodes):
-            device, name = node.device.name, f"rank {rank}"
-            slow[name] = self._costs.slow_of(device) * lab.slow_at(step, rank) / lab.slow[rank]
-            tables[name] = self._costs.layers_on(device)
-            rate, latency_s = lab.link_at(step, rank, rank)
-            nodes.append(
-                replace(
-                    node,
-                    device=replace(node.device, name=name),
-                    nic_bytes_per_s=rate,
-                    nic_latency_s=latency_s,
-                )
-            )
-        return (
-            replace(self._costs, slow=slow, tables=tables),
-            replace(self._cluster, nodes=tuple(nodes)),
-        )
-
-    def move_s(self, step: int, old: Plan, new: Plan) -> float:
-        """Return the seconds in which all ranks get the layers that they lack from who holds them."""
-        layers, held, slowest = self._costs.layers, _layers_of(old), 0.0
-        for rank, wanted in _layers_of(new).items():
-            size = sum(
-                layers[i].parameter_bytes + layers[i].frozen_bytes + layers[i].state_bytes
-                for i in wanted - held.get(rank, frozenset())
-            )
-            links = [self.lab.link_at(step, other, rank) for other in held if other != rank]
-            if size and links:
-                slowest = max(slowest, min(latency_s + size / rate for rate, latency_s in links))
-        return slowest
-
-    def idle_s(self, step: int, plan: Plan) -> dict[int, float]:
-        """Return the seconds per sample of the first layers on ranks that a plan leaves idle."""
-        at, cluster = self.at(step)
-        size, found = plan.groups[0].micro_batch, {}
-        for rank in set(self.there(step)) - set(plan.ranks):
-            name = cluster.device_of(rank).name
-            passes = [at.work_s(name, (0, PROBED_LAYERS), one, size) for one in ("forward_s", "backward_s")]
-            found[rank] = sum(passes) / size
-        return found
-
-    def links(self, step: int, plan: Plan) -> dict[tuple[int, int], tuple[float, float]]:
-        """Return a message on every link that a plan uses, and where all are measured on a ring of all."""
-        pairs = {
-            pair
-            for group in plan.groups
-            for a, b in zip(group.stages[:-1], group.stages[1:], strict=True)
-            for pair in ((a.ranks[0], b.ranks[0]), (b.ranks[0], a.ranks[0]))
-        }
-        ring = sorted(plan.ranks)
-        if len(plan.groups) > 1:
-            pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
-        if step % PROBE_EVERY == 0:
-            ring = list(self.there(step))
-            pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
-        told = {}
-        for source, target in sorted(pairs):
-            if source != target:
-                rate, latency_s = self.lab.link_at(step, source, target)
-                told[source, target] = (_PROBE_BYTES, latency_s + _PROBE_BYTES / rate)
-        return told
-
-
 class _Play:
     """One policy's run."""
 
-    def __init__(self, world: _World, wheel: Wheel, *, steered: bool):
+    def __init__(self, world: ForetoldLab, wheel: Wheel, *, steered: bool):
         wheel.check()
         self._world, self._wheel = world, wheel
         self._orders: list[Plan] = []
@@ -222,15 +145,17 @@ class _Play:
         running, plans = self._wheel.plan, [(0, self._wheel.plan)]
         counts, change_s, clock_s = {"reconfigurations": 0, "reshares": 0}, np.zeros(steps), 0.0
         for step in range(steps):
+            before = self._there
             now = self._plan_of(step, running)
-            if now != running or not step:
-                if step:
-                    there = self._there
-                    change_s[step] = self._world.move_s(step, _left(running, there), now)
-                    counts["reshares" if _structure(now) == _structure(running) else "reconfigurations"] += 1
-                    plans.append((step, now))
-                else:
-                    plans = [(0, now)]
+            lost = frozenset(before) - frozenset(self._there)
+            if not step:
+                plans = [(0, now)]
+            elif now != running:
+                change_s[step] = self._change_s(step, running, now, lost)
+                counts["reshares" if _structure(now) == _structure(running) else "reconfigurations"] += 1
+                plans.append((step, now))
+            elif lost:
+                change_s[step] = self._world.in_vain_s(step, running, lost)
             running = now
             at, cluster = self._world.at(step)
             ranks = rank_times(at, cluster, running)
@@ -241,6 +166,11 @@ class _Play:
                 costs[one.name][step] = spent(one, lab, running, float(time_s[step]), work_s)
             self._tell(step, float(time_s[step] - change_s[step]), clock_s, running, ranks)
         return Foretold(time_s=time_s, change_s=change_s, spent=costs, budgets=budgets, plans=plans, **counts)
+
+    def _change_s(self, step: int, running: Plan, now: Plan, lost: frozenset[int]) -> float:
+        """Return what a change takes: layers move when a step has ended, or when one has lost a rank."""
+        moved_s = self._world.move_s(step if lost else step - 1, running, now)
+        return moved_s + (self._world.in_vain_s(step, running, lost) if lost else 0.0)
 
     def _plan_of(self, step: int, running: Plan) -> Plan:
         """Return the plan of a step: what was ordered, or what is left of it where ranks came or went."""
@@ -272,23 +202,6 @@ class _Play:
         if self._orders:
             self._due[step + _DELAY] = self._orders[-1]
             self._orders.clear()
-
-
-def _layers_of(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return the layers that each rank holds."""
-    return {
-        rank: frozenset(layer for lo, hi in stage.layers for layer in range(lo, hi))
-        for group in plan.groups for stage in group.stages for rank in stage.ranks
-    }  # fmt: skip
-
-
-def _left(plan: Plan, there: Sequence[int]) -> Plan:
-    """Return a plan without the stages whose ranks are gone: what is still held."""
-    groups = [
-        replace(group, stages=tuple(stage for stage in group.stages if set(stage.ranks) <= set(there)))
-        for group in plan.groups
-    ]
-    return replace(plan, groups=tuple(group for group in groups if group.stages))
 
 
 def _structure(plan: Plan) -> list[Any]:

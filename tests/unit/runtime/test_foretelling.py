@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.predict.measured import step_seconds
+from foreshard.predict.measured import rank_times, step_seconds
 from foreshard.predict.measured_costs import load_costs
 from foreshard.runtime.foretelling import foretell
+from foreshard.runtime.foretold_lab import moves_between
 from foreshard.runtime.lab import load_lab
+from foreshard.runtime.migrate import moves_of
 from foreshard.spec.plan import load_plan
 
 RANKS = (
@@ -145,3 +147,37 @@ def test_what_cannot_be_played_is_refused(files):
         foretell(**files(), policies=("magic",))
     with pytest.raises(SpecError, match="0 steps"):
         foretell(**files(), steps=0)
+
+
+def test_layers_move_over_the_links_of_the_step_that_has_ended(files):
+    slow = change(0, rank=3, there=False) + change(7, rank=3, there=True) + change(0, bandwidth="8 Mb/s")
+    before = foretell(**files(slow), steps=12)["lyapunov"]
+    (moved,) = np.flatnonzero(before.change_s)
+    found = foretell(**files(slow + change(int(moved), bandwidth="8 Gb/s")), steps=12)["lyapunov"]
+    assert 3 in dict(found.plans)[moved].ranks
+    assert found.change_s[moved] == before.change_s[moved] > 0.1
+    assert found.time_s[moved + 1] < before.time_s[moved + 1]
+
+
+def test_a_step_that_loses_a_rank_is_worked_twice_by_the_others(files):
+    asked = files(change(5, rank=3, there=False))
+    costs, lab = load_costs(asked["costs"]), load_lab(asked["lab"])
+    found = foretell(**asked, steps=8, policies=("static",))["static"]
+    others = [one for one in rank_times(costs, lab.cluster(), load_plan(asked["plan"])) if one.rank != 3]
+    assert found.change_s[5] == pytest.approx(max(one.compute_s for one in others))
+    assert not found.change_s[[0, 1, 2, 3, 4, 6, 7]].any()
+
+
+def test_layers_are_foretold_to_come_from_who_sends_them():
+    draw, size = np.random.default_rng(0), [4.0, 1.0, 2.0, 4.0, 3.0]
+    for _ in range(20):
+        held, wanted = (
+            {rank: {n for n in range(len(size)) if draw.random() < 0.6} for rank in range(4)} for _ in "ab"
+        )
+        moves, _ = moves_of(
+            {rank: frozenset(("value", n, "w") for n in layers) for rank, layers in held.items()},
+            {rank: frozenset(("value", n, "w") for n in layers) for rank, layers in wanted.items()},
+            lambda piece: size[piece[1]],
+        )  # fmt: skip
+        told = {(one.source, one.target): [piece[1] for piece in one.pieces] for one in moves}
+        assert moves_between(held, wanted, size) == told
