@@ -6,6 +6,7 @@ from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import Case
 from foreshard.predict.host_tasks import HOST_MEMORY_BYTES_PER_S
 from foreshard.predict.rates import watts_of
+from foreshard.spec.plan import Group
 
 _ROUTING = {
     "learned": "experts: a learned router; the fullest rank holds more tokens than the mean, as fitted",
@@ -45,7 +46,15 @@ def assumptions(case: Case) -> tuple[str, ...]:
         said.append(
             f"offload: moved over the host link; an optimizer on the host gets {rate} of its memory (assumed)"
         )
+    said += dict.fromkeys(_short(group) for group in plan.groups if group.share % group.micro_batch)
     if len(plan.ranks) < case.cluster.num_devices:
         idle = case.cluster.num_devices - len(plan.ranks)
         said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
     return tuple(said)
+
+
+def _short(group: Group) -> str:
+    """Return what is said of a group whose share is no multiple of its micro-batch."""
+    count, samples = group.num_micro_batches, group.share % group.micro_batch
+    which = f"the last of {count} micro-batches" if count > 1 else "the only micro-batch"
+    return f"{which} of a group is short: {samples} of {group.micro_batch} samples; not every framework takes that"

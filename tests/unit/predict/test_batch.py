@@ -12,6 +12,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict import predict
+from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import (
     Case,
     boundaries,
@@ -368,3 +369,20 @@ def test_replicas_on_different_nodes_sync_over_the_network():
 )  # fmt: skip
 def test_a_job_takes_equal_blocks_of_the_link_domains(cluster, block):
     assert domain_block(api.load_cluster(cluster).nodes[0]) == block
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "share", "said"),
+    [
+        (2, 8, None),
+        (3, 8, "the last of 3 micro-batches of a group is short: 2 of 3 samples"),
+        (16, 8, "the only micro-batch of a group is short: 8 of 16 samples"),
+    ],
+)
+def test_a_short_micro_batch_is_said_once(micro_batch, share, said):
+    groups = [
+        Group(share=share, micro_batch=micro_batch, stages=(stage((rank,)),), schedule="1f1b")
+        for rank in (0, 1)
+    ]
+    told = [text for text in assumptions(case(plan(*groups))) if "short" in text]
+    assert [text.partition(";")[0] for text in told] == ([said] if said else [])
