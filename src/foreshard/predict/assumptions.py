@@ -57,4 +57,5 @@ def _short(group: Group) -> str:
     """Return what is said of a group whose share is no multiple of its micro-batch."""
     count, samples = group.num_micro_batches, group.share % group.micro_batch
     which = f"the last of {count} micro-batches" if count > 1 else "the only micro-batch"
-    return f"{which} of a group is short: {samples} of {group.micro_batch} samples; not every framework takes that"
+    part = f"{samples} of {group.micro_batch} samples"
+    return f"{which} of a group is short: {part}; not every framework takes that"
