@@ -51,7 +51,7 @@ def made(workers: int) -> tuple[Chain, np.ndarray, Timing]:
     )  # fmt: skip
     chain = chain_of(costs, lab.cluster(), MICRO_BATCH)
     speed = np.array([SPEEDS[name] for name in names])
-    return chain, speed, Timing(Passes(costs, lab.cluster()), chain, MICRO_BATCH)
+    return chain, speed, Timing(Passes(costs, lab.cluster()), chain, MICRO_BATCH, BATCH)
 
 
 def layer(speed: float) -> LayerCost:

@@ -525,7 +525,7 @@ def _evaluate_stages(
         need = chain.before_state[high] - chain.before_state[low]
         saved = kept * amounts[here] * (chain.before_saved[high] - chain.before_saved[low])
         fits &= bool((need + saved <= chain.memory_bytes[members]).all())
-        syncs.append(_stage_sync_s(chain, state, stage))
+        syncs.append(stage_sync_s(chain, state, stage))
         sent += _stage_usd(chain, state, stage, stages[k - 1].workers if k else (), batch)
         at += len(stage.workers)
     slowest = max(periods)
@@ -552,7 +552,8 @@ def stage_link(state: State, before: Sequence[int], after: Sequence[int]) -> tup
     return float(state.bandwidth_bytes_per_s[pairs].min()), float(state.latency_s[pairs].max())
 
 
-def _stage_sync_s(chain: Chain, state: State, stage: Pipeline) -> float:
+def stage_sync_s(chain: Chain, state: State, stage: Pipeline) -> float:
+    """Return the seconds in which the workers of a stage sum their gradients, in one ring."""
     num, (low, high) = len(stage.workers), stage.cuts
     if num == 1:
         return 0.0

@@ -192,10 +192,7 @@ class Steering:
             self._propose(replace(command, plan=plan))
 
     def _spent(self, time_s: float, plan: Plan, stage_s: Mapping[int, float]) -> dict[str, float]:
-        work_s = {
-            rank: stage_s.get(rank, 0.0) * group.share
-            for group in plan.groups for stage in group.stages for rank in stage.ranks
-        }  # fmt: skip
+        work_s = {rank: stage_s.get(rank, 0.0) * own for rank, own in own_samples(plan).items()}
         budgets = self.controller.queues.budgets
         return {budget.name: spent(budget, self._lab, plan, time_s, work_s) for budget in budgets}
 
@@ -235,6 +232,19 @@ class Steering:
 
 def _speeds(controller: Controller | Rival | Dealer) -> np.ndarray:
     return controller.speed if isinstance(controller, Rival) else controller.estimates.state().speed
+
+
+def own_samples(plan: Plan) -> dict[int, int]:
+    """Return the samples of a step that each rank computes."""
+    found = {}
+    for group in plan.groups:
+        whole, rest = divmod(group.share, group.micro_batch)
+        for stage in group.stages:
+            last = counts_of(stage, rest)
+            for place, size in enumerate(counts_of(stage, group.micro_batch)):
+                for rank in stage.ranks[place * stage.tp : (place + 1) * stage.tp]:
+                    found[rank] = whole * size + last[place]
+    return found
 
 
 def _spans(plan: Plan) -> dict[int, tuple[int, int]]:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreshard.control.slots import Chain, Pipeline, State, Structure, sync_s
+from foreshard.control.slots import (
+    MP_OVER_DP,
+    Chain,
+    Pipeline,
+    State,
+    Structure,
+    stage_hop_s,
+    stage_sync_s,
+    sync_s,
+)
 from foreshard.runtime.passes import Passes
 
 
@@ -19,17 +28,35 @@ class Timing:
     chain : Chain
         For messages and rings.
     most : int, samples
-        Of the largest micro-batch.
+        Of the largest micro-batch; of all where stages split them.
+    batch : int, samples
     """
 
-    def __init__(self, passes: Passes, chain: Chain, most: int):
-        self._passes, self._chain, self._most = passes, chain, most
+    def __init__(self, passes: Passes, chain: Chain, most: int, batch: int):
+        self._passes, self._chain, self._most, self._batch = passes, chain, most, batch
 
     def __call__(self, state: State, structure: Structure, shares: Sequence[int]) -> float:
         """Return the seconds of a batch, shares in whole samples."""
+        if structure.reading == MP_OVER_DP:
+            return self._stages_s(state, structure, shares)
         groups = zip(structure.groups, shares, strict=True)
         ends = [self._group_s(state, group, share) for group, share in groups if share > 0]
         return max(ends) + float(sync_s(self._chain, state, structure).max())
+
+    def _stages_s(self, state: State, structure: Structure, shares: Sequence[int]) -> float:
+        """Return the seconds of a batch through stages whose workers split every micro-batch."""
+        taken, periods, before = iter(shares), [], None
+        for stage in structure.groups:
+            passing = [
+                size * self._passes.sample_s(rank, (stage.cuts[0], stage.cuts[1]), size, size)
+                / float(state.speed[rank])
+                for rank, size in zip(stage.workers, taken, strict=False)
+            ]  # fmt: skip
+            hop_s = stage_hop_s(self._chain, state, before, stage, self._most) if before else 0.0
+            periods.append(max(passing) + hop_s)
+            before = stage.workers
+        sums = max(stage_sync_s(self._chain, state, stage) for stage in structure.groups)
+        return sum(periods) + (self._batch / self._most - 1.0) * max(periods) + sums
 
     def _group_s(self, state: State, group: Pipeline, share: int) -> float:
         """Return when a pipeline has passed its share: fill, then the slowest stage again and again."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from foreshard.control.controller import Controller
-from foreshard.control.slots import J_PER_KWH, Chain, State
+from foreshard.control.orders import reading_of
+from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Chain, State
 from foreshard.errors import SpecError
 from foreshard.predict.measured_costs import MeasuredCosts, load_costs
 from foreshard.runtime.budgets import budget_of, check_budgets
@@ -110,13 +111,18 @@ class Wheel:
                     raise SpecError("a stage of several chunks", key=where,
                                     rule="What steers knows stages of one piece",
                                     fix="Use --policy static, or another plan")  # fmt: skip
-                if stage.tp > 1 or (len(stage.ranks) > 1 and (self.policy in RIVALS or self.budgets)):
+                dealt = self.is_wide and not self.is_joint and self.budgets
+                if stage.tp > 1 or (len(stage.ranks) > 1 and (self.policy in RIVALS or dealt)):
                     raise SpecError(
                         "a stage of several ranks", key=where,
-                        rule="Where stages have several data-parallel ranks, only --policy lyapunov steers, "
-                        "samples inside stages alone, and no budget is kept",
+                        rule="Where stages have several data-parallel ranks, only --policy lyapunov steers; "
+                        "in several pipelines samples inside stages alone, and no budget is kept",
                         fix="Leave out --budget, use --policy static, or another plan",
                     )  # fmt: skip
+                if self.is_joint and stage.shard_size is not None:
+                    raise SpecError("states sharded over a part of a stage", key=where,
+                                    rule="Stages that change their ranks shard states over all or none",
+                                    fix="Leave out shard_size, or use --policy static")  # fmt: skip
         check_budgets([budget_of(text) for text in self.budgets], load_lab(self.lab), self.lab)
         self.controller()
 
@@ -127,13 +133,25 @@ class Wheel:
 
     @property
     def is_wide(self) -> bool:
-        """Whether stages have several ranks: then only samples inside them are dealt."""
+        """Whether stages have several ranks."""
         return any(len(stage.ranks) > 1 for group in self.plan.groups for stage in group.stages)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the plan is one pipeline with stages of several ranks; in more only samples are dealt."""
+        return reading_of(self.plan) == MP_OVER_DP
 
     @property
     def most(self) -> int:
         """Samples of the largest micro-batch: what memory was planned for."""
         return max(group.micro_batch for group in self.plan.groups)
+
+    @property
+    def _passing(self) -> int:
+        """Samples that pass a rank at once, as the search sees them: what the plan's widest stage splits."""
+        if not self.is_joint:
+            return self.most
+        return max(1, self.most // max(len(stage.ranks) for stage in self.plan.groups[0].stages))
 
     def as_run(self, plan: Plan) -> Plan:
         """Return a plan of the controller with micro-batches that suit its pipelines."""
@@ -151,20 +169,20 @@ class Wheel:
         """Return a controller that has seen nothing, or the rule that takes its place."""
         costs, lab = load_costs(self.costs), load_lab(self.lab)
         cluster = lab.cluster()
-        chain = chain_of(costs, cluster, self.most)
+        chain = chain_of(costs, cluster, self._passing)
         stated = stated_of(costs, cluster, lab)
-        if self.is_wide:
+        if self.is_wide and not self.is_joint:
             return Dealer(chain, stated, self.plan)
-        fine = replace(
+        fine = self.plan if self.is_joint else replace(
             self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
-        )
+        )  # fmt: skip
         budgets = tuple(budget_of(text) for text in self.budgets)
         longest = min(_LONGEST_PIPELINE, cluster.num_devices)
         if self.policy in RIVALS:
             return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
             chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
-            timed=Timing(Passes(costs, cluster), chain, self.most),
+            timed=Timing(Passes(costs, cluster), chain, self.most, self.plan.global_batch),
         )  # fmt: skip
 
 

@@ -13,7 +13,9 @@ pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
 from foreshard.runtime.lines import Lines
+from foreshard.runtime.repair import repaired
 from foreshard.runtime.steering import Steering, Wheel, chain_of
+from foreshard.runtime.wheel import passes_of
 from foreshard.spec.plan import load_plan
 
 
@@ -140,54 +142,118 @@ def test_the_chain_is_the_measured_layers(wheel):
     assert chain.layer_s[0, 0] == pytest.approx((1e-3 + 1e-3) / 4 + 6e-3)
 
 
-def wide(wheel, **stage):
+def wide(wheel, *, micro_batch=4, **stage):
     """Return the wheel for one pipeline whose only stage has two ranks."""
-    from dataclasses import replace
-
-    made = replace(wheel.plan.groups[0].stages[0], ranks=(0, 1), **stage)
-    plan = replace(wheel.plan, groups=(replace(wheel.plan.groups[0], share=64, stages=(made,)),))
+    first = wheel.plan.groups[0]
+    made = replace(first.stages[0], ranks=(0, 1), **stage)
+    plan = replace(wheel.plan, groups=(replace(first, share=64, micro_batch=micro_batch, stages=(made,)),))
     return replace(wheel, plan=plan)
 
 
-def test_samples_inside_a_stage_follow_the_speeds_and_nothing_else_changes(wheel):
+def dealt(wheel, **stage):
+    """Return the wheel for that pipeline and one of a single rank beside it."""
+    joint = wide(wheel, **stage).plan
+    other = replace(wheel.plan.groups[2], share=16)
+    plan = replace(joint, groups=(replace(joint.groups[0], share=48), other))
+    return replace(wheel, plan=plan)
+
+
+def test_samples_inside_a_stage_of_several_pipelines_follow_the_speeds_and_nothing_else_changes(wheel):
     orders: list = []
-    steering, plan = Steering(wide(wheel), orders.append), wide(wheel).plan
+    steering, plan = Steering(dealt(wheel), orders.append), dealt(wheel).plan
     for step in range(12):
         mine = plan.groups[0].stages[0].rank_shares or (2, 2)
         sample_s = (0.078, 0.026)  # rank 0 takes three times what is stated
         steering.stepped(
-            step=step, time_s=16 * max(n * s for n, s in zip(mine, sample_s, strict=True)), running=plan,
-            ranks=(0, 1), stage_s=dict(enumerate(sample_s)), generation=0,
+            step=step, time_s=12 * max(n * s for n, s in zip(mine, sample_s, strict=True)), running=plan,
+            ranks=(0, 1, 2), stage_s=dict(enumerate((*sample_s, 0.052))), generation=0,
         )  # fmt: skip
         if orders:
             plan = orders[-1].plan
             orders.clear()
     assert plan.groups[0].stages[0].rank_shares == (1, 3)
     assert steering.controller.reshares == 1 and steering.controller.reconfigurations == 0
-    assert steering.told(plan)["pipelines"] == [[[0, 1, 0, 4]]]
+    assert steering.told(plan)["pipelines"] == [[[0, 1, 0, 4]], [[2, 0, 4]]]
 
 
 def test_a_stage_that_loses_a_rank_is_dealt_to_the_rest_until_it_is_back(wheel):
     orders: list = []
-    steering = Steering(wide(wheel, rank_shares=(3, 1)), orders.append)
-    plan = wide(wheel, rank_shares=(3, 1)).plan
-    for step, ranks in enumerate([(0, 1)] * 2 + [(0,)] * 3 + [(0, 1)] * 3):
+    steering = Steering(dealt(wheel, rank_shares=(3, 1)), orders.append)
+    plan = dealt(wheel, rank_shares=(3, 1)).plan
+    for step, ranks in enumerate([(0, 1, 2)] * 2 + [(0, 2)] * 3 + [(0, 1, 2)] * 3):
         steering.stepped(step=step, time_s=1.0, running=plan, ranks=ranks, generation=0,
-                         stage_s={r: 0.026 for s in plan.groups[0].stages for r in s.ranks})  # fmt: skip
+                         stage_s=dict.fromkeys(plan.ranks, 0.026))  # fmt: skip
         plan = orders[-1].plan if orders else plan
         assert set(plan.ranks) <= set(ranks)
     assert plan.groups[0].stages[0].rank_shares == (2, 2)
 
 
-def test_wide_stages_keep_no_budget_and_know_no_rival(wheel):
-    from dataclasses import replace
-
+def test_stages_of_several_pipelines_keep_no_budget_and_no_wide_stage_knows_a_rival(wheel):
+    dealt(wheel).check()
     wide(wheel).check()
-    for more in ({"budgets": ("usd_per_h=3",)}, {"policy": "greedy"}):
+    replace(wide(wheel), budgets=("usd_per_h=3",)).check()
+    refused = [replace(made(wheel), policy="greedy") for made in (wide, dealt)]
+    for one in (*refused, replace(dealt(wheel), budgets=("usd_per_h=3",))):
         with pytest.raises(SpecError, match="stage of several ranks"):
-            replace(wide(wheel), **more).check()
+            one.check()
     with pytest.raises(SpecError, match="several chunks"):
         wide(wheel, layers=((0, 2), (2, 4))).check()
+    with pytest.raises(SpecError, match="2 ranks share 1 samples"):
+        wide(wheel, micro_batch=1).check()
+
+
+def joint_lived(wheel, steps, *, slow=(1.0, 1.0, 2.0, 2.0), there=lambda step: range(4)):
+    """Let steps of one pipeline pass, orders obeyed two steps later; return the steering and all plans."""
+    orders: list = []
+    steering, plans = Steering(wheel, orders.append), [wheel.plan]
+    due: dict = {}
+    for step in range(steps):
+        plan = repaired(due.pop(step, plans[-1]), there(step))
+        passes, sample_s, ends = passes_of(wheel.costs, wheel.lab), {}, []
+        (group,) = plan.groups
+        for stage in group.stages:
+            sizes = stage.rank_shares or (group.micro_batch // len(stage.ranks),) * len(stage.ranks)
+            for rank, size in zip(stage.ranks, sizes, strict=True):
+                sample_s[rank] = slow[rank] * passes.sample_s(rank, stage.layers[0], size, size)
+            ends.append(max(sample_s[r] * n for r, n in zip(stage.ranks, sizes, strict=True)))
+        time_s = sum(ends) + (group.num_micro_batches - 1) * max(ends)
+        steering.stepped(step=step, time_s=time_s, running=plan, ranks=tuple(there(step)), stage_s=sample_s,
+                         generation=int(there(step) != range(4)))  # fmt: skip
+        if orders:
+            due[step + 2] = orders[-1].plan
+            orders.clear()
+        plans.append(plan)
+    return steering, plans
+
+
+def test_one_pipeline_of_wide_stages_takes_all_ranks_and_splits_by_their_speeds(wheel):
+    steering, plans = joint_lived(wide(wheel, micro_batch=6), 30)
+    (group,) = plans[-1].groups
+    assert set(plans[-1].ranks) == set(range(4)) and group.micro_batch == 6
+    shares = {
+        r: n for stage in group.stages for r, n in zip(stage.ranks, stage.rank_shares or (6,), strict=True)
+    }
+    assert len(group.stages) > 1 or shares[0] > shares[2]
+    steering.controller.check_invariants()
+
+
+def test_one_pipeline_of_wide_stages_keeps_a_budget(wheel):
+    given = replace(wide(wheel, micro_batch=6), steps=200)
+    free, _ = joint_lived(given, 200)
+    dear = replace(given, budgets=("usd_per_h=5",), log=wheel.log.with_name("dear.jsonl"))
+    kept, plans = joint_lived(dear, 200)
+    (queue,) = [kept.controller.queues[one.name] for one in kept.controller.budgets]
+    assert queue.violation < 0.02 and kept.controller.queues.identity_error() < 1e-9
+    assert kept.controller.queues.total_s > free.controller.queues.total_s
+    assert len({plan.ranks for plan in plans}) > 1
+
+
+def test_one_pipeline_of_wide_stages_loses_a_rank_and_takes_it_back(wheel):
+    steering, plans = joint_lived(
+        wide(wheel, micro_batch=6), 60, there=lambda step: (0, 2, 3) if 20 <= step < 30 else range(4)
+    )
+    assert all(1 not in plan.ranks for plan in plans[21:31]) and 1 in plans[-1].ranks
+    steering.controller.check_invariants()
 
 
 def test_a_budget_needs_prices(wheel, tmp_path):
