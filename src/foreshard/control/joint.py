@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -106,11 +107,7 @@ def splits_of(
     if spare < 0:
         return np.zeros((0, workers), dtype=int)
     if math.comb(micro_batch - 1, workers - 1) <= _ALL_SPLITS:
-        found = [
-            np.diff((0, *inner, micro_batch))
-            for inner in itertools.combinations(range(1, micro_batch), workers - 1)
-        ]
-        return np.array(found, dtype=int).reshape(-1, workers)
+        return _all_splits(micro_batch, workers)
     fastest = 1 + whole_shares(sample_s, sample_s, spare, 1).shares if spare else np.ones(workers)
     room = memory_bytes / memory_bytes.sum()
     found = [fastest, _parts(spare, room), _parts(spare, np.full(workers, 1.0 / workers))]
@@ -118,6 +115,12 @@ def splits_of(
         end = float((fastest * sample_s).max())
         found += [_cheapest(sample_s, busy_weight * sample_s, spare, end * part) for part in _SLOWER]
     return np.unique(np.array(found, dtype=float).round().astype(int), axis=0)
+
+
+@cache
+def _all_splits(samples: int, workers: int) -> np.ndarray:
+    inner = itertools.combinations(range(1, samples), workers - 1)
+    return np.diff([(0, *each, samples) for each in inner]).reshape(-1, workers)
 
 
 def _parts(spare: int, part: np.ndarray) -> np.ndarray:

@@ -97,6 +97,7 @@ class StageLandscape:
         self.everything: list[Groups] | None = None
         self.visits = 0
         self.explored: set[tuple[int, Level]] = set()
+        self.complete: set[Level] = set()
 
     def signature(self, stages: Groups) -> tuple[tuple[int, ...], ...]:
         """Return what is equal for structures that differ in names of workers only."""

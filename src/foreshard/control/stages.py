@@ -134,8 +134,11 @@ class _Search:
             self.look(repaired(self.land, _workers(self.running)))
         everything = all_stages(self.land)
         if everything is not None:
-            for stages in everything:
-                self.look(stages)
+            if self.level not in self.land.complete:
+                for stages in everything:
+                    self.look(stages)
+                if self.left > 0:
+                    self.land.complete.add(self.level)
             self._ranked()
             return
         spare = self.left // 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -42,7 +43,8 @@ class Staging:
     def settled(self, stages: Groups, weights: Weights) -> Found | None:
         """Return the best cuts and splits of stages of sorted workers; None where none fits."""
         joint = [self._joint(stage, weights) for stage in stages]
-        rows, fastest = [], []
+        rows: list[Row] = []
+        fastest: list[np.ndarray | None] = []
         for k, stage in enumerate(stages):
             period_s = np.where(joint[k].fits(self._depth(len(stages) - k)), joint[k].passing_s, np.inf)
             if k:
@@ -52,6 +54,9 @@ class Staging:
             fastest.append(period_s.argmin(0) if cost is None else None)
             period_s = period_s.min(0)[None] if cost is None else period_s
             rows.append(Row(period_s=period_s, cost=cost, sync_s=joint[k].sync_s))
+        free = [table for table in fastest if table is not None]
+        if self.chain.num_layers == len(stages) == len(free):
+            return self._forced(rows, free, joint)
         workers = [worker for stage in stages for worker in stage]
         found = best_cuts(rows, self.rounds, weights.time + float(weights.active[workers].sum()))
         if found is None:
@@ -62,6 +67,17 @@ class Staging:
             split = found.splits[k] if table is None else int(table[span])
             shares += joint[k].splits[split].tolist()
         return found.cuts, tuple(shares)
+
+    def _forced(
+        self, rows: Sequence[Row], fastest: Sequence[np.ndarray], joint: Sequence[JointStage]
+    ) -> Found | None:
+        """Return the fastest splits of stages of one layer each."""
+        spans = [(at, at + 1) for at in range(len(rows))]
+        if not all(np.isfinite(row.period_s[0][span]) for row, span in zip(rows, spans, strict=True)):
+            return None
+        chosen = zip(joint, fastest, spans, strict=True)
+        shares = [n for one, table, span in chosen for n in one.splits[table[span]].tolist()]
+        return tuple(range(len(rows) + 1)), tuple(shares)
 
     def _depth(self, left: int) -> int:
         return int(min(left, np.ceil(self.rounds)))
