@@ -11,7 +11,7 @@ import torch.distributed as dist
 from small_jobs import gpt
 
 from foreshard.control.controller import Controller
-from foreshard.control.slots import Chain, State
+from foreshard.control.slots import MP_OVER_DP, Budget, Chain, State
 from foreshard.runtime.dealer import Dealer
 from foreshard.runtime.fixed import FixedMembership
 from foreshard.runtime.lab import PROBED_LAYERS, Change, Lab
@@ -158,3 +158,28 @@ def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
     assert [stage.rank_shares for stage in last.groups[0].stages] == [(3, 1), None]
     assert done[-1].time_s < 0.7 * still[0][0][-1].time_s
     assert [one.loss for one in done] == pytest.approx([one.loss for one in still[0][0]], rel=1e-9)
+
+
+def test_one_pipeline_of_wide_stages_is_steered_whole_on_real_ranks():
+    """Two stages of two ranks, rank 1 six times as slow as it says; dear ranks are left out for a budget."""
+    stages = [{"ranks": [0, 1], "layers": [[0, 4]]}, {"ranks": [2, 3], "layers": [[4, LAYERS]]}]
+    plan = parse_plan({
+        "global_batch": BATCH, "seq_len": 8, "precision": "fp32",
+        "groups": [{"share": BATCH, "micro_batch": 4, "stages": stages}],
+    })  # fmt: skip
+    slow = (1.0, 6.0, 1.0, 1.0)
+    budget = Budget(name="rest", kind="duty", limit=1e-4, worker=3)
+
+    def steers(job, budgets=()):
+        return Controller(*world_of(job), plan, budgets=budgets, quiet_steps=3)
+
+    free, still = (trained(plan, 9, policy_of, slow=slow) for policy_of in (steers, None))
+    spared = trained(plan, 9, lambda job: steers(job, (budget,)), slow=slow)
+    for run in (free, spared):
+        done, last, controller = run[0]
+        assert controller.reading == MP_OVER_DP and len(last.groups) == 1
+        assert [one.loss for one in done] == pytest.approx([one.loss for one in still[0][0]], rel=1e-9)
+        controller.check_invariants()
+    assert free[0][0][-1].time_s < 0.6 * still[0][0][-1].time_s
+    assert sum(free[0][2].counts[kind] for kind in ("re-cut", "regroup", "idle", "activate")) >= 1
+    assert 3 not in spared[0][1].ranks
