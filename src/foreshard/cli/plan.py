@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 RENT = "rent"
 _EXPLAIN_S = 5.0
-_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
 OBJECTIVES = ("time", "cost", "energy")
 
 
@@ -148,7 +147,9 @@ def command(
     with watched(asked.get("budget_s")) as pressed:
         result = api.plan(source, target, **asked)
     gains = _gains(source, target, asked, result) if explain and result.plans and not pressed else ()
-    rivals = _rivals(source, target, asked, result, against) if against and not pressed else ()
+    rivals: tuple[Rival, ...] = ()
+    if against and not pressed:
+        result, rivals = _rivals(source, target, asked, result, against)
     _write_plan(ctx, [one.plan for one in result.plans[:1]])
     screen = _screen(result, source.name, target, gains, rivals, bool(pressed))
     if report:
@@ -197,17 +198,14 @@ def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanRe
 
 def _rivals(
     model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult, names: tuple[str, ...]
-) -> tuple[Rival, ...]:
-    """Return what other planners come to on the same prices under the same engine."""
-    from foreshard.planner.baselines import judge
+) -> tuple[PlanResult, tuple[Rival, ...]]:
+    """Return what other planners come to, and the result with the best of their plans if it is better."""
+    from foreshard.planner.baselines import beside_others
     from foreshard.report.rivals import rival
 
-    bound_s = result.lower_bound_step_time_s if result.plans else None
+    result, judged = beside_others(model, cluster, result, names, **asked)
     ours_s = result.plans[0].prediction.step_time_s if result.plans else None
-    asked = {name: value for name, value in asked.items() if name in _JUDGED}
-    if result.plans:
-        asked["precision"] = result.plans[0].plan.precision  # of several, the one that was chosen
-    return tuple(rival(one, ours_s) for one in judge(model, cluster, names, bound_s=bound_s, **asked))
+    return result, tuple(rival(one, ours_s) for one in judged)
 
 
 def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], others: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ _LOADING_S = 1.0
 """Seconds in which scipy and numba load, with a little to search in."""
 
 HASTE = (
-    "the budget is shorter than the search takes to load: plans are those of published planners, the bound "
+    "The budget is shorter than the search takes to load: plans are those of published planners, the bound "
     "is that of computation alone; --budget-s 2 leaves time to search"
 )
 

@@ -11,9 +11,11 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
-from foreshard.planner.baselines import BASELINES, judge
+from foreshard.planner.baselines import BASELINES, adopted, judge
 from foreshard.planner.baselines.grid import best_chain, even_cuts
 from foreshard.planner.problem import Problem, faults, pace_of, step_seconds
+from foreshard.planner.request import checked_request
+from foreshard.planner.result import PlanResult
 from foreshard.planner.solve import solve
 from foreshard.spec.checks import check_plan
 
@@ -263,3 +265,44 @@ def test_judged_on_ranks():
 def test_unknown_name():
     with pytest.raises(SpecError, match="nobody"):
         judge(load_model("llama2-7b"), load_cluster("1x8xa100-sxm-80gb"), ("nobody",), global_batch=8)
+
+
+ASKED = {"global_batch": 64, "seq_len": 2048, "tokens": 1e9}
+TWO_KINDS = "1x8xa100-sxm-80gb+1x8xl40s@100Gb/s"
+
+
+def searched(plans=(), bound_s=0.1):
+    return PlanResult(
+        plans=tuple(plans),
+        lower_bound_step_time_s=bound_s,
+        gap=0.0,
+        binding="",
+        evaluated=1,
+        pruned=0,
+        wall_s=1.0,
+    )  # fmt: skip
+
+
+def test_a_better_plan_of_another_planner_is_taken_in():
+    model, cluster = load_model("llama2-7b"), load_cluster(TWO_KINDS)
+    request = checked_request(model, cluster, **ASKED)
+    judged = judge(model, cluster, ("even", "lb-bsp", "hetpipe"), global_batch=64, seq_len=2048)
+    first, *_, last = sorted(judged, key=lambda one: one.step_time_s)
+    assert first.step_time_s < last.step_time_s
+    slow = adopted(request, searched(), [last])
+    assert slow.plans[0].plan == last.plan and "the search found none" in slow.notes[-1]
+    fast = adopted(request, slow, judged)
+    assert [one.plan for one in fast.plans] == [first.plan, last.plan]
+    assert fast.gap == pytest.approx(first.step_time_s / 0.1 - 1.0) and fast.front[0].plan == first.plan
+    assert f"that of {first.name}: the search alone came to" in fast.notes[-1]
+    assert adopted(request, fast, judged) is fast
+    below = adopted(request, searched(bound_s=100.0), judged)
+    assert below.lower_bound_step_time_s == pytest.approx(first.step_time_s) and below.gap == 0.0
+
+
+@pytest.mark.parametrize("limit", [{"max_devices": 7}, {"max_hours": 1e-3}])
+def test_what_breaks_a_limit_is_not_taken_in(limit):
+    model, cluster = load_model("llama2-7b"), load_cluster(TWO_KINDS)
+    judged = judge(model, cluster, ("even",), global_batch=64, seq_len=2048)
+    result = searched()
+    assert adopted(checked_request(model, cluster, **ASKED, **limit), result, judged) is result

@@ -1,0 +1,97 @@
+"""The plan of another planner taken in, where a short search has found nothing as good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from foreshard.planner.baselines.verdict import Judged, judge
+from foreshard.planner.judge import predicted
+from foreshard.planner.ranking import front_of, ranked, score
+from foreshard.planner.request import Request, checked_request
+from foreshard.planner.result import PlanResult
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.prediction import Prediction
+from foreshard.units import format_seconds
+
+_TIE = 1e-9
+_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
+
+
+def beside_others(
+    model: Model, cluster: Cluster, result: PlanResult, names: Sequence[str], **asked: Any
+) -> tuple[PlanResult, tuple[Judged, ...]]:
+    """Return a result beside other planners, with the best of their plans where that is better; and theirs.
+
+    Parameters
+    ----------
+    model : Model
+    cluster : Cluster
+    result : PlanResult
+        Of the search.
+    names : sequence of str
+        Of the other planners, as :func:`judge` takes them.
+    asked
+        What the search was asked (:func:`foreshard.planner.search.plan`). Of several precisions the others
+        have the one that was chosen.
+    """
+    comparable = {name: value for name, value in asked.items() if name not in ("comm", "precision")}
+    words = asked.get("precision", "bf16")
+    first = words if isinstance(words, str) else words[0]
+    comparable["precision"] = result.plans[0].plan.precision if result.plans else first
+    bound_s = result.lower_bound_step_time_s if result.plans else None
+    judging = {name: comparable[name] for name in _JUDGED if name in comparable}
+    judged = judge(model, cluster, names, bound_s=bound_s, **judging)
+    return adopted(checked_request(model, cluster, **comparable), result, judged), judged
+
+
+def adopted(request: Request, result: PlanResult, judged: Sequence[Judged]) -> PlanResult:
+    """Return the result with the best plan of other planners first, if it beats all plans found.
+
+    Parameters
+    ----------
+    request : Request
+        What was asked; the plan keeps its limits and its number of devices.
+    result : PlanResult
+    judged : sequence of Judged
+
+    Returns
+    -------
+    PlanResult
+        The same where nothing is better. A plan from outside the space may lie below the bound, which then is
+        its step time.
+    """
+    offers = [(predicted(request, one.plan), one.name) for one in judged if _may(request, one)]
+    offers = [offer for offer in offers if request.limits.keeps(offer[0])]
+    best, name = min(offers, key=lambda offer: score(offer[0], request.objectives), default=(None, ""))
+    if best is None or not _beats(request, best, result):
+        return result
+    found = [best, *(one.prediction for one in result.plans)]
+    plans, error = ranked(found, request.objectives, request.limits, request.top)
+    bound, best_s = result.lower_bound_step_time_s, best.step_time_s
+    searched = result.plans[0].prediction.step_time_s if result.plans else None
+    alone = f"the search alone came to {format_seconds(searched)}" if searched else "the search found none"
+    return replace(
+        result, plans=plans, infeasible=error, binding=best.bottleneck,
+        lower_bound_step_time_s=min(bound, best_s),
+        gap=max(0.0, best_s / bound - 1.0) if bound > 0 else float("inf"),
+        notes=(*result.notes, f"The chosen plan is that of {name}: {alone}"),
+        front=front_of([best, *(one.prediction for one in result.front)], request.limits),
+    )  # fmt: skip
+
+
+def _may(request: Request, one: Judged) -> bool:
+    """Return whether a plan uses no more devices than are asked for."""
+    return one.plan is not None and len(one.plan.ranks) <= (
+        request.max_devices or request.cluster.num_devices
+    )
+
+
+def _beats(request: Request, best: Prediction, result: PlanResult) -> bool:
+    """Return whether a plan within the limits is better than the one chosen, or that breaks a limit."""
+    if not result.plans or not request.limits.keeps(result.plans[0].prediction):
+        return True
+    mine, theirs = (score(one, request.objectives)[0] for one in (result.plans[0].prediction, best))
+    return theirs < mine * (1.0 - _TIE)
