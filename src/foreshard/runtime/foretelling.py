@@ -22,7 +22,7 @@ from foreshard.runtime.budgets import budget_of, spent
 from foreshard.runtime.foretold_lab import ForetoldLab
 from foreshard.runtime.lab import load_lab
 from foreshard.runtime.repair import repaired
-from foreshard.runtime.steering import POLICIES, PROBE_EVERY, Steering, Wheel
+from foreshard.runtime.steering import POLICIES, PROBE_EVERY, Steering, Wheel, own_samples
 from foreshard.spec.plan import Plan, load_plan
 
 _DELAY = 2
@@ -192,10 +192,12 @@ class _Play:
     ) -> None:
         if self._steering is None:
             return
-        share = {rank: group.share for group in running.groups for s in group.stages for rank in s.ranks}
+        own = own_samples(running)
         self._steering.stepped(
             step=step, time_s=time_s, running=running, ranks=self._there,
-            stage_s={one.rank: (one.compute_s + one.recompute_s) / share[one.rank] for one in ranks},
+            stage_s={
+                one.rank: (one.compute_s + one.recompute_s) / own[one.rank] for one in ranks if own[one.rank]
+            },
             generation=self._number, link_s=self._world.links(step, running),
             idle_s={} if step % PROBE_EVERY else self._world.idle_s(step, running), clock_s=clock_s,
         )  # fmt: skip

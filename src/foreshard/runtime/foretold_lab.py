@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import product
 
 from foreshard.predict.measured import rank_times
 from foreshard.predict.measured_costs import MeasuredCosts
@@ -86,13 +87,13 @@ class ForetoldLab:
             pair
             for group in plan.groups
             for a, b in zip(group.stages[:-1], group.stages[1:], strict=True)
-            for pair in ((a.ranks[0], b.ranks[0]), (b.ranks[0], a.ranks[0]))
+            for one, other in product(a.ranks, b.ranks)
+            for pair in ((one, other), (other, one))
         }
-        ring = sorted(plan.ranks)
-        if len(plan.groups) > 1:
-            pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
-        if step % PROBE_EVERY == 0:
-            ring = list(self.there(step))
+        rings = [sorted(stage.ranks) for group in plan.groups for stage in group.stages]
+        rings += [sorted(plan.ranks)] if len(plan.groups) > 1 else []
+        rings += [list(self.there(step))] if step % PROBE_EVERY == 0 else []
+        for ring in rings:
             pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
         told = {}
         for source, target in sorted(pairs):

@@ -181,3 +181,32 @@ def test_layers_are_foretold_to_come_from_who_sends_them():
         )  # fmt: skip
         told = {(one.source, one.target): [piece[1] for piece in one.pieces] for one in moves}
         assert moves_between(held, wanted, size) == told
+
+
+def joint(files, tmp_path, micro_batch=6):
+    """Return arguments with a plan of one stage on all ranks that splits micro-batches evenly."""
+    plan = json.loads(Path(files["plan"]).read_text())
+    (first, *_), total = plan["groups"], plan["global_batch"]
+    stage = first["stages"][0] | {"ranks": [0, 1, 2, 3], "rank_shares": None}
+    plan["groups"] = [first | {"share": total, "micro_batch": micro_batch, "stages": [stage]}]
+    (tmp_path / "joint.json").write_text(json.dumps(plan))
+    return files | {"plan": str(tmp_path / "joint.json")}
+
+
+def test_wide_stages_follow_a_straggler_and_keep_a_budget(files, tmp_path):
+    asked = joint(files(change(20, rank=1, slow=4.0)), tmp_path)
+    found = foretell(**asked, steps=60, policies=("lyapunov", "static"))
+    ours, static = found["lyapunov"], found["static"]
+    assert ours.time_s[2:20].mean() < 0.9 * static.time_s[2:20].mean()
+    assert ours.time_s[30:].mean() < 0.6 * static.time_s[30:].mean()
+    kept = foretell(**asked, steps=200, policies=("lyapunov",), budgets=("usd_per_h=5",))["lyapunov"]
+    assert kept.violation < 0.02 and all(len(plan.groups) == 1 for _, plan in kept.plans)
+    assert len({plan.ranks for _, plan in kept.plans}) > 1
+    assert kept.time_s.mean() > ours.time_s.mean()
+
+
+def test_wide_stages_go_on_without_a_rank_and_take_it_back(files, tmp_path):
+    asked = joint(files(change(10, rank=1, there=False) + change(20, rank=1, there=True)), tmp_path)
+    found = foretell(**asked, steps=40, policies=("lyapunov",))["lyapunov"]
+    gone = [plan.ranks for step, plan in found.plans if 10 <= step < 20]
+    assert gone and all(1 not in ranks for ranks in gone) and 1 in found.plans[-1][1].ranks
