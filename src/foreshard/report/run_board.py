@@ -41,8 +41,8 @@ class Board:
         self._most_backlog: dict[str, float] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take in a step."""
-        self.line = line
+        """Take in a step; one that ranks finished after a loss says nothing of the controller."""
+        line = self.line = {**self.line, **line}
         if line.get(_MEAN):
             self._times.append(line[_MEAN])
         order = (line.get("controller/order", ""), line.get("controller/orders", 0))

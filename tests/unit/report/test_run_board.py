@@ -49,6 +49,21 @@ def test_budgets_are_beside_what_they_allow_and_queues_have_length():
     assert queue.count("█") == 5, "a quarter of the longest it was"
 
 
+def test_a_step_that_was_finished_after_a_loss_says_nothing_of_the_controller():
+    board = Board(50)
+    board.take(line_of(0))
+    bare = {
+        key: value
+        for key, value in line_of(0).items()
+        if "/" not in key and key not in ("shares", "pipelines")
+    }
+    board.take(
+        bare | {"loss_metrics/global_avg_loss": 5.0, "time_metrics/end_to_end(s)": None, "generation": 2}
+    )
+    text = drawn(board)
+    assert "loss 5" in text and "0: 0-4  >  2: 5-7" in text and "generation 2" in text and "6.3" in text
+
+
 def test_the_last_orders_stay_and_each_is_told_once():
     board = Board(50)
     for step in range(8):
