@@ -181,7 +181,7 @@ class Links:
             rate = amount / moving
             if not is_rate(rate, float(self._stated.bandwidth_bytes_per_s[source, target])):
                 continue
-            one = self.single.setdefault((source, target), Level(self._first(source, target, rate)))
+            one = self._level(source, target, rate)
             self._last[source, target] = self._now
             if one.see(rate, times):
                 changed = True
@@ -207,6 +207,17 @@ class Links:
         self.common.setdefault(int(self._class[source, target]), Level(rate)).set(rate)
         self._refresh()
         return True
+
+    def _level(self, source: int, target: int, rate: float) -> Level:
+        """Return a link's own level; one not measured lately is where it was expected if that is nearer."""
+        pair, expected = (source, target), float(self._rates[source, target])
+        if pair not in self.single:
+            self.single[pair] = Level(expected if 0.0 < expected < math.inf else rate)
+        one = self.single[pair]
+        stale = pair in self._last and not self._is_fresh(pair)
+        if stale and abs(math.log(expected / rate)) < abs(math.log(one.value / rate)):
+            one.set(expected)
+        return one
 
     def _first(self, source: int, target: int, rate: float) -> float:
         stated = float(self._stated.bandwidth_bytes_per_s[source, target])

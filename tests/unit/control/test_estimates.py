@@ -58,6 +58,19 @@ def test_a_link_that_is_far_from_those_like_it_goes_by_its_own_rate(cases):
     assert estimates.state().bandwidth_bytes_per_s[0, 1] == pytest.approx(20.0, rel=0.03)
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["new", "measured long ago"])
+def test_a_link_that_confirms_what_was_expected_of_it_is_believed_at_once(cases, known):
+    estimates = Estimates(cases.state([1.0] * 4, bandwidth_bytes_per_s=np.full((4, 4), 100.0)))
+    ring = {(0, 1): (10.0, 0.1), (1, 2): (10.0, 0.1), (2, 3): (10.0, 0.1), (3, 0): (10.0, 0.1)}
+    for _ in range(20):
+        estimates.links.see(ring | ({(2, 0): (10.0, 0.1)} if known else {}), 1)
+    for _ in range(20):
+        estimates.links.see({pair: (10.0, 2.0) for pair in ring}, 1)
+    assert estimates.state().bandwidth_bytes_per_s[2, 0] == pytest.approx(5.0, rel=0.05)
+    estimates.links.see({(2, 0): (10.0, 2.0)}, 1)
+    assert estimates.state().bandwidth_bytes_per_s[2, 0] == pytest.approx(5.0, rel=0.05)
+
+
 def test_means_of_several_steps_count_as_several():
     level = Level(1.0)
     for _ in range(30):
