@@ -12,6 +12,7 @@ import numpy as np
 
 from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
+from foreshard.control.library import Weights
 from foreshard.control.queues import Curve
 from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure, workers_apart
 from foreshard.control.stage_landscape import StageMemo
@@ -74,19 +75,28 @@ class Pipelines:
         )  # fmt: skip
         stay = np.inf
         if running is not None and state.available[list(running.workers)].all():
-            kept = reshare(
-                self.chain, state, running, time_weight=time_weight, cost_weights=cost_weights,
-                budgets=self.budgets, **self._asked,
-            )  # fmt: skip
+            kept = self._kept(state, running, time_weight, cost_weights)
             stay = worth_of(kept, time_weight, cost_weights, self.budgets, curve)
         worth = worth_of(best, time_weight, cost_weights, self.budgets, curve)
         return Compared(best=best.structure, best_worth=worth, stay_worth=stay)
 
+    def _kept(
+        self, state: State, running: Structure, time_weight: float, cost_weights: Mapping[str, float]
+    ) -> Choice:
+        """Return the running structure with its best shares."""
+        return reshare(
+            self.chain, state, running, time_weight=time_weight, cost_weights=cost_weights,
+            budgets=self.budgets, **self._asked,
+        )  # fmt: skip
+
+    def _landscape(self, state: State) -> Any:
+        return self.memo.landscape(
+            self.chain, state, max_stages=self._max_stages, apart=self._apart, **self._asked
+        )
+
     def rows(self, state: State) -> Rows:
         """Return the structures of a state that were looked at so far; a first look where there was none."""
-        library = self.memo.landscape(
-            self.chain, state, max_stages=self._max_stages, apart=self._apart, **self._asked
-        ).library
+        library = self._landscape(state).library
         if not library.layouts:
             with contextlib.suppress(InfeasibleError):
                 self.compare(state, 1.0, dict.fromkeys((one.name for one in self.budgets), 0.0), None)
@@ -98,6 +108,14 @@ class Stages(Pipelines):
 
     _solve: Callable[..., Choice] = staticmethod(solve_stages)
     _memo: Callable[[], Any] = StageMemo
+
+    def _kept(
+        self, state: State, running: Structure, time_weight: float, cost_weights: Mapping[str, float]
+    ) -> Choice:
+        """Return the running structure with its best splits, those of a state seen before from memory."""
+        weights = Weights.of(state, time_weight, cost_weights, self.budgets)
+        found: Choice = self._landscape(state).kept(running, weights)
+        return found
 
 
 class Replicas:

@@ -23,7 +23,7 @@ from foreshard.control.slots import (
     Structure,
     evaluate,
 )
-from foreshard.control.staging import Staging
+from foreshard.control.staging import Staging, restaged
 
 _STATES, _STAGES = 256, 4096
 Level = tuple[int, int]
@@ -98,6 +98,8 @@ class StageLandscape:
         self.visits = 0
         self.explored: set[tuple[int, Level]] = set()
         self.complete: set[Level] = set()
+        self.changes: dict[tuple[Structure, int], tuple[Structure, float]] = {}
+        self._kept: dict[Structure, Choice] = {}
 
     def signature(self, stages: Groups) -> tuple[tuple[int, ...], ...]:
         """Return what is equal for structures that differ in names of workers only."""
@@ -118,6 +120,18 @@ class StageLandscape:
             Pipeline(workers=w, cuts=span) for w, span in zip(stages, pairwise(found[0]), strict=True)
         )
         return self.priced(Structure(groups=groups, reading=MP_OVER_DP), found[1])
+
+    def kept(self, structure: Structure, weights: Weights) -> Choice:
+        """Return stages that are kept with the best splits."""
+        free = not weights.busy.any() and not weights.sent.any()
+        if free and structure in self._kept:
+            return self._kept[structure]
+        found = restaged(
+            self.chain, self.state, structure, weights, batch=self.batch, micro_batch=self.micro_batch
+        )
+        if free:
+            self._kept[structure] = found
+        return found
 
     def priced(self, structure: Structure, shares: Sequence[int]) -> Choice:
         """Return a structure with shares as it goes in this state."""

@@ -20,7 +20,6 @@ from foreshard.control.queues import Curve
 from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure, workers_apart
 from foreshard.control.stage_candidates import all_stages, built, neighbours, renamed, repaired
 from foreshard.control.stage_landscape import Level, Staged, StageLandscape, StageMemo
-from foreshard.control.staging import restaged
 from foreshard.errors import InfeasibleError
 
 _SMALL, _COLD_LOOKS, _WARM_LOOKS = 4, 2000, 8
@@ -177,10 +176,7 @@ class _Search:
         if structure in self.library.known:
             at = self.library.known[structure]
         else:
-            choice = restaged(
-                self.land.chain, self.land.state, structure, self.weights, batch=self.land.batch,
-                micro_batch=self.land.micro_batch,
-            )  # fmt: skip
+            choice = self.land.kept(structure, self.weights)
             at = self.library.add(Staged(choice=choice)) if math.isfinite(choice.time_s) else None
             self.library.known[structure] = at
         if at is not None:
@@ -218,11 +214,19 @@ class _Search:
                 table = self.library.table(self.land.state, self.curve.budgets, rows)
                 worth += float(self.curve.extra(*table)[0])
             if self.running is not None and self.change_weight > 0.0:
-                made = renamed(self.land, self.library.layouts[at].choice.structure, self.running)
-                moved = move(self.land.chain, self.land.state, self.running, made)
-                worth += self.change_weight * moved.time_s
+                worth += self.change_weight * self._change(at)[1]
             self.found[at] = worth
         return self.found[at]
+
+    def _change(self, at: int) -> tuple[Structure, float]:
+        """Return a structure by the workers that it is best made of, and the seconds to get there."""
+        assert self.running is not None
+        key = (self.running, at)
+        if key not in self.land.changes:
+            made = renamed(self.land, self.library.layouts[at].choice.structure, self.running)
+            moved = move(self.land.chain, self.land.state, self.running, made)
+            self.land.changes[key] = made, moved.time_s
+        return self.land.changes[key]
 
     def _walk(self, at: int) -> None:
         """Move on while some tentative move is better; where all are known, the ranking has seen them."""
@@ -242,8 +246,9 @@ class _Search:
 
     def best(self) -> Choice:
         """Return the best structure, of workers that are alike those that hold most of its layers."""
-        choice = self.library.layouts[min(self.found, key=lambda one: (self.found[one], one))].choice
+        at = min(self.found, key=lambda one: (self.found[one], one))
+        choice = self.library.layouts[at].choice
         if self.running is None:
             return choice
-        named = renamed(self.land, choice.structure, self.running)
+        named, _ = self._change(at)
         return choice if named == choice.structure else self.land.priced(named, choice.shares)

@@ -1,5 +1,7 @@
 """Policies on one path: what each does, what it may know, and that ours keeps the budget near the bound."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.unit.control.test_clairvoyant import WIDTH, arena_of
@@ -7,7 +9,7 @@ from tests.unit.control.test_clairvoyant import WIDTH, arena_of
 from foreshard.control.clairvoyant import bound_of
 from foreshard.control.hindsight import best_subset, violation
 from foreshard.control.policies import BY_SHARES, Banked, EqualShare, Fleet, Greedy, on_subset
-from foreshard.control.slots import Budget
+from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.control.subsets import COSTS
 from foreshard.control.told import controller_rule
 from foreshard.sim.online import Seen, play
@@ -113,6 +115,19 @@ def test_ours_keeps_the_budget_near_the_bound_and_the_books_close():
         arena,
     )
     assert run.time_s.mean() < other.time_s.mean()
+
+
+def test_on_stages_that_split_micro_batches_ours_keeps_the_budget_and_the_books_close():
+    arena = arena_of(seed=1, slots=300)
+    arena = replace(arena, work=replace(arena.work, micro_batch=8), _memo={})
+    budget = budget_of(arena, 0.7)
+    ours, free = (ours_of(arena, some, reading=MP_OVER_DP) for some in ((budget,), ()))
+    run, fast = run_of(ours, arena), run_of(free, arena)
+    assert violation(run, (budget,)) <= 0.01 < violation(fast, (budget,))
+    assert fast.time_s.mean() < run.time_s.mean()
+    assert ours.policy.queues.identity_error() < 1e-9
+    ours.policy.check_invariants()
+    assert run.reconfigurations > 0 and run.used.min() < 4
 
 
 def test_without_budgets_ours_is_the_fastest_and_with_a_small_weight_the_cheapest():
