@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +99,11 @@ def cannot_write(path: str, error: OSError) -> ForeshardError:
 
 
 def say(text: str) -> None:
-    """Tell the user something that is not the answer (standard error)."""
+    """Tell the user something that is not the answer (standard error, on a terminal cut at words)."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        whole = {"break_long_words": False, "break_on_hyphens": False}
+        text = "\n".join(textwrap.fill(line, width, **whole) for line in text.splitlines())
     click.echo(text, err=True)
 
 

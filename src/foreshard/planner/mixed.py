@@ -176,7 +176,7 @@ def _notes(request: Request) -> list[str]:
         notes.append(f"{names}: no {request.precision} in hardware, left idle; --dtype fp16 may use them")
     vendors = sorted({g.device.vendor for g in nodes if g.device.supports(request.precision)})
     if len(vendors) > 1:
-        notes.append(f"no collective joins devices of {' and '.join(vendors)}: each vendor was planned alone")
+        notes.append(f"No collective joins devices of {' and '.join(vendors)}: each vendor was planned alone")
     return notes
 
 
@@ -185,7 +185,7 @@ def _with_interleaved(found: MixedFound, bound: float, best_s: float, notes: lis
     whole = min(bound, found.interleaved_s)
     if best_s > whole * (1.0 + _PROVEN):
         notes.append(
-            f"the chosen plan is interleaved: no 1f1b plan takes less than {bound:.3g} s, and none"
+            f"The chosen plan is interleaved: no 1f1b plan takes less than {bound:.3g} s, and none"
             f" interleaved throughout, with 2 or 4 chunks, less than {found.interleaved_s:.3g} s"
         )
     return whole
@@ -224,7 +224,7 @@ def _bound(request: Request, found: MixedFound, sets: Sequence[tuple[int, ...]],
     if request.engine == "analytical":
         return bound
     notes.append(
-        f"the bound for engine {request.engine} is that of computation alone, spread over all devices: it "
+        f"The bound for engine {request.engine} is that of computation alone, spread over all devices: it "
         "overlaps messages that the analytical engine adds"
     )
     priced = (price_stages(request, use, compute_only=True, every=True) for use in sets)

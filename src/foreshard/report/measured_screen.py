@@ -54,9 +54,13 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
         times = (seconds(fixed), seconds(each), seconds(told["optimizer_s"]))
         rows.append((layer, *times, percent(told["relative_error"])))
     low, high = costs["spread"]
-    devices = ", ".join(f"{name} x{factor:g}" for name, factor in costs["devices"].items())
+    devices = ", ".join(_device(*one) for one in costs["devices"].items())
     written = f"Written to {path}." if path else "Not written: give -o FILE."
-    notes = [f"Passes spread from {low:.3f} to {high:.3f} of their median.", written]
+    notes = [
+        "A layer takes its fixed time and so much more a sample; the error is of that line at a size timed.",
+        f"Passes spread from {low:.3f} to {high:.3f} of their median.",
+        written,
+    ]
     for name, link in (costs["links"] or {}).items():
         if link is not None:
             notes.insert(0, (
@@ -64,12 +68,16 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
                 f"sums {seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
                 f"{percent(link['relative_error'])} off (median)."
             ))  # fmt: skip
-    columns = (">layer", ">fixed", ">a sample", ">optimizer", ">line off")
+    columns = (">layer", ">fixed", ">a sample", ">optimizer", ">largest error")
     return Screen(
         header=(f"{costs['model']} on {costs['machine']}, {costs['clock']} clock; devices: {devices}",),
         tables=(table("layers: forward and backward", columns, rows),),
         notes=tuple(notes),
     )
+
+
+def _device(name: str, factor: float) -> str:
+    return name if factor == 1 else f"{name} ({factor:g} times as slow)"
 
 
 def _size(num_bytes: int) -> str:

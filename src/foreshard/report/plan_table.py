@@ -188,10 +188,11 @@ def drawn(plan: Plan, cluster: Cluster) -> Table:
     ranks = {
         (g, s): stage.ranks for g, group in enumerate(plan.groups) for s, stage in enumerate(group.stages)
     }
-    cells = [
-        (spans(groups), *rest[:1], _rank_words([ranks[g, int(rest[0])] for g in groups]), *rest[1:])
-        for rest, groups in rows.items()
-    ]
+    cells = []
+    for (s, devices, *rest, samples, split), groups in rows.items():
+        numbers = _rank_words([ranks[g, int(s)] for g in groups])
+        each = " each" if len(groups) > 1 else ""
+        cells.append((spans(groups), s, numbers, devices + each, *rest, samples + each, split))
     title = "The chosen plan"
     if len(cells) > _SHOWN_STAGES:
         title += f", its first {_SHOWN_STAGES} of {len(cells)} kinds of stages"

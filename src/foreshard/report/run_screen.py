@@ -16,6 +16,7 @@ _BROKEN = (
     "The loss is not a number, and training went on with it. events.jsonl says from which step on; see the "
     "data, lower the learning rate, or clip with --clip-norm."
 )
+_LOSS_DIGITS = 5
 _UNDISTURBED = "Predicted is a step of the lab as it is stated at first, without its changes."
 
 
@@ -28,7 +29,11 @@ def _budget(name: str, limit: float, mean: float) -> Box:
 def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
     told = ", ".join(map(str, ranks))
     note = "not there at the end; supervisor.jsonl says since when and why"
-    return (Box(title="ranks left out", value=told, note=note, alarm=True),) if ranks else ()
+    return (Box(title="Ranks left out", value=told, note=note, alarm=True),) if ranks else ()
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else digits(value, _LOSS_DIGITS)
 
 
 def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
@@ -47,8 +52,9 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: b
         error = predicted_s / outcome.median_step_s - 1
         against = f"predicted {format_seconds(predicted_s)}, {100 * error:+.1f} %"
     broken = outcome.last_loss is None and outcome.median_step_s is not None
-    loss = "not finite" if broken else "-" if outcome.last_loss is None else f"{outcome.last_loss:.6g}"
-    began = "" if outcome.first_loss is None else f"from {outcome.first_loss:.6g}"
+    first, last = map(_loss, (outcome.first_loss, outcome.last_loss))
+    loss = "not finite" if broken else last or "-"
+    began = f"from {first}" if first else ""
     wrong = outcome.lost + outcome.repeated + outcome.misread
     told = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks"
     ledger = told if wrong else "every one once"
@@ -56,10 +62,10 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: b
     return Screen(
         header=(f"{number_of(outcome.steps, 'step')}, {outcome.clock} clock",),
         boxes=(
-            Box(title="step, median", value=step, note=against),
-            Box(title="loss", value=loss, note=began, alarm=broken),
-            Box(title="samples", value=f"{outcome.samples:,}", note=ledger, alarm=wrong > 0),
-            Box(title="ranks restarted", value=starts, note=together),
+            Box(title="Step, median", value=step, note=against),
+            Box(title="Loss", value=loss, note=began, alarm=broken),
+            Box(title="Samples", value=f"{outcome.samples:,}", note=ledger, alarm=wrong > 0),
+            Box(title="Ranks restarted", value=starts, note=together),
             *_absent(outcome.absent),
             *(_budget(name, **told) for name, told in outcome.budgets.items()),
         ),

@@ -56,5 +56,5 @@ def test_what_is_predicted_of_a_lab_that_changes_is_said():
 
 def test_ranks_that_were_not_there_at_the_end_are_told():
     left_out = [box for box in run_screen(replace(OUTCOME, absent=(1, 3))).boxes if box.alarm]
-    assert [(box.title, box.value) for box in left_out] == [("ranks left out", "1, 3")]
+    assert [(box.title, box.value) for box in left_out] == [("Ranks left out", "1, 3")]
     assert not any(box.alarm for box in run_screen(OUTCOME).boxes)

@@ -142,3 +142,10 @@ def test_every_degree_and_what_ranks_take_is_said_of_every_stage(joint):
 def test_what_other_planners_do_not_know_is_named(plan, joint):
     assert beyond(plan, CLUSTER) == ""
     assert beyond(joint, CLUSTER).endswith("stages on two kinds of devices and experts cut over ranks.")
+
+
+def test_groups_that_share_a_row_say_what_each_of_them_has(plan):
+    rows = drawn(plan, CLUSTER).rows
+    assert [row[0] for row in rows] == ["0", "0", "1-2"]
+    assert "2 a100-sxm-80gb" in rows[0] and "10" in rows[0]
+    assert "1 h100-sxm each" in rows[2] and "27 each" in rows[2]

@@ -78,7 +78,8 @@ def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
     }  # fmt: skip
     shown = render(run_screen(Outcome(**told_of)))
     assert "not finite" in shown and "--clip-norm" in shown
-    assert "--clip-norm" not in render(run_screen(Outcome(**{**told_of, "last_loss": 2.0})))
+    fine = render(run_screen(Outcome(**{**told_of, "last_loss": 2.0})))
+    assert "--clip-norm" not in fine and "2.0000  (from 2.5000)" in fine
     steered = {**told_of, "last_loss": 2.0, "budgets": {"usd_per_h": {"limit": 8.0, "mean": 7.4952}}}
     assert "usd_per_h, mean" in (kept := render(run_screen(Outcome(**steered)))) and "budget 8, kept" in kept
     steered["budgets"] = {"usd_per_h": {"limit": 8.0, "mean": 10.0}}
