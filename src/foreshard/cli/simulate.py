@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, cannot_write, give, say
+from foreshard.cli.answer import answering, cannot_write, give, must_be_writable, say
 from foreshard.cli.options import Count
 from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
@@ -64,10 +64,12 @@ def command(file: str, budgets: tuple[str, ...], **options: Any) -> None:
     from foreshard.spec import codec
 
     if "ranks" in codec.parse_toml(codec.read_text(file), file=file):
-        _refuse(options, ("seeds", "slots", "report"), file, "a lab has one path", "Leave it out")
+        _refuse(options, ("seeds", "slots", "report"), file, "A lab has one path", "Leave it out")
         _foretell(file, budgets, options)
     else:
-        _refuse(options, ("costs", "plan", "steps"), file, "only a lab takes it", "Name the TOML of a lab")
+        _refuse(options, ("costs", "plan", "steps"), file, "Only a lab takes it", "Name the TOML of a lab")
+        if options["report"]:
+            must_be_writable(options["report"])
         _contest(file, budgets, options)
 
 

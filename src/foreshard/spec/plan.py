@@ -438,6 +438,11 @@ def load_plan(path: str) -> Plan:
         raise SpecError("the file is empty", file=file, rule="A plan is JSON", fix="Give a JSON plan file")
     try:
         text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"byte {error.start} is not UTF-8", file=file, rule="A plan is JSON", fix="Give a JSON plan file"
+        ) from None
+    try:
         parsed = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_keys_once)
     except (ValueError, RecursionError) as error:
         fix = "Check for a truncated file"

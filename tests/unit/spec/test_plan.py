@@ -170,7 +170,7 @@ BAD_FILES = {
     "key twice": (TEXT.replace('"seq_len"', '"global_batch"'), "'global_batch' appears twice"),
     "deep": ("[" * 100_000, "not valid JSON"),
     "less deep": ('{"global_batch":' + "[" * 800 + "]" * 800 + ',"seq_len":1,"groups":[1]}', "is not valid"),
-    "utf-16": (TEXT.encode("utf-16"), "not valid JSON"),
+    "utf-16": (TEXT.encode("utf-16"), "byte 0 is not UTF-8"),
     "byte order mark": (b"\xef\xbb\xbf" + TEXT.encode(), "not valid JSON"),
     "lone surrogate": ('{"\\ud800": 1}', "unknown key"),
     "long key": ('{"' + "k" * 100_000 + '": 1}', "unknown key"),
