@@ -21,7 +21,8 @@ from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
 from foreshard.control.moves import spans_of
 from foreshard.control.orders import shares_of, structure_of
-from foreshard.control.slots import Budget, Chain, State, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import Budget, Chain, State
 from foreshard.predict.measured_costs import LayerCost, MeasuredCosts
 from foreshard.runtime.lab import Lab
 from foreshard.runtime.passes import Passes

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreshard.control.moves import move, move_costs
-from foreshard.control.slots import State, Structure, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import State, Structure
 from foreshard.control.subsets import COSTS, Kinds, data_parallel, sample_s
 from foreshard.control.workload import Workload
 from foreshard.sim.dynamics import Path

@@ -20,9 +20,10 @@ from foreshard.control.dual import allowances
 from foreshard.control.estimates import Estimates
 from foreshard.control.lessons import Lessons, weight_for
 from foreshard.control.moves import move, move_costs, spans_of
+from foreshard.control.pricing import evaluate
 from foreshard.control.queues import Queues
 from foreshard.control.replicas import Compared, Replicas, slots_of
-from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure, evaluate
+from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (

@@ -14,22 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.control.candidates import all_structures, built, neighbours, repaired
+from foreshard.control.costs import slowest_link
 from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit
 from foreshard.control.library import Weights
 from foreshard.control.moves import move
+from foreshard.control.pricing import evaluate, runs
 from foreshard.control.queues import Curve
 from foreshard.control.shares import counted, whole_shares
-from foreshard.control.slots import (
-    Budget,
-    Chain,
-    Choice,
-    State,
-    Structure,
-    evaluate,
-    runs,
-    slowest_link,
-    workers_apart,
-)
+from foreshard.control.slots import Budget, Chain, Choice, State, Structure, workers_apart
 from foreshard.control.worth import worth_of
 from foreshard.errors import InfeasibleError
 

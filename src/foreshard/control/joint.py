@@ -13,8 +13,9 @@ from functools import cache
 
 import numpy as np
 
+from foreshard.control.costs import slowest_link
 from foreshard.control.shares import whole_shares
-from foreshard.control.slots import Chain, State, slowest_link
+from foreshard.control.slots import Chain, State
 
 _ALL_SPLITS = 24
 """Ways to split a micro-batch up to which all are looked at."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.control import cuts, slots
+from foreshard.control import cuts, pricing
 from foreshard.control.kinds import kinds_of
 from foreshard.control.library import Library, Weights
 from foreshard.control.shares import Split, linear_shares, water_filling
-from foreshard.control.slots import Chain, Pipeline, State, Structure
+from foreshard.control.slots import Chain, Choice, Pipeline, State, Structure
 
 _STATES = 256
 _FRONTS = 20_000
@@ -166,7 +166,7 @@ class Landscape:
         self.visits = 0
         self.explored: set[tuple[int, int]] = set()
         self.library = Library[Layout](chain.num_workers)
-        self.chosen: dict[Structure, slots.Choice] = {}
+        self.chosen: dict[Structure, Choice] = {}
         self._layouts: dict[object, Layout] = {}
         self._units: dict[object, Unit] = {}
         self._front: dict[object, tuple[cuts.Cut, ...]] = {}
@@ -259,8 +259,8 @@ class Landscape:
         """Return a pipeline as it goes in this state."""
         chain, state = self.chain, self.state
         alone = Structure(groups=(pipeline,))
-        worker, _, first, stop = spans = slots.stage_spans(alone)
-        stage_s = slots.stage_s(chain, state, worker, first, stop)
+        worker, _, first, stop = spans = pricing.stage_spans(alone)
+        stage_s = pricing.stage_s(chain, state, worker, first, stop)
         period = self.micro_batch * stage_s
         if len(worker) > 1:
             period[1:] += 2.0 * state.latency_s[worker[:-1], worker[1:]] + (
@@ -269,7 +269,7 @@ class Landscape:
             )  # fmt: skip
         sent = np.zeros(len(worker))
         if self.egress:
-            sent = slots.boundary_usd(chain, state, spans, np.ones(1))[worker]
+            sent = pricing.boundary_usd(chain, state, spans, np.ones(1))[worker]
         return Unit(
             pipeline=pipeline, fill_s=float(period.sum()), slowest_s=float(period.max()), stage_s=stage_s,
             sent_usd=sent,
@@ -286,12 +286,12 @@ class Landscape:
         structure = Structure(groups=tuple(unit.pipeline for unit in units))
         sizes = [len(unit.stage_s) for unit in units]
         worker = np.array(structure.workers, dtype=int)
-        sync = slots.sync_s(self.chain, self.state, structure).max()
+        sync = pricing.sync_s(self.chain, self.state, structure).max()
         start = np.array([unit.fill_s - unit.slowest_s for unit in units]) + sync
         rate = np.array([unit.slowest_s for unit in units]) / self.micro_batch
         ring = np.zeros(len(worker))
         if self.egress:
-            ring = slots.sync_usd(self.chain, self.state, structure)[worker]
+            ring = pricing.sync_usd(self.chain, self.state, structure)[worker]
         return Layout(
             structure=structure, worker=worker, group=np.repeat(np.arange(len(units)), sizes), start_s=start,
             rate_s=rate, stage_s=np.concatenate([unit.stage_s for unit in units]),

@@ -9,20 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from foreshard.control.costs import Costs
 from foreshard.control.joint import JointStage
 from foreshard.control.kinds import kinds_of
 from foreshard.control.landscape import Groups
 from foreshard.control.library import Library, Weights
-from foreshard.control.slots import (
-    MP_OVER_DP,
-    Chain,
-    Choice,
-    Costs,
-    Pipeline,
-    State,
-    Structure,
-    evaluate,
-)
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import MP_OVER_DP, Chain, Choice, Pipeline, State, Structure
 from foreshard.control.staging import Staging, restaged
 
 _STATES, _STAGES = 256, 4096

@@ -8,11 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from foreshard.control.costs import slowest_link
 from foreshard.control.joint import JointStage, splits_of
 from foreshard.control.landscape import Groups
 from foreshard.control.library import Weights
-from foreshard.control.slots import Chain, Choice, State, Structure, evaluate, slowest_link, stage_link
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import Chain, Choice, State, Structure
 from foreshard.control.stage_cuts import Row, best_cuts
+from foreshard.control.stage_pricing import stage_link
 
 Found = tuple[tuple[int, ...], tuple[int, ...]]
 """Where stages begin, and the end; samples of a micro-batch by worker, stage after stage."""

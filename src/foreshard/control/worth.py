@@ -8,21 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from foreshard.control.library import Weights
+from foreshard.control.pricing import boundary_usd, evaluate, pace_of, stage_s, stage_spans
 from foreshard.control.queues import Curve
 from foreshard.control.shares import counted, whole_shares
-from foreshard.control.slots import (
-    MP_OVER_DP,
-    Budget,
-    Chain,
-    Choice,
-    State,
-    Structure,
-    boundary_usd,
-    evaluate,
-    pace_of,
-    stage_s,
-    stage_spans,
-)
+from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure
 from foreshard.control.staging import restaged
 
 

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreshard.control.slots import (
-    MP_OVER_DP,
-    Chain,
-    Pipeline,
-    State,
-    Structure,
-    stage_hop_s,
-    stage_sync_s,
-    sync_s,
-)
+from foreshard.control.pricing import sync_s
+from foreshard.control.slots import MP_OVER_DP, Chain, Pipeline, State, Structure
+from foreshard.control.stage_pricing import stage_hop_s, stage_sync_s
 from foreshard.runtime.passes import Passes
 
 

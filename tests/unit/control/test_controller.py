@@ -13,7 +13,8 @@ import pytest
 from foreshard.control.controller import Controller
 from foreshard.control.journal import command_line, replay
 from foreshard.control.orders import structure_of
-from foreshard.control.slots import Budget, Pipeline, Structure, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import Budget, Pipeline, Structure
 from foreshard.errors import SpecError
 from foreshard.spec.online import (
     CarbonChanged,

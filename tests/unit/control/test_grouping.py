@@ -11,8 +11,9 @@ import pytest
 from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo, Weights
 from foreshard.control.moves import move
+from foreshard.control.pricing import evaluate, pace_of, runs
 from foreshard.control.shares import whole_shares
-from foreshard.control.slots import Budget, Pipeline, Structure, evaluate, pace_of, runs
+from foreshard.control.slots import Budget, Pipeline, Structure
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError
 

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.slots import MP_OVER_DP, Pipeline, Structure, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import MP_OVER_DP, Pipeline, Structure
 from foreshard.errors import SpecError
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from foreshard.control.orders import plan_of
-from foreshard.control.slots import MP_OVER_DP, Budget, Pipeline, Structure, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import MP_OVER_DP, Budget, Pipeline, Structure
 from foreshard.control.stages import solve_stages
 from foreshard.errors import InfeasibleError
 from foreshard.spec.plan import parse_plan

@@ -6,7 +6,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from foreshard.control.slots import Chain, State, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import Chain, State
 from foreshard.control.subsets import COSTS, Kinds, balanced_shares, data_parallel, even_shares, sample_s
 from foreshard.errors import InfeasibleError, SpecError
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from foreshard.control import orders
-from foreshard.control.slots import Budget, Chain, Pipeline, State, Structure, evaluate
+from foreshard.control.pricing import evaluate
+from foreshard.control.slots import Budget, Chain, Pipeline, State, Structure
 from foreshard.errors import SpecError
 from foreshard.runtime.rivals import Greedy, LastSpeeds
 from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured

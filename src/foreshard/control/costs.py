@@ -1,0 +1,77 @@
+"""Costs of a batch by kind and by worker, and links that are as slow as their slowest pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from foreshard.control.slots import State
+
+
+def cost_table(
+    state: State, worker: np.ndarray, busy_s: np.ndarray, egress_usd: np.ndarray, time_s: float
+) -> dict[str, float]:
+    """Return costs of a batch by kind, and by kind and worker.
+
+    Parameters
+    ----------
+    state : State
+    worker : ndarray of int, shape (active,)
+    busy_s : ndarray, shape (active,)
+    egress_usd : ndarray, shape (W,)
+        What bytes sent by each worker cost.
+    time_s : float
+    """
+    rent = state.usd_per_h[worker] * (time_s / 3600.0)
+    egress = egress_usd[worker]
+    if math.isfinite(time_s):
+        energy = state.busy_w[worker] * busy_s + state.idle_w[worker] * np.maximum(time_s - busy_s, 0.0)
+    else:
+        energy = np.full(len(worker), math.inf)
+    kg_per_j = state.kg_per_j[worker]
+    by_kind = {
+        "usd": rent + egress, "rent_usd": rent, "egress_usd": egress, "joule": energy,
+        "carbon_kg": np.where(kg_per_j > 0.0, energy, 0.0) * kg_per_j, "duty": busy_s,
+    }  # fmt: skip
+    return Costs(worker, by_kind)
+
+
+class Costs(dict[str, float]):
+    """Costs by kind; those of single workers ('joule:3') are looked up when asked for."""
+
+    __slots__ = ("_kinds", "_place")
+
+    def __init__(self, worker: np.ndarray, by_kind: Mapping[str, np.ndarray]):
+        super().__init__({kind: float(values.sum()) for kind, values in by_kind.items() if kind != "duty"})
+        self._place = {int(one): at for at, one in enumerate(worker)}
+        self._kinds = by_kind
+
+    def by_worker(self, kind: str) -> np.ndarray:
+        """Return the costs of a kind by worker, in the order of the structure's workers."""
+        return self._kinds[kind]
+
+    def __missing__(self, key: str) -> float:
+        kind, _, worker = key.partition(":")
+        if kind not in self._kinds or not worker.isdecimal():
+            raise KeyError(key)
+        at = self._place.get(int(worker))
+        return 0.0 if at is None else float(self._kinds[kind][at])
+
+
+def slowest_link(state: State, workers: Sequence[int] | np.ndarray) -> tuple[float, float]:
+    """Return the least bandwidth and the greatest latency between any two of them."""
+    if len(workers) == 2:
+        a, b = workers
+        rates, waits = state.bandwidth_bytes_per_s, state.latency_s
+        return min(float(rates[a, b]), float(rates[b, a])), max(float(waits[a, b]), float(waits[b, a]))
+    at, apart = np.asarray(workers), _apart(len(workers))
+    rates, waits = state.bandwidth_bytes_per_s[at][:, at], state.latency_s[at][:, at]
+    return float(rates[apart].min()), float(waits[apart].max())
+
+
+@cache
+def _apart(count: int) -> np.ndarray:
+    return ~np.eye(count, dtype=bool)
