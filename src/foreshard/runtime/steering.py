@@ -125,6 +125,8 @@ class Steering:
             When the step ended: the change before it is paid for too.
         """
         controller, wheel = self.controller, self._wheel
+        # Steps done again after all ranks were lost cost again: to the controller they are further ones.
+        step = max(step, controller.step + 1)
         events: list[Event] = [
             RankLost(step=step, rank=rank, reason="left the run") for rank in sorted(self._there - set(ranks))
         ]

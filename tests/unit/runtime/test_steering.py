@@ -133,6 +133,16 @@ def test_a_step_cut_in_two_measures_nothing(wheel):
     assert steering.controller.queues.steps == 0
 
 
+def test_steps_that_a_run_does_again_are_paid_again(wheel):
+    steering = Steering(replace(wheel, budgets=("usd_per_h=3",)), lambda command: None)
+    for step in (*range(6), *range(2, 8)):
+        steering.stepped(
+            step=step, time_s=0.1, running=wheel.plan, ranks=range(4), generation=step,
+            stage_s=dict.fromkeys(wheel.plan.ranks, 0.026),
+        )  # fmt: skip
+    assert steering.controller.queues.steps == 12 and steering.controller.ignored == 0
+
+
 def test_the_chain_is_the_measured_layers(wheel):
     from foreshard.predict.measured_costs import load_costs
     from foreshard.runtime.lab import load_lab
