@@ -1,10 +1,16 @@
 """Real runs on a lab that changes, every policy in the same one, each beside what `foretell` says of it.
 
-Four local ranks (examples/labs/restless4.toml: speeds and links change nine times, a rank joins late, one is
-killed and comes back), in virtual time of measured processor time, in double precision. Without a budget: the
-controller, the greedy plan, shares by the last speeds, the planned plan, even shares. Under a budget of rent:
-those that can keep one. All losses are compared with a run that nothing disturbs. A step is the mean over the
-run, changes included.
+Four local ranks (examples/labs/restless4.toml, its changes moved to fit the steps: speeds and links change
+nine times, a rank joins late, one is killed and comes back), in virtual time of measured processor time, in
+double precision. Without a budget: the controller, the greedy plan, shares by the last speeds, the planned
+plan, even shares. Under a budget of rent: those that can keep one. All losses are compared with a run that
+nothing disturbs. A step is the mean over the run, changes included.
+
+The machine drifts, so a run is foretold several ways:
+
+- by a profile before it, one after it, and the mean of both: drift shows as the two's difference;
+- by the profile before, its seconds times what every rank's own work took in that run over what the profile
+  makes of the same work: nothing but this machine's speed is of the run, all else is foretold.
 """
 
 from __future__ import annotations
@@ -12,41 +18,52 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from foreshard.runtime.foretelling import foretell
-from foreshard.runtime.lab import load_lab
+from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.outcome import kept_steps
+from foreshard.runtime.wheel import passes_of
+from foreshard.spec.plan import Plan, load_plan
 
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")
-LAB = str(ROOT / "examples" / "labs" / "restless4.toml")
+LAB, LAB_STEPS = ROOT / "examples" / "labs" / "restless4.toml", 300
 SETTINGS = {"GPT_DTYPE": "float64", "GPT_WIDTH": "64", "GPT_BLOCKS": "4", "OMP_NUM_THREADS": "1"}
 FREE = (
     ("lyapunov", "plan", "lyapunov"), ("greedy", "plan", "greedy"), ("lb-bsp", "plan", "lb-bsp"),
     ("planned, stays", "plan", "static"), ("even shares", "even", "static"),
 )  # fmt: skip
 KEPT = tuple(row for row in FREE if row[2] != "static")
+LEAST_CHANGES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     """A run that has ended."""
 
-    losses: list[float]
-    step_s: float
-    usd_per_h: float
-    reconfigurations: int
+    lines: list[dict[str, Any]]
     lost: int
     wall_s: float
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps."""
+        return [line["loss_metrics/global_avg_loss"] for line in self.lines]
+
+    @property
+    def took_s(self) -> float:
+        """Time of all steps but the first."""
+        return float(self.lines[-1]["clock_s"] - self.lines[0]["clock_s"])
 
     def apart(self, other: Ran) -> float:
         """Return the largest relative difference of losses."""
@@ -65,90 +82,208 @@ def foreshard(*words: str) -> dict[str, Any]:
 
 
 class Bench:
-    """A folder with costs and plans of the job on the lab, and the runs in it."""
+    """A folder with the lab, costs and plans of the job on it, and the runs in it."""
 
     def __init__(self, folder: Path, steps: int, batch: int):
-        self.folder, self.steps = folder, steps
+        self.folder, self.steps, self._profiles = folder, steps, 0
         folder.mkdir(parents=True, exist_ok=True)
-        profile, costs, plan = (self.file(one) for one in ("profile.json", "costs.json", "plan.json"))
-        foreshard("profile", JOB, "--local", "4", "--samples", "1,2,4,8", "-o", profile)
-        foreshard("calibrate", "--profile", profile, "--lab", LAB, "-o", costs)
+        self.lab_file, self.calm_file = self.file("lab.toml"), self.file("calm.toml")
+        moved = re.sub(
+            r"at_step = (\d+)", lambda told: f"at_step = {int(told[1]) * steps // LAB_STEPS}", LAB.read_text()
+        )
+        Path(self.lab_file).write_text(moved)
+        Path(self.calm_file).write_text(moved.partition("[[change]]")[0])
+        self.lab: Lab = load_lab(self.lab_file)
+        self.costs = self.profiled()
+        plan = self.file("plan.json")
         asked = ("--global-batch", str(batch), "--seq", "64", "--dtype", "fp32")
-        foreshard("plan", JOB, LAB, "--costs", costs, *asked, "-o", plan)
+        foreshard("plan", JOB, self.lab_file, "--costs", self.costs, *asked, "-o", plan)
         words = [sys.executable, str(ROOT / "scripts" / "even_split.py"), plan, "4"]
         told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
         Path(self.file("even.json")).write_text(told)
-        Path(self.file("calm.toml")).write_text(Path(LAB).read_text().partition("[[change]]")[0])
 
     def file(self, name: str) -> str:
         """Return the path of a file."""
         return str(self.folder / name)
 
-    def run(self, name: str, plan: str, policy: str, seed: int, budget: str | None, lab: str = LAB) -> Ran:
+    def profiled(self) -> str:
+        """Profile now; return the file of the costs, which is the latest from now on."""
+        self._profiles += 1
+        profile, costs = self.file("profile.json"), self.file(f"costs-{self._profiles}.json")
+        sizes = ("--samples", "1,4,16", "--repeats", "9", "--no-links")
+        foreshard("profile", JOB, "--local", "4", *sizes, "-o", profile)
+        foreshard("calibrate", "--profile", profile, "--lab", self.lab_file, "-o", costs)
+        self.costs = costs
+        return costs
+
+    def run(self, name: str, plan: str, policy: str, seed: int, budget: str | None, lab: str) -> Ran:
         """Train, and read what came of it."""
         out, began_s = self.folder / name.replace(", ", "-"), time.monotonic()
         words = ["run", JOB, "--plan", self.file(f"{plan}.json"), "--local", "4", "--lab", lab]
         words += ["--steps", str(self.steps), "--out", str(out), "--seed", str(seed)]
         if policy != "static":
-            words += ["--policy", policy, "--costs", self.file("costs.json")]
+            words += ["--policy", policy, "--costs", self.costs]
         if budget is not None:
             words += ["--budget", budget]
         outcome = foreshard(*words)
-        lines = kept_steps(out / "metrics.jsonl")
-        took_s = lines[-1]["clock_s"] - lines[0]["clock_s"]
         return Ran(
-            losses=[line["loss_metrics/global_avg_loss"] for line in lines],
-            step_s=took_s / (len(lines) - 1), usd_per_h=rent(lines) / took_s,
-            reconfigurations=lines[-1].get("controller/reconfigurations", 0),
-            lost=outcome["lost"] + outcome["repeated"], wall_s=time.monotonic() - began_s,
+            lines=kept_steps(out / "metrics.jsonl"), lost=outcome["lost"] + outcome["repeated"],
+            wall_s=time.monotonic() - began_s,
         )  # fmt: skip
 
-    def foretold_s(self, plan: str, policy: str, budget: str | None) -> float:
-        """Return the mean step that the simulator gives, the first left out as in the runs."""
+    def told(self, costs: str, plan: str, policy: str, budget: str | None) -> tuple[float, list[Any]]:
+        """Return the mean step that the simulator gives, the first left out as in the runs, and its plans."""
         found = foretell(
-            LAB, costs=self.file("costs.json"), plan=self.file(f"{plan}.json"), steps=self.steps,
-            policies=(policy,), budgets=() if budget is None else (budget,),
-        )  # fmt: skip
-        return float(found[policy].time_s[1:].mean())
+            self.lab_file, costs=costs, plan=self.file(f"{plan}.json"), steps=self.steps, policies=(policy,),
+            budgets=() if budget is None else (budget,),
+        )[policy]  # fmt: skip
+        return float(found.time_s[1:].mean()), list(found.plans)
 
-    def table(
-        self, rows: Sequence[tuple[str, str, str]], calm: Ran, seed: int, budget: str | None
-    ) -> dict[str, Any]:
-        """Run the rows and print a line for each."""
-        print(f"\nseed {seed}, {budget or 'no budget'}\n{'':15} mean step  foretold             $/h  changes"
-              "  losses apart  wall", flush=True)  # fmt: skip
-        found = {}
-        for title, plan, policy in rows:
-            one = self.run(f"{title}-{seed}-{budget}", plan, policy, seed, budget)
-            told_s, apart = self.foretold_s(plan, policy, budget), one.apart(calm)
-            print(
-                f"{title:15}{1e3 * one.step_s:7.1f} ms{1e3 * told_s:7.1f} ms "
-                f"{100 * (one.step_s / told_s - 1):+7.1f} %{one.usd_per_h:7.2f}{one.reconfigurations:9}"
-                f"{apart:14.1e}{one.wall_s:5.0f}s",
-                flush=True,
-            )
-            found[title] = {
-                "step_s": one.step_s, "foretold_s": told_s, "usd_per_h": one.usd_per_h, "lost": one.lost,
-                "reconfigurations": one.reconfigurations, "losses_apart": apart,
-            }  # fmt: skip
-        return found
+    def rent(self, lines: Sequence[dict[str, Any]]) -> float:
+        """Return dollars per hour times seconds, of the ranks in use."""
+        total = 0.0
+        for before, line in pairwise(lines):
+            used = {int(rank) for rank, work_s in line["work_s_by_rank"].items() if work_s > 0}
+            if "pipelines" in line:
+                used = {stage[0] for stages in line["pipelines"] for stage in stages}
+            price = sum(self.lab.usd_per_h[rank] or 0.0 for rank in used)
+            total += price * (line["clock_s"] - before["clock_s"])
+        return total
+
+    def own_speed(self, ran: Ran, costs: str, plan: str, plans: Sequence[tuple[int, Plan]]) -> float:
+        """Return what all work of a run took over what costs make of it, as the lab slowed it."""
+        passes, measured_s, costs_s = passes_of(costs, self.lab_file), 0.0, 0.0
+        most = max(group.micro_batch for group in load_plan(self.file(f"{plan}.json")).groups)
+        for line in ran.lines[1:]:
+            for share, stages in _pipelines(line, plans):
+                size = passes.best_size(stages, share, most)
+                for rank, span in stages:
+                    if own_s := line["work_s_by_rank"].get(str(rank), 0.0):
+                        nominal_s = share * passes.sample_s(rank, span, share, size)
+                        costs_s += nominal_s * self.lab.slow_at(line["step"], rank)
+                        measured_s += own_s
+        return measured_s / costs_s
+
+    def scaled(self, costs: str, factor: float) -> str:
+        """Return the file of costs whose work takes so many times as long."""
+        told = json.loads(Path(costs).read_text())
+        for layer in told["layers"]:
+            layer["optimizer_s"] *= factor
+            for name in ("forward_s", "backward_s", "backward_input_s"):
+                layer[name] = [factor * seconds for seconds in layer[name]]
+        self._profiles += 1
+        path = self.file(f"costs-{self._profiles}.json")
+        Path(path).write_text(json.dumps(told))
+        return path
 
 
-def rent(lines: Sequence[dict[str, Any]]) -> float:
-    """Return dollars per hour times seconds, of the ranks in use."""
-    total, price = 0.0, load_lab(LAB).usd_per_h
-    for before, line in pairwise(lines):
-        used = {int(rank) for rank, work_s in line["work_s_by_rank"].items() if work_s > 0}
-        if "pipelines" in line:
-            used = {stage[0] for stages in line["pipelines"] for stage in stages}
-        total += sum(price[rank] or 0.0 for rank in used) * (line["clock_s"] - before["clock_s"])
-    return total
+def _pipelines(
+    line: dict[str, Any], plans: Sequence[tuple[int, Plan]]
+) -> Iterator[tuple[int, list[tuple[int, tuple[int, int]]]]]:
+    """Yield share and stages of the pipelines that ran a step: as told, or as foretold where none steers."""
+    if "pipelines" in line:
+        for share, stages in zip(line["shares"], line["pipelines"], strict=True):
+            yield share, [(rank, (first, stop)) for rank, first, stop in stages]
+        return
+    plan = [plan for step, plan in plans if step <= line["step"]][-1]
+    for group in plan.groups:
+        yield group.share, [(stage.ranks[0], stage.layers[0]) for stage in group.stages]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A run whose profile afterwards is still to come."""
+
+    title: str
+    plan: str
+    policy: str
+    budget: str | None
+    before: str
+    ran: Ran
+
+    def compared(self, bench: Bench, after: str, calm: Ran) -> dict[str, Any]:
+        """Return the run beside what is foretold of it."""
+        asked, ran = (self.plan, self.policy, self.budget), self.ran
+        before_s, plans = bench.told(self.before, *asked)
+        after_s, _ = bench.told(after, *asked)
+        speed = bench.own_speed(ran, self.before, self.plan, plans)
+        own_s, _ = bench.told(bench.scaled(self.before, speed), *asked)
+        return {
+            "step_s": ran.took_s / (len(ran.lines) - 1), "foretold_before_s": before_s,
+            "foretold_after_s": after_s, "foretold_s": (before_s + after_s) / 2, "own_speed": speed,
+            "foretold_own_s": own_s, "usd_per_h": bench.rent(ran.lines) / ran.took_s, "lost": ran.lost,
+            "reconfigurations": ran.lines[-1].get("controller/reconfigurations", 0),
+            "losses_apart": ran.apart(calm), "wall_s": ran.wall_s,
+        }  # fmt: skip
+
+
+def table(
+    bench: Bench, rows: Sequence[tuple[str, str, str]], calm: Ran, seed: int, budget: str | None
+) -> dict[str, Any]:
+    """Run the rows and print a line for each; profiles before and after the first, and after all."""
+    print(f"\nseed {seed}, {budget or 'no budget'}\n{HEAD}", flush=True)
+    found: dict[str, Any] = {}
+    waiting: list[Waiting] = []
+    for number, (title, plan, policy) in enumerate(rows):
+        ran = bench.run(f"{title}-{seed}-{budget}", plan, policy, seed, budget, bench.lab_file)
+        waiting.append(
+            Waiting(title=title, plan=plan, policy=policy, budget=budget, before=bench.costs, ran=ran)
+        )
+        if number not in (0, len(rows) - 1):
+            continue
+        after = bench.profiled()
+        for one in waiting:
+            found[one.title] = one.compared(bench, after, calm)
+            print(row(one.title, found[one.title]), flush=True)
+        waiting.clear()
+    return found
+
+
+HEAD = (
+    f"{'':15}     step |  foretold before  after   over both | own speed  foretold   over |"
+    "   $/h  changes  losses apart  lost  wall"
+)
+
+
+def row(title: str, told: dict[str, Any]) -> str:
+    """Return a line of the table."""
+    ms = {name: 1e3 * told[name] for name in told if name.endswith("_s") and name != "wall_s"}
+    over = {name: 100 * (told["step_s"] / told[name] - 1) for name in ("foretold_s", "foretold_own_s")}
+    return (
+        f"{title:15}{ms['step_s']:6.1f} ms |  {ms['foretold_before_s']:12.1f} {ms['foretold_after_s']:9.1f}"
+        f"    {over['foretold_s']:+6.1f} % | {told['own_speed']:8.3f} {ms['foretold_own_s']:8.1f}  "
+        f"{over['foretold_own_s']:+6.1f} % | {told['usd_per_h']:5.2f} {told['reconfigurations']:8} "
+        f"{told['losses_apart']:13.1e} {told['lost']:5} {told['wall_s']:4.0f}s"
+    )
+
+
+def verdict(found: dict[str, dict[str, Any]]) -> None:
+    """Print, table by table, how far off the controller's runs were foretold and whether they were ahead."""
+    print(f"\n{'':26} over foretold (both profiles, own speed)   least of the others / lyapunov")
+    for name, rows in found.items():
+        ours = rows.get("lyapunov")
+        others = [one["step_s"] for title, one in rows.items() if title != "lyapunov"]
+        if ours is None or not others:
+            continue
+        over = [100 * (ours["step_s"] / ours[key] - 1) for key in ("foretold_s", "foretold_own_s")]
+        print(f"{name:26} {over[0]:+10.1f} % {over[1]:+10.1f} % {min(others) / ours['step_s']:30.2f}")
+
+
+def changes_of(lab: Lab) -> str:
+    """Return what changes in words; raise where it is too little to be a test."""
+    steps = {one.at_step for one in lab.changes if one.there is None}
+    lost, joins = lab.comings()
+    if len(steps) < LEAST_CHANGES or not lost or not joins:
+        raise SystemExit(
+            f"the lab changes {len(steps)} times, loses {len(lost)} ranks and gains {len(joins)}"
+        )
+    return f"speeds or links change {len(steps)} times; (rank, step) killed {lost}, joining {joins}"
 
 
 def main() -> None:
     """Print a table per seed, without and with the budget, and everything as one object."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--budget", default="usd_per_h=7")
@@ -158,12 +293,14 @@ def main() -> None:
     os.environ.update(SETTINGS)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(Path(asked.out or name), asked.steps, asked.batch)
+        print(f"{asked.steps} steps; {changes_of(bench.lab)}")
         found: dict[str, Any] = {}
         for seed in asked.seeds:
-            calm = bench.run(f"calm-{seed}", "even", "static", seed, None, lab=bench.file("calm.toml"))
+            calm = bench.run(f"calm-{seed}", "even", "static", seed, None, bench.calm_file)
             for rows, budget in ((FREE, None), (KEPT, asked.budget)):
-                chosen = [row for row in rows if not asked.only or row[2] in asked.only]
-                found[f"{seed}/{budget}"] = bench.table(chosen, calm, seed, budget)
+                chosen = [one for one in rows if not asked.only or one[2] in asked.only]
+                found[f"seed {seed}, {budget or 'no budget'}"] = table(bench, chosen, calm, seed, budget)
+        verdict(found)
         print(json.dumps(found))
 
 
