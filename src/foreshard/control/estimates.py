@@ -169,7 +169,7 @@ class Links:
         """Take in bytes and seconds of transfers; return whether some rate changed."""
         changed = False
         self._now += 1
-        together: dict[int, list[float]] = {}
+        together: dict[int, dict[tuple[int, int], float]] = {}
         size = len(self._class)
         for (source, target), (amount, seconds) in sorted(seen.items()):
             if not (0 <= source < size and 0 <= target < size and source != target):
@@ -186,9 +186,9 @@ class Links:
             if one.see(rate, times):
                 changed = True
                 self._end_moved[[source, target]] = self._now
-            together.setdefault(int(self._class[source, target]), []).append(rate)
+            together.setdefault(int(self._class[source, target]), {})[source, target] = rate
         for kind, rates in together.items():
-            middle = sorted(rates)[len(rates) // 2]
+            middle = _middle(rates)
             pair = np.argwhere(self._class == kind)[0]
             common = self.common.setdefault(kind, Level(self._first(int(pair[0]), int(pair[1]), middle)))
             if common.see(middle, times):
@@ -258,6 +258,16 @@ class Links:
     def change_chance(self) -> float:
         """Return the chance that some link changes in a step."""
         return sum(level.change_chance for level in self.common.values())
+
+
+def _middle(rates: Mapping[tuple[int, int], float]) -> float:
+    """Return the rate of most links; where slow ones meet at few ends, what most of the ends reach."""
+    best: dict[int, float] = {}
+    for ends, rate in rates.items():
+        for end in ends:
+            best[end] = max(best.get(end, 0.0), rate)
+    links, reached = (sorted(each.values())[len(each) // 2] for each in (rates, best))
+    return reached if math.log(reached / links) > APART else links
 
 
 class Estimates:

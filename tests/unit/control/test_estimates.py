@@ -71,6 +71,15 @@ def test_a_link_that_confirms_what_was_expected_of_it_is_believed_at_once(cases,
     assert estimates.state().bandwidth_bytes_per_s[2, 0] == pytest.approx(5.0, rel=0.05)
 
 
+def test_slow_links_that_meet_at_one_rank_are_that_ranks(cases):
+    estimates = Estimates(cases.state([1.0] * 4, bandwidth_bytes_per_s=np.full((4, 4), 100.0)))
+    for _ in range(4):
+        estimates.links.see({(0, 1): (10.0, 2.0), (1, 3): (10.0, 2.0), (3, 0): (10.0, 0.1)}, 1)
+    rate = estimates.state().bandwidth_bytes_per_s
+    assert rate[0, 2] == rate[2, 3] == rate[0, 3] == pytest.approx(100.0, rel=0.05)
+    assert (rate[1, [0, 2, 3]] < 6.0).all() and (rate[[0, 2, 3], 1] < 6.0).all()
+
+
 def test_means_of_several_steps_count_as_several():
     level = Level(1.0)
     for _ in range(30):
