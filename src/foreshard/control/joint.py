@@ -109,13 +109,19 @@ def splits_of(
         return np.zeros((0, workers), dtype=int)
     if math.comb(micro_batch - 1, workers - 1) <= _ALL_SPLITS:
         return _all_splits(micro_batch, workers)
-    fastest = 1 + whole_shares(sample_s, sample_s, spare, 1).shares if spare else np.ones(workers)
+    fastest = fastest_split(sample_s, micro_batch)
     room = memory_bytes / memory_bytes.sum()
     found = [fastest, _parts(spare, room), _parts(spare, np.full(workers, 1.0 / workers))]
     if busy_weight is not None:
         end = float((fastest * sample_s).max())
         found += [_cheapest(sample_s, busy_weight * sample_s, spare, end * part) for part in _SLOWER]
     return np.unique(np.array(found, dtype=float).round().astype(int), axis=0)
+
+
+def fastest_split(sample_s: np.ndarray, micro_batch: int) -> np.ndarray:
+    """Return the samples with which the last of some workers ends soonest, one at least each."""
+    spare = micro_batch - len(sample_s)
+    return 1.0 + whole_shares(sample_s, sample_s, spare, 1).shares if spare else np.ones(len(sample_s))
 
 
 @cache

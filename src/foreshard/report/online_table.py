@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreshard.control.contest import Contest, half_width
+from foreshard.control.contest import STAGES, Contest, half_width
 from foreshard.report import quantity
 from foreshard.report.screen import Box, Screen, Table, table
 from foreshard.units import number_of
@@ -103,6 +103,8 @@ def _notes(found: Contest) -> tuple[str, ...]:
     notes = [
         "Plans are data-parallel on subsets of the devices; the bound is over all of them, changes free."
     ]
+    if STAGES in found.policies:
+        notes.append(f"{STAGES} also cuts the layers between devices: the bound is not one of it.")
     for i, one in enumerate(found.scenario.budget):
         limit = sum(part.budgets[i].limit for part in found.rounds) / len(found.rounds)
         of = f", {one.share:g} of what {one.of} spends" if one.of else ""

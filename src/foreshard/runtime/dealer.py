@@ -1,4 +1,4 @@
-"""Plans with several ranks in a stage, steered: samples inside a stage follow the speeds, all else stays.
+"""Several pipelines with stages of several ranks: samples inside stages follow the speeds, all else stays.
 
 Every micro-batch of a stage is dealt anew when the slowest of its ranks would gain by it. Layers and groups
 are those of the run's plan; ranks that are lost take their part along until they are back.
@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from foreshard.control.estimates import Estimates
+from foreshard.control.joint import fastest_split
 from foreshard.control.queues import Queues
-from foreshard.control.shares import whole_shares
+from foreshard.control.shares import counted, whole_shares
 from foreshard.control.slots import Chain, State
 from foreshard.errors import InfeasibleError
 from foreshard.runtime.repair import repaired
@@ -86,11 +87,14 @@ class Dealer:
             return stage
         speed = self.estimates.state().speed
         rate = np.array([self._nominal_s(rank, stage) / float(speed[rank]) for rank in stage.ranks])
-        best = np.round(whole_shares(np.zeros(len(rate)), rate, micro_batch, 1).shares)
-        while best.min() < 1 and micro_batch >= len(rate):  # without a sample nobody is measured
-            best[best.argmin()] += 1
-            best[best.argmax()] -= 1
-        shares = tuple(int(share) for share in best)
+        few = micro_batch < len(rate)
+        # Without a sample nobody is measured.
+        best = (
+            whole_shares(np.zeros(len(rate)), rate, micro_batch, 1).shares
+            if few
+            else fastest_split(rate, micro_batch)
+        )
+        shares = counted(best)
         now = np.array(stage.rank_shares or (micro_batch / len(rate),) * len(rate), float)
         if (rate * best).max() >= (1.0 - _DEAD_ZONE) * (rate * now).max():
             return stage
