@@ -12,9 +12,10 @@ pytest.importorskip("torch")
 from rehearsal import plan_of
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.agent import Agent
 from foreshard.runtime.lines import whole_lines
 from foreshard.runtime.outcome import outcome_of
+from foreshard.runtime.secret import make_secret
 from foreshard.runtime.work import Work
 
 STEPS = 24

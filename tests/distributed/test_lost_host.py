@@ -17,8 +17,9 @@ pytest.importorskip("torch")
 from rehearsal import plan_of
 from small_files import SLOW_JOB
 
-from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.agent import Agent
 from foreshard.runtime.outcome import outcome_of
+from foreshard.runtime.secret import make_secret
 from foreshard.runtime.work import Work
 
 STEPS, BATCH = 400, 3

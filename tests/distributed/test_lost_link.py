@@ -7,10 +7,11 @@ import time
 import pytest
 from small_files import SLOW_JOB
 
-from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.agent import Agent
 from foreshard.runtime.lab import Lab
 from foreshard.runtime.lab_network import LabNetwork, missing
 from foreshard.runtime.outcome import outcome_of
+from foreshard.runtime.secret import make_secret
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import parse_plan
 

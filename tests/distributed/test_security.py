@@ -1,6 +1,7 @@
 """Strangers at the rendezvous: refused, and no trouble to those who belong there."""
 
 import contextlib
+import hmac
 import os
 import socket
 import struct
@@ -9,8 +10,7 @@ import time
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.runtime import launch
-from foreshard.runtime.agent import make_secret
+from foreshard.runtime.secret import awaited_secret, checked_secret, make_secret
 from foreshard.runtime.store import MAX_MESSAGE_BYTES, MAX_STRANGERS, Client, Refused, StoreServer
 
 SECRET = b"known to the ranks of the run"
@@ -36,14 +36,17 @@ def test_who_does_not_know_the_secret_is_refused_and_leaves_nothing(server):
 
 
 def test_a_proof_is_of_no_use_twice(server):
-    def said(link):
-        nonce = link.recv(64)
-        return nonce
+    def hello(link, proof=None):
+        nonce = link.recv(32)
+        proof = proof or b"\1" * 32 + hmac.new(SECRET, b"rank" + nonce + b"\1" * 32, "sha256").digest()
+        link.sendall(proof)
+        return proof, link.recv(32)
 
     with socket.create_connection((server.address, server.port)) as one:
-        first = said(one)
+        proof, answer = hello(one)
+        assert not answer.startswith(b"refused")
     with socket.create_connection((server.address, server.port)) as two:
-        assert said(two) != first
+        assert hello(two, proof)[1].startswith(b"refused")
 
 
 def test_a_server_without_the_secret_is_not_believed():
@@ -122,9 +125,32 @@ def test_a_secret_that_others_may_read_is_not_taken(tmp_path):
     path.write_text("x" * 32)
     path.chmod(0o644)
     with pytest.raises(SpecError, match="others may read"):
-        launch._given_secret(str(path))
+        checked_secret(path)
     path.chmod(0o600)
-    assert launch._given_secret(str(path)) == path
+    assert checked_secret(path) == path
     path.write_text("short")
     with pytest.raises(SpecError, match="short"):
-        launch._given_secret(str(path))
+        checked_secret(path)
+
+
+def test_a_secret_left_in_the_folder_of_the_run_is_not_taken_if_others_may_read_it(tmp_path):
+    (tmp_path / "secret").write_text("x" * 64)
+    (tmp_path / "secret").chmod(0o640)
+    for taken in (make_secret, awaited_secret):
+        with pytest.raises(SpecError, match="others may read"):
+            taken(tmp_path / "secret")
+
+
+def test_a_new_secret_is_written_to_no_file_that_was_there(tmp_path):
+    seen = tmp_path / "seen"
+    seen.touch(0o644)
+    (tmp_path / "secret.new").symlink_to(seen)
+    made = make_secret(tmp_path / "secret")
+    assert not seen.read_bytes() and not made.is_symlink() and made.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_short_secret_in_the_environment_is_refused(tmp_path, monkeypatch):
+    for given in ("", "short"):
+        monkeypatch.setenv("FORESHARD_SECRET", given)
+        with pytest.raises(SpecError, match="short"):
+            make_secret(tmp_path / "secret")

@@ -20,10 +20,10 @@ torch = pytest.importorskip("torch")
 
 from rehearsal import plan_of
 
-from foreshard.runtime.agent import make_secret
 from foreshard.runtime.checkpoint import load
 from foreshard.runtime.job import load_job
 from foreshard.runtime.outcome import Outcome, outcome_of
+from foreshard.runtime.secret import make_secret
 from foreshard.runtime.trainer import Trainer
 
 JOB = """

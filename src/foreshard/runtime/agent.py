@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -363,19 +362,6 @@ class Agent:
         with open(told, "rb", buffering=0) as pipe:  # nothing comes from one that ends at once
             said = pipe.read(8) if select.select([pipe], [], [], _SUPERVISOR_S)[0] else b""
         return process, int(said) if said else None
-
-
-def make_secret(path: Path) -> Path:
-    """Return the path of a secret that only this user can read; it is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    given = os.environ.get("FORESHARD_SECRET")
-    if given is None and path.exists():
-        return path  # ranks of a run that goes on may have read it already
-    new = path.with_name(f"{path.name}.new")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(given or secrets.token_hex(32))
-    new.replace(path)
-    return path
 
 
 def _is_stopped(pid: int) -> bool:

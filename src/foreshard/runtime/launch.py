@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from foreshard.errors import SpecError
 from foreshard.profile.address import own_address
-from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.agent import Agent
 from foreshard.runtime.decided import holds_run, reopen
 from foreshard.runtime.lab import Lab, load_lab
 from foreshard.runtime.lab_network import LabNetwork
 from foreshard.runtime.outcome import Outcome, outcome_of
 from foreshard.runtime.rehost import goes_on
+from foreshard.runtime.secret import VARIABLE, awaited_secret, checked_secret, make_secret
 from foreshard.runtime.sound import check_sound
 from foreshard.runtime.steering import wheel_of
 from foreshard.runtime.timeline import merge
@@ -185,7 +185,7 @@ def _under_torchrun(
     """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     made = Path(work.out) / "secret"
-    told = "FORESHARD_SECRET" in os.environ
+    told = VARIABLE in os.environ
     several = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if secret_file is None and not told and several:
@@ -196,11 +196,11 @@ def _under_torchrun(
             fix="Copy one file to every host and name it with --secret-file, or set FORESHARD_SECRET",
         )
     secret = (
-        _given_secret(secret_file)
+        checked_secret(Path(secret_file), "--secret-file")
         if secret_file
         else make_secret(made)
         if rank == 0 or told
-        else _awaited(made)
+        else awaited_secret(made)
     )
     own = interface or _address_towards(master, several)
     met = goes_on(Path(work.out), secret.read_bytes().strip()) if rank == 0 else None
@@ -303,40 +303,6 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             fix="Add --resume to go on from its latest checkpoint, or name another folder",
         )
     reopen(folder, plan, list(range(ranks)))
-
-
-def _given_secret(file: str) -> Path:
-    path = Path(file).resolve()
-    try:
-        mode, size = path.stat().st_mode, len(path.read_bytes().strip())
-    except OSError as error:
-        raise SpecError(f"cannot read the secret: {error.strerror}", file=file, key="--secret-file") from None
-    if mode & 0o077:
-        raise SpecError(
-            "others may read the secret",
-            file=file,
-            key="--secret-file",
-            rule="Only its owner reads a secret",
-            fix=f"chmod 600 {file}",
-        )
-    if size < 16:
-        raise SpecError(
-            "the secret is short",
-            file=file,
-            key="--secret-file",
-            rule="A secret has 16 bytes or more",
-            fix=f"head -c 32 /dev/urandom | base64 > {file}",
-        )
-    return path
-
-
-def _awaited(path: Path, patience_s: float = 60.0) -> Path:
-    until = time.monotonic() + patience_s
-    while not path.exists():
-        if time.monotonic() > until:
-            raise SpecError("no secret yet", file=str(path), rule="Rank 0 writes the secret of the run")
-        time.sleep(0.05)
-    return path
 
 
 def _watching(watches: Sequence[Watch | None], folder: Path) -> Callable[[], None]:

@@ -190,7 +190,7 @@ class StoreServer:
                 return self._once[once]
         try:
             reply = self._reply(message)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             return {"error": f"a question that makes no sense: {type(error).__name__}: {error}"}
         if once is not None:
             with self._changed:

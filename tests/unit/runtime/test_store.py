@@ -90,8 +90,10 @@ def test_a_client_goes_on_with_a_server_that_came_back(server):
     assert client.ask({"ask": "hello"}) == {"heard": "hello"}
     server.close()
     again = []
-    threading.Timer(0.2, lambda: again.append(StoreServer("127.0.0.1", server.port, SECRET))).start()
+    back = threading.Timer(0.2, lambda: again.append(StoreServer("127.0.0.1", server.port, SECRET)))
+    back.start()
     assert client.ask({"ask": "count"}) == {"value": 0}
+    back.join()
     again[0].close()
 
 
@@ -103,11 +105,13 @@ def test_a_wait_that_lost_its_keys_with_the_server_is_given_up(server):
         server.close()
         again.append(StoreServer("127.0.0.1", server.port, SECRET))
 
-    threading.Timer(0.4, restart).start()
+    back = threading.Timer(0.4, restart)
+    back.start()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="started again"):
         store.get("never")
     assert time.monotonic() - began < 10
+    back.join()
     again[0].close()
 
 
@@ -122,8 +126,9 @@ def test_nobody_answering_is_an_error_after_the_patience():
 
 def test_a_question_that_makes_no_sense_is_an_error_and_not_the_end(server):
     client = Client((server.address, server.port), SECRET)
-    with pytest.raises(RuntimeError, match="makes no sense"):
-        client.ask({"ask": "set", "key": "a"})
+    for question in ({"ask": "set", "key": "a"}, {"ask": "add", "key": "n", "value": float("inf")}):
+        with pytest.raises(RuntimeError, match="makes no sense"):
+            client.ask(question)
     assert client.ask({"ask": "count"}) == {"value": 0}
 
 

@@ -1,0 +1,73 @@
+"""The secret that the ranks of a run share: a file that only its owner reads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+from foreshard.errors import SpecError
+
+VARIABLE = "FORESHARD_SECRET"
+_LEAST_BYTES = 16
+
+
+def make_secret(path: Path) -> Path:
+    """Return the path of a secret that only this user can read; it is made if it is not there.
+
+    Raises
+    ------
+    SpecError
+        For one that is there and others may read, and a short one in the environment.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    given = os.environ.get(VARIABLE)
+    if given is None and path.exists():
+        return checked_secret(path)  # ranks of a run that goes on may have read it already
+    if given is not None and len(given.strip()) < _LEAST_BYTES:
+        raise _short(VARIABLE, f'export {VARIABLE}="$(head -c 32 /dev/urandom | base64)"')
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # whoever made it may read it, or lead it elsewhere
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(given or secrets.token_hex(32))
+    new.replace(path)
+    return path
+
+
+def awaited_secret(path: Path, patience_s: float = 60.0) -> Path:
+    """Return the path of the secret that the first rank makes, when it has."""
+    until = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > until:
+            raise SpecError("no secret yet", file=str(path), rule="Rank 0 writes the secret of the run")
+        time.sleep(0.05)
+    return checked_secret(path)
+
+
+def checked_secret(path: Path, key: str = "secret") -> Path:
+    """Return the path of a secret that is long enough and that others cannot read.
+
+    Raises
+    ------
+    SpecError
+    """
+    path = path.resolve()
+    try:
+        mode, size = path.stat().st_mode, len(path.read_bytes().strip())
+    except OSError as error:
+        raise SpecError(f"cannot read the secret: {error.strerror}", file=str(path), key=key) from None
+    if mode & 0o077:
+        raise SpecError(
+            "others may read the secret", file=str(path), key=key, rule="Only its owner reads a secret",
+            fix=f"chmod 600 {path}, if nobody has read it",
+        )  # fmt: skip
+    if size < _LEAST_BYTES:
+        raise _short(key, f"head -c 32 /dev/urandom | base64 > {path}", str(path))
+    return path
+
+
+def _short(key: str, fix: str, file: str | None = None) -> SpecError:
+    return SpecError(
+        "the secret is short", file=file, key=key, rule=f"A secret has {_LEAST_BYTES} bytes or more", fix=fix
+    )
