@@ -91,12 +91,24 @@ def test_the_report_holds_the_figures_and_loads_nothing(capsys, tmp_path, monkey
         assert title in page
 
 
-@pytest.mark.parametrize("name", ["stragglers", "two_sites", "spot"])
+@pytest.mark.parametrize("name", ["stragglers", "two_sites", "spot", "few_samples"])
 def test_shipped_scenarios_play(capsys, name):
     asked = (SCENARIOS / f"{name}.toml", "--slots", 30, "--policy", "lyapunov,equal-share", "--json")
     code, out, _ = ask(capsys, *asked)
     found = json.loads(out)
     assert code == 0 and found["bound"]["mean_step_time_s"] > 0
+
+
+def test_stages_that_split_micro_batches_play_beside_replicas_and_are_not_bound_by_theirs(capsys):
+    policies = "lyapunov-stages,lyapunov,static-best"
+    asked = (SCENARIOS / "few_samples.toml", "--slots", 120, "--policy", policies)
+    code, out, _ = ask(capsys, *asked, "--json")
+    found = json.loads(out)["policies"]
+    ours, replicas = found["lyapunov-stages"], found["lyapunov"]
+    assert code == 0 and ours["violation_max"] < 0.01
+    assert ours["mean_step_time_s"] < 0.85 * replicas["mean_step_time_s"] and ours["over_bound"] < 0.0
+    code, out, _ = ask(capsys, *asked)
+    assert code == 0 and "the bound is not one of it" in out
 
 
 CARBON = """
