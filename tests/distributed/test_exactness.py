@@ -140,7 +140,7 @@ def test_shards_by_memory_train_the_same() -> None:
     plan = PLANS["four ranks in a stage, zero 1"]
 
     def states(trainer: Any) -> tuple[int, float]:
-        return sum(p.numel() for p in trainer.holding.updated.values()), trainer.room_bytes
+        return sum(p.numel() for p in trainer.holding.updated.values()), trainer.setting.room_bytes
 
     found = rehearse(gpt(torch.float64), plan, steps=4, after=states, room_bytes=lambda: next(rooms))
     assert found[0][0] == pytest.approx(losses, rel=1e-12)

@@ -23,8 +23,8 @@ def half(name: str) -> Any:
 
 
 def scale_of(trainer: Trainer) -> list[float]:
-    assert trainer._scale is not None
-    return trainer._scale.told()
+    assert trainer.update.scale is not None
+    return trainer.update.scale.told()
 
 
 @pytest.mark.parametrize(

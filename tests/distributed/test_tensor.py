@@ -19,9 +19,9 @@ from foreshard.runtime.checkpoint import load
 from foreshard.runtime.equality import joined
 from foreshard.runtime.lab import Lab
 from foreshard.runtime.layout import layout_of
-from foreshard.runtime.tensor_split import check_split
+from foreshard.runtime.parameters import parameters_of
+from foreshard.runtime.tensor_checks import check_split
 from foreshard.runtime.trainer import Options
-from foreshard.runtime.zero import parameters_of
 from foreshard.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -76,7 +76,7 @@ def slices(trainer: Any) -> tuple[dict, dict]:
 
 def parts(trainer: Any) -> tuple[dict, dict]:
     """What a rank holds of parameters."""
-    pieces = [piece for piece in trainer._held if piece[0] == "value"]
+    pieces = [piece for piece in trainer.holding.held if piece[0] == "value"]
     found = {item[1:]: t.clone() for piece in pieces for item, t in trainer.holding.items_of(piece)}
     return found, trainer.parameters.cuts
 

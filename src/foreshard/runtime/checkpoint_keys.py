@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from foreshard.runtime.holding import Item
-from foreshard.runtime.migrate import Held
+from foreshard.runtime.pieces import Held, Item
 
 _FOLDERS = {"value": "layers", "frozen": "frozen", "buffer": "buffers"}
 

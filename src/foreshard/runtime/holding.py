@@ -8,30 +8,22 @@ under every plan and in a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foreshard.runtime.buckets import Bucket, Gradient
+from foreshard.runtime.deal import Deal
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import Layout, Segment, segments_of
+from foreshard.runtime.parameters import Parameters
+from foreshard.runtime.pieces import Held, Item, Key
 from foreshard.runtime.sequence import SequenceLayer
 from foreshard.runtime.slices import WHOLE, Interval, common, parsed, sliced, within
 from foreshard.runtime.tensor_draws import TensorDraws
 from foreshard.runtime.tensor_ranks import TensorRanks
 from foreshard.runtime.tensor_split import check_by_element, cut_module
-
-if TYPE_CHECKING:
-    from foreshard.runtime.zero import Deal, Parameters
-
-Key = tuple[int, str]
-Item = tuple[str, int, str]
-"""(kind, layer, name): 'value' of a trained parameter, 'frozen' one, 'buffer', 'state' of the optimizer.
-
-The name is a parameter's or a slice's; of a state ``NAME/KEY``.
-"""
-
 
 Place = tuple[int, int]
 """Which of how many parts of a layer's weights a rank holds."""
@@ -46,10 +38,18 @@ class Holding:
     rank : int
     device : torch.device
     parameters : Parameters
+
+    Attributes
+    ----------
+    held, kept : frozenset of pieces
+        What is there at the step that is trained next, and what of that outlives an update cut off half way:
+        what other ranks update is theirs until they have sent it.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device, parameters: Parameters):
         self.job, self.rank, self.device, self.parameters = job, rank, device, parameters
+        self.held: Held = frozenset()
+        self.kept: Held = frozenset()
         self.modules: dict[int, nn.Module] = {}
         self.buckets: list[Bucket] = []
         self.optimizer: torch.optim.Optimizer | None = None
@@ -182,6 +182,9 @@ class Holding:
         deal : Deal
             Who updates what, and which ranks keep the sum of a gradient.
         """
+        self.held = deal.pieces(self.rank)
+        updated = {piece[1:] for piece in self.held if piece[0] == "state"}
+        self.kept = frozenset(piece for piece in self.held if piece[0] != "value" or piece[1:] in updated)
         self.remember()
         self.ranks.sequence = layout.cuts_sequence(self.rank)
         self._recut()

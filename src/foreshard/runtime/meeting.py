@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foreshard.runtime.loss_scale import LossScale, heard_scale
-from foreshard.runtime.migrate import Held, heard
-from foreshard.runtime.migrate import told as told_pieces
+from foreshard.runtime.pieces import Held, heard
+from foreshard.runtime.pieces import told as told_pieces
 from foreshard.runtime.vote import Vote
 
 

@@ -15,28 +15,11 @@ import torch
 from torch import Tensor
 
 from foreshard.runtime.clock import Clock
-from foreshard.runtime.holding import Holding, Item
+from foreshard.runtime.holding import Holding
+from foreshard.runtime.pieces import Held, Item, Piece
 from foreshard.runtime.slices import finer, grains
 
 _TAG = 1 << 24
-Key = tuple[int, str]
-Piece = tuple[str, int, str]
-"""('frame', layer, ''): buffers and frozen parameters.
-
-('value' or 'state', layer, name): of a trained parameter, or of a slice of one.
-"""
-Held = frozenset[Piece]
-"""What a rank has, or is to have, at the step that training goes on from."""
-
-
-def told(held: Held) -> list[list[Any]]:
-    """Return pieces as JSON holds them."""
-    return sorted(map(list, held))
-
-
-def heard(data: Sequence[Sequence[Any]]) -> Held:
-    """Return pieces from JSON."""
-    return frozenset((str(kind), int(layer), str(name)) for kind, layer, name in data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from foreshard.errors import SpecError
-
-if TYPE_CHECKING:
-    from foreshard.runtime.layout import Layout
-    from foreshard.runtime.tensor_ranks import TensorRanks
-    from foreshard.runtime.zero import Parameters
+from foreshard.runtime.tensor_ranks import TensorRanks
 
 
 class SequenceLayer(nn.Module):
@@ -82,22 +77,3 @@ def on_part(
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> tuple[Any, dict[str, Any]]:
     """Return a call's arguments with another stream."""
     return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
-
-
-def check_sequence(layout: Layout, parameters: Parameters) -> None:
-    """Raise for stages that are to cut the sequence of layers that take whole ones only.
-
-    Raises
-    ------
-    SpecError
-    """
-    for g, group in enumerate(layout.plan.groups):
-        for stage in group.stages if group.sp else ():
-            layers = {layer for lo, hi in stage.layers for layer in range(lo, hi)}
-            whole = sorted(layers - parameters.sequential) if stage.tp > 1 else []
-            if whole:
-                raise SpecError(
-                    f"layer {whole[0]} takes whole sequences only", key=f"groups[{g}].sp", value=True,
-                    rule="sp cuts the sequences of models of transformers that are split by themselves",
-                    fix="Set sp to false",
-                )  # fmt: skip

@@ -13,10 +13,11 @@ from torch import nn
 
 from foreshard.runtime.executor import through
 from foreshard.runtime.job import Job
+from foreshard.runtime.parameters import parameters_of
+from foreshard.runtime.tensor_checks import check_degree
 from foreshard.runtime.tensor_draws import TensorDraws
 from foreshard.runtime.tensor_ranks import TensorRanks
-from foreshard.runtime.tensor_split import check_degree, cut_module
-from foreshard.runtime.zero import parameters_of
+from foreshard.runtime.tensor_split import cut_module
 
 
 class TensorPart:

@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from foreshard.errors import SpecError
-from foreshard.runtime.layout import Layout
-from foreshard.runtime.sequence import check_sequence
 from foreshard.runtime.slices import Cut
 from foreshard.runtime.tensor_ranks import TensorRanks
-
-if TYPE_CHECKING:
-    from foreshard.runtime.zero import Parameters
 
 BY_ELEMENT = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
@@ -332,65 +327,6 @@ def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
     raise SpecError(f"{name} is {what}: it cannot be cut", file=path, key="tensor_plan", value=name,
                     rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
                     fix=f"Leave {name} out of the plan, or use nn.Linear")  # fmt: skip
-
-
-def check_split(layout: Layout, parameters: Parameters, path: str | None = None) -> None:
-    """Raise for stages of tensor-parallel ranks whose layers cannot be cut so.
-
-    Raises
-    ------
-    SpecError
-    """
-    for g, group in enumerate(layout.plan.groups):
-        for s, stage in enumerate(group.stages):
-            where = f"groups[{g}].stages[{s}]"
-            layers = [layer for lo, hi in stage.layers for layer in range(lo, hi)]
-            found = {layer: parameters.splits[layer] for layer in layers if layer in parameters.splits}
-            if stage.tp > 1 and not found:
-                raise SpecError(
-                    f"no layer of {where} says how it is cut", key=f"{where}.tp", value=stage.tp,
-                    rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
-                    fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
-                )  # fmt: skip
-            for layer, split in found.items() if stage.tp > 1 else ():
-                _check_layer(layer, split, stage.tp, f"{where}.tp")
-    check_sequence(layout, parameters)
-
-
-def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> None:
-    """Raise where a degree does not suit every layer that is cut, or none is.
-
-    Raises
-    ------
-    SpecError
-    """
-    if not splits:
-        raise SpecError(
-            "no layer says how it is cut", key=key, value=degree,
-            rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
-            fix="Define tensor_plan in the job (docs/runtime_jobs.md)",
-        )  # fmt: skip
-    for layer, split in splits.items():
-        _check_layer(layer, split, degree, key)
-
-
-def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
-    if split.plan.refused is not None:
-        raise SpecError(f"layer {layer} cannot be cut: {split.plan.refused}", key=key, value=degree,
-                        rule="tp cuts what every rank can compute alone", fix="Set tp to 1")  # fmt: skip
-    for what, count in split.plan.units.items():
-        if count % degree:
-            raise SpecError(f"tp {degree} does not divide {count} {what} of layer {layer}", key=key,
-                            value=degree, rule=f"tp divides the {what}",
-                            fix=f"Use a divisor of {count}")  # fmt: skip
-    for name, cut in split.cuts.items():
-        if not cut.divides(split.shapes[name], split.degree(name, degree)):
-            size = split.shapes[name][cut.dim]
-            raise SpecError(
-                f"tp {degree} does not divide {name} of layer {layer}: {size} in {len(cut.blocks)} block(s)",
-                key=key, value=degree, rule="tp divides every block of a weight that is cut",
-                fix="Use a smaller tp, or another tensor_plan",
-            )  # fmt: skip
 
 
 def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) -> None:

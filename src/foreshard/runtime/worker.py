@@ -28,10 +28,12 @@ from foreshard.runtime.membership import Membership
 from foreshard.runtime.metrics import Metrics
 from foreshard.runtime.pace import Pace, slow_in
 from foreshard.runtime.rehost import located
+from foreshard.runtime.setting import Options
 from foreshard.runtime.spare import Spare
 from foreshard.runtime.steering import PROBE_EVERY, Steering, wheel_of
+from foreshard.runtime.step_done import StepDone
 from foreshard.runtime.timeline import Timeline, wall_epoch_s
-from foreshard.runtime.trainer import Options, StepDone, Trainer
+from foreshard.runtime.trainer import Trainer
 from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
 from foreshard.spec.plan import load_plan
 
@@ -117,7 +119,7 @@ class Worker:
         while True:
             self._train()
             self._write_trace()
-            settle([self.trainer.ledger.lines], _LAST_LINES_S)
+            settle([self.trainer.setting.ledger.lines], _LAST_LINES_S)
             self.metrics.flush()
             if self.steering is not None:
                 self.steering.flush()

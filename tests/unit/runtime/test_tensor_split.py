@@ -12,12 +12,14 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from foreshard.errors import SpecError
+from foreshard.runtime.deal import Deal
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import layout_of
 from foreshard.runtime.migrate import moves_of
+from foreshard.runtime.parameters import parameters_of
 from foreshard.runtime.slices import Cut, common, cut_of, finer, grains, parsed, sliced, within
-from foreshard.runtime.tensor_split import check_by_element, check_split, split_of
-from foreshard.runtime.zero import Deal, parameters_of
+from foreshard.runtime.tensor_checks import check_split
+from foreshard.runtime.tensor_split import check_by_element, split_of
 from foreshard.spec.plan import parse_plan
 
 PLAN = {"qkv": "column:3", "out": "row", "scale": "shared"}

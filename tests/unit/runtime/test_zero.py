@@ -8,9 +8,10 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+from foreshard.runtime.deal import Deal
 from foreshard.runtime.job import Job
 from foreshard.runtime.layout import layout_of
-from foreshard.runtime.zero import Deal, parameters_of
+from foreshard.runtime.parameters import parameters_of
 from foreshard.spec.plan import parse_plan
 
 GIB = 2.0**30

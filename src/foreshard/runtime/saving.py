@@ -1,0 +1,103 @@
+"""When a rank writes its part of a checkpoint, what of it, and how it goes on from one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreshard.runtime.checkpoint_folders import latest, prune
+from foreshard.runtime.checkpoint_keys import is_wanted, item_of, key_of
+from foreshard.runtime.company import Company
+from foreshard.runtime.holding import Holding
+from foreshard.runtime.loss_scale import LossScale, heard_scale
+from foreshard.runtime.pieces import Held
+from foreshard.runtime.setting import Setting
+from foreshard.runtime.slices import parsed
+from foreshard.spec.plan import Plan
+
+
+class Saving:
+    """The checkpoints of a run.
+
+    Parameters
+    ----------
+    setting : Setting
+    """
+
+    def __init__(self, setting: Setting):
+        self._setting, self._folder = setting, setting.checkpoints
+        self._saved = -1
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is made before this step, and has not been."""
+        return self._ends_with_one(step) and self._saved != step
+
+    def _ends_with_one(self, step: int) -> bool:
+        every = self._setting.options.checkpoint_every
+        return every > 0 and self._folder is not None and step > 0 and step % every == 0
+
+    def is_lacking(self, company: Company, step: int) -> bool:
+        """Return whether the checkpoint of this step was cut off, as the conducting rank sees it."""
+        return self._ends_with_one(step) and company.any(company.conducts and self.latest() != step)
+
+    def latest(self) -> int | None:
+        """Return the step of the newest checkpoint; None where there is none."""
+        return None if self._folder is None else latest(self._folder)
+
+    def save(
+        self, company: Company, holding: Holding, mine: Held, *, plan: Plan, step: int,
+        scale: LossScale | None,
+    ) -> None:  # fmt: skip
+        """Write a checkpoint together with all ranks.
+
+        Parameters
+        ----------
+        company : Company
+        holding : Holding
+        mine : frozenset of pieces
+            What this rank writes; every piece is one rank's.
+        plan : Plan
+        step : int
+            That is trained next.
+        scale : LossScale or None
+        """
+        from foreshard.runtime import checkpoint
+
+        setting = self._setting
+        setting.phase("checkpoint")
+        holding.remember()
+        tensors = {
+            key_of(*item): tensor for piece in sorted(mine) for item, tensor in holding.items_of(piece)
+        }
+        assert self._folder is not None
+        try:
+            checkpoint.save(
+                self._folder, step=step, tensors=tensors, meta=self._meta(holding, plan, scale),
+                rank=company.rank, group=company.world, lead=company.conducts,
+                before=setting.ledger.flush if setting.ledger is not None else lambda: None,
+            )  # fmt: skip
+        except checkpoint.CheckpointFault as fault:
+            setting.on_event("checkpoint failed", str(fault), step=step)
+            return
+        self._saved = step
+        if company.conducts:
+            prune(self._folder)
+            setting.on_event("checkpoint", f"after step {step - 1}", step=step)
+
+    def _meta(self, holding: Holding, plan: Plan, scale: LossScale | None) -> dict[str, Any]:
+        cuts = {f"{layer}.{name}": cut.to_dict() for (layer, name), cut in holding.parameters.cuts.items()}
+        return {
+            "plan": plan.to_dict(), "seed": self._setting.options.seed, "cuts": cuts,
+            "loss_scale": None if scale is None else scale.told(),
+        }  # fmt: skip
+
+    def restore(self, step: int, holding: Holding, wanted: Held) -> LossScale | None:
+        """Fill what is held from the checkpoint of a step; return its factor on the loss."""
+        from foreshard.runtime import checkpoint
+
+        assert self._folder is not None
+        scale = heard_scale(checkpoint.read_meta(self._folder, step).get("loss_scale"))
+        pieces = frozenset((kind, layer, parsed(name)[0]) for kind, layer, name in wanted)
+        found = checkpoint.load(self._folder, step, lambda key: is_wanted(key, pieces))
+        for key, tensor in found.items():
+            holding.put(item_of(key), tensor)
+        return scale
