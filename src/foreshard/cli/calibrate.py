@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from foreshard.cli.answer import answering, give
 from foreshard.cli.settings import configurable
 from foreshard.errors import SpecError
+
+T = TypeVar("T")
 
 
 @configurable
@@ -35,11 +38,21 @@ def command(profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...]
     from foreshard.report.measured_screen import costs_screen
 
     made = api.calibrate(
-        dict(_profile(word) for word in profiles), lab=lab, devices=dict(_device(word) for word in devices),
-        clock=clock,
+        _named_once("--profile", [_profile(word) for word in profiles]), lab=lab,
+        devices=_named_once("--device", [_device(word) for word in devices]), clock=clock,
     )  # fmt: skip
     out = click.get_current_context().meta.get("foreshard.output")
     give(made, lambda: costs_screen(made, out))
+
+
+def _named_once(flag: str, told: list[tuple[str, T]]) -> dict[str, T]:
+    """Return what is told by name, or raise SpecError where a name comes twice."""
+    names = [name for name, _ in told]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(f"{name or 'the measured device'} is given twice", key=flag, value=name,
+                            rule="Devices have names of their own", fix="Leave one out")  # fmt: skip
+    return dict(told)
 
 
 def _profile(word: str) -> tuple[str, str]:

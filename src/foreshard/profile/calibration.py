@@ -9,6 +9,7 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.profile.link_fit import fitted_links
+from foreshard.profile.profile_rules import Rules
 from foreshard.spec.codec import load_json
 
 _COLUMN = {"cpu": 0, "wall": 1}
@@ -40,6 +41,7 @@ def load_profile(path: str) -> dict[str, Any]:
         raise SpecError(
             "is not complete", file=path, key="--profile", fix="Run foreshard profile again: it goes on"
         )
+    Rules(path).check(data)
     return data
 
 

@@ -197,8 +197,13 @@ def load_scenario(path: str | Path) -> Scenario:
         _check_process(process, file, f"process[{index}]")
     for index, budget in enumerate(found.budget):
         _check_budget(budget, file, f"budget[{index}]")
-    if len({one.name for one in found.budget}) < len(found.budget):
-        raise SpecError("two budgets of one name", file=file, key="budget", rule="Names of budgets differ")
+    names = [one.name for one in found.budget]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise SpecError(
+                f"two budgets are named {name!r}", file=file, key=f"budget[{index}].name", value=name,
+                rule="Names of budgets differ", fix="Rename one",
+            )  # fmt: skip
     return found
 
 

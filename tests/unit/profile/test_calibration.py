@@ -182,3 +182,47 @@ def test_links_within_and_across_hosts_are_fitted_apart():
 def test_pairs_and_counts():
     assert pairs_of(3) == [[0, 1], [0, 2], [1, 2]] and len(pairs_of(9)) == 9
     assert counts_of(1) == [] and counts_of(2) == [2] and counts_of(6) == [2, 4, 6]
+
+
+def set_at(data, key, value):
+    *path, last = [int(part) if part.isdecimal() and part != "1" else part for part in key.split("/")]
+    for part in path:
+        data = data[part]
+    if value is None:
+        del data[last]
+    else:
+        data[last] = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("passes", None, "passes: is missing"),
+        ("passes", {}, "passes"),
+        ("passes", {"many": {}}, "passes"),
+        ("passes/1/forward", [[[0.1, 0.1]]], "passes.1.forward"),
+        ("passes/1/backward_input", "x", "passes.1.backward_input"),
+        ("passes/1/saved_bytes", [1.0, -1.0], "passes.1.saved_bytes"),
+        ("bytes", [], "bytes"),
+        ("bytes/0/parameter_bytes", float("inf"), "bytes[0].parameter_bytes"),
+        ("bytes/0/frozen_bytes", "7", "bytes[0].frozen_bytes"),
+        ("optimizer/0/seconds", [], "optimizer[0].seconds"),
+        ("optimizer/0/state_bytes", None, "optimizer[0].state_bytes: is missing"),
+        ("tokens_per_sample", -3, "tokens_per_sample"),
+        ("fingerprint/layers", 3, "passes.1.saved_bytes"),
+        ("fingerprint/job", None, "fingerprint.job"),
+        ("date", 5, "date"),
+        ("links", {"messages": []}, "links.launch_s"),
+        ("tensor", {"2": {}}, "tensor.2.sums"),
+    ],
+)
+def test_a_profile_that_is_not_whole_names_the_key(tmp_path, key, value, named):
+    data = json.loads(json.dumps(measured(tmp_path, (1,)))) | {"complete": True}
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(data))
+    assert load_profile(str(file)) == data
+    set_at(data, key, value)
+    file.write_text(json.dumps(data).replace("Infinity", "1e999"))
+    with pytest.raises(SpecError) as caught:
+        load_profile(str(file))
+    assert str(caught.value).startswith(f"{file}: {named}") and caught.value.fix and caught.value.rule

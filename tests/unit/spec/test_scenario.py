@@ -48,7 +48,7 @@ def test_files_are_beside_the_scenario(tmp_path):
         ('[[process]]\nwhat = "bandwidth"\nhow = "fixed"\nfactor = 1\nranks = "1"', "process[0].ranks"),
         ('[[budget]]\nname = "x"', "budget[0].limit"),
         ('[[budget]]\nname = "x"\nlimit = 1\nof = "lb-bsp"\nshare = 1', "budget[0].limit"),
-        ('[[budget]]\nname = "x"\nlimit = 1\n[[budget]]\nname = "x"\nlimit = 2', "budget"),
+        ('[[budget]]\nname = "x"\nlimit = 1\n[[budget]]\nname = "x"\nlimit = 2', "budget[1].name"),
         ("pause = 3", "pause"),
         ('colour = "red"', "colour"),
         ('file = "x"', "file"),
