@@ -25,12 +25,12 @@ def cost_table(
         What bytes sent by each worker cost.
     time_s : float
     """
-    rent = state.usd_per_h[worker] * (time_s / 3600.0)
     egress = egress_usd[worker]
     if math.isfinite(time_s):
+        rent = state.usd_per_h[worker] * (time_s / 3600.0)
         energy = state.busy_w[worker] * busy_s + state.idle_w[worker] * np.maximum(time_s - busy_s, 0.0)
     else:
-        energy = np.full(len(worker), math.inf)
+        rent = energy = np.full(len(worker), math.inf)
     kg_per_j = state.kg_per_j[worker]
     by_kind = {
         "usd": rent + egress, "rent_usd": rent, "egress_usd": egress, "joule": energy,

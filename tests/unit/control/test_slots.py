@@ -62,6 +62,14 @@ def test_what_does_not_fit_or_is_not_there_takes_for_ever(cases):
     assert math.isinf(evaluate(chain, gone, pair, (8,), micro_batch=2).time_s)
 
 
+def test_what_takes_for_ever_costs_without_end_also_where_a_worker_is_free(cases):
+    chain, state = cases.chain([1.0], 1, saved=10.0, memory=1.0), cases.state([1.0], usd_per_h=np.zeros(1))
+    found = evaluate(
+        chain, state, Structure(groups=(Pipeline(workers=(0,), cuts=(0, 1)),)), (1,), micro_batch=1
+    )
+    assert math.isinf(found.costs["rent_usd"]) and math.isinf(found.costs["usd"])
+
+
 def test_stages_of_several_workers_by_hand(cases):
     chain = cases.chain([2.0, 2.0], 3, boundary=10.0, sync=5.0)
     structure = Structure(
