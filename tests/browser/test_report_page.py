@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -45,6 +46,13 @@ setTimeout(() => {
   document.title = JSON.stringify({ rects: rects(), moved, back, told });
 }, 300);
 </script></body>"""
+
+WIDTHS = """<script>
+setTimeout(() => {
+  const frame = document.querySelector("iframe").contentDocument.documentElement;
+  document.title = JSON.stringify([frame.scrollWidth, frame.clientWidth]);
+}, 500);
+</script>"""
 
 
 @pytest.fixture
@@ -95,3 +103,14 @@ def test_the_chart_answers_to_keys(page, tmp_path):
 def test_a_report_prints(page, tmp_path):
     browse(page, tmp_path, f"--print-to-pdf={tmp_path / 'report.pdf'}")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_nothing_sticks_out_of_a_narrow_window(page, tmp_path):
+    """A frame of 400 pixels: headless windows do not get that narrow themselves."""
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'<iframe src="{page.name}" width="400" height="900"></iframe>{WIDTHS}', encoding="utf-8"
+    )
+    dom, _ = browse(frame, tmp_path, "--dump-dom", "--allow-file-access-from-files")
+    needed, there = json.loads(re.search(r"<title>(.*?)</title>", dom)[1])
+    assert 300 < there <= 400 and needed == there

@@ -50,7 +50,7 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
     for value in marks:
         down = place(lines[0].points[0][0], value)[1]
         out.append(_stroke(_LEFT, _WIDTH - _RIGHT, down, "currentColor", ' stroke-opacity="0.15"'))
-        label = f"{100 * value:.3g} %" if percent else f"{value:.4g}"
+        label = f"{_number(100 * value)} %" if percent else _number(value)
         out.append(_text(_LEFT - 6, down + 4, label, "end"))
     out += _x_labels(lines, place)
     for k, line in enumerate(lines):
@@ -66,6 +66,10 @@ def _marks(low: float, high: float) -> list[float]:
     step = next(size * times for times in (1.0, 2.0, 2.5, 5.0, 10.0) if span / (size * times) <= 5)
     first, last = math.floor(low / step + 1e-9), math.ceil((low + span) / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _text(across: float, down: float, text: str, anchor: str) -> str:

@@ -45,6 +45,7 @@ def online_page(found: Contest, swept: Sweeps) -> str:
         "default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{title} · foreshard simulate</title>\n"
         f"<style>\n{style}\nsvg {{ width: 100%; max-width: 900px; }}\n"
+        "@media (max-width: 820px) { section { overflow-x: auto; } svg { width: 720px; } }\n"
         f"</style>\n</head>\n<body>\n<main>\n{chr(10).join(sections)}\n</main>\n"
         f'<script type="application/json" id="data">{data}</script>\n'
         "</body>\n</html>\n"

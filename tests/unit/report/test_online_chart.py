@@ -32,3 +32,10 @@ def test_labels_that_would_lie_on_each_other_are_left_out():
     line = Line(name="a", points=[(x, 1.0) for x in (1, 3.9, 3.91, 8)])
     at = [across for across, text in labels(chart([line], x="slots", y="y"), "middle") if text != "slots"]
     assert len(at) == 3 and all(b - a >= 30 for a, b in pairwise(at))
+
+
+def test_large_numbers_on_the_axis_are_written_out_and_not_cut():
+    wide = chart([Line(name="a", points=[(1, -16.0), (2, 3.0)])], x="x", y="y", percent=True)
+    found = labels(wide, "end")
+    assert [text for _, text in found] == ["-2,000 %", "-1,500 %", "-1,000 %", "-500 %", "0 %", "500 %"]
+    assert all(at - 6.2 * len(text) >= 0 for at, text in found)

@@ -15,6 +15,7 @@
     return node;
   };
   const h = (tag, attrs, ...kids) => fill(document.createElement(tag), attrs, kids);
+  const scrolled = (table) => h("div", { class: "wide" }, table);
   const s = (tag, attrs, ...kids) => fill(document.createElementNS(SVG, tag), attrs, kids);
   const digits = (x, n = 3) => {
     if (!x) return "0";
@@ -126,8 +127,8 @@
     if (!t) return null;
     const left = (i) => t.columns[i].startsWith(">") ? "n" : "";
     return section("Groups", "Each group works on its share of the samples; the fast ones then wait for the slowest.",
-      h("table", {}, h("thead", {}, h("tr", {}, t.columns.map((c, i) => h("th", { class: left(i), scope: "col", text: c.replace(">", "") })))),
-        h("tbody", {}, t.rows.map((row) => h("tr", {}, row.map((c, i) => h("td", { class: left(i), text: c })))))));
+      scrolled(h("table", {}, h("thead", {}, h("tr", {}, t.columns.map((c, i) => h("th", { class: left(i), scope: "col", text: c.replace(">", "") })))),
+        h("tbody", {}, t.rows.map((row) => h("tr", {}, row.map((c, i) => h("td", { class: left(i), text: c }))))))));
   };
 
   // --- what would help ---------------------------------------------------------------------------
@@ -136,11 +137,11 @@
     if (!data.advice.length) return section("What would help", "No single change of the plan wins one per cent or more.");
     const best = Math.max(...data.advice.map((one) => one.gain));
     return section("What would help", "Changes that fit, each predicted anew, the best of its kind; gain in tokens per second.",
-      h("table", {}, h("thead", {}, h("tr", {}, ["change", "gain", "", "step", "peak"].map((c, i) => h("th", { class: [1, 3, 4].includes(i) ? "n" : "", scope: "col", text: c })))),
+      scrolled(h("table", {}, h("thead", {}, h("tr", {}, ["change", "gain", "", "step", "peak"].map((c, i) => h("th", { class: [1, 3, 4].includes(i) ? "n" : "", scope: "col", text: c })))),
         h("tbody", {}, data.advice.map((one) => h("tr", {}, h("td", {}, h("code", { text: one.change })),
           h("td", { class: "n", text: "+" + percent(one.gain) }),
           h("td", { style: "width:34%" }, h("span", { class: "bar", style: `width:${100 * one.gain / best}%` })),
-          h("td", { class: "n", text: one.step }), h("td", { class: "n", text: one.peak }))))));
+          h("td", { class: "n", text: one.step }), h("td", { class: "n", text: one.peak })))))));
   };
 
   // --- the step as a Gantt chart -----------------------------------------------------------------
