@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,16 @@ from rehearsal import plan_of, rehearse, values, worst_error
 from test_tensor import parts, whole
 from test_tensor_hf import Lines, job
 
+from foreshard.predict.measured import predict_measured
+from foreshard.predict.measured_costs import MeasuredCosts, load_costs
+from foreshard.profile.calibration import calibrate
+from foreshard.profile.layer_times import profile_layers, write_profile
 from foreshard.runtime import hf_split
 from foreshard.runtime.equality import gradient_error
+from foreshard.runtime.executor import through
 from foreshard.runtime.hf_tensor import CUT
 from foreshard.runtime.lab import Lab
+from foreshard.runtime.tensor_alone import TensorPart
 from foreshard.spec.plan import Plan
 
 
@@ -103,6 +110,36 @@ def test_the_virtual_clock_takes_as_long_as_for_whole_sequences() -> None:
         told = plan(([0, 1], [[0, 4]], TP2), sp=sp)
         rehearse(job("llama"), told, steps=1, clock=lambda: lab.make_clock([0]), on_step=lambda: took.append)
     assert took[0].time_s == pytest.approx(took[-1].time_s, rel=1e-9)
+
+
+EVEN = Lab(clock="table", slow=(1.0,) * 4, devices=("a",) * 4, bandwidth_bytes_per_s=2e7, latency_s=3e-4,
+           table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> MeasuredCosts:
+    """Layers of a Llama by the lab's table, their bytes as profiled."""
+    file, told, cpu = tmp_path_factory.mktemp("costs") / "costs.json", job("llama"), torch.device("cpu")
+    made = profile_layers(told, samples=(1, 2), repeats=1, out=None, device=cpu, through=through,
+                          parts={2: partial(TensorPart, told, 2, cpu)})  # fmt: skip
+    write_profile(file, calibrate(made, clock="cpu", slow={"a": 1.0}, table_s=EVEN.table_s))
+    return load_costs(str(file))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [plan(([0, 1], [[0, 4]], TP2)), plan(([0, 1], [[0, 2]], TP2), ([2, 3], [[2, 4]], TP2)),
+     plan(([0, 1], [[0, 2]], TP2), ([2], [[2, 4]])), plan(([2], [[0, 1]]), ([0, 1], [[1, 4]], TP2))],
+    ids=["one stage", "two that hand on parts", "before one rank", "behind one rank"],
+)  # fmt: skip
+def test_what_is_predicted_is_what_a_run_takes(costs: MeasuredCosts, told: Plan) -> None:
+    """On the virtual clock; that layers do a little less of what is no product is not in it."""
+    took: list[float] = []
+    rehearse(job("llama"), told, steps=2, clock=lambda: EVEN.make_clock([0]),
+             on_step=lambda: lambda done: took.append(done.time_s))  # fmt: skip
+    found = predict_measured(costs, EVEN.cluster(), told)
+    assert took[1] == pytest.approx(found.step_time_s, rel=1e-9)
+    assert any(text.startswith("sp:") for text in found.assumptions)
 
 
 def test_sequences_that_do_not_come_out_even_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,13 @@ class Work:
                 together = stage.ranks[place - place % stage.tp :][: stage.tp]
                 for c, span in enumerate(stage.layers):
                     passes = _passes(costs, device[rank], span, samples, part_again(stage), stage.tp)
-                    sums = _sums(costs, cluster, together, span, samples, part_again(stage))
+                    sums = [
+                        inside + at_ends
+                        for inside, at_ends in zip(
+                            _sums(costs, cluster, together, span, samples, part_again(stage)),
+                            _seams(costs, cluster, group, (s, c), together, samples), strict=True,
+                        )
+                    ]  # fmt: skip
                     own = (passes[0] + passes[1] - passes[3], passes[3], sums[0] + sums[1])
                     total += np.array([seconds @ times for seconds in own])
                     ends = (passes[0] + sums[0], passes[1] + sums[1], passes[2] + sums[1])
@@ -68,3 +74,26 @@ def _sums(
 
     forward = np.array([told("sums_forward", int(n)) for n in samples])
     return forward, np.array([told("sums_backward", int(n)) for n in samples]) + again * forward
+
+
+def _seams(
+    costs: MeasuredCosts, cluster: Cluster, group: Group, at: tuple[int, int], ranks: Sequence[int],
+    samples: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the seconds in which cut sequences are put together at the ends of a chunk, with sp.
+
+    Where the stage beside it has another tp: outputs in the forward, gradients of inputs in the backward.
+    Putting together is the second half of a ring that sums.
+    """
+    s, c = at
+    stages, virtual = group.stages, c * len(group.stages) + s
+    lo, hi = stages[s].layers[c]
+
+    def halves(beside: int, layer: int) -> np.ndarray:
+        there = 0 <= beside < len(stages) * group.num_chunks
+        if not (group.sp and len(ranks) > 1 and there and stages[beside % len(stages)].tp != len(ranks)):
+            return np.zeros(len(samples))
+        each = costs.layers[layer].boundary_bytes_per_sample
+        return np.array([0.5 * costs.ring_s(cluster, ranks, each * int(n)) if n else 0.0 for n in samples])
+
+    return halves(virtual + 1, hi - 1), halves(virtual - 1, lo - 1)
