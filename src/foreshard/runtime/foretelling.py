@@ -16,7 +16,7 @@ import numpy as np
 
 from foreshard.control.slots import Budget
 from foreshard.errors import InfeasibleError, SpecError
-from foreshard.predict.measured import RankTimes, rank_times, step_seconds
+from foreshard.predict.measured import RankTimes, rank_times
 from foreshard.predict.measured_costs import load_costs
 from foreshard.runtime.budgets import budget_of, spent
 from foreshard.runtime.foretold_lab import ForetoldLab
@@ -159,7 +159,8 @@ class _Play:
             running = now
             at, cluster = self._world.at(step)
             ranks = rank_times(at, cluster, running)
-            time_s[step] = step_seconds(at, cluster, running) + change_s[step]
+            vote_s = at.ring_s(cluster, self._there, 0.0)  # idle ranks vote too
+            time_s[step] = max(one.end_s for one in ranks) + vote_s + change_s[step]
             clock_s += float(time_s[step])
             work_s = {one.rank: one.compute_s + one.recompute_s for one in ranks}
             for one in budgets:

@@ -151,9 +151,10 @@ def test_what_cannot_be_played_is_refused(files):
 
 def test_layers_move_over_the_links_of_the_step_that_has_ended(files):
     slow = change(0, rank=3, there=False) + change(7, rank=3, there=True) + change(0, bandwidth="8 Mb/s")
-    before = foretell(**files(slow), steps=12)["lyapunov"]
+    before = foretell(**files(slow), steps=12, policies=("lb-bsp",))["lb-bsp"]
     (moved,) = np.flatnonzero(before.change_s)
-    found = foretell(**files(slow + change(int(moved), bandwidth="8 Gb/s")), steps=12)["lyapunov"]
+    asked = files(slow + change(int(moved), bandwidth="8 Gb/s"))
+    found = foretell(**asked, steps=12, policies=("lb-bsp",))["lb-bsp"]
     assert 3 in dict(found.plans)[moved].ranks
     assert found.change_s[moved] == before.change_s[moved] > 0.1
     assert found.time_s[moved + 1] < before.time_s[moved + 1]
@@ -166,6 +167,15 @@ def test_a_step_that_loses_a_rank_is_worked_twice_by_the_others(files):
     others = [one for one in rank_times(costs, lab.cluster(), load_plan(asked["plan"])) if one.rank != 3]
     assert found.change_s[5] == pytest.approx(max(one.compute_s for one in others))
     assert not found.change_s[[0, 1, 2, 3, 4, 6, 7]].any()
+
+
+def test_idle_ranks_vote_too(files):
+    asked = files(change(3, latency="1 s"))
+    plan = json.loads(Path(asked["plan"]).read_text())
+    alone = plan["groups"][0] | {"share": plan["global_batch"]}
+    Path(asked["plan"]).write_text(json.dumps(plan | {"groups": [alone]}))
+    found = foretell(**asked, steps=6, policies=("static",))["static"]
+    assert found.time_s[3] == pytest.approx(found.time_s[2] + 2 * 3 * (1.0 - 50e-6))
 
 
 def test_layers_are_foretold_to_come_from_who_sends_them():
