@@ -11,7 +11,7 @@ from foreshard.errors import SpecError
 from foreshard.planner.problem import Problem
 from foreshard.planner.request import checked_request
 from foreshard.planner.stage_options import Ranks, StageKind, joint_options
-from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.stage_prices import offered, price_stages
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
@@ -34,11 +34,10 @@ def healthy_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem:
     )  # fmt: skip
     own = kinds_of(cluster, plan)
     own += [kind for kind in joint_options(request, use) if any(_same_ranks(kind, one) for one in own)]
-    priced = price_stages(request, use, extra=own, every=True)
-    turned = [kind.turned for kind in priced.names if kind.beside]  # type: ignore[attr-defined]
+    turned = [kind.turned for kind in offered(request, use, own) if kind.beside]
+    priced = price_stages(request, use, extra=[*own, *turned], every=True)
     if not turned:
         return priced
-    priced = price_stages(request, use, extra=[*own, *turned], every=True)
     rooms = priced.max_in_flight.copy()
     rooms[[priced.names.index(kind) for kind in turned]] = 0
     return replace(priced, max_in_flight=rooms)

@@ -78,14 +78,9 @@ def price_stages(
         the memory of 1f1b, of which interleaved pipelines need no less.
     """
     types = stage_types(request)
-    kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
-    if every:
-        kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
-        more, even = _joint(request, use, types, {kind.samples for kind in kinds})
-        kinds += more
+    kinds, even = _offered(request, use, types, extra, every=every)
     rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
-    if every:
-        rooms[:, len(kinds) - len(more) :] *= even
+    rooms[:, len(kinds) - even.shape[1] :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     spans = np.array([[float(len(kind.parts)) for kind in kinds]])
@@ -129,6 +124,23 @@ def price_stages(
         leave_tail_s=leave_tail_s,
         domains=() if leave_s is None else tuple(domains),
     )
+
+
+def offered(request: Request, use: tuple[int, ...], extra: Sequence[StageKind] = ()) -> list[StageKind]:
+    """Return every stage of the space, as `price_stages` with `every` names them, without their prices."""
+    return _offered(request, use, stage_types(request), extra, every=True)[0]
+
+
+def _offered(
+    request: Request, use: tuple[int, ...], types: StageTypes, extra: Sequence[StageKind], *, every: bool
+) -> tuple[list[StageKind], np.ndarray]:
+    """Return options, joint ones last, and of which types the joint ones are in their space."""
+    kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
+    if not every:
+        return kinds, np.zeros((len(types.has_head), 0), dtype=bool)
+    kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
+    more, even = _joint(request, use, types, {kind.samples for kind in kinds})
+    return kinds + more, even
 
 
 def without(problem: Problem, unwanted: Callable[[StageKind], bool]) -> Problem:
