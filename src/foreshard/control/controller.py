@@ -6,33 +6,34 @@ seems to be; shares follow at once, layers and groups when what staying has cost
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
 
 from foreshard.control import journal, orders
 from foreshard.control.belief import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
+from foreshard.control.calm import Calm
 from foreshard.control.dual import allowances
 from foreshard.control.estimates import Estimates
+from foreshard.control.finalists import Finalists, Timed
 from foreshard.control.lessons import Lessons, weight_for
 from foreshard.control.moves import move, move_costs, spans_of
 from foreshard.control.pricing import evaluate
 from foreshard.control.queues import Queues
-from foreshard.control.replicas import Compared, Replicas, slots_of
+from foreshard.control.replicas import Compared, slots_of
+from foreshard.control.rest import Partner, Ran, Rest
 from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
     CarbonChanged,
     Command,
+    DeviceSeen,
     Event,
     LinkSeen,
     PriceChanged,
-    RankLost,
     StepMeasured,
     Together,
 )
@@ -46,10 +47,8 @@ _LONGEST_DWELL = 20.0
 _LEAST_DWELLS = 10.0
 """V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
-_LEAST_QUIET, _MOST_QUIET, _STRETCHES = 20, 200, 50
-"""Steps without a change of layers or groups where nothing has changed: a part of the run, within limits."""
-Timed = Callable[[State, Structure, Sequence[int]], float]
-"""Seconds of a structure with shares, finer than what searches."""
+_NEAR = 5
+"""Quiet times before the end of a run from which on it is looked for what spends the rest of the budgets."""
 
 
 class Controller:
@@ -75,9 +74,10 @@ class Controller:
         Longest pipeline; with 1 all subsets of replicas are compared.
     reading : {'dp_over_mp', 'mp_over_dp'}, optional
         What is searched: pipelines, or one whose stages split micro-batches; by default what the plan is.
-    quiet_steps : int, optional
-        Without any change seen, layers and groups stay at least so long; by default a fiftieth of the
-        horizon, 20 to 200: a budget between two plans is kept by running now the one, now the other.
+    quiet_steps : int
+        While the cluster is as it was, layers and groups stay at least so long (`calm`).
+    late_steps : int
+        That still run the old plan after a change is ordered.
     patience : float
         Part of what a change costs that staying must have lost before it is made. With all of it, of two
         plans never more than twice the best possible is lost (ski rental).
@@ -101,7 +101,8 @@ class Controller:
         pause_s: float = 0.0,
         max_stages: int = 4,
         reading: str | None = None,
-        quiet_steps: int | None = None,
+        quiet_steps: int = 200,
+        late_steps: int = 0,
         patience: float = 0.3,
         timed: Timed | None = None,
         log: TextIO | None = None,
@@ -109,16 +110,13 @@ class Controller:
         self.chain, self.plan, self._log = chain, plan, log
         self.budgets = tuple(budgets)
         self._pause_s, self._patience = pause_s, patience
-        if quiet_steps is None:
-            quiet_steps = min(max(horizon // _STRETCHES, _LEAST_QUIET), _MOST_QUIET)
-        self.quiet_steps = quiet_steps
+        self._horizon, self._late = horizon, late_steps
+        self._calm, self._partner, self._ran = Calm(quiet_steps), Partner(), Ran(late_steps)
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
         self.reading = orders.reading_of(plan) if reading is None else reading
-        wide = self.reading == MP_OVER_DP
         self._slots = slots_of(self.reading, chain, budgets, max_stages=max_stages, **self._asked)
-        self._timed = timed
-        plain = timed is not None and max_stages > 1 and not wide
-        self._plain = Replicas(chain, budgets, **self._asked) if plain else None
+        plain = max_stages > 1 and self.reading != MP_OVER_DP
+        self._finalists = Finalists(self._slots, budgets, timed=timed, plain=plain, **self._asked)
         self.estimates = Estimates(stated)
         self.choice = self._running(orders.structure_of(plan, self.reading), plan, stated)
         free = dict.fromkeys((one.name for one in budgets), 0.0)
@@ -131,7 +129,6 @@ class Controller:
         self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
         self.ignored = 0
-        self._changed_at, self._seen_change = -quiet_steps, True
         self._told = ""
         self._settled: tuple[State | None, Structure | None, int] = (None, None, 0)
         if budgets:
@@ -187,7 +184,15 @@ class Controller:
             if not self.estimates.links.set(event.source, event.target, event.bytes_per_s):
                 self.ignored += 1
                 return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s: ignored"
-        elif isinstance(event, PriceChanged):
+            return ""
+        if isinstance(event, DeviceSeen):
+            if not self.estimates.available[event.rank]:
+                self._calm.told()
+            self.estimates.available[event.rank] = True
+            if event.relative_speed is not None:
+                self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
+            return ""
+        if isinstance(event, PriceChanged):
             if not is_cost(event.usd_per_h, MOST_USD_PER_H):
                 self.ignored += 1
                 return f"rank {event.rank} at {event.usd_per_h} $/h: ignored"
@@ -197,13 +202,9 @@ class Controller:
                 self.ignored += 1
                 return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh: ignored"
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
-        elif isinstance(event, RankLost):
-            self.estimates.available[event.rank] = False
         else:
-            self.estimates.available[event.rank] = True
-            if event.relative_speed is not None:
-                self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
-        self._seen_change = True
+            self.estimates.available[event.rank] = False
+        self._calm.told()
         return ""
 
     def _measured(self, event: StepMeasured) -> None:
@@ -213,15 +214,13 @@ class Controller:
         if not is_time(took):
             self.ignored += 1
             took = expected.time_s if math.isfinite(expected.time_s) else self.queues.step_s
-        changed = False
         nominal = self._nominal_s()
         for rank, seconds in sorted(event.stage_s.items()):
             if rank in nominal and is_time(seconds):
-                changed |= self.estimates.see_speed(rank, nominal[rank] / seconds, times)
+                self.estimates.see_speed(rank, nominal[rank] / seconds, times)
             elif rank in nominal:
                 self.estimates.speed[rank].refused += 1
-        changed |= self.estimates.links.see(event.link_s, times)
-        self._seen_change |= changed
+        self.estimates.links.see(event.link_s, times)
         costs = {}
         for budget in self.budgets:
             cost = event.costs.get(budget.name, math.nan)
@@ -232,6 +231,7 @@ class Controller:
                 )
             costs[budget.name] = cost
         self.queues.record(took, costs, times)
+        self._ran.record(expected.structure, took, costs, times)
 
     def _learn(self, state: State, steps: int) -> None:
         """Count a state, and when a lesson is due place the queues by what is known of all."""
@@ -259,10 +259,9 @@ class Controller:
         known = counted and self.lessons.knows(state.key())
         if known:
             self._learn(state, steps)
-        time_weight, cost_weights = self.queues.weights()
         running = self.choice.structure
         try:
-            found = self._compared(state, running)
+            found = self._compared(state)
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
         if counted and not known:
@@ -271,66 +270,83 @@ class Controller:
         if urgent or not math.isfinite(found.stay_worth):
             return self._change(found.best, state, "the running plan has lost a rank")
         gain = found.stay_worth - found.best_worth
-        if found.best == running or gain <= _DEAD_ZONE * abs(found.stay_worth):
-            self.regret = 0.0
-            return self._follow(state)
-        self.regret += gain * steps
+        better = found.best != running and gain > _DEAD_ZONE * abs(found.stay_worth)
         # The step to come counts: a change that one step earns back is not put off.
-        price = self._price(found, state, time_weight, cost_weights)
-        due = self.regret + gain >= self._patience * price
-        if due and (self._seen_change or self.step - self._changed_at >= self.quiet_steps):
-            why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
-            return self._change(found.best, state, why)
-        return self._follow(state)
+        self.regret = self.regret + gain * steps if better else 0.0
+        due = better and self.regret + gain >= self._patience * self._price(found.best, state)
+        best = found.best if due else None
+        why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
+        if not self._calm.is_new(state):
+            best, why = self._in_calm(best, state, why)
+        else:
+            self._ran.forget()
+            if not better:
+                self._calm.kept(state)
+        return self._follow(state) if best is None else self._change(best, state, why)
 
-    def _compared(self, state: State, running: Structure) -> Compared:
-        """Return the best of a slot beside the running structure, both timed as finely as can be."""
+    def _compared(self, state: State) -> Compared:
         weights, dwell = self.queues.weights(), self._dwell()
-        asked = (state, *weights, running, max(weights[0], 0.0) / dwell, self.queues.curve(dwell))
-        found = self._slots.compare(*asked)
-        if self._timed is None:
-            return found
-        finalists = [found.best]
-        if self._plain is not None:
-            with contextlib.suppress(InfeasibleError):
-                finalists.append(self._plain.compare(*asked).best)
-        looked = [*finalists, running] if state.available[list(running.workers)].all() else finalists
-        worth = {one: self._closely(one, state) for one in dict.fromkeys(looked)}
-        best = min(finalists, key=lambda one: worth[one])
-        return Compared(best=best, best_worth=worth[best], stay_worth=worth.get(running, math.inf))
+        moved = max(weights[0], 0.0) / dwell
+        running = self.choice.structure
+        return self._finalists.compare(state, *weights, running, moved, self.queues.curve(dwell))
 
-    def _closely(self, structure: Structure, state: State) -> float:
-        """Return what a slot minimises, by the finer seconds; what is paid by the second follows them."""
-        assert self._timed is not None
+    def _in_calm(self, best: Structure | None, state: State, why: str) -> tuple[Structure | None, str]:
+        """Return what to change to, and why, though nothing has changed.
+
+        Parameters
+        ----------
+        best : Structure or None
+            What queues ask for.
+        """
+        if not self._calm.is_open(self.queues.steps):
+            return None, why
+        rest = Rest.of(self.queues, self._horizon)
+        if rest is None or not self._calm.may_last(rest.steps, self.queues.steps):
+            return best, why
+        if best is None and rest.steps > _NEAR * self._calm.quiet_steps:
+            return None, why
         weights = self.queues.weights()
-        choice = reshare(
-            self.chain, state, structure, time_weight=weights[0], cost_weights=weights[1],
-            budgets=self.budgets, **self._asked,
-        )  # fmt: skip
-        if not math.isfinite(choice.time_s):
-            return math.inf
-        time_s = self._timed(state, structure, choice.shares)
-        costs = {
-            one.key: choice.costs[one.key] * (1.0 if one.kind == "duty" else time_s / choice.time_s)
-            for one in self.budgets
-        }
-        seen = replace(choice, time_s=time_s, costs=costs)
-        return worth_of(seen, *weights, self.budgets, self.queues.curve(self._dwell()))
 
-    def _price(
-        self, found: Compared, state: State, time_weight: float, cost_weights: dict[str, float]
-    ) -> float:
-        """Return what the change costs, in the units of what a slot minimises.
+        def see(one: Structure) -> Choice:
+            return self._ran.corrected(self._finalists.seen(state, one, *weights), self.budgets)
+
+        def ask(time_weight: float, cost_weights: Mapping[str, float]) -> Structure:
+            asked = (state, time_weight, cost_weights, self.choice.structure)
+            return self._finalists.compare(*asked).best
+
+        running = see(self.choice.structure)
+        other = self._partner.of(rest, running, state, ask, see)
+        if other is not None and self._is_last(rest, other, running, state):
+            return other.structure, "from here to the end the budgets are spent by it"
+        if best is not None and rest.steps_of(see(best), running) >= min(self._calm.quiet_steps, rest.steps):
+            return best, why
+        return None, why
+
+    def _is_last(self, rest: Rest, other: Choice, running: Choice, state: State) -> bool:
+        """Return whether it is time for the plan that runs to the end."""
+        time_s, costs = self._change_of(other.structure, state)
+        left = rest.less(time_s, {one.name: costs.get(one.key, 0.0) for one in self.budgets})
+        if left.is_kept(running) and (running.time_s - other.time_s) * left.steps <= time_s:
+            return False
+        return left.steps_of(other, running) >= left.steps - self._late - 0.5
+
+    def _change_of(self, best: Structure, state: State) -> tuple[float, dict[str, float]]:
+        """Return the seconds of a change, and its costs."""
+        done = move(self.chain, state, self.choice.structure, best)
+        return self._pause_s + done.time_s, move_costs(state, best, done, pause_s=self._pause_s)
+
+    def _price(self, best: Structure, state: State) -> float:
+        """Return what a change costs, in the units of what a slot minimises.
 
         It is paid at once: what it adds to a backlog counts whole, and not as the first of it does.
         """
-        done = move(self.chain, state, self.choice.structure, found.best)
-        costs = move_costs(state, found.best, done, pause_s=self._pause_s)
+        time_weight, cost_weights = self.queues.weights()
+        time_s, costs = self._change_of(best, state)
         spent = 0.0
         for one in self.budgets:
             cost = costs.get(one.key, 0.0)
             spent += cost_weights[one.name] * cost + 0.5 * (cost / self.queues[one.name].unit) ** 2
-        return max(time_weight, 0.0) * (self._pause_s + done.time_s) + spent
+        return max(time_weight, 0.0) * time_s + spent
 
     def _shared(self, structure: Structure) -> Choice:
         """Return a structure with the best shares by the estimates as they are."""
@@ -370,7 +386,8 @@ class Controller:
         kind = orders.change_of(self.choice, made)
         warning = self._warning(state)
         if kind not in ("keep", "re-share"):
-            self._changed_at, self._seen_change, self.regret = self.step, False, 0.0
+            self._calm.changed(state, self.queues.steps)
+            self.regret = 0.0
         self.choice = made
         self.counts[kind] += 1
         self.plan = orders.plan_of(self.plan, made, micro_batch=self._asked["micro_batch"])

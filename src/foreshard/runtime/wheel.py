@@ -27,8 +27,8 @@ POLICIES = ("static", "lyapunov", *RIVALS)
 _LONGEST_PIPELINE = 4
 _PIECES = 64
 """Pieces that the batch is shared out in at least, if it has as many samples."""
-_LEAST_HORIZON = 1000
-"""Steps: over fewer than these a budget is held by swinging between extremes, which serves nobody."""
+_LATE_STEPS = 1
+"""Steps that run the old plan after an order: it is announced in the next vote."""
 
 
 def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
@@ -181,7 +181,8 @@ class Wheel:
         if self.policy in RIVALS:
             return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
-            chain, stated, fine, budgets=budgets, horizon=max(self.steps, _LEAST_HORIZON), max_stages=longest,
+            chain, stated, fine, budgets=budgets, horizon=self.steps, max_stages=longest,
+            late_steps=_LATE_STEPS,
             timed=Timing(Passes(costs, cluster), chain, self.most, self.plan.global_batch),
         )  # fmt: skip
 

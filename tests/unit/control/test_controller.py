@@ -10,11 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from foreshard.control import dual
 from foreshard.control.controller import Controller
 from foreshard.control.journal import command_line, replay
 from foreshard.control.orders import structure_of
 from foreshard.control.pricing import evaluate
 from foreshard.control.slots import Budget, Pipeline, Structure
+from foreshard.control.subsets import Kinds
 from foreshard.errors import SpecError
 from foreshard.spec.online import (
     CarbonChanged,
@@ -368,3 +370,53 @@ def test_wrong_beliefs_cost_time_but_not_the_budget(cases):
     assert controller.estimates.state().speed.tolist() == [1.0] * 4
     assert controller.queues["money"].violation <= controller.queues["money"].backlog / 600 + 1e-12
     assert controller.queues.violation < 0.05
+
+
+CALM_SPEED, RENT = [1.0, 1.0, 0.6, 0.6], np.array([7200.0, 7200.0, 1800.0, 1800.0])
+STEP = (Budget(name="money", kind="usd", limit=50.0),)
+HOUR = (Budget(name="money", kind="usd", limit=12_000.0, per="hour"),)
+BOTH = (*STEP, Budget(name="energy", kind="joule", limit=16_500.0))
+QUIET = 200
+
+
+FIRST = 10
+"""Steps in which a run learns speeds and adopts a plan; changes in these are counted apart."""
+
+
+def played(cases, steps, seed, noise, budgets, longest):
+    """Return the controller after a run in which nothing changes, and after which steps it changed plans."""
+    world = World(cases, CALM_SPEED, noise=noise, seed=seed, usd_per_h=RENT)
+    controller = Controller(
+        world.chain, world.state(), even_plan(), budgets=budgets, horizon=steps, max_stages=longest
+    )
+    at, before = [], 0
+    for number in range(steps):
+        controller.on(world.step(number, controller.plan, budgets))
+        at += [number] * (controller.reconfigurations - before)
+        before = controller.reconfigurations
+    controller.check_invariants()
+    return world, controller, at
+
+
+def best_mean_s(world, budgets):
+    """Return the least mean step of all mixtures of subsets that keep the budgets."""
+    kinds = Kinds.of(world.chain, world.state(), 64)
+    table = dual.table_of([(kinds.time_s, kinds.column(budgets))], [1.0], budgets)
+    found = dual.solve(table, budgets)
+    assert found.feasible
+    return found.value_s
+
+
+@pytest.mark.parametrize("budgets", [(), STEP, HOUR, BOTH], ids=["none", "step", "hour", "both"])
+@pytest.mark.parametrize(
+    ("steps", "seed", "noise", "longest"),
+    [(100, 1, 0.05, 4), (300, 2, 0.05, 1), (600, 4, 0.1, 1)],
+)  # fmt: skip
+def test_plans_change_once_in_200_steps_and_budgets_are_spent(cases, steps, seed, noise, longest, budgets):
+    world, controller, at = played(cases, steps, seed, noise, budgets, longest)
+    later = [step for step in at if step >= FIRST]
+    assert all(b - a >= QUIET for a, b in itertools.pairwise(later)), at
+    assert len(later) <= 1 + steps // QUIET and len(at) - len(later) <= 2
+    over = [controller.queues[one.name].violation for one in budgets]
+    assert all(each <= 0.01 for each in over) and (not over or max(over) >= -0.01), over
+    assert controller.queues.total_s / steps <= 1.03 * best_mean_s(world, budgets)

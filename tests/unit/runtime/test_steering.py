@@ -61,13 +61,6 @@ def test_shares_follow_the_speeds(wheel):
     assert found < 0.75 * even, "balanced shares take about 2/3 of the time of even ones"
 
 
-@pytest.mark.parametrize(
-    ("steps", "quiet"), [(100, 20), (1000, 20), (5000, 100), (10_000, 200), (10**6, 200)]
-)
-def test_long_runs_keep_their_layers_for_200_steps_where_nothing_changes(wheel, steps, quiet):
-    assert replace(wheel, steps=steps).controller().quiet_steps == quiet
-
-
 def test_a_rank_that_is_gone_gets_no_samples_and_gets_some_again(wheel):
     orders: list = []
     steering = Steering(wheel, orders.append)
