@@ -134,7 +134,7 @@ class _Search:
         everything = all_stages(self.land)
         if everything is not None:
             if self.level not in self.land.complete:
-                for stages in everything:
+                for stages in sorted(everything, key=self._guess):
                     self.look(stages)
                 if self.left > 0:
                     self.land.complete.add(self.level)
