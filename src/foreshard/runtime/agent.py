@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.address import own_address
@@ -309,25 +310,30 @@ class Agent:
     def _log(self, rank: int) -> Path:
         return self.out / "logs" / f"rank-{rank}.log"
 
+    def _opened(self, name: str) -> IO[bytes]:
+        try:
+            return (self.out / "logs" / name).open("ab")
+        except FileNotFoundError:
+            raise ForeshardError(
+                "the folder of the run is gone", file=str(self.out), rule="A run keeps its folder to the end",
+                fix="Put it back and add --resume, or start again in a folder that nothing removes",
+            ) from None  # fmt: skip
+
     def _spawn(self, rank: int) -> tuple[subprocess.Popen[bytes], int]:
         """Return the process of a rank, and the end of the pipe on which it says what is wrong."""
-        told, tell = os.pipe()
-        os.set_blocking(told, False)
-        env = {
-            **os.environ, "FORESHARD_RANK": str(rank), "FORESHARD_STORE": f"{self.address}:{self.port}",
-            "FORESHARD_SECRET_FILE": str(self.secret_file), "FORESHARD_JOB": self.work.to_json(),
-            "OMP_NUM_THREADS": str(self.work.threads), "FORESHARD_AGENT": str(os.getpid()),
-            TELL_FD: str(tell),
-        }  # fmt: skip
         words = [*self.command(rank), sys.executable, "-m", "foreshard.runtime.worker"]
-        try:
-            with self._log(rank).open("ab") as log:
-                return subprocess.Popen(
-                    words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    pass_fds=[tell],
-                ), told  # fmt: skip
-        finally:
-            os.close(tell)
+        with self._opened(f"rank-{rank}.log") as log, _pipe() as (told, tell):
+            env = {
+                **os.environ, "FORESHARD_RANK": str(rank), "FORESHARD_STORE": f"{self.address}:{self.port}",
+                "FORESHARD_SECRET_FILE": str(self.secret_file), "FORESHARD_JOB": self.work.to_json(),
+                "OMP_NUM_THREADS": str(self.work.threads), "FORESHARD_AGENT": str(os.getpid()),
+                TELL_FD: str(tell),
+            }  # fmt: skip
+            os.set_blocking(told, False)
+            return subprocess.Popen(
+                words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                pass_fds=[tell],
+            ), told  # fmt: skip
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, at the port it had; it finds what it decided in the run's folder."""
@@ -348,20 +354,29 @@ class Agent:
 
     def _spawn_supervisor(self) -> tuple[subprocess.Popen[bytes], int | None]:
         """Return its process, and the port it listens on once it does."""
-        told, tell = os.pipe()
         told_it = [self.out, self.address, self.port, self.secret_file, self.work.detect_s, self._term]
         words = [sys.executable, "-m", "foreshard.runtime.supervisor", *map(str, told_it)]
-        try:
-            with (self.out / "logs" / "supervisor.log").open("ab") as log:
-                process = subprocess.Popen(
-                    words, env={**os.environ, TELL_FD: str(tell)}, stdout=log, stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL, pass_fds=[tell],
-                )  # fmt: skip
-        finally:
-            os.close(tell)
+        with self._opened("supervisor.log") as log, _pipe() as (told, tell):
+            process = subprocess.Popen(
+                words, env={**os.environ, TELL_FD: str(tell)}, stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, pass_fds=[tell],
+            )  # fmt: skip
         with open(told, "rb", buffering=0) as pipe:  # nothing comes from one that ends at once
             said = pipe.read(8) if select.select([pipe], [], [], _SUPERVISOR_S)[0] else b""
         return process, int(said) if said else None
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Give both ends of a pipe; the one written to is the child's, the other stays if there is a child."""
+    told, tell = os.pipe()
+    try:
+        yield told, tell
+    except BaseException:
+        os.close(told)
+        raise
+    finally:
+        os.close(tell)
 
 
 def _is_stopped(pid: int) -> bool:
