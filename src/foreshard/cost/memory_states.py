@@ -67,14 +67,15 @@ def _elements(load: StageLoad) -> _Elements:
         experts = block.num_experts * block.expert_params
         split = block.num_params - block.lora_params - experts - whole
         one_dense = whole + split / tp
-        one_expert = experts / experts_over
+        one_expert = experts / experts_over if experts else 0.0
         adapters = block.lora_params / tp
-        trained = 0 if block.frozen else 1
-        dense = dense + count * (one_dense + adapters)
-        expert = expert + count * one_expert
-        dense_trained = dense_trained + count * (trained * one_dense + adapters)
-        expert_trained = expert_trained + count * trained * one_expert
-        frozen = frozen + count * (1 - trained) * (one_dense + one_expert)
+        held, held_expert = count * (one_dense + adapters), count * one_expert
+        dense, expert = dense + held, expert + held_expert
+        if block.frozen:
+            dense_trained = dense_trained + count * adapters
+            frozen = frozen + count * (one_dense + one_expert)
+        else:
+            dense_trained, expert_trained = dense_trained + held, expert_trained + held_expert
         largest = np.maximum(largest, (one_dense + one_expert) * (np.asarray(count) > 0))
     table = np.asarray(load.vocab) * load.hidden / tp
     head = load.has_head * (1 - load.tied * load.has_embedding)

@@ -40,9 +40,9 @@ class StageTimes:
     device_forward: np.ndarray  # of `forward`, without the host
     parts: dict[str, np.ndarray]  # sum to `total`
     total: np.ndarray
-    moved: (
-        np.ndarray
-    )  # `total` without weight gradients and their collectives, which zero-bubble schedules move
+    moved: np.ndarray
+    """`total` without weight gradients and their collectives, which zero-bubble schedules move; `total` where
+    no pipeline has one."""
     params: np.ndarray  # trained parameters of a rank, dense and expert
     expert_params: np.ndarray
     all_params: np.ndarray
@@ -100,11 +100,15 @@ def stage_times(batch: Batch) -> StageTimes:
     later += _add_tables(parts, batch, table, ends, dense)
     device = np.asarray(sum(parts.values()))
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
-    total = _join(device, host, machine.constants.host_sharpness)
+    sharpness = machine.constants.host_sharpness
+    total = _join(device, host, sharpness)
     waits = total - device
     parts["host"] += waits
     messages = _messages(batch)
     parts["pipeline_comm"] += messages
+    moved = total
+    if np.count_nonzero(p.zero_bubble):  # no other schedule asks
+        moved = _join(device - later, host - host_later, sharpness)
     return StageTimes(
         # Collectives also run while the host holds the device up.
         forward=forward + waits,
@@ -112,7 +116,7 @@ def stage_times(batch: Batch) -> StageTimes:
         device_forward=forward,
         parts=parts,
         total=total + messages,
-        moved=_join(device - later, host - host_later, machine.constants.host_sharpness) + messages,
+        moved=moved + messages,
         params=params,
         expert_params=experts,
         all_params=every,
