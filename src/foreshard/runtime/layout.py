@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foreshard.errors import SpecError
+from foreshard.graph.schedules import stage_order
 from foreshard.spec.plan import Group, Plan, Stage
 
 RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -158,8 +159,21 @@ def _refuse(plan: Plan) -> None:
         if group.schedule not in RUN_SCHEDULES:
             raise _unsupported(f"{where}.schedule", group.schedule,
                                f"the runtime runs {', '.join(RUN_SCHEDULES)}")  # fmt: skip
+        _refuse_order(group, where)
         for s, stage in enumerate(group.stages):
             _refuse_stage(stage, f"{where}.stages[{s}]")
+
+
+def _refuse_order(group: Group, where: str) -> None:
+    """Raise where chunks cannot be run in the order of the schedule, before a rank finds out."""
+    if group.schedule != "interleaved" and group.num_chunks == 1:
+        return
+    try:
+        stage_order(group.schedule, num_stages=len(group.stages), num_chunks=group.num_chunks,
+                    num_micro_batches=group.num_micro_batches)  # fmt: skip
+    except SpecError as error:
+        error.key = f"{where}.{error.key}"
+        raise
 
 
 def _refuse_stage(stage: Stage, where: str) -> None:

@@ -49,6 +49,29 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
     return replace(plan, groups=tuple(kept))
 
 
+def taken_over(plan: Plan, alive: Collection[int]) -> Plan:
+    """Return the plan with idle ranks in its seats if nobody of it is left and they are enough, else itself.
+
+    Examples
+    --------
+    >>> from foreshard.spec.plan import parse_plan
+    >>> stage = {"ranks": [0], "layers": [[0, 2]]}
+    >>> groups = [{"share": 4, "micro_batch": 2, "stages": [stage]}]
+    >>> plan = parse_plan({"global_batch": 4, "seq_len": 1, "groups": groups})
+    >>> taken_over(plan, [3, 4]).ranks, taken_over(plan, [0, 3]).ranks
+    ((3,), (0,))
+    """
+    idle = sorted(alive)
+    if not frozenset(plan.ranks).isdisjoint(idle) or len(idle) < len(plan.ranks):
+        return plan
+    to = dict(zip(sorted(plan.ranks), idle, strict=False))
+    groups = [
+        replace(group, stages=tuple(replace(s, ranks=tuple(to[r] for r in s.ranks)) for s in group.stages))
+        for group in plan.groups
+    ]
+    return replace(plan, groups=tuple(groups))
+
+
 def _group_left(group: Group, alive: frozenset[int]) -> Group | None:
     found = {i: _stage_left(stage, alive) for i, stage in enumerate(group.stages)}
     stages = {i: stage for i, stage in found.items() if stage is not None}

@@ -21,7 +21,7 @@ from typing import Any
 from foreshard.errors import InfeasibleError
 from foreshard.runtime.decided import Decided, recalled, remember
 from foreshard.runtime.rehost import term_of
-from foreshard.runtime.repair import repaired
+from foreshard.runtime.repair import repaired, taken_over
 from foreshard.runtime.store import StoreServer
 from foreshard.runtime.suspicion import Suspicion
 from foreshard.runtime.work import TELL_FD
@@ -257,7 +257,7 @@ class Supervisor:
             self.log("link suspected", rank=out, text="ranks cannot reach it; it stays out for a while")
             waiting.discard(out)
         try:
-            plan = repaired(parse_plan(self.decided.plan), waiting)
+            plan = repaired(taken_over(parse_plan(self.decided.plan), waiting), waiting)
         except InfeasibleError as error:
             self._say_once("waiting", text=str(error), ranks=sorted(waiting))
             return

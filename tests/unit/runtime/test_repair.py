@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshard.errors import InfeasibleError
+from foreshard.errors import InfeasibleError, SpecError
 from foreshard.runtime.layout import layout_of
-from foreshard.runtime.repair import repaired
+from foreshard.runtime.repair import repaired, taken_over
 from foreshard.runtime.sound import check_sound
 from foreshard.spec.plan import parse_plan
 
@@ -87,6 +87,24 @@ def test_interleaved_rounds_that_no_longer_come_out_even_are_not_interleaved():
 def test_nobody_left_is_infeasible():
     with pytest.raises(InfeasibleError, match="no rank of the plan"):
         repaired(TWO, [9])
+
+
+def test_idle_ranks_take_the_seats_of_all_who_are_gone():
+    assert sorted(taken_over(TWO, [5, 6, 7, 8, 9, 10]).ranks) == [5, 6, 7, 8, 9, 10][: len(TWO.ranks)]
+    some_left, too_few = [TWO.ranks[0], 20, 21, 22, 23, 24], [20]
+    assert taken_over(TWO, some_left) == TWO == taken_over(TWO, too_few)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_chunks_that_cannot_be_run_in_rounds_are_refused_before_ranks_begin(micro_batch):
+    stages = [([0], [[0, 2], [4, 6]], {}), ([1], [[2, 4], [6, 8]], {})]
+    told = plan_of((4, {"schedule": "interleaved", "micro_batch": micro_batch}, stages))
+    if micro_batch == 2:
+        layout_of(told)
+        return
+    with pytest.raises(SpecError, match="interleaved groups of 2 micro-batches") as caught:
+        layout_of(told)
+    assert caught.value.key == "groups[0].schedule"
 
 
 @st.composite
