@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.runtime import checkpoint
-from foreshard.runtime.agent import Agent, make_secret
+from foreshard.runtime.agent import Agent
 from foreshard.runtime.outcome import Outcome, kept_steps, outcome_of
+from foreshard.runtime.secret import make_secret
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import Plan, parse_plan
 
