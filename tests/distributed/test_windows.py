@@ -83,6 +83,11 @@ def test_who_does_not_come_back_leaves_its_work_to_the_others(tmp_path: Path, al
     check(run_of(tmp_path, "two uneven pipelines", faults, stays_away=(1, 2)), alone)
 
 
+def test_idle_ranks_go_on_when_everybody_of_the_plan_stays_away(tmp_path: Path, alone: Any) -> None:
+    """From a checkpoint: nobody left holds anything."""
+    check(run_of(tmp_path, "many micro-batches", {(0, 0): ("backward", 14)}, stays_away=(0,)), alone)
+
+
 @pytest.mark.parametrize(
     "plan", ["two uneven pipelines", "uneven data in both stages, zero 1", "four ranks in a stage, zero 1"]
 )
