@@ -194,7 +194,11 @@ class Links:
             if common.see(middle, times):
                 self._kind_moved[kind] = self._now
         if together:
+            before = self._rates
             self._refresh()
+            # What was forgotten of a link and is found as it was is news too.
+            told = (pair for rates in together.values() for pair in rates)
+            changed |= any(_differ(before[pair], self._rates[pair]) for pair in told)
         return changed
 
     def set(self, source: int, target: int, rate: float) -> bool:
@@ -258,6 +262,10 @@ class Links:
     def change_chance(self) -> float:
         """Return the chance that some link changes in a step."""
         return sum(level.change_chance for level in self.common.values())
+
+
+def _differ(one: float, other: float) -> bool:
+    return one > 0.0 and math.isfinite(one) and bool(abs(math.log(other / one)) > APART)
 
 
 def _middle(rates: Mapping[tuple[int, int], float]) -> float:

@@ -80,6 +80,21 @@ def test_slow_links_that_meet_at_one_rank_are_that_ranks(cases):
     assert (rate[1, [0, 2, 3]] < 6.0).all() and (rate[[0, 2, 3], 1] < 6.0).all()
 
 
+def test_a_rank_that_comes_back_with_slow_links_is_news(cases):
+    estimates = Estimates(cases.state([1.0] * 4, bandwidth_bytes_per_s=np.full((4, 4), 100.0)))
+    ring = dict.fromkeys(((0, 1), (1, 2), (2, 3), (3, 0)), (10.0, 0.1))
+    without = dict.fromkeys(((1, 2), (2, 3), (3, 1)), (10.0, 0.1))
+    slow = ring | dict.fromkeys(((0, 1), (3, 0)), (10.0, 2.0))
+    assert not any(estimates.links.see(ring, 1) for _ in range(10))
+    assert any(estimates.links.see(slow, 1) for _ in range(4))
+    for _ in range(20):
+        estimates.links.see(without, 1)
+    assert estimates.state().bandwidth_bytes_per_s[0, 1] > 10.0, "forgotten: as the others"
+    assert estimates.links.see(slow, 1)
+    assert estimates.state().bandwidth_bytes_per_s[0, 1] == pytest.approx(5.0, rel=0.05)
+    assert not estimates.links.see(slow, 1)
+
+
 def test_means_of_several_steps_count_as_several():
     level = Level(1.0)
     for _ in range(30):
