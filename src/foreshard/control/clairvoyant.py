@@ -14,6 +14,7 @@ import numpy as np
 
 from foreshard.control import dual
 from foreshard.control.arena import Arena
+from foreshard.control.equal_shares import equal_shares
 from foreshard.control.slots import Budget
 
 
@@ -38,13 +39,15 @@ class Bound:
     num_states: int
 
 
-def bound_of(arena: Arena, budgets: Sequence[Budget]) -> Bound:
+def bound_of(arena: Arena, budgets: Sequence[Budget], *, equal: bool = False) -> Bound:
     """Return the clairvoyant bound of a path under budgets.
 
     Parameters
     ----------
     arena : Arena
     budgets : sequence of Budget
+    equal : bool
+        Only equal shares: the least mean time of whoever knows the path and never balances.
 
     Returns
     -------
@@ -65,6 +68,9 @@ def bound_of(arena: Arena, budgets: Sequence[Budget]) -> Bound:
     weights: list[float] = []
     for (condition, pattern), count in zip(pairs.tolist(), counts.tolist(), strict=True):
         kinds = arena.kinds(condition, pattern)
+        if equal:
+            state = arena.state(condition, pattern)
+            kinds = equal_shares(kinds, arena.work.chain, state, arena.work.batch)
         floor = kinds.column(budgets, floor=True)
         key = kinds.time_s.tobytes() + floor.tobytes()
         if key in found:

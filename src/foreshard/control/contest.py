@@ -9,7 +9,6 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from foreshard.catalog.models import load_model
 from foreshard.control.arena import Arena
 from foreshard.control.clairvoyant import Bound, bound_of
 from foreshard.control.hindsight import best_subset, violation
@@ -17,7 +16,7 @@ from foreshard.control.policies import BY_SHARES, Banked, Fleet, Greedy, on_subs
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.control.subsets import COSTS
 from foreshard.control.told import controller_rule
-from foreshard.control.workload import Workload, cluster_of, workload
+from foreshard.control.workload import Workload, cluster_of, model_of, workload
 from foreshard.errors import SpecError
 from foreshard.sim.dynamics import describe, draw
 from foreshard.sim.online import Rule, Run, play
@@ -37,6 +36,11 @@ STAGES = "lyapunov-stages"
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
 _SERIES = 100
+KEPT = 0.01
+"""Excess over a budget that still counts as keeping it."""
+FIXED = "equal-share@budget"
+LEAST_CUT = 0.01
+"""Ideal cut below which a part of it says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class Round:
     seed : int
     budgets : tuple of Budget
     bound : Bound
+    equal : Bound
+        Of equal shares: the devices that share are chosen knowing the path.
     runs : mapping of policy to Run
     path : mapping
         How the path looks, see `sim.dynamics.describe`.
@@ -56,8 +62,33 @@ class Round:
     seed: int
     budgets: tuple[Budget, ...]
     bound: Bound
+    equal: Bound
     runs: Mapping[str, Run]
     path: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Parts of the mean step time of equal shares that keep the budgets.
+
+    Attributes
+    ----------
+    equal_s : float
+    feasible : bool
+        False where these do not keep the budgets after all.
+    ours, ideal : float
+        What a policy and what the bound saves of it.
+    """
+
+    equal_s: float
+    feasible: bool
+    ours: float
+    ideal: float
+
+    @property
+    def part(self) -> float | None:
+        """Return the part of the ideal cut that is reached; None where there is next to nothing to cut."""
+        return self.ours / self.ideal if self.ideal >= LEAST_CUT else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +106,31 @@ class Contest:
         return tuple(self.rounds[0].runs)
 
     def times(self, name: str) -> np.ndarray:
-        """Return the mean step time of a policy by seed; that of the bound for 'bound'."""
+        """Return the mean step time of a policy by seed; of 'bound' and 'equal' that of these bounds."""
         if name == "bound":
             return np.array([one.bound.mean_step_time_s for one in self.rounds])
+        if name == "equal":
+            return np.array([one.equal.mean_step_time_s for one in self.rounds])
         return np.array([one.runs[name].time_s.mean() for one in self.rounds])
 
     def violations(self, name: str) -> np.ndarray:
         """Return the largest excess over a budget by seed, at least 0."""
         return np.array([max(0.0, violation(one.runs[name], one.budgets)) for one in self.rounds])
+
+    def cut(self, name: str, of: str = "equal") -> Cut:
+        """Return by how much a policy is faster than equal shares at the same budgets.
+
+        Those are the bound of equal shares, or a policy.
+        """
+        equal = self.times(of)
+        kept = all(one.equal.feasible for one in self.rounds)
+        if of != "equal":
+            kept = bool((self.violations(of) <= KEPT).all())
+        return Cut(
+            equal_s=float(equal.mean()), feasible=kept,
+            ours=float((1.0 - self.times(name) / equal).mean()),
+            ideal=float((1.0 - self.times("bound") / equal).mean()),
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, object]:
         """Return the object of ``simulate --json``."""
@@ -102,8 +150,26 @@ class Contest:
                 "multipliers": [list(one.bound.multipliers) for one in self.rounds],
                 "plans": "data-parallel plans on all subsets of the devices",
             },
+            "equal_share_in_budget": self._equal(),
             "path": [dict(one.path) for one in self.rounds],
         }
+
+    def _equal(self) -> dict[str, object]:
+        found: dict[str, object] = {
+            "mean_step_time_s": float(self.times("equal").mean()),
+            "ci95_s": half_width(self.times("equal")),
+            "feasible": all(one.equal.feasible for one in self.rounds),
+        }
+        if "lyapunov" in self.policies:
+            cut = self.cut("lyapunov")
+            found |= {"cut": cut.ours, "ideal_cut": cut.ideal, "part_of_ideal": cut.part}
+        if {"lyapunov", FIXED} <= set(self.policies):
+            cut = self.cut("lyapunov", FIXED)
+            found["fixed"] = {
+                "mean_step_time_s": cut.equal_s, "kept": cut.feasible, "cut": cut.ours,
+                "ideal_cut": cut.ideal, "part_of_ideal": cut.part,
+            }  # fmt: skip
+        return found
 
     def _policy(self, name: str) -> dict[str, object]:
         runs = [one.runs[name] for one in self.rounds]
@@ -186,7 +252,7 @@ def contest(
         if one.of:
             _known(one.of, scenario.file, "budget.of")
     cluster = cluster_of(scenario)
-    work = workload(scenario, model or load_model(scenario.model), cluster)
+    work = workload(scenario, model or model_of(scenario), cluster)
     length = scenario.slots if slots is None else slots
     rounds = tuple(_round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds))
     return Contest(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)
@@ -227,6 +293,7 @@ def _round(
         seed=seed,
         budgets=budgets,
         bound=bound_of(arena, budgets),
+        equal=bound_of(arena, budgets, equal=True),
         runs={name: spent[name] if name in spent else run(name, budgets) for name in names},
         path=describe(path),
     )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from foreshard.control.contest import STAGES, Contest, half_width
+from foreshard.control.contest import FIXED, KEPT, STAGES, Contest, half_width
 from foreshard.report import quantity
 from foreshard.report.screen import Box, Screen, Table, table
 from foreshard.units import number_of
-
-KEPT = 0.01
-"""Excess over a budget that still counts as keeping it."""
 
 
 def online_screen(found: Contest) -> Screen:
@@ -73,6 +70,27 @@ def _cut(found: Contest) -> list[Box]:
     return [Box(title="cut against equal-share", value=f"{100 * ours:.1f} %", note=note)]
 
 
+def _equal_budget(found: Contest) -> tuple[str, ...]:
+    """Return sentences on equal shares that keep the budgets."""
+    if "lyapunov" not in found.policies:
+        return ()
+    rivals = {"equal": "the best devices of every state"}
+    if FIXED in found.policies:
+        rivals[FIXED] = "the best fixed devices"
+    notes = []
+    for name, devices in rivals.items():
+        cut = found.cut("lyapunov", name)
+        if not cut.feasible:
+            notes.append(f"Equal shares on {devices} in hindsight do not keep the budgets.")
+            continue
+        part = "too little for a part of it to say much" if cut.part is None else f"{cut.part:.3f} of it"
+        notes.append(
+            f"Equal shares in budget on {devices} in hindsight: {quantity.seconds(cut.equal_s)} a batch. "
+            f"The bound cuts {100 * cut.ideal:.1f} % of it, lyapunov {100 * cut.ours:.1f} %: {part}."
+        )
+    return tuple(notes)
+
+
 def policies_table(found: Contest) -> Table:
     """Return a row for each policy, those that keep the budgets first, fastest first."""
     rows = []
@@ -101,7 +119,8 @@ def policies_table(found: Contest) -> Table:
 
 def _notes(found: Contest) -> tuple[str, ...]:
     notes = [
-        "Plans are data-parallel on subsets of the devices; the bound is over all of them, changes free."
+        *_equal_budget(found),
+        "Plans are data-parallel on subsets of the devices; the bound is over all of them, changes free.",
     ]
     if STAGES in found.policies:
         notes.append(f"{STAGES} also cuts the layers between devices: the bound is not one of it.")

@@ -1,11 +1,15 @@
 """The bound: the linear program it claims to be, and below every policy that keeps the budgets."""
 
+from dataclasses import replace
+from itertools import combinations
+
 import numpy as np
 import pytest
 
 from foreshard.control.arena import Arena
 from foreshard.control.clairvoyant import bound_of
 from foreshard.control.slots import Budget, Chain, State
+from foreshard.control.subsets import even_shares
 from foreshard.control.workload import Workload
 from foreshard.sim.dynamics import Path
 
@@ -113,3 +117,35 @@ def test_a_wide_budget_costs_nothing():
     wide = bound_of(arena, (Budget(name="usd", kind="usd", limit=1e9),))
     assert wide.multipliers == (0.0,)
     assert wide.mean_step_time_s == bound_of(arena, ()).mean_step_time_s
+
+
+@pytest.mark.parametrize("per", ["step", "hour", None])
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_shares_in_budget_are_the_best_mixture_of_all_subsets_with_equal_shares(seed, per):
+    from scipy.optimize import linprog
+
+    arena = arena_of(seed)
+    arena = replace(arena, work=replace(arena.work, batch=60), _memo={})
+    limit = {"step": 3.5e-3, "hour": 2.0, None: 1.0}[per]
+    budgets = [Budget(name="b", kind="usd", limit=limit, per=per)] if per else []
+    path = arena.path
+    pairs, counts = np.unique(np.stack([path.condition, path.pattern], 1), axis=0, return_counts=True)
+    cost, over, owner = [], [], []
+    for at, ((condition, pattern), count) in enumerate(zip(pairs.tolist(), counts.tolist(), strict=True)):
+        there = np.flatnonzero(path.available[pattern]).tolist()
+        for size in range(1, len(there) + 1):
+            for workers in combinations(there, size):
+                shares = tuple(even_shares(size, 60).tolist())
+                time_s, costs = arena.batch(arena.structure(workers), shares, condition, pattern)
+                cost.append(count * time_s)
+                over.append([count * (costs["usd"] - one.allowance(time_s)) for one in budgets])
+                owner.append(at)
+    rows = (np.array(owner)[None, :] == np.arange(len(pairs))[:, None]).astype(float)
+    best = linprog(
+        cost, A_ub=np.array(over).T if budgets else None, b_ub=[0.0] if budgets else None, A_eq=rows,
+        b_eq=np.ones(len(pairs)),
+    )  # fmt: skip
+    found = bound_of(arena, budgets, equal=True)
+    assert best.success == found.feasible
+    assert found.mean_step_time_s == pytest.approx(best.fun / path.num_slots, rel=1e-6)
+    assert found.mean_step_time_s >= bound_of(arena, budgets).mean_step_time_s
