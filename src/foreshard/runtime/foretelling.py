@@ -21,7 +21,7 @@ from foreshard.predict.measured_costs import load_costs
 from foreshard.runtime.budgets import budget_of, spent
 from foreshard.runtime.foretold_lab import ForetoldLab
 from foreshard.runtime.lab import load_lab
-from foreshard.runtime.repair import repaired
+from foreshard.runtime.repair import repaired, taken_over
 from foreshard.runtime.steering import POLICIES, PROBE_EVERY, Steering, Wheel, own_samples
 from foreshard.spec.plan import Plan, load_plan
 
@@ -185,7 +185,7 @@ class _Play:
             # A new generation: what was announced is forgotten, the last plan adopted is repaired.
             self._there, self._number = there, self._number + 1
             self._due.clear()
-            running = repaired(self._decided, there)
+            running = repaired(taken_over(self._decided, there), there)
         return running
 
     def _tell(

@@ -16,6 +16,7 @@ from foreshard.runtime.foretelling import foretell
 from foreshard.runtime.foretold_lab import moves_between
 from foreshard.runtime.lab import load_lab
 from foreshard.runtime.migrate import moves_of
+from foreshard.runtime.repair import repaired, taken_over
 from foreshard.spec.plan import load_plan
 
 RANKS = (
@@ -220,3 +221,18 @@ def test_wide_stages_go_on_without_a_rank_and_take_it_back(files, tmp_path):
     found = foretell(**asked, steps=40, policies=("lyapunov",))["lyapunov"]
     gone = [plan.ranks for step, plan in found.plans if 10 <= step < 20]
     assert gone and all(1 not in ranks for ranks in gone) and 1 in found.plans[-1][1].ranks
+
+
+@pytest.mark.parametrize(("name", "lost"), [("static", 0), ("lyapunov", 2)])
+def test_where_everybody_of_the_plan_is_lost_an_idle_rank_takes_over_as_in_a_run(files, name, lost):
+    asked = files(change(5, rank=lost, there=False))
+    plan = json.loads(Path(asked["plan"]).read_text())
+    alone = plan | {"groups": [plan["groups"][0] | {"share": plan["global_batch"]}]}
+    Path(asked["plan"]).write_text(json.dumps(alone))
+    budgets = ("usd_per_h=0.5",) if name == "lyapunov" else ()
+    found = foretell(**asked, steps=10, policies=(name,), budgets=budgets)[name]
+    at = dict(found.plans)
+    left, last = sorted({0, 1, 2, 3} - {lost}), at[max(step for step in at if step < 5)]
+    assert last.ranks == (lost,) and lost not in at[5].ranks
+    assert at[5] == repaired(taken_over(last, left), left)
+    assert np.isfinite(found.time_s).all() and len(found.time_s) == 10
