@@ -18,8 +18,8 @@ from foreshard.control.moves import spans_of
 from foreshard.control.slots import Structure
 from foreshard.control.stage_landscape import StageLandscape
 
-_EXHAUSTIVE = 220
-"""Structures up to which all are compared."""
+_SMALL, _EXHAUSTIVE, _MANY = 6, 1000, 220
+"""Structures up to which all are compared, of so few workers and of more."""
 
 
 def all_stages(land: StageLandscape) -> list[Groups] | None:
@@ -28,8 +28,9 @@ def all_stages(land: StageLandscape) -> list[Groups] | None:
         pools: dict[int, list[int]] = {}
         for worker in land.alive:
             pools.setdefault(land.kind[worker], []).append(worker)
-        found = list(itertools.islice(_orders(land, list(pools.values()), ()), _EXHAUSTIVE + 1))
-        land.everything = found if len(found) <= _EXHAUSTIVE else []
+        most = _EXHAUSTIVE if len(land.alive) <= _SMALL else _MANY
+        found = list(itertools.islice(_orders(land, list(pools.values()), ()), most + 1))
+        land.everything = found if len(found) <= most else []
     return land.everything or None
 
 

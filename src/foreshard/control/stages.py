@@ -132,12 +132,11 @@ class _Search:
             self._look_as_is(self.running)
             self.look(repaired(self.land, _workers(self.running)))
         everything = all_stages(self.land)
-        if everything is not None:
-            if self.level not in self.land.complete:
-                for stages in sorted(everything, key=self._guess):
-                    self.look(stages)
-                if self.left > 0:
-                    self.land.complete.add(self.level)
+        if everything is not None and self.level not in self.land.complete and len(everything) < self.left:
+            for stages in everything:
+                self.look(stages)
+            self.land.complete.add(self.level)
+        if self.level in self.land.complete:
             self._ranked()
             return
         spare = self.left // 3
@@ -197,13 +196,20 @@ class _Search:
         return self.library.known[key]
 
     def _ranked(self) -> list[int]:
-        """Weigh the best of the library in full; return the best few."""
+        """Weigh the best of the library in full; return the best few and that of each depth."""
         worth = self.library.worth(self.weights)
         if self.curve is not None:
             worth = worth + self.curve.extra(*self.library.table(self.land.state, self.curve.budgets))
-        for at in np.argsort(worth, kind="stable")[:_FINALISTS].tolist():
-            self._weigh(at)
-        return sorted(self.found, key=lambda at: (self.found[at], at))[:_STARTS]
+        deep: dict[int, int] = {}
+        for place, at in enumerate(np.argsort(worth, kind="stable").tolist()):
+            depth = len(self.library.layouts[at].choice.structure.groups)
+            if place < _FINALISTS or depth not in deep:
+                self._weigh(at)
+            deep.setdefault(depth, at)
+            if len(deep) == self.land.max_stages and place >= _FINALISTS:
+                break
+        best = sorted(self.found, key=lambda at: (self.found[at], at))[:_STARTS]
+        return list(dict.fromkeys([*best, *deep.values()])) if self.land.visits <= _VISITS else best
 
     def _weigh(self, at: int) -> float:
         """Return what a structure is worth, the change to it included."""
