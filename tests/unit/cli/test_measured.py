@@ -77,7 +77,7 @@ def test_from_a_job_to_a_plan_and_its_prediction(place, shell):
 
 def test_screens_name_layers_and_files(place, shell):
     shown = shell("calibrate", "--profile", place / "p.json", "--device", "quick", "--device", "slow=2")
-    assert "slow x2" in shown.out and "layer" in shown.out
+    assert "slow (2 times as slow)" in shown.out and "layer" in shown.out
     assert shell("calibrate", "--profile", place / "p.json", "--device", "quick=x").code == 2
 
 
