@@ -5,7 +5,6 @@ Each run must end by itself, with every sample once, every step told, and the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ torch = pytest.importorskip("torch")
 from rehearsal import rehearse, values, worst_error
 from small_jobs import JOBS
 from small_plans import ALONE, PLANS
-from theatre import Killed, Theatre, wait_for_connections
+from theatre import Killed, Theatre
 
 from foreshard.runtime import checkpoint
 from foreshard.runtime import trainer as trainer_module
@@ -42,12 +41,6 @@ FAULTS = {
     "a rank that has nothing to do": ("an idle rank", {(1, 0): ("vote", 3), (3, 0): ("vote", 5)}),
     "one before it has its first layers": ("recompute", {(3, 0): ("migration", 1), (2, 0): ("rebuild", 1)}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connections() -> Iterator[None]:
-    yield
-    wait_for_connections()
 
 
 @pytest.fixture(scope="module")
