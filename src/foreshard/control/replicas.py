@@ -1,4 +1,4 @@
-"""Slots of data-parallel plans: every subset of the workers is compared, by kinds."""
+"""What searches the slots of each kind of plan: pipelines, joint stages, or every subset of replicas by kinds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from foreshard.control.grouping import solve_slot
 from foreshard.control.landscape import Memo
 from foreshard.control.library import Weights
 from foreshard.control.queues import Curve
-from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure, workers_apart
+from foreshard.control.slots import (
+    DP_OVER_MP,
+    MP_OVER_DP,
+    Budget,
+    Chain,
+    Choice,
+    State,
+    Structure,
+    workers_apart,
+)
 from foreshard.control.stage_landscape import StageMemo
 from foreshard.control.stages import solve_stages
 from foreshard.control.subsets import Kinds, TooManyError, data_parallel
 from foreshard.control.worth import reshare, worth_of
-from foreshard.errors import InfeasibleError
+from foreshard.errors import InfeasibleError, SpecError
 
 _STATES = 512
 _MOST_SUBSETS = 20_000
@@ -191,6 +200,11 @@ def slots_of(
     reading: str, chain: Chain, budgets: Sequence[Budget], *, max_stages: int, **asked: Any
 ) -> Pipelines | Replicas:
     """Return the slots of a reading: stages of several workers, pipelines, or replicas without stages."""
+    if reading not in (DP_OVER_MP, MP_OVER_DP):
+        raise SpecError(
+            f"unknown reading {reading!r}", key="reading", value=reading,
+            rule=f"Plans are read as {DP_OVER_MP} or {MP_OVER_DP}",
+        )  # fmt: skip
     if reading == MP_OVER_DP:
         return Stages(chain, budgets, max_stages=max_stages, **asked)
     if max_stages == 1:

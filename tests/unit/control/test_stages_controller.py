@@ -112,6 +112,8 @@ def test_readings_that_a_plan_does_not_have_are_refused(cases):
     world = World(cases)
     with pytest.raises(SpecError, match="one rank"):
         world.controller(reading="dp_over_mp")
+    with pytest.raises(SpecError, match="unknown reading"):
+        world.controller(reading="both")
     two = parse_plan({
         "global_batch": BATCH, "seq_len": 8, "groups": [
             {"share": 32, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]} for rank in range(2)
