@@ -1,4 +1,4 @@
-"""What searches the slots of each kind of plan: pipelines, joint stages, or every subset of replicas by kinds."""
+"""What searches slots of each kind of plan: pipelines, joint stages, or all subsets of replicas by kinds."""
 
 from __future__ import annotations
 
