@@ -49,7 +49,7 @@ class ForetoldLab:
         )
 
     def move_s(self, step: int, old: Plan, new: Plan) -> float:
-        """Return the seconds in which all ranks get what they lack, from who is there and over the links then."""
+        """Return the seconds in which ranks get what they lack, from who is there, over the links then."""
         layers = self._costs.layers
         size = [one.parameter_bytes + one.frozen_bytes + one.state_bytes for one in layers]
         there, taken = self.there(step), [0.0]
