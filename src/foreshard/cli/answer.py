@@ -102,8 +102,8 @@ def say(text: str) -> None:
     """Tell the user something that is not the answer (standard error, on a terminal cut at words)."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
-        whole = {"break_long_words": False, "break_on_hyphens": False}
-        text = "\n".join(textwrap.fill(line, width, **whole) for line in text.splitlines())
+        words = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(words.fill(line) for line in text.splitlines())
     click.echo(text, err=True)
 
 

@@ -139,7 +139,7 @@ def profile_layers(
             one = known[str(degree)]
             try:
                 _profile(job, part.modules, one, samples, repeats, device, part.through, began,
-                         lambda text, n=degree: tell(f"tp {n}: {text}"), done)  # fmt: skip
+                         _of_degree(tell, degree), done)  # fmt: skip
                 one["sums"] = _sums(job, part, samples[0], device)
             finally:
                 part.close()
@@ -260,6 +260,10 @@ def _backward(
         torch.autograd.backward([t for t, _ in pairs], _given(pairs))
     told = clock.read()
     return [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs], told
+
+
+def _of_degree(tell: Callable[[str], None], degree: int) -> Callable[[str], None]:
+    return lambda text: tell(f"tp {degree}: {text}")
 
 
 def _sums(job: Trainable, part: Part, number: int, device: torch.device) -> dict[str, Any]:

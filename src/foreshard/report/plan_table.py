@@ -189,10 +189,10 @@ def drawn(plan: Plan, cluster: Cluster) -> Table:
         (g, s): stage.ranks for g, group in enumerate(plan.groups) for s, stage in enumerate(group.stages)
     }
     cells = []
-    for (s, devices, *rest, samples, split), groups in rows.items():
-        numbers = _rank_words([ranks[g, int(s)] for g in groups])
+    for (stage_number, devices, *rest, samples, split), groups in rows.items():
+        numbers = _rank_words([ranks[g, int(stage_number)] for g in groups])
         each = " each" if len(groups) > 1 else ""
-        cells.append((spans(groups), s, numbers, devices + each, *rest, samples + each, split))
+        cells.append((spans(groups), stage_number, numbers, devices + each, *rest, samples + each, split))
     title = "The chosen plan"
     if len(cells) > _SHOWN_STAGES:
         title += f", its first {_SHOWN_STAGES} of {len(cells)} kinds of stages"

@@ -63,7 +63,12 @@ def adopted(request: Request, result: PlanResult, judged: Sequence[Judged]) -> P
         The same where nothing is better. A plan from outside the space may lie below the bound, which then is
         its step time.
     """
-    offers = [(predicted(request, one.plan), one.name) for one in judged if _may(request, one)]
+    most = request.max_devices or request.cluster.num_devices
+    offers = [
+        (predicted(request, one.plan), one.name)
+        for one in judged
+        if one.plan is not None and len(one.plan.ranks) <= most
+    ]
     offers = [offer for offer in offers if request.limits.keeps(offer[0])]
     best, name = min(offers, key=lambda offer: score(offer[0], request.objectives), default=(None, ""))
     if best is None or not _beats(request, best, result):
@@ -80,13 +85,6 @@ def adopted(request: Request, result: PlanResult, judged: Sequence[Judged]) -> P
         notes=(*result.notes, f"The chosen plan is that of {name}: {alone}"),
         front=front_of([best, *(one.prediction for one in result.front)], request.limits),
     )  # fmt: skip
-
-
-def _may(request: Request, one: Judged) -> bool:
-    """Return whether a plan uses no more devices than are asked for."""
-    return one.plan is not None and len(one.plan.ranks) <= (
-        request.max_devices or request.cluster.num_devices
-    )
 
 
 def _beats(request: Request, best: Prediction, result: PlanResult) -> bool:
