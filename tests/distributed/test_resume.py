@@ -8,11 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import small_jobs
 from rehearsal import rehearse, values, worst_error
 from small_jobs import JOBS
 from small_plans import ALONE, PLANS
 
-from foreshard.runtime.trainer import Options
+from foreshard.errors import SpecError
+from foreshard.runtime.fixed import FixedMembership
+from foreshard.runtime.trainer import Options, Trainer
 
 BEFORE_AND_AFTER = [
     ("sharded pipeline with recompute, zero 3", "uneven replicas"),
@@ -35,3 +38,13 @@ def test_a_run_goes_on_from_its_checkpoint_under_another_plan(
     assert first[0][0] == pytest.approx(whole[0][:7], rel=1e-12)
     assert second[0][0] == pytest.approx(whole[0][6:], rel=1e-12), "step 6 is the first after the checkpoint"
     assert worst_error(second, whole[1]) <= 1e-9
+
+
+def test_layers_of_other_shapes_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"options": Options(checkpoint_every=1), "checkpoints": tmp_path}
+    Trainer(JOBS["gpt"](), ALONE, **more).train_step()
+    monkeypatch.setattr(small_jobs, "WIDTH", 2 * small_jobs.WIDTH)
+    other = FixedMembership(None, 0, ALONE, ALONE.ranks, resume=True)
+    trainer = Trainer(JOBS["gpt"](), membership=other, **more)
+    with pytest.raises(SpecError, match=r"layers\.\d\.\S+: what was kept has shape \[.+the job's has \["):
+        trainer.train_step()

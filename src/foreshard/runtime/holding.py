@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foreshard.errors import SpecError
 from foreshard.runtime.buckets import Bucket, Gradient
 from foreshard.runtime.deal import Deal
 from foreshard.runtime.job import Job
@@ -145,9 +146,9 @@ class Holding:
                 _make_room(parameter)
                 self._fill(parameter.data, key, owner, tensor)
         elif kind == "frozen":
-            self.modules[layer].get_parameter(name).data.copy_(tensor)
+            _copy(self.modules[layer].get_parameter(name).data, tensor, (layer, name))
         else:
-            self.modules[layer].get_buffer(name).copy_(tensor)
+            _copy(self.modules[layer].get_buffer(name), tensor, (layer, name))
 
     def _put_state(self, key: Key, owner: str, entry: str, tensor: Tensor) -> None:
         state = self._states.setdefault(key, {})
@@ -163,7 +164,7 @@ class Holding:
         _, index, num = parsed(name)
         given, own = (index, index + 1, num), self.interval(*key)
         if given == own == WHOLE:
-            held.copy_(tensor)
+            _copy(held, tensor, key)
             return
         cut, both = self.parameters.cuts[key], common(given, own)
         cut.fill(held, *within(both, own), cut.taken(tensor, *within(both, given)))
@@ -334,6 +335,16 @@ class Holding:
                     name: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
                     for name, value in self._states[key].items()
                 }  # counts stay where the optimizer keeps them, on the host
+
+
+def _copy(held: Tensor, tensor: Tensor, key: Key) -> None:
+    """Copy a whole tensor, which may be another job's."""
+    if held.shape != tensor.shape:
+        shapes = f"what was kept has shape {list(tensor.shape)}, the job's has {list(held.shape)}"
+        raise SpecError(shapes, key=f"layers.{key[0]}.{key[1]}",
+                        rule="A run goes on with the layers it began with",
+                        fix="Resume with the job that wrote it, or give another --out")  # fmt: skip
+    held.copy_(tensor)
 
 
 def _make_room(parameter: nn.Parameter) -> None:
