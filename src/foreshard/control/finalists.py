@@ -1,4 +1,4 @@
-"""A closer look at what a search finds: the best of it, the running structure and the best replicas."""
+"""A closer look at the best of a search and the best replicas, whole or less a group, and at what runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.control.queues import Curve
 from foreshard.control.replicas import Compared, Pipelines, Replicas
-from foreshard.control.slots import Budget, Choice, State, Structure
+from foreshard.control.slots import DP_OVER_MP, Budget, Choice, State, Structure
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError
 
@@ -59,13 +59,33 @@ class Finalists:
         if self._plain is not None:
             with contextlib.suppress(InfeasibleError):
                 finalists.append(self._plain.compare(*asked).best)
-        looked = [*finalists, running] if state.available[list(running.workers)].all() else finalists
-        worth = {}
-        for one in dict.fromkeys(looked):
-            seen = self.seen(state, one, time_weight, cost_weights)
-            worth[one] = worth_of(seen, time_weight, cost_weights, self.budgets, curve)
+
+        def see(one: Structure) -> Choice:
+            return self.seen(state, one, time_weight, cost_weights)
+
+        seen = {one: see(one) for one in finalists}
+        seen |= {one: see(one) for one in map(self._without_thinnest, list(seen.values())) if one is not None}
+        finalists = list(seen)
+        if state.available[list(running.workers)].all():
+            seen.setdefault(running, see(running))
+        worth = {
+            one: worth_of(choice, time_weight, cost_weights, self.budgets, curve)
+            for one, choice in seen.items()
+        }
         best = min(finalists, key=lambda one: worth[one])
         return Compared(best=best, best_worth=worth[best], stay_worth=worth.get(running, math.inf))
+
+    def _without_thinnest(self, choice: Choice) -> Structure | None:
+        """Return a structure of several groups without the one of the fewest samples.
+
+        The search takes seconds as linear in samples; update and sum of gradients of a group with few may
+        cost more than it saves.
+        """
+        structure, shares = choice.structure, choice.shares
+        if structure.reading != DP_OVER_MP or len(shares) < 2:
+            return None
+        thinnest = shares.index(min(shares))
+        return replace(structure, groups=structure.groups[:thinnest] + structure.groups[thinnest + 1 :])
 
     def seen(
         self, state: State, structure: Structure, time_weight: float, cost_weights: Mapping[str, float]
