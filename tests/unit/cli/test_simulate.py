@@ -91,7 +91,7 @@ def test_the_report_holds_the_figures_and_loads_nothing(capsys, tmp_path, monkey
         assert title in page
 
 
-@pytest.mark.parametrize("name", ["stragglers", "two_sites", "spot", "few_samples"])
+@pytest.mark.parametrize("name", ["stragglers", "two_sites", "spot", "../few_samples"])
 def test_shipped_scenarios_play(capsys, name):
     asked = (SCENARIOS / f"{name}.toml", "--slots", 30, "--policy", "lyapunov,equal-share", "--json")
     code, out, _ = ask(capsys, *asked)
@@ -101,7 +101,7 @@ def test_shipped_scenarios_play(capsys, name):
 
 def test_stages_that_split_micro_batches_play_beside_replicas_and_are_not_bound_by_theirs(capsys):
     policies = "lyapunov-stages,lyapunov,static-best"
-    asked = (SCENARIOS / "few_samples.toml", "--policy", policies)
+    asked = (SCENARIOS.parent / "few_samples.toml", "--policy", policies)
     code, out, _ = ask(capsys, *asked, "--slots", 120, "--json")
     found = json.loads(out)["policies"]
     ours, replicas = found["lyapunov-stages"], found["lyapunov"]
