@@ -1,9 +1,9 @@
 """Uneven shares on a mixed lab against even ones and against the linear bound, for heterogeneity 1 to 8.
 
-Four ranks, one to h times as slow (geometric), 128 micro-batches of 4 a step; virtual time of measured
-processor time. Three runs a lab: shares that the profile suggests and that stay, shares that follow
-(`--policy lyapunov`, no budget), even shares. The bound is the linear program of continuous shares: all ranks
-end together (water filling). Its seconds a sample and of the update are taken three ways:
+Four ranks, one to h times as slow (geometric), 256 micro-batches of 2 a step; virtual time of measured
+processor time. Three runs a lab: shares that the profile suggests and that stay, shares that follow the last
+speeds (`--policy lb-bsp`), even shares. The bound is the linear program of continuous shares: all ranks end
+together (water filling). Its seconds a sample and of the update are taken three ways:
 
 - of the run: from the work that every rank itself counted in that very step, bound and step side by side, and
   the median of their ratios over the steps: what shares in samples, waiting and votes cost;
@@ -35,8 +35,8 @@ from foreshard.spec.plan import Plan, parse_plan
 
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")
-RANKS, BATCH, MICRO = 4, 512, 4
-FOLLOWING = 12
+RANKS, BATCH, MICRO = 4, 512, 2
+FOLLOWING = 6
 """Steps that shares get to follow before they count."""
 
 
@@ -156,7 +156,7 @@ def run(
     file.write_text(json.dumps(plan_of(shares).to_dict()))
     shutil.rmtree(out, ignore_errors=True)
     words = ["run", JOB, "--plan", str(file), "--local", str(RANKS), "--lab", str(lab), "--json"]
-    words += ["--policy", "lyapunov", "--costs", str(costs)] if costs else []
+    words += ["--policy", "lb-bsp", "--costs", str(costs)] if costs else []
     first = 1 if costs is None else FOLLOWING  # the first warms up
     quiet([*words, "--steps", str(first + steps), "--out", str(out), "--trace", str(trace)])
     updates, slow = update_s(trace), load_lab(str(lab)).slow
@@ -192,7 +192,7 @@ def costs_file(folder: Path, h: float) -> Path:
 def profiled(folder: Path, labs: dict[float, Path]) -> dict[float, MeasuredCosts]:
     """Profile now; return the costs on every lab."""
     profile, found = folder / "profile.json", {}
-    quiet(["profile", JOB, "--local", str(RANKS), "--samples", "2,4,8", "--repeats", "9", "-o", str(profile)])
+    quiet(["profile", JOB, "--local", str(RANKS), "--samples", "1,2,4", "--repeats", "9", "-o", str(profile)])
     for h, lab in labs.items():
         file = costs_file(folder, h)
         quiet(["calibrate", "--profile", str(profile), "--lab", str(lab), "-o", str(file)])

@@ -13,7 +13,13 @@ from collections.abc import Callable
 from statistics import median_low
 from typing import Protocol
 
-_WINDOW = 9
+_WINDOW_S, _MOST_SEEN = 10.0, 512
+"""Seconds, and actions of a kind at most, whose median is its time.
+
+The host's speed swings by a tenth within seconds. Ranks that have done work at other moments would meet
+other hosts; over the same seconds they meet the same. How slow a rank is said to be is a factor on it and
+never lags.
+"""
 LinkRate = Callable[[int, int], tuple[float, float]]
 """(source, target) -> (bytes/s, latency in seconds)."""
 Carried = dict[tuple[int, int], tuple[float, float, float]]
@@ -96,7 +102,7 @@ class VirtualClock:
         Bytes/s and latency.
     work_s : callable of (action, samples, layers), optional
         Seconds of an action from a table; without one, the processor time that this thread used for the
-        action, the median of the last few of its kind: what other processes do to the caches is not the
+        action, the median of its kind over some seconds: what other processes do to the caches is not the
         device's.
 
     Source
@@ -113,7 +119,7 @@ class VirtualClock:
         self.link, self._work_s = link, work_s
         self._time_s = 0.0
         self._began_s = 0.0
-        self._seen: dict[tuple[str, int, int], deque[float]] = {}
+        self._seen: dict[tuple[str, int, int], deque[tuple[float, float]]] = {}
         self._free_s: dict[tuple[int, int], float] = {}
         self._carried: Carried = {}
 
@@ -130,10 +136,13 @@ class VirtualClock:
         if self._work_s is not None:
             self._time_s += self.slow * self._work_s(action, samples, layers)
             return
-        seen = self._seen.setdefault((action, samples, layers), deque(maxlen=_WINDOW))
-        seen.append(time.thread_time() - self._began_s)
+        seen = self._seen.setdefault((action, samples, layers), deque(maxlen=_MOST_SEEN))
+        now_s = time.monotonic()
+        seen.append((now_s, time.thread_time() - self._began_s))
+        while seen[0][0] < now_s - _WINDOW_S:
+            seen.popleft()
         # of two the less: the first of all finds memory that nobody has touched yet
-        self._time_s += self.slow * median_low(seen)
+        self._time_s += self.slow * median_low(took_s for _, took_s in seen)
 
     def sent(self, num_bytes: int, source: int, target: int) -> float:
         """Return the arrival; messages of one link follow each other."""
