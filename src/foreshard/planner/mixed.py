@@ -120,6 +120,12 @@ def search_mixed(request: Request) -> PlanResult:
             notes=tuple(notes),
         )  # fmt: skip
     bound = _bound(request, found, sets, notes)
+    if found.set_aside_s:
+        proven = plans[0].prediction.step_time_s / bound - 1.0
+        notes.append(
+            f"An interleaved plan would take {found.set_aside_s:.3g} s; it was set aside for one that is"
+            f" proven within {proven:.1%}, since its own gap is wide"
+        )
     best_s = plans[0].prediction.step_time_s
     space = SPACE
     if any(group.num_chunks > 1 for group in plans[0].plan.groups):

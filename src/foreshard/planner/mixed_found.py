@@ -36,6 +36,7 @@ class MixedFound:
     evaluated: int = 0
     pruned: int = 0
     interleaved_s: float = 0.0
+    set_aside_s: float = 0.0
     interrupted: bool = False
     stopped: bool = False
     columns: dict[NamedTemplate, None] = field(default_factory=dict)

@@ -35,6 +35,8 @@ _ROOMIER = 4
 """Times that plans are looked for with more memory left free, where none fits."""
 _LITTLE = 0.001
 """Part of a step by which fewer node groups may be faster and still be no search of their own at first."""
+_CLOSE, _WORTH = 0.02, 0.05
+"""Gap of a proven plan, and the part of a step that an interleaved plan of a wider gap must gain on it."""
 
 
 def _is_spoken_for(request: Request, sets: Sequence[tuple[int, ...]], found: MixedFound, i: int) -> bool:
@@ -187,7 +189,13 @@ def search_interleaved(
     made = interleaved_plans(request, order, partial(priced, sets[0]), now + _PLAIN * (until - now))
     if made:
         found.interleaved_s = interleaved_bound(request, sets, priced, made[0][0], until)
-        found.judged += made
+        best_s = min(one[0] for one in made)
+        proven_s = max(min(found.proven), 1e-12)
+        wide = best_s > (1.0 + _CLOSE) * min(proven_s, found.interleaved_s)
+        if order[0][0] <= (1.0 + _CLOSE) * proven_s and wide and best_s > (1.0 - _WORTH) * order[0][0]:
+            found.set_aside_s = best_s
+        else:
+            found.judged += made
 
 
 def offer_published(
