@@ -143,13 +143,18 @@ def test_what_is_idle_is_measured_and_nothing_else_changes():
             assert seconds == pytest.approx(1e-4 + MESSAGE_BYTES / (FAST if step < 5 else SLOW))
 
 
-def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
-    """Two stages of two ranks; rank 1 is three times as slow as it says."""
+def wide_stages():
+    """Two stages of two ranks."""
     stages = [{"ranks": [0, 1], "layers": [[0, 4]]}, {"ranks": [2, 3], "layers": [[4, LAYERS]]}]
-    plan = parse_plan({
+    return parse_plan({
         "global_batch": BATCH, "seq_len": 8, "precision": "fp32",
         "groups": [{"share": BATCH, "micro_batch": 4, "stages": stages}],
     })  # fmt: skip
+
+
+def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
+    """Two stages of two ranks; rank 1 is three times as slow as it says."""
+    plan = wide_stages()
     slow = (1.0, 3.0, 1.0, 1.0)
     dealt, still = (trained(plan, 7, policy_of, slow=slow) for policy_of in (
         lambda job: Dealer(*world_of(job), plan), None,
@@ -162,11 +167,7 @@ def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
 
 def test_one_pipeline_of_wide_stages_is_steered_whole_on_real_ranks():
     """Two stages of two ranks, rank 1 six times as slow as it says; dear ranks are left out for a budget."""
-    stages = [{"ranks": [0, 1], "layers": [[0, 4]]}, {"ranks": [2, 3], "layers": [[4, LAYERS]]}]
-    plan = parse_plan({
-        "global_batch": BATCH, "seq_len": 8, "precision": "fp32",
-        "groups": [{"share": BATCH, "micro_batch": 4, "stages": stages}],
-    })  # fmt: skip
+    plan = wide_stages()
     slow = (1.0, 6.0, 1.0, 1.0)
     budget = Budget(name="rest", kind="duty", limit=1e-4, worker=3)
 

@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from foreshard.control.landscape import Groups, Landscape
+from foreshard.control.landscape import Landscape
 from foreshard.control.library import Weights
+from foreshard.control.memo import Groups
 
 _EXHAUSTIVE = 220
 """Structures up to which all are compared."""

@@ -22,8 +22,9 @@ from foreshard.control.lessons import Lessons, weight_for
 from foreshard.control.moves import move, move_costs, spans_of
 from foreshard.control.pricing import evaluate
 from foreshard.control.queues import Queues
+from foreshard.control.ran import Ran
 from foreshard.control.replicas import Compared, slots_of
-from foreshard.control.rest import Partner, Ran, Rest
+from foreshard.control.rest import Partner, Rest
 from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure
 from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError, SpecError

@@ -15,8 +15,9 @@ import numpy as np
 
 from foreshard.control.candidates import all_structures, built, neighbours, repaired
 from foreshard.control.costs import slowest_link
-from foreshard.control.landscape import Groups, Landscape, Layout, Memo, Unit
+from foreshard.control.landscape import Landscape, Layout, Memo, Unit
 from foreshard.control.library import Weights
+from foreshard.control.memo import Groups
 from foreshard.control.moves import move
 from foreshard.control.pricing import evaluate, runs
 from foreshard.control.queues import Curve
@@ -35,7 +36,6 @@ _VISITS = 6
 """Slots of a state in which built structures are looked at, those in which all were count twice; later ones
 only walk."""
 _FINALISTS = 6
-_RECENT = 12
 
 
 def solve_slot(
@@ -105,10 +105,7 @@ def solve_slot(
             fix="Allow longer pipelines, or add workers",
         )  # fmt: skip
     choice = search.final(cost_weights or {}, budgets)
-    memo.recent[_groups(choice.structure)] = None
-    memo.recent.move_to_end(_groups(choice.structure))
-    while len(memo.recent) > _RECENT:
-        memo.recent.popitem(last=False)
+    memo.chose(_groups(choice.structure))
     return choice
 
 
@@ -208,10 +205,7 @@ class _Search:
 
     def _ranked(self) -> list[int]:
         """Weigh the best of the library in full; return the best few."""
-        worth = self.library.worth(self.weights)
-        if self.curve is not None:
-            table = self.library.table(self.landscape.state, self.curve.budgets)
-            worth = worth + self.curve.extra(*table)
+        worth = self.library.weighed(self.weights, self.landscape.state, self.curve)
         for at in np.argsort(worth, kind="stable")[:_FINALISTS].tolist():
             self._weigh(at)
         return sorted(self.found, key=lambda at: (self.found[at].worth, at))[:_STARTS]

@@ -5,7 +5,6 @@ Everything here is free of weights, so that a state seen before costs a look-up,
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,10 +13,10 @@ import numpy as np
 from foreshard.control import cuts, pricing
 from foreshard.control.kinds import kinds_of
 from foreshard.control.library import Library, Weights
+from foreshard.control.memo import Groups, Remembered
 from foreshard.control.shares import Split, linear_shares, water_filling
 from foreshard.control.slots import Chain, Choice, Pipeline, State, Structure
 
-_STATES = 256
 _FRONTS = 20_000
 _LEVEL = 16.0
 """Prices of messages are rounded to powers of this when cuts are searched."""
@@ -25,7 +24,6 @@ _FEW, _GRAIN = 12, 0.02
 """In longer chains than this, slowest stages closer than the grain are one point of the front."""
 _LEAST_ROUNDS = 4.0
 """In longer chains points are left out that are best only for fewer micro-batches."""
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,44 +102,28 @@ class Layout:
         return Split(shares=split.shares, time_s=split.time_s, worth=split.worth + ring)
 
 
-@dataclass(slots=True, kw_only=True)
-class Memo:
-    """What solvers remember between slots of one chain; states least recently used are forgotten."""
+@dataclass(kw_only=True)
+class Memo(Remembered["Landscape"]):
+    """What searches of pipelines remember."""
 
     fronts: dict[object, tuple[cuts.Cut, ...]] = field(default_factory=dict)
-    links: dict[bytes, list[int]] = field(default_factory=dict)
-    landscapes: OrderedDict[object, Landscape] = field(default_factory=OrderedDict)
-    recent: OrderedDict[Groups, None] = field(default_factory=OrderedDict)
     mixes: dict[object, list[tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     effort: cuts.Effort = field(default_factory=cuts.Effort)
-    chain: Chain | None = None
 
-    def landscape(
-        self,
-        chain: Chain,
-        state: State,
-        *,
-        batch: int,
-        micro_batch: int,
-        max_stages: int,
-        apart: frozenset[int],
+    def made(
+        self, chain: Chain, state: State, batch: int, micro_batch: int, max_stages: int, apart: frozenset[int]
     ) -> Landscape:
-        """Return the landscape of a state, the one of an earlier call where there was one."""
-        if self.chain is not chain:
-            for known in (self.fronts, self.links, self.landscapes, self.recent, self.mixes):
-                known.clear()
-            self.chain = chain
-        key = (state.key(), batch, micro_batch, max_stages, apart)
-        found = self.landscapes.get(key)
-        if found is None:
-            found = Landscape(chain, state, batch, micro_batch, max_stages, apart, self)
-            self.landscapes[key] = found
-            if len(self.landscapes) > _STATES:
-                self.landscapes.popitem(last=False)
-            if len(self.fronts) > _FRONTS:
-                self.fronts.clear()
-        self.landscapes.move_to_end(key)
+        """Return the landscape of a new state; now and then all fronts make room."""
+        found = Landscape(chain, state, batch, micro_batch, max_stages, apart, self)
+        if len(self.fronts) > _FRONTS:
+            self.fronts.clear()
         return found
+
+    def forget(self) -> None:
+        """Forget everything: it was of another chain."""
+        super().forget()
+        self.fronts.clear()
+        self.mixes.clear()
 
 
 class Landscape:

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from foreshard.control.queues import Curve
 from foreshard.control.slots import Budget, State
 
 
@@ -92,6 +93,13 @@ class Library(Generic[R]):
         """Return what structures are worth with the shares that they were taken in with."""
         weigh = np.concatenate([[weights.time], weights.active, weights.busy, weights.sent])
         return np.asarray(self._rows[: len(self.layouts)][rows] @ weigh)
+
+    def weighed(
+        self, weights: Weights, state: State, curve: Curve | None, rows: slice = slice(None)
+    ) -> np.ndarray:
+        """Return what structures are worth, what is not linear in time and costs included."""
+        worth = self.worth(weights, rows)
+        return worth if curve is None else worth + curve.extra(*self.table(state, curve.budgets, rows))
 
     def table(
         self, state: State, budgets: Sequence[Budget], rows: slice = slice(None)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreshard.control.landscape import Groups
 from foreshard.control.library import Weights
+from foreshard.control.memo import Groups
 from foreshard.control.moves import spans_of
 from foreshard.control.slots import Structure
 from foreshard.control.stage_landscape import StageLandscape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,13 +11,13 @@ import numpy as np
 from foreshard.control.costs import Costs
 from foreshard.control.joint import JointStage
 from foreshard.control.kinds import kinds_of
-from foreshard.control.landscape import Groups
 from foreshard.control.library import Library, Weights
+from foreshard.control.memo import Groups, Remembered
 from foreshard.control.pricing import evaluate
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, Pipeline, State, Structure
 from foreshard.control.staging import Staging, restaged
 
-_STATES, _STAGES = 256, 4096
+_STAGES = 4096
 Level = tuple[int, int]
 """How dear busy seconds and bytes are against time, as powers: what decides on cuts and splits."""
 
@@ -41,36 +40,25 @@ class Staged:
         return self.choice.time_s, costs.by_worker("duty"), costs.by_worker("egress_usd")
 
 
-@dataclass(slots=True, kw_only=True)
-class StageMemo:
-    """What is remembered between slots of one chain; states least recently used are forgotten."""
+@dataclass(kw_only=True)
+class StageMemo(Remembered["StageLandscape"]):
+    """What searches of stages of several workers remember."""
 
     stages: dict[object, JointStage] = field(default_factory=dict)
-    links: dict[bytes, list[int]] = field(default_factory=dict)
-    landscapes: OrderedDict[object, StageLandscape] = field(default_factory=OrderedDict)
-    recent: OrderedDict[Groups, None] = field(default_factory=OrderedDict)
-    chain: Chain | None = None
 
-    def landscape(
-        self, chain: Chain, state: State, *, batch: int, micro_batch: int, max_stages: int,
-        apart: frozenset[int],
-    ) -> StageLandscape:  # fmt: skip
-        """Return the landscape of a state, the one of an earlier call where there was one."""
-        if self.chain is not chain:
-            for known in (self.stages, self.links, self.landscapes, self.recent):
-                known.clear()
-            self.chain = chain
-        key = (state.key(), batch, micro_batch, max_stages, apart)
-        found = self.landscapes.get(key)
-        if found is None:
-            found = StageLandscape(chain, state, batch, micro_batch, max_stages, apart, self)
-            self.landscapes[key] = found
-            if len(self.landscapes) > _STATES:
-                self.landscapes.popitem(last=False)
-            if len(self.stages) > _STAGES:
-                self.stages.clear()
-        self.landscapes.move_to_end(key)
+    def made(
+        self, chain: Chain, state: State, batch: int, micro_batch: int, max_stages: int, apart: frozenset[int]
+    ) -> StageLandscape:
+        """Return the landscape of a new state; now and then all stages make room."""
+        found = StageLandscape(chain, state, batch, micro_batch, max_stages, apart, self)
+        if len(self.stages) > _STAGES:
+            self.stages.clear()
         return found
+
+    def forget(self) -> None:
+        """Forget everything: it was of another chain."""
+        super().forget()
+        self.stages.clear()
 
 
 class StageLandscape:

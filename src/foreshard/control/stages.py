@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from foreshard.control.grouping import MAX_STAGES
-from foreshard.control.landscape import Groups
 from foreshard.control.library import Weights
+from foreshard.control.memo import Groups
 from foreshard.control.moves import move
 from foreshard.control.queues import Curve
 from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure, workers_apart
@@ -23,7 +23,7 @@ from foreshard.control.stage_landscape import Level, Staged, StageLandscape, Sta
 from foreshard.errors import InfeasibleError
 
 _SMALL, _COLD_LOOKS, _WARM_LOOKS = 4, 2000, 8
-_STARTS, _FINALISTS, _VISITS, _RECENT = 2, 6, 6, 12
+_STARTS, _FINALISTS, _VISITS = 2, 6, 6
 _BETTER = 1.0 - 1e-12
 
 
@@ -84,10 +84,7 @@ def solve_stages(
             fix="Allow more stages, or add workers",
         )  # fmt: skip
     choice = search.best()
-    memo.recent[_workers(choice.structure)] = None
-    memo.recent.move_to_end(_workers(choice.structure))
-    while len(memo.recent) > _RECENT:
-        memo.recent.popitem(last=False)
+    memo.chose(_workers(choice.structure))
     return choice
 
 
@@ -197,9 +194,7 @@ class _Search:
 
     def _ranked(self) -> list[int]:
         """Weigh the best of the library in full; return the best few and that of each depth."""
-        worth = self.library.worth(self.weights)
-        if self.curve is not None:
-            worth = worth + self.curve.extra(*self.library.table(self.land.state, self.curve.budgets))
+        worth = self.library.weighed(self.weights, self.land.state, self.curve)
         deep: dict[int, int] = {}
         for place, at in enumerate(np.argsort(worth, kind="stable").tolist()):
             depth = len(self.library.layouts[at].choice.structure.groups)
@@ -214,11 +209,8 @@ class _Search:
     def _weigh(self, at: int) -> float:
         """Return what a structure is worth, the change to it included."""
         if at not in self.found:
-            rows = slice(at, at + 1)
-            worth = float(self.library.worth(self.weights, rows)[0])
-            if self.curve is not None:
-                table = self.library.table(self.land.state, self.curve.budgets, rows)
-                worth += float(self.curve.extra(*table)[0])
+            row = slice(at, at + 1)
+            worth = float(self.library.weighed(self.weights, self.land.state, self.curve, row)[0])
             if self.running is not None and self.change_weight > 0.0:
                 worth += self.change_weight * self._change(at)[1]
             self.found[at] = worth

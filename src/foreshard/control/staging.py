@@ -10,8 +10,8 @@ import numpy as np
 
 from foreshard.control.costs import slowest_link
 from foreshard.control.joint import JointStage, splits_of
-from foreshard.control.landscape import Groups
 from foreshard.control.library import Weights
+from foreshard.control.memo import Groups
 from foreshard.control.pricing import evaluate
 from foreshard.control.slots import Chain, Choice, State, Structure
 from foreshard.control.stage_cuts import Row, best_cuts
