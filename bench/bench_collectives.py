@@ -19,9 +19,14 @@ NAMES = ("all_reduce_s", "all_gather_s", "reduce_scatter_s", "all_to_all_s", "br
 def h100_nodes() -> Fabric:
     """Return eight H100 a node with a NIC of 400 Gb/s each."""
     return fabric_from(
-        link_constants("hopper-nvlink"), intra_bytes_per_s=450e9, domain=8, per_node=8,
-        nic_bytes_per_s=400e9, nic_latency_s=5e-6, in_network=True,
-    )  # fmt: skip
+        link_constants("hopper-nvlink"),
+        intra_bytes_per_s=450e9,
+        domain=8,
+        per_node=8,
+        nic_bytes_per_s=400e9,
+        nic_latency_s=5e-6,
+        in_network=True,
+    )
 
 
 def main() -> None:

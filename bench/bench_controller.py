@@ -43,13 +43,24 @@ SPEEDS = {"fast": 4.0, "middling": 2.0, "slow": 1.0}
 def made(workers: int) -> tuple[Chain, np.ndarray, Timing]:
     """Return a chain on workers of speeds 1, 2 and 4, their speeds, and what times finalists."""
     names = tuple(list(SPEEDS)[rank % len(SPEEDS)] for rank in range(workers))
-    lab = Lab(clock="cpu", slow=(1.0,) * workers, devices=names, bandwidth_bytes_per_s=1e10, latency_s=1e-5,
-              memory_bytes=(1.6e10,) * workers)  # fmt: skip
+    lab = Lab(
+        clock="cpu",
+        slow=(1.0,) * workers,
+        devices=names,
+        bandwidth_bytes_per_s=1e10,
+        latency_s=1e-5,
+        memory_bytes=(1.6e10,) * workers,
+    )
     tables = {name: (layer(speed),) * LAYERS for name, speed in SPEEDS.items()}
     costs = MeasuredCosts(
-        layers=tables["fast"], tables=tables, slow=dict.fromkeys(SPEEDS, 1.0), spread=(1.0, 1.0), clock="cpu",
-        tokens_per_sample=1.0, path="",
-    )  # fmt: skip
+        layers=tables["fast"],
+        tables=tables,
+        slow=dict.fromkeys(SPEEDS, 1.0),
+        spread=(1.0, 1.0),
+        clock="cpu",
+        tokens_per_sample=1.0,
+        path="",
+    )
     chain = chain_of(costs, lab.cluster(), MICRO_BATCH)
     speed = np.array([SPEEDS[name] for name in names])
     return chain, speed, Timing(Passes(costs, lab.cluster()), chain, MICRO_BATCH, BATCH)
@@ -58,10 +69,15 @@ def made(workers: int) -> tuple[Chain, np.ndarray, Timing]:
 def layer(speed: float) -> LayerCost:
     """Return what a layer costs on a device."""
     return LayerCost(
-        forward_s=(0.001 / speed, 0.003 / speed), backward_s=(0.003 / speed, 0.006 / speed),
-        backward_input_s=(0.0, 0.003 / speed), optimizer_s=0.0, parameter_bytes=2e7, state_bytes=1.2e8,
-        saved_bytes_per_sample=1e7, boundary_bytes_per_sample=5e6,
-    )  # fmt: skip
+        forward_s=(0.001 / speed, 0.003 / speed),
+        backward_s=(0.003 / speed, 0.006 / speed),
+        backward_input_s=(0.0, 0.003 / speed),
+        optimizer_s=0.0,
+        parameter_bytes=2e7,
+        state_bytes=1.2e8,
+        saved_bytes_per_sample=1e7,
+        boundary_bytes_per_sample=5e6,
+    )
 
 
 def state(speed: np.ndarray, slow: np.ndarray, rate: float, *, egress: bool) -> State:
@@ -70,11 +86,16 @@ def state(speed: np.ndarray, slow: np.ndarray, rate: float, *, egress: bool) -> 
     site = np.arange(size) * 2 // size
     apart = site[:, None] != site[None, :]
     return State(
-        speed=slow, available=np.ones(size, bool),
-        bandwidth_bytes_per_s=np.where(apart, rate, 1e10), latency_s=np.where(apart, 1e-3, 1e-5),
-        usd_per_h=speed, busy_w=np.full(size, 300.0), idle_w=np.full(size, 80.0),
-        usd_per_byte=np.where(apart, 1e-11, 0.0) * egress, kg_per_j=np.full(size, 1e-7),
-    )  # fmt: skip
+        speed=slow,
+        available=np.ones(size, bool),
+        bandwidth_bytes_per_s=np.where(apart, rate, 1e10),
+        latency_s=np.where(apart, 1e-3, 1e-5),
+        usd_per_h=speed,
+        busy_w=np.full(size, 300.0),
+        idle_w=np.full(size, 80.0),
+        usd_per_byte=np.where(apart, 1e-11, 0.0) * egress,
+        kg_per_j=np.full(size, 1e-7),
+    )
 
 
 class Days:
@@ -104,9 +125,17 @@ def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int
         weights = {"money": float(days.rng.uniform(0, 300)), "energy": float(days.rng.uniform(0, 1e-3))}
         began = time.process_time()
         running = solve_slot(
-            chain, state(speed, days.slow, days.rate, egress=egress), batch=BATCH, micro_batch=MICRO_BATCH,
-            time_weight=1.0, cost_weights=weights, budgets=budgets, start=running, memo=memo, max_stages=4,
-        )  # fmt: skip
+            chain,
+            state(speed, days.slow, days.rate, egress=egress),
+            batch=BATCH,
+            micro_batch=MICRO_BATCH,
+            time_weight=1.0,
+            cost_weights=weights,
+            budgets=budgets,
+            start=running,
+            memo=memo,
+            max_stages=4,
+        )
         if slot >= WARM_UP:
             times.append(1e3 * (time.process_time() - began))
     return times, len(running.structure.groups)
@@ -115,10 +144,13 @@ def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int
 def replicas(workers: int) -> Plan:
     """Return the plan of a replica on every worker."""
     groups = tuple(
-        Group(share=BATCH // workers, micro_batch=MICRO_BATCH,
-              stages=(Stage(ranks=(rank,), layers=((0, LAYERS),)),))
+        Group(
+            share=BATCH // workers,
+            micro_batch=MICRO_BATCH,
+            stages=(Stage(ranks=(rank,), layers=((0, LAYERS),)),),
+        )
         for rank in range(workers)
-    )  # fmt: skip
+    )
     return Plan(global_batch=BATCH, seq_len=1, groups=groups)
 
 
@@ -138,10 +170,13 @@ def decisions(workers: int, *, longest: int, plan: Plan, closely: bool) -> tuple
     chain, speed, timed = made(workers)
     days, times = Days(workers), []
     controller = Controller(
-        chain, state(speed, days.slow, days.rate, egress=True), plan, max_stages=longest,
+        chain,
+        state(speed, days.slow, days.rate, egress=True),
+        plan,
+        max_stages=longest,
         budgets=(Budget(name="money", kind="usd", limit=1.5e-3 * workers / 4),),
         timed=timed if closely else None,
-    )  # fmt: skip
+    )
     for step in range(STEPS + WARM_UP):
         days.turn()
         event = measured(chain, state(speed, days.slow, days.rate, egress=True), controller, step)
@@ -164,9 +199,12 @@ def measured(chain: Chain, now: State, controller: Controller, step: int) -> Ste
     size, far = 2.0**30, chain.num_workers - 1
     rate, delay = float(now.bandwidth_bytes_per_s[0, far]), float(now.latency_s[0, far])
     return StepMeasured(
-        step=step, time_s=real.time_s, stage_s=stage_s, costs={"money": real.costs["usd"]},
+        step=step,
+        time_s=real.time_s,
+        stage_s=stage_s,
+        costs={"money": real.costs["usd"]},
         link_s={(0, far): (size, size / rate + delay)},
-    )  # fmt: skip
+    )
 
 
 def tell(name: str, run: Callable[[], tuple[list[float], int]], what: str) -> None:

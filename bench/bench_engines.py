@@ -30,11 +30,13 @@ def cases_of(plans: PlanSet, every: int) -> list[Case]:
     options = {"seq_len": plans.seq_len, "precision": plans.precision, "framework": plans.framework.label}
     return [
         Case(
-            model=plans.model, cluster=plans.cluster, framework=plans.framework,
+            model=plans.model,
+            cluster=plans.cluster,
+            framework=plans.framework,
             plan=plans.table.plan(i, plans.model, **options),
         )
         for i in range(0, len(plans.table), every)
-    ]  # fmt: skip
+    ]
 
 
 def cpu_s(work: Callable[[], object]) -> float:
@@ -66,9 +68,12 @@ def main() -> None:
         critical_path.run(programs[0], compiled=True)
         python_s = cpu_s(lambda p=programs: [critical_path.run(program) for program in p])
         compiled_s = cpu_s(lambda p=programs: [critical_path.run(program, compiled=True) for program in p])
-        graph_s = cpu_s(lambda c=cases, s=plans: [
-            graph_times(case, build_batch([case], s.constants), timeline=False, compiled=True) for case in c
-        ])  # fmt: skip
+        graph_s = cpu_s(
+            lambda c=cases, s=plans: [
+                graph_times(case, build_batch([case], s.constants), timeline=False, compiled=True)
+                for case in c
+            ]
+        )
         alone_s = cpu_s(lambda c=cases, s=plans: [step_times(build_batch([x], s.constants)) for x in c])
         batch_s = cpu_s(lambda s=plans: s.evaluate())
         rates = (len(cases) / graph_s, len(cases) / alone_s, len(plans.table) / batch_s)

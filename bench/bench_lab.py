@@ -210,16 +210,29 @@ def row(folder: Path, h: float, lab: Path, before: MeasuredCosts, steps: int) ->
     even = run(folder, [BATCH // RANKS] * RANKS, lab, sync_s, steps)
     told = predict_measured(before, bed.cluster(), plan_of(shares)).step_time_s
     return {
-        "h": h, "shares": ours.shares, "measured_s": ours.step_s, "predicted_s": told, "over_run": ours.over,
-        "run_bound_s": ours.bound_s, "before_s": bound_s(before, bed), "stay_s": stay.step_s,
-        "stay_over": stay.over, "even_s": even.step_s, "even_over_ours": even.step_s / ours.step_s,
-    }  # fmt: skip
+        "h": h,
+        "shares": ours.shares,
+        "measured_s": ours.step_s,
+        "predicted_s": told,
+        "over_run": ours.over,
+        "run_bound_s": ours.bound_s,
+        "before_s": bound_s(before, bed),
+        "stay_s": stay.step_s,
+        "stay_over": stay.over,
+        "even_s": even.step_s,
+        "even_over_ours": even.step_s / ours.step_s,
+    }
 
 
 COLUMNS = {
-    "measured_s": "step ms", "predicted_s": "predict", "run_bound_s": "LP run", "before_s": "LP bef.",
-    "after_s": "LP after", "stay_s": "stay ms", "even_s": "even ms",
-}  # fmt: skip
+    "measured_s": "step ms",
+    "predicted_s": "predict",
+    "run_bound_s": "LP run",
+    "before_s": "LP bef.",
+    "after_s": "LP after",
+    "stay_s": "stay ms",
+    "even_s": "even ms",
+}
 RATIOS = {"over_run": "over run", "stay_over": "stay", "over_profiles": "ov.prof."}
 
 

@@ -38,15 +38,39 @@ SEED = 20261121
 RUNS = 5
 SHARED_PLANS = 250  # of each model that Calculon knows, all of them plans that it can express
 SETS = (
-    {"model": "gpt3-175b", "cluster": "512x8xa100-sxm-80gb", "framework": "megatron-lm@2022",
-     "precision": "bf16", "seq_len": 2048, "global_batch": 4096},
-    {"model": "gpt-22b", "cluster": "1x8xa100-sxm-80gb", "framework": "megatron-lm@2022",
-     "precision": "bf16", "seq_len": 2048, "global_batch": 64},
-    {"model": "llama3-70b", "cluster": "8x8xh100-sxm", "framework": "megatron-core",
-     "precision": "bf16", "seq_len": 8192, "global_batch": 512},
-    {"model": "mixtral-8x22b", "cluster": "16x8xh100-sxm", "framework": "megatron-bridge@26.06",
-     "precision": "fp8", "seq_len": 4096, "global_batch": 1024},
-)  # fmt: skip
+    {
+        "model": "gpt3-175b",
+        "cluster": "512x8xa100-sxm-80gb",
+        "framework": "megatron-lm@2022",
+        "precision": "bf16",
+        "seq_len": 2048,
+        "global_batch": 4096,
+    },
+    {
+        "model": "gpt-22b",
+        "cluster": "1x8xa100-sxm-80gb",
+        "framework": "megatron-lm@2022",
+        "precision": "bf16",
+        "seq_len": 2048,
+        "global_batch": 64,
+    },
+    {
+        "model": "llama3-70b",
+        "cluster": "8x8xh100-sxm",
+        "framework": "megatron-core",
+        "precision": "bf16",
+        "seq_len": 8192,
+        "global_batch": 512,
+    },
+    {
+        "model": "mixtral-8x22b",
+        "cluster": "16x8xh100-sxm",
+        "framework": "megatron-bridge@26.06",
+        "precision": "fp8",
+        "seq_len": 4096,
+        "global_batch": 1024,
+    },
+)
 CALCULON_MODELS = {"gpt3-175b": "gpt3-175B", "gpt-22b": "megatron-22B"}
 _CALCULON_RECOMPUTE = {"none": "none", "selective:core_attn": "attn_only", "full": "full"}
 
@@ -67,9 +91,14 @@ class PlanSet:
     def evaluate(self, table: PlanTable | None = None) -> TableResult:
         """Return time and memory of all plans, or of others on the same cluster."""
         return evaluate(
-            self.model, self.cluster, table or self.table, framework=self.framework,
-            constants=self.constants, seq_len=self.seq_len, precision=self.precision,
-        )  # fmt: skip
+            self.model,
+            self.cluster,
+            table or self.table,
+            framework=self.framework,
+            constants=self.constants,
+            seq_len=self.seq_len,
+            precision=self.precision,
+        )
 
     def memory(self) -> None:
         """Price memory only."""
@@ -174,17 +203,30 @@ def calculon_execution(row: dict[str, int], rule: str, num_devices: int) -> dict
     """Return one plan as Calculon writes it; network 0 is inside a node of 8, network 1 between nodes."""
     tp, pp, dp = row["tp"], row["pp"], row["dp"]
     return {
-        "num_procs": num_devices, "tensor_par": tp, "pipeline_par": pp, "data_par": dp,
-        "tensor_par_net": int(tp > 8), "pipeline_par_net": int(tp * dp * pp > 8),
-        "data_par_net": int(tp * dp > 8), "microbatch_size": row["micro_batch"],
+        "num_procs": num_devices,
+        "tensor_par": tp,
+        "pipeline_par": pp,
+        "data_par": dp,
+        "tensor_par_net": int(tp > 8),
+        "pipeline_par_net": int(tp * dp * pp > 8),
+        "data_par_net": int(tp * dp > 8),
+        "microbatch_size": row["micro_batch"],
         "batch_size": row["micro_batch"] * row["num_micro_batches"] * dp,
-        "datatype": "float16", "fused_activation": True, "attention_type": "multihead",
-        "activation_recompute": _CALCULON_RECOMPUTE[rule], "pipeline_interleaving": row["vpp"],
+        "datatype": "float16",
+        "fused_activation": True,
+        "attention_type": "multihead",
+        "activation_recompute": _CALCULON_RECOMPUTE[rule],
+        "pipeline_interleaving": row["vpp"],
         "optimizer_sharding": row["zero"] == 1 and dp > 1,
-        "tensor_par_comm_type": "rs_ag" if row["sp"] and tp > 1 else "ar", "tensor_par_overlap": "none",
-        "seq_par_ag_redo": False, "data_par_overlap": False, "weight_offload": False,
-        "activations_offload": False, "optimizer_offload": False, "training": True,
-    }  # fmt: skip
+        "tensor_par_comm_type": "rs_ag" if row["sp"] and tp > 1 else "ar",
+        "tensor_par_overlap": "none",
+        "seq_par_ag_redo": False,
+        "data_par_overlap": False,
+        "weight_offload": False,
+        "activations_offload": False,
+        "optimizer_offload": False,
+        "training": True,
+    }
 
 
 def calculon_run(path: Path, name: str, table: PlanTable) -> tuple[Callable[[], int], list[dict[str, Any]]]:

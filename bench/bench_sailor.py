@@ -35,9 +35,15 @@ class Cluster:
 
 
 CLUSTERS = (
-    Cluster(8, 8, 0.0446), Cluster(16, 16, 0.0838), Cluster(32, 96, 0.2035), Cluster(80, 240, 0.3609),
-    Cluster(128, 384, 0.5229), Cluster(32, 0, 0.1297), Cluster(80, 0, 0.2722), Cluster(128, 0, 0.4175),
-)  # fmt: skip
+    Cluster(8, 8, 0.0446),
+    Cluster(16, 16, 0.0838),
+    Cluster(32, 96, 0.2035),
+    Cluster(80, 240, 0.3609),
+    Cluster(128, 384, 0.5229),
+    Cluster(32, 0, 0.1297),
+    Cluster(80, 0, 0.2722),
+    Cluster(128, 0, 0.4175),
+)
 
 
 def main() -> None:

@@ -55,9 +55,13 @@ SMALL = (
 def grid_request(model: str, cluster: str, global_batch: int, seq_len: int) -> GridRequest:
     """Return the search on all devices by megatron-core in bf16."""
     return GridRequest(
-        model=load_model(model), cluster=load_cluster(cluster), framework=load_framework("megatron-core"),
-        constants=training_constants(), global_batch=global_batch, seq_len=seq_len,
-    )  # fmt: skip
+        model=load_model(model),
+        cluster=load_cluster(cluster),
+        framework=load_framework("megatron-core"),
+        constants=training_constants(),
+        global_batch=global_batch,
+        seq_len=seq_len,
+    )
 
 
 def search(case: tuple[str, str, int, int], **asked: Any) -> dict[str, Any]:
@@ -70,11 +74,19 @@ def search(case: tuple[str, str, int, int], **asked: Any) -> dict[str, Any]:
     cpu_s = time.process_time() - started
     considered = result.evaluated + result.pruned
     return {
-        "model": model, "cluster": cluster, "global_batch": global_batch, "seq_len": seq_len,
-        "considered": considered, "timed": result.evaluated, "wall_s": result.wall_s, "cpu_s": cpu_s,
-        "considered_per_s": considered / result.wall_s, "gap": result.gap,
-        "step_time_s": result.plans[0].prediction.step_time_s, "devices": len(result.plans[0].plan.ranks),
-    }  # fmt: skip
+        "model": model,
+        "cluster": cluster,
+        "global_batch": global_batch,
+        "seq_len": seq_len,
+        "considered": considered,
+        "timed": result.evaluated,
+        "wall_s": result.wall_s,
+        "cpu_s": cpu_s,
+        "considered_per_s": considered / result.wall_s,
+        "gap": result.gap,
+        "step_time_s": result.plans[0].prediction.step_time_s,
+        "devices": len(result.plans[0].plan.ranks),
+    }
 
 
 def timed(case: tuple[str, str, int, int], num_plans: int) -> dict[str, Any]:
@@ -108,9 +120,15 @@ def exhaustive(case: tuple[str, str, int, int]) -> dict[str, Any]:
             count += len(part)
     every_s = time.perf_counter() - started - searched_s
     return {
-        "model": case[0], "cluster": case[1], "plans": count, "counted": found.evaluated + found.pruned,
-        "best_s": best, "found_s": float(found.score[0]), "search_s": searched_s, "exhaustive_s": every_s,
-    }  # fmt: skip
+        "model": case[0],
+        "cluster": case[1],
+        "plans": count,
+        "counted": found.evaluated + found.pruned,
+        "best_s": best,
+        "found_s": float(found.score[0]),
+        "search_s": searched_s,
+        "exhaustive_s": every_s,
+    }
 
 
 def _print(row: dict[str, Any]) -> None:

@@ -40,9 +40,12 @@ JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")
 LAB, LAB_STEPS = ROOT / "examples" / "labs" / "restless4.toml", 300
 SETTINGS = {"GPT_DTYPE": "float64", "GPT_WIDTH": "64", "GPT_BLOCKS": "4", "OMP_NUM_THREADS": "1"}
 FREE = (
-    ("lyapunov", "plan", "lyapunov"), ("greedy", "plan", "greedy"), ("lb-bsp", "plan", "lb-bsp"),
-    ("planned, stays", "plan", "static"), ("even shares", "even", "static"),
-)  # fmt: skip
+    ("lyapunov", "plan", "lyapunov"),
+    ("greedy", "plan", "greedy"),
+    ("lb-bsp", "plan", "lb-bsp"),
+    ("planned, stays", "plan", "static"),
+    ("even shares", "even", "static"),
+)
 KEPT = tuple(row for row in FREE if row[2] != "static")
 LEAST_CHANGES = 6
 
@@ -73,9 +76,12 @@ class Ran:
 def foreshard(*words: str) -> dict[str, Any]:
     """Run a verb and return its object."""
     done = subprocess.run(
-        [sys.executable, "-m", "foreshard", *words, "--json"], check=False, capture_output=True, text=True,
+        [sys.executable, "-m", "foreshard", *words, "--json"],
+        check=False,
+        capture_output=True,
+        text=True,
         env=os.environ | SETTINGS,
-    )  # fmt: skip
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return dict(json.loads(done.stdout))
@@ -127,16 +133,21 @@ class Bench:
             words += ["--budget", budget]
         outcome = foreshard(*words)
         return Ran(
-            lines=kept_steps(out / "metrics.jsonl"), lost=outcome["lost"] + outcome["repeated"],
+            lines=kept_steps(out / "metrics.jsonl"),
+            lost=outcome["lost"] + outcome["repeated"],
             wall_s=time.monotonic() - began_s,
-        )  # fmt: skip
+        )
 
     def told(self, costs: str, plan: str, policy: str, budget: str | None) -> tuple[float, list[Any]]:
         """Return the mean step that the simulator gives, the first left out as in the runs, and its plans."""
         found = foretell(
-            self.lab_file, costs=costs, plan=self.file(f"{plan}.json"), steps=self.steps, policies=(policy,),
+            self.lab_file,
+            costs=costs,
+            plan=self.file(f"{plan}.json"),
+            steps=self.steps,
+            policies=(policy,),
             budgets=() if budget is None else (budget,),
-        )[policy]  # fmt: skip
+        )[policy]
         return float(found.time_s[1:].mean()), list(found.plans)
 
     def rent(self, lines: Sequence[dict[str, Any]]) -> float:
@@ -209,12 +220,18 @@ class Waiting:
         speed = bench.own_speed(ran, self.before, self.plan, plans)
         own_s, _ = bench.told(bench.scaled(self.before, speed), *asked)
         return {
-            "step_s": ran.took_s / (len(ran.lines) - 1), "foretold_before_s": before_s,
-            "foretold_after_s": after_s, "foretold_s": (before_s + after_s) / 2, "own_speed": speed,
-            "foretold_own_s": own_s, "usd_per_h": bench.rent(ran.lines) / ran.took_s, "lost": ran.lost,
+            "step_s": ran.took_s / (len(ran.lines) - 1),
+            "foretold_before_s": before_s,
+            "foretold_after_s": after_s,
+            "foretold_s": (before_s + after_s) / 2,
+            "own_speed": speed,
+            "foretold_own_s": own_s,
+            "usd_per_h": bench.rent(ran.lines) / ran.took_s,
+            "lost": ran.lost,
             "reconfigurations": ran.lines[-1].get("controller/reconfigurations", 0),
-            "losses_apart": ran.apart(calm), "wall_s": ran.wall_s,
-        }  # fmt: skip
+            "losses_apart": ran.apart(calm),
+            "wall_s": ran.wall_s,
+        }
 
 
 def table(

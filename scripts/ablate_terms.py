@@ -224,13 +224,15 @@ def page(runs: Runs) -> str:
     text = [
         "Written by `scripts/ablate_terms.py`. Every stage refits the constants switched on so far "
         f"({ROUNDS} rounds, so a stage may stop short of its best); terms not yet on do nothing. Median "
-        "error in percent over distinct configurations, analytical engine, all runs in the fit.", "",
+        "error in percent over distinct configurations, analytical engine, all runs in the fit.",
+        "",
         *ladder(runs),
         "One term removed, the others refitted, families left out of the fit: dense rows of quality A and "
         f"SC21 without vTrain, pooled (left out together: {folds}; every fifth vTrain run in the fits). "
-        "Differences below 0.5 are noise.", "",
+        "Differences below 0.5 are noise.",
+        "",
         *removals(runs),
-    ]  # fmt: skip
+    ]
     return "\n".join(text)
 
 

@@ -86,11 +86,15 @@ def cross_goals(crossed: Mapping[str, Any]) -> list[Goal]:
     groups, larger = by_cell["groups_of_2"], by_cell["groups_of_3"]
     return [
         errors_below(
-            "NVIDIA trio, dense: cross-validated by configuration", trio["dense"], (0.05, 0.13),
+            "NVIDIA trio, dense: cross-validated by configuration",
+            trio["dense"],
+            (0.05, 0.13),
             trio["dense"]["rows"],
         ),
         errors_below(
-            "NVIDIA trio, experts, release in the fit: cross-validated", trio["experts"], (0.12, 0.30),
+            "NVIDIA trio, experts, release in the fit: cross-validated",
+            trio["experts"],
+            (0.12, 0.30),
             trio["experts"]["rows"],
         ),
         errors_below("vTrain: 5-fold by cell", by_cell, (0.06, 0.17), by_cell["rows"]),
@@ -98,10 +102,11 @@ def cross_goals(crossed: Mapping[str, Any]) -> list[Goal]:
         below("vTrain: mean regret, groups of >= 2", groups["regret_mean"], 0.04, groups["groups"]),
         replace(
             below("vTrain: mean regret, groups of >= 3", larger["regret_mean"], 0.04, larger["groups"]),
-            goal="reported", met=None,
+            goal="reported",
+            met=None,
         ),
         _tau("vTrain: Kendall tau, cross-validated", by_cell["kendall_tau"], larger["groups"]),
-    ]  # fmt: skip
+    ]
 
 
 def _tau(title: str, value: float | None, groups: int) -> Goal:

@@ -42,9 +42,12 @@ def _by_configuration(runs: Sequence[Run]) -> dict[Any, LeftOut]:
             continue
         names = class_of(row.model, row.plan, row.framework, made.time_breakdown_s, evidence=made.evidence)
         out[row.config_key] = LeftOut(
-            family=row.family, measured_s=row.measured_s, predicted_s=made.step_time_s,
-            classes=names, features=features_of(row.model, row.plan),
-        )  # fmt: skip
+            family=row.family,
+            measured_s=row.measured_s,
+            predicted_s=made.step_time_s,
+            classes=names,
+            features=features_of(row.model, row.plan),
+        )
     return out
 
 

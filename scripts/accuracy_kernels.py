@@ -19,10 +19,15 @@ from foreshard.profile.validation import table_outcomes
 
 DATA = ROOT / "src/foreshard/catalog/data"
 TABLES = (
-    "comm_collectives.csv.gz", "comm_vtrain_allreduce_a100.csv.gz", "comm_sailor_profiles.csv.gz",
-    "kernel_aiconfigurator_gemm.csv.gz", "kernel_aiconfigurator_attention.csv.gz",
-    "kernel_aiconfigurator_moe.csv.gz", "kernel_neusight_gemm.csv.gz", "kernel_neusight_elementwise.csv.gz",
-)  # fmt: skip
+    "comm_collectives.csv.gz",
+    "comm_vtrain_allreduce_a100.csv.gz",
+    "comm_sailor_profiles.csv.gz",
+    "kernel_aiconfigurator_gemm.csv.gz",
+    "kernel_aiconfigurator_attention.csv.gz",
+    "kernel_aiconfigurator_moe.csv.gz",
+    "kernel_neusight_gemm.csv.gz",
+    "kernel_neusight_elementwise.csv.gz",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +97,13 @@ def kernel_part(folder: Path) -> tuple[list[str], KernelScores]:
 def _line(name: str, family: str, mine: Sequence[Outcome], left: Sequence[Outcome] | None) -> tuple[Any, ...]:
     scores = summarise(mine)
     return (
-        name.partition(".")[0], family, scores["rows"], scores["skipped"],
-        "-" if scores["median_ape"] is None else pair(scores), "-" if left is None else pair(summarise(left)),
-    )  # fmt: skip
+        name.partition(".")[0],
+        family,
+        scores["rows"],
+        scores["skipped"],
+        "-" if scores["median_ape"] is None else pair(scores),
+        "-" if left is None else pair(summarise(left)),
+    )
 
 
 def _left_out(table: Table) -> dict[str, list[Outcome]]:

@@ -54,13 +54,20 @@ def outcome_of(row: Row, made: Prediction | None, reason: str | None, *, fits: b
     if made is not None:
         peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
     return Outcome(
-        id=row.id, family=row.family, status="ok" if made or fits is not None else "skipped", reason=reason,
-        measured_s=row.measured_s, predicted_s=made.step_time_s if made else None,
+        id=row.id,
+        family=row.family,
+        status="ok" if made or fits is not None else "skipped",
+        reason=reason,
+        measured_s=row.measured_s,
+        predicted_s=made.step_time_s if made else None,
         interval_s=tuple(made.step_time_interval_s) if made else None,
-        measured_peak_bytes=row.measured_peak_bytes, predicted_peak_bytes=peak,
-        config_key=row.config_key, rank_key=row.rank_key, oom=row.oom,
+        measured_peak_bytes=row.measured_peak_bytes,
+        predicted_peak_bytes=peak,
+        config_key=row.config_key,
+        rank_key=row.rank_key,
+        oom=row.oom,
         fits=made.memory.fits if made else fits,
-    )  # fmt: skip
+    )
 
 
 def left_out_constants(row: Row) -> TrainingConstants:
@@ -80,9 +87,16 @@ def run_row(row: Row, *, engine: str, constants: TrainingConstants, fidelity: st
     made, reason, refused = None, None, False
     try:
         made = predict(
-            row.model, row.cluster, row.plan, framework=row.framework, engine=engine, fidelity=fidelity,
-            constants=None if fidelity == "datasheet" else constants, timeline=False, checked=False,
-        )  # fmt: skip
+            row.model,
+            row.cluster,
+            row.plan,
+            framework=row.framework,
+            engine=engine,
+            fidelity=fidelity,
+            constants=None if fidelity == "datasheet" else constants,
+            timeline=False,
+            checked=False,
+        )
     except (SpecError, InfeasibleError) as error:
         reason, refused = str(error), isinstance(error, InfeasibleError)
     if row.oom and refused:  # said not to fit, as it did not

@@ -25,9 +25,21 @@ Sets = dict[str, list[Run]]
 
 def family_table(sets: Sets) -> list[str]:
     """Per family: rows, errors by kind of constants, order, coverage."""
-    header = ("family", "rows", "skipped", "datasheet", "left out", "in the fit", "bias left out",
-              "bias in the fit", "tau left out", "regret left out", "tau in the fit", "coverage left out",
-              "half width")  # fmt: skip
+    header = (
+        "family",
+        "rows",
+        "skipped",
+        "datasheet",
+        "left out",
+        "in the fit",
+        "bias left out",
+        "bias in the fit",
+        "tau left out",
+        "regret left out",
+        "tau in the fit",
+        "coverage left out",
+        "half width",
+    )
     lines = []
     for family in dict.fromkeys(run.row.family for run in sets["fit"]):
         made = {
@@ -37,11 +49,22 @@ def family_table(sets: Sets) -> list[str]:
         fit, out = made["fit"], made["out"]
         width = out["relative_width_median"]
         lines.append(
-            (family, fit["rows"], fit["skipped"], pair(made["datasheet"]), pair(out), pair(fit),
-             percent(out["bias"]), percent(fit["bias"]), number(out["kendall_tau"]),
-             percent(out["regret_mean"]), number(fit["kendall_tau"]), percent(out["coverage"], 0),
-             percent(None if width is None else width / 2))
-        )  # fmt: skip
+            (
+                family,
+                fit["rows"],
+                fit["skipped"],
+                pair(made["datasheet"]),
+                pair(out),
+                pair(fit),
+                percent(out["bias"]),
+                percent(fit["bias"]),
+                number(out["kendall_tau"]),
+                percent(out["regret_mean"]),
+                number(fit["kendall_tau"]),
+                percent(out["coverage"], 0),
+                percent(None if width is None else width / 2),
+            )
+        )
     return markdown(header, lines)
 
 
@@ -190,9 +213,16 @@ def constants_table(runs: Runs) -> list[str]:
         if verdict != "held at its start" and min(value - meta["low"], meta["high"] - value) < edge:
             verdict += ", at its bound"
         lines.append(
-            (f"`{name}`", f"{value:.4g}", f"{meta['low']:g} to {meta['high']:g}", meta["meaning"],
-             verdict, f"{rise:.2g}", ", ".join(families) if rise > hold else "-")
-        )  # fmt: skip
+            (
+                f"`{name}`",
+                f"{value:.4g}",
+                f"{meta['low']:g} to {meta['high']:g}",
+                meta["meaning"],
+                verdict,
+                f"{rise:.2g}",
+                ", ".join(families) if rise > hold else "-",
+            )
+        )
     return markdown(
         ("constant", "value", "range", "meaning", "data", f"rise at {MOVE:.0%} of the range", "families"),
         lines,

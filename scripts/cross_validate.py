@@ -40,10 +40,21 @@ def configuration(row: Row) -> Hashable:
     """Return what rows of the trio share when they are one configuration in several releases."""
     stage = row.plan.groups[0].stages[0]
     return (
-        row.model.num_layers, row.model.hidden, row.model.vocab, row.cluster.nodes[0].device.name,
-        row.plan.precision, row.plan.seq_len, row.plan.global_batch, row.plan.groups[0].micro_batch,
-        len(row.plan.ranks), stage.tp, stage.cp, stage.ep, len(row.plan.groups[0].stages), len(stage.layers),
-    )  # fmt: skip
+        row.model.num_layers,
+        row.model.hidden,
+        row.model.vocab,
+        row.cluster.nodes[0].device.name,
+        row.plan.precision,
+        row.plan.seq_len,
+        row.plan.global_batch,
+        row.plan.groups[0].micro_batch,
+        len(row.plan.ranks),
+        stage.tp,
+        stage.cp,
+        stage.ep,
+        len(row.plan.groups[0].stages),
+        len(stage.layers),
+    )
 
 
 def cell(row: Row) -> Hashable:

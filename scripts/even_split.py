@@ -14,10 +14,14 @@ def even(plan: dict, ranks: int) -> dict:
     shares = [batch // ranks + (rank < batch % ranks) for rank in range(ranks)]
     size = max(group["micro_batch"] for group in plan["groups"])
     groups = [
-        {"share": share, "micro_batch": min(size, share), "zero": 0,
-         "stages": [{"ranks": [rank], "layers": [[0, layers]]}]}
+        {
+            "share": share,
+            "micro_batch": min(size, share),
+            "zero": 0,
+            "stages": [{"ranks": [rank], "layers": [[0, layers]]}],
+        }
         for rank, share in enumerate(shares)
-    ]  # fmt: skip
+    ]
     kept = {name: plan[name] for name in ("global_batch", "seq_len", "precision", "optimizer", "framework")}
     return {"schema_version": 1, **kept, "groups": groups}
 

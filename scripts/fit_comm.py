@@ -75,10 +75,21 @@ KINDS = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 1, "alltoall": 2, "
 FUNCTIONS = (all_reduce_s, all_gather_s, all_to_all_s)
 
 START = {
-    "launch_s": 6e-6, "hop_s": 1e-6, "exchange_launch_s": 9e-6, "exchange_hop_s": 3e-7,
-    "switch_launch_s": 25e-6, "ring_eff": 0.8, "gather_eff": 0.8, "exchange_eff": 0.8, "switch_eff": 0.65,
-    "ramp": 0.6, "exchange_ramp": 0.6, "switch_ramp": 0.8, "copy": 0.5, "exchange_copy": 0.4,
-}  # fmt: skip
+    "launch_s": 6e-6,
+    "hop_s": 1e-6,
+    "exchange_launch_s": 9e-6,
+    "exchange_hop_s": 3e-7,
+    "switch_launch_s": 25e-6,
+    "ring_eff": 0.8,
+    "gather_eff": 0.8,
+    "exchange_eff": 0.8,
+    "switch_eff": 0.65,
+    "ramp": 0.6,
+    "exchange_ramp": 0.6,
+    "switch_ramp": 0.8,
+    "copy": 0.5,
+    "exchange_copy": 0.4,
+}
 # Rows: which constants a generation's data can move; the others stay at the row named ``base``.
 SCALING = ("scaling", "exchange_scaling")
 BANDWIDTH = ("ring_eff", "exchange_eff", "ramp", "exchange_ramp", *SCALING)
@@ -103,9 +114,16 @@ NETWORK_SYSTEMS = {"CoreWeave H100 HGX, 64 GPUs (sharp example)": 400 * GB, "GCP
 # Stated, not fitted: the tables hold no row that identifies them alone (docs/derivations/collectives.md).
 STATED_NETWORK = {"tree_eff": 0.85, "exchange_eff": 0.9, "launch_s": 10e-6}
 NCCL_TABLES = (
-    "baseLatencies", "hwLatencies", "llMaxBws", "perChMaxRingLL128Bws", "perChMaxTreeLL128Bws",
-    "perChMaxTreeBws", "perChMaxNVLSTreeBws", "nvlsEfficiency", "treeCorrectionFactor",
-)  # fmt: skip
+    "baseLatencies",
+    "hwLatencies",
+    "llMaxBws",
+    "perChMaxRingLL128Bws",
+    "perChMaxTreeLL128Bws",
+    "perChMaxTreeBws",
+    "perChMaxNVLSTreeBws",
+    "nvlsEfficiency",
+    "treeCorrectionFactor",
+)
 RIDGE = 0.3  # pull of an unidentified constant to its base row, in residuals per e-fold
 
 
@@ -187,9 +205,14 @@ def points_of(key: tuple[str, str, str], rows: Sequence[tuple[float, float, floa
     weight = np.array([1.0 / np.sqrt(count[item]) for item in cell])
     weight[(size < SYSTEMS[key[1]].min_bytes) | (ranks < SYSTEMS[key[1]].min_ranks)] = 0.0
     return Points(
-        table=key[0], system=key[1], kind=key[2], num_bytes=size, ranks=ranks, time_s=time_s,
+        table=key[0],
+        system=key[1],
+        kind=key[2],
+        num_bytes=size,
+        ranks=ranks,
+        time_s=time_s,
         weight=weight / np.sqrt(np.sum(weight**2)) * 4.0,
-    )  # fmt: skip
+    )
 
 
 def predicted_s(values: Mapping[str, float], points: Points) -> np.ndarray:

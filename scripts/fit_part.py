@@ -29,9 +29,9 @@ class Prior:
 def to_unit(constants: TrainingConstants, names: Sequence[str]) -> np.ndarray:
     """Return some constants as places in their ranges, 0 at the low and 1 at the high end."""
     terms = term_metadata()
-    return np.array([
-        (getattr(constants, n) - terms[n]["low"]) / (terms[n]["high"] - terms[n]["low"]) for n in names
-    ])  # fmt: skip
+    return np.array(
+        [(getattr(constants, n) - terms[n]["low"]) / (terms[n]["high"] - terms[n]["low"]) for n in names]
+    )
 
 
 def from_unit(point: np.ndarray, names: Sequence[str], others: TrainingConstants) -> TrainingConstants:

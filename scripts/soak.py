@@ -68,12 +68,17 @@ def soak_plan() -> Plan:
     def stage(rank: int, lo: int, hi: int) -> dict[str, Any]:
         return {"ranks": [rank], "layers": [[lo, hi]], "zero": 0}
 
-    return parse_plan({
-        "global_batch": 8, "seq_len": 64, "precision": "fp32", "groups": [
-            {"share": 5, "stages": [stage(0, 0, 3), stage(1, 3, 8)]},
-            {"share": 3, "stages": [stage(2, 0, 6), stage(3, 6, 8)]},
-        ],
-    })  # fmt: skip
+    return parse_plan(
+        {
+            "global_batch": 8,
+            "seq_len": 64,
+            "precision": "fp32",
+            "groups": [
+                {"share": 5, "stages": [stage(0, 0, 3), stage(1, 3, 8)]},
+                {"share": 3, "stages": [stage(2, 0, 6), stage(3, 6, 8)]},
+            ],
+        }
+    )
 
 
 @dataclass
@@ -244,8 +249,14 @@ def trained(
     os.environ["SOAK_PACE_S"] = str(pace_s)
     os.environ.pop("FORESHARD_FAULT", None)
     plan = soak_plan()
-    work = Work(job=str(job), out=str(out), steps=steps, checkpoint_every=SAVE_EVERY, detect_s=DETECT_S,
-                interface="127.0.0.1")  # fmt: skip
+    work = Work(
+        job=str(job),
+        out=str(out),
+        steps=steps,
+        checkpoint_every=SAVE_EVERY,
+        detect_s=DETECT_S,
+        interface="127.0.0.1",
+    )
     ranks = range(max(plan.ranks) + 1)
     agent = Agent(
         out=out,
@@ -292,8 +303,12 @@ def compared(
     """Run in peace and under faults; return what is to be judged."""
     peace, _ = trained(out / "peace", steps=steps)
     began_s = time.monotonic()
-    hurt, chaos = trained(out / "chaos", steps=steps, pace_s=pace_s,
-                          chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - calm))  # fmt: skip
+    hurt, chaos = trained(
+        out / "chaos",
+        steps=steps,
+        pace_s=pace_s,
+        chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - calm),
+    )
     assert chaos is not None
     counts = dict(sorted(chaos.counts.items()))
     return {
@@ -325,8 +340,14 @@ def main() -> int:
     parser.add_argument("--pace-s", type=float, default=0.2, help="seconds each sample takes in the hurt run")
     asked = parser.parse_args()
     gap_s = asked.minutes * 60 / asked.faults
-    found = compared(asked.out.resolve(), steps=asked.steps, seed=asked.seed, faults=10**6,
-                     gap_s=(0.5 * gap_s, 1.3 * gap_s), pace_s=asked.pace_s)  # fmt: skip
+    found = compared(
+        asked.out.resolve(),
+        steps=asked.steps,
+        seed=asked.seed,
+        faults=10**6,
+        gap_s=(0.5 * gap_s, 1.3 * gap_s),
+        pace_s=asked.pace_s,
+    )
     wanted = {
         "faults": found["faults"] >= asked.faults,
         "minutes": found["wall_s"] >= asked.minutes * 60,

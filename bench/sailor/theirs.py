@@ -78,8 +78,12 @@ class Theirs:
         sizes = self._simulator.activation_sizes_per_layer
         return self._quiet(
             self._simulator.get_time_per_pipeline,
-            plan.pipeline_list[0], group.micro_batch, *times, sizes, group.rounds,
-        )  # fmt: skip
+            plan.pipeline_list[0],
+            group.micro_batch,
+            *times,
+            sizes,
+            group.rounds,
+        )
 
     def _sync_s(self, groups: list[Group]) -> float:
         return self._quiet(self._simulator.estimate_sync_time, self._convert(groups, 1))

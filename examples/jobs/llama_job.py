@@ -27,10 +27,15 @@ class Text:
 def model():
     """Return the model; its embedding and its head, here of one weight, are the first and the last layer."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=BLOCKS,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQUENCE,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQUENCE,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).to(DTYPE)
 
 

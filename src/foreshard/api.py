@@ -24,8 +24,15 @@ ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
 ESTIMATED = ("slurm", "skypilot")  # exports that state how long the run takes
 _ASKED = (
-    "lora", "plan_file", "engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s",
-)  # fmt: skip
+    "lora",
+    "plan_file",
+    "engine",
+    "costs",
+    "fidelity",
+    "tokens",
+    "usd_per_device_hour",
+    "observed_step_s",
+)
 
 __all__ = [
     "advise",
@@ -293,9 +300,14 @@ def _lab_or_cluster(text: str) -> Cluster:
 
 
 def profile(
-    job: str, out: str, *, seed: int = 0, tell: Callable[[str], None] = lambda text: None,
-    tp: Sequence[int] = (), **options: Any,
-) -> dict[str, Any] | None:  # fmt: skip
+    job: str,
+    out: str,
+    *,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+    tp: Sequence[int] = (),
+    **options: Any,
+) -> dict[str, Any] | None:
     """Time a job's layers here, and the links between ranks; write the profile to `out` and return it.
 
     Parameters
@@ -331,9 +343,12 @@ def profile(
 
 
 def calibrate(
-    profiles: Mapping[str, str], *, lab: str | None = None, devices: Mapping[str, float] | None = None,
+    profiles: Mapping[str, str],
+    *,
+    lab: str | None = None,
+    devices: Mapping[str, float] | None = None,
     clock: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return costs fitted to profiles: the object that a costs file holds.
 
     Parameters
@@ -360,9 +375,13 @@ def calibrate(
         table_s = bed.table_s if bed.clock == "table" and clock is None else None
         clock = clock or ("wall" if bed.clock == "wall" else "cpu")
     return fitted(
-        load_profile(first), clock=clock or "wall", slow=slow, links=lab is None,
-        others={other: load_profile(file) for other, file in others}, table_s=table_s,
-    )  # fmt: skip
+        load_profile(first),
+        clock=clock or "wall",
+        slow=slow,
+        links=lab is None,
+        others={other: load_profile(file) for other, file in others},
+        table_s=table_s,
+    )
 
 
 def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | None = None) -> Prediction:
@@ -418,9 +437,16 @@ def validate(
 
     def predicted(row: Row) -> Any:
         return predict(
-            row.model, row.cluster, row.plan, framework=row.framework, engine=engine, costs=costs,
-            constants=constants, timeline=False, checked=False,
-        )  # fmt: skip
+            row.model,
+            row.cluster,
+            row.plan,
+            framework=row.framework,
+            engine=engine,
+            costs=costs,
+            constants=constants,
+            timeline=False,
+            checked=False,
+        )
 
     return validate(
         files, engine=engine, costs=costs, exclude_calibration=exclude_calibration, predictor=predicted

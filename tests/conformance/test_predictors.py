@@ -32,8 +32,12 @@ RUNS = {
     "uneven blocks": ("gpt3-13b", "2x8xa100-sxm-80gb", {"pp": 16, "global_batch": 16, "offload": "all"}),
     "mixed": ("llama3-8b", "1x4xa100-sxm-40gb+1x4xv100-sxm-16gb@100Gb/s", None),
 }
-CASES = [pytest.param(name, engine, costs, id=f"{name}-{engine}-{costs}")
-         for name in RUNS for engine in ENGINES for costs in COSTS]  # fmt: skip
+CASES = [
+    pytest.param(name, engine, costs, id=f"{name}-{engine}-{costs}")
+    for name in RUNS
+    for engine in ENGINES
+    for costs in COSTS
+]
 each = pytest.mark.parametrize(("name", "engine", "costs"), CASES)
 
 

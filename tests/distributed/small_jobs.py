@@ -106,9 +106,13 @@ def gpt(
         for layer in layers[1:4]:
             layer.requires_grad_(False)
     return Job.of(
-        layers, Text(), text_loss, lambda params: torch.optim.AdamW(params, lr=1e-2),
-        inputs=lambda batch: batch[:, :-1], lr=lambda step: 1.0 / (1 + 0.1 * step),
-    )  # fmt: skip
+        layers,
+        Text(),
+        text_loss,
+        lambda params: torch.optim.AdamW(params, lr=1e-2),
+        inputs=lambda batch: batch[:, :-1],
+        lr=lambda step: 1.0 / (1 + 0.1 * step),
+    )
 
 
 def cnn(dtype: torch.dtype = torch.float32, **_: Any) -> Job:
@@ -117,12 +121,18 @@ def cnn(dtype: torch.dtype = torch.float32, **_: Any) -> Job:
     def conv(inputs: int, outputs: int, stride: int = 1) -> Any:
         return lambda: nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(1, outputs), nn.SiLU()
-        ).to(dtype)  # fmt: skip
+        ).to(dtype)
 
     layers = [
-        conv(3, 8), conv(8, 8), conv(8, 16, 2), conv(16, 16), conv(16, 16), conv(16, 32, 2),
-        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), lambda: nn.Linear(32, 5).to(dtype),
-    ]  # fmt: skip
+        conv(3, 8),
+        conv(8, 8),
+        conv(8, 16, 2),
+        conv(16, 16),
+        conv(16, 16),
+        conv(16, 32, 2),
+        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        lambda: nn.Linear(32, 5).to(dtype),
+    ]
     return Job.of(
         layers, Images(dtype), image_loss, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
     )

@@ -55,9 +55,13 @@ def agent_of(out: Path, full: range, **more) -> Agent:
         **more,
     )
     return Agent(
-        out=out, plan=PLAN, work=work, ranks=range(2), expected=range(2),
+        out=out,
+        plan=PLAN,
+        work=work,
+        ranks=range(2),
+        expected=range(2),
         secret_file=make_secret(out / "secret"),
-    )  # fmt: skip
+    )
 
 
 def test_lines_wait_and_reach_the_disk_in_the_end(tmp_path):

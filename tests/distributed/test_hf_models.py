@@ -24,8 +24,16 @@ from foreshard.runtime.trainer import Trainer
 JOB = Path(__file__).parents[2] / "examples" / "jobs" / "llama_job.py"
 
 
-@pytest.mark.parametrize("plan", ["two uneven pipelines", "three stages, zb-h1", "interleaved", "recompute",
-                                  "uneven data in both stages, zero 1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "two uneven pipelines",
+        "three stages, zb-h1",
+        "interleaved",
+        "recompute",
+        "uneven data in both stages, zero 1",
+    ],
+)
 def test_a_llama_of_eight_layers_with_tied_words_is_exact(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of different length: the loss counts words, and words are what the gradient is divided by."""
     monkeypatch.setenv("LLAMA_DTYPE", "float64")

@@ -19,7 +19,7 @@ slow = 4
 """
 GROUPS = [
     {"share": share, "stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank, share in enumerate((2, 1))
-]  # fmt: skip
+]
 PLAN = {"global_batch": 3, "seq_len": 64, "precision": "fp32", "groups": GROUPS}
 
 
@@ -30,8 +30,13 @@ def trained(folder, lab, *words):
     env = os.environ | {"GPT_WIDTH": "16", "GPT_BLOCKS": "2"}
     return subprocess.run(
         [sys.executable, "-m", "foreshard", *words, "--out", "out", "--json"],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_a_lab_of_two_ranks(tmp_path):
@@ -41,9 +46,18 @@ def test_a_lab_of_two_ranks(tmp_path):
     computes 48 ms and updates in 16 ms. Sums and the vote add less than a millisecond on these links.
     """
     done = trained(
-        tmp_path, TWO_RANKS + SLOWER,
-        "lab", "lab.toml", "--plan", "plan.json", "--steps", "4", "--trace", "trace.json.gz", str(JOB),
-    )  # fmt: skip
+        tmp_path,
+        TWO_RANKS + SLOWER,
+        "lab",
+        "lab.toml",
+        "--plan",
+        "plan.json",
+        "--steps",
+        "4",
+        "--trace",
+        "trace.json.gz",
+        str(JOB),
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["clock"], answer["steps"], answer["lost"], answer["repeated"]) == ("table", 4, 0, 0)
@@ -69,9 +83,19 @@ there = true
 def test_a_rank_is_killed_and_joins_at_the_steps_that_the_lab_says(tmp_path):
     """Rank 1 trains two steps alone: three samples of four layers at 6 ms, and 8 ms for the optimizer."""
     done = trained(
-        tmp_path, TWO_RANKS + COMINGS,
-        "run", str(JOB), "--plan", "plan.json", "--local", "2", "--lab", "lab.toml", "--steps", "6",
-    )  # fmt: skip
+        tmp_path,
+        TWO_RANKS + COMINGS,
+        "run",
+        str(JOB),
+        "--plan",
+        "plan.json",
+        "--local",
+        "2",
+        "--lab",
+        "lab.toml",
+        "--steps",
+        "6",
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["lost"], answer["repeated"], answer["restarts"], answer["steps"]) == (0, 0, 1, 6)

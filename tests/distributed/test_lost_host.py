@@ -38,10 +38,26 @@ class FirstHost:
 
     def __init__(self, folder: Path, work: Work, secret: Path, port: int):
         self._words = [
-            sys.executable, "-m", "foreshard", "run", work.job, "--plan", folder / "plan.json",
-            "--out", work.out, "--steps", work.steps, "--detect-s", work.detect_s,
-            "--interface", work.interface, "--port", port, "--secret-file", secret,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "foreshard",
+            "run",
+            work.job,
+            "--plan",
+            folder / "plan.json",
+            "--out",
+            work.out,
+            "--steps",
+            work.steps,
+            "--detect-s",
+            work.detect_s,
+            "--interface",
+            work.interface,
+            "--port",
+            port,
+            "--secret-file",
+            secret,
+        ]
         self._env = {**os.environ, "RANK": "0", "WORLD_SIZE": str(BATCH), "LOCAL_WORLD_SIZE": "1"}
         self._said = folder / "first.txt"
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,9 +97,16 @@ def test_another_host_takes_over_the_rendezvous_and_takes_the_lost_one_back(tmp_
     secret = make_secret(tmp_path / "secret")
     work = Work(job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=5.0, interface="127.0.0.1")
     agent = Agent(
-        out=out, plan=plan, work=work, ranks=[1, 2], expected=range(3), secret_file=secret, port=port,
-        supervises=False, rehost_s=2.0,
-    )  # fmt: skip
+        out=out,
+        plan=plan,
+        work=work,
+        ranks=[1, 2],
+        expected=range(3),
+        secret_file=secret,
+        port=port,
+        supervises=False,
+        rehost_s=2.0,
+    )
     first, done = FirstHost(tmp_path, work, secret, port), []
 
     def watch() -> None:

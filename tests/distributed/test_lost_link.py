@@ -37,8 +37,9 @@ def test_one_end_of_a_lost_link_stays_out(tmp_path):
     lab = Lab(clock="wall", slow=(1.0,) * 3, devices=("cpu",) * 3, bandwidth_bytes_per_s=1e8, latency_s=1e-4)
     cut_s = []
     with LabNetwork(lab) as bed:
-        work = Work(job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=DETECT_S,
-                    interface=bed.address)  # fmt: skip
+        work = Work(
+            job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=DETECT_S, interface=bed.address
+        )
         agent = Agent(
             out=out,
             plan=PLAN,
@@ -56,8 +57,18 @@ def test_one_end_of_a_lost_link_stays_out(tmp_path):
                 if len((out / "metrics.jsonl").read_text().splitlines()) < 5:
                     return
                 for here, there in ((1, 2), (2, 1)):
-                    subprocess.run(["ip", "-n", bed._space(here), "route", "add", "blackhole",
-                                    bed.address_of(there) + "/32"], check=True)  # fmt: skip
+                    subprocess.run(
+                        [
+                            "ip",
+                            "-n",
+                            bed._space(here),
+                            "route",
+                            "add",
+                            "blackhole",
+                            bed.address_of(there) + "/32",
+                        ],
+                        check=True,
+                    )
                 cut_s.append(time.time())
 
         restarts = agent.run(cut)

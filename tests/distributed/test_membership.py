@@ -16,10 +16,14 @@ from foreshard.spec.plan import parse_plan
 
 SECRET = b"of this test only"
 DETECT_S, TIMEOUT_S, PATIENCE_S = 1.5, 20.0, 60.0
-PLAN = parse_plan({
-    "global_batch": 3, "seq_len": 8, "precision": "fp32",
-    "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 8]]}]} for rank in range(3)],
-})  # fmt: skip
+PLAN = parse_plan(
+    {
+        "global_batch": 3,
+        "seq_len": 8,
+        "precision": "fp32",
+        "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 8]]}]} for rank in range(3)],
+    }
+)
 
 
 class Host:

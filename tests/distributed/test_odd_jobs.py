@@ -86,11 +86,15 @@ def job(dataset: Any, middle: Callable[[], list[nn.Module]], **more: Any) -> Job
     layers = [nn.Embedding(WORDS, 8), *middle(), nn.Linear(8, WORDS)]
     assert len(layers) == 8
     return Job.of(
-        [layer.double() for layer in layers], dataset, word_loss,
+        [layer.double() for layer in layers],
+        dataset,
+        word_loss,
         lambda params: torch.optim.Adam(params, lr=1e-2),
-        collate=lambda lines: pad_sequence(lines, batch_first=True), inputs=lambda batch: batch[:, :-1],
-        fixed_shapes=False, **more,
-    )  # fmt: skip
+        collate=lambda lines: pad_sequence(lines, batch_first=True),
+        inputs=lambda batch: batch[:, :-1],
+        fixed_shapes=False,
+        **more,
+    )
 
 
 def mixing(count: int = 6) -> list[nn.Module]:
@@ -115,9 +119,13 @@ JOBS = {
     "layers that give views": lambda: job(Lines(40), lambda: [Turned() for _ in range(6)]),
 }
 PIPELINES = [
-    "uneven replicas", "four stages", "three stages, zb-h1", "interleaved", "two uneven pipelines",
+    "uneven replicas",
+    "four stages",
+    "three stages, zb-h1",
+    "interleaved",
+    "two uneven pipelines",
     "recompute",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("plan", PIPELINES)
@@ -130,8 +138,9 @@ def test_gradients_are_those_of_one_process(name: str, plan: str) -> None:
 def test_twelve_steps_over_several_passes_and_changes(name: str) -> None:
     alone = rehearse(JOBS[name](), ALONE, steps=12, after=values)
     changes = {3: PLANS["four stages"], 6: PLANS["uneven replicas"], 9: PLANS["interleaved"]}
-    found = rehearse(JOBS[name](), PLANS["two uneven pipelines"], steps=12, changes=changes, after=values,
-                     ranks=range(4))  # fmt: skip
+    found = rehearse(
+        JOBS[name](), PLANS["two uneven pipelines"], steps=12, changes=changes, after=values, ranks=range(4)
+    )
     assert found[0][0] == pytest.approx(alone[0][0], rel=1e-12)
     assert worst_error(found, alone[0][1]) <= 1e-10
 

@@ -40,8 +40,15 @@ def test_a_run_is_in_the_precision_asked_for(dtype, kept, seen, tmp_path: Path) 
     (tmp_path / "job.py").write_text(JOB.format(seen=str(tmp_path / "seen")))
     (tmp_path / "plan.json").write_text(json.dumps(PLAN.to_dict()))
     out = tmp_path / "run"
-    found = launch(str(tmp_path / "job.py"), str(tmp_path / "plan.json"), local=1, steps=2, out=str(out),
-                   checkpoint_every=2, dtype=dtype)  # fmt: skip
+    found = launch(
+        str(tmp_path / "job.py"),
+        str(tmp_path / "plan.json"),
+        local=1,
+        steps=2,
+        out=str(out),
+        checkpoint_every=2,
+        dtype=dtype,
+    )
     assert found is not None and (found.steps, found.lost, found.misread) == (2, 0, 0)
     assert set((tmp_path / "seen").read_text().split()) == {f"torch.{seen}"}
     tensors = checkpoint.load(out / "ckpt", 2, lambda key: key.startswith("layers."))

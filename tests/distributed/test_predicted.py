@@ -24,24 +24,32 @@ from foreshard.runtime.tensor_alone import TensorPart
 from foreshard.runtime.trainer import Trainer
 
 LAB = Lab(
-    clock="table", slow=(1.0, 2.0, 4.0, 8.0), devices=("a", "b", "c", "d"), bandwidth_bytes_per_s=2e7,
+    clock="table",
+    slow=(1.0, 2.0, 4.0, 8.0),
+    devices=("a", "b", "c", "d"),
+    bandwidth_bytes_per_s=2e7,
     latency_s=3e-4,
     table_s={"forward": 1e-3, "backward": 2.5e-3, "optimizer": 2e-4},
-)  # fmt: skip
+)
 PLAIN = [
-    name for name, plan in PLANS.items()
+    name
+    for name, plan in PLANS.items()
     if all(s.zero == 0 or s.inner_dp == 1 for g in plan.groups for s in g.stages)
     and all(s.recompute == "none" and g.schedule != "zb-h1" for g in plan.groups for s in g.stages)
-]  # fmt: skip
+]
 
 
 def together(*groups):
     """Pipelines of (share, micro-batch, stages of (ranks, layers, tp))."""
     told = [
-        {"share": share, "micro_batch": size,
-         "stages": [(ranks, [layers], {"tp": tp}) for ranks, layers, tp in stages], "schedule": schedule}
+        {
+            "share": share,
+            "micro_batch": size,
+            "stages": [(ranks, [layers], {"tp": tp}) for ranks, layers, tp in stages],
+            "schedule": schedule,
+        }
         for share, size, stages, schedule in groups
-    ]  # fmt: skip
+    ]
     return plan_of(told, global_batch=sum(one["share"] for one in told))
 
 
@@ -49,15 +57,17 @@ TENSOR = {
     "tp 2": together((12, 6, [([0, 1], [0, 8], 2)], "1f1b")),
     "tp 4": together((12, 3, [([3, 1, 0, 2], [0, 8], 4)], "1f1b")),
     "tp 2 beside two alone": together(
-        (6, 3, [([1, 3], [0, 8], 2)], "1f1b"), (4, 2, [([0], [0, 8], 1)], "1f1b"),
+        (6, 3, [([1, 3], [0, 8], 2)], "1f1b"),
+        (4, 2, [([0], [0, 8], 1)], "1f1b"),
         (2, 1, [([2], [0, 8], 1)], "1f1b"),
     ),
     "tp 2 in two stages": together((12, 4, [([0, 1], [0, 3], 2), ([2, 3], [3, 8], 2)], "1f1b")),
     "one before tp 2": together((12, 4, [([3], [0, 3], 1), ([0, 2], [3, 8], 2)], "gpipe")),
     "tp 2 beside tp 2": together(
-        (8, 4, [([0, 1], [0, 8], 2)], "1f1b"), (4, 2, [([2, 3], [0, 8], 2)], "1f1b"),
+        (8, 4, [([0, 1], [0, 8], 2)], "1f1b"),
+        (4, 2, [([2, 3], [0, 8], 2)], "1f1b"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +79,14 @@ def costs(tmp_path_factory):
 def costs_of(tied, file):
     job, cpu = gpt(tied=tied), torch.device("cpu")
     made = profile_layers(
-        job, samples=(1, 2), repeats=1, out=None, device=cpu, through=through,
+        job,
+        samples=(1, 2),
+        repeats=1,
+        out=None,
+        device=cpu,
+        through=through,
         parts={degree: partial(TensorPart, job, degree, cpu) for degree in (2, 4)},
-    )  # fmt: skip
+    )
     told = calibrate(
         made, clock="cpu", slow=dict(zip(LAB.devices, LAB.slow, strict=True)), table_s=LAB.table_s
     )

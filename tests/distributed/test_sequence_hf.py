@@ -52,7 +52,7 @@ PLANS = {
         more={"schedule": "interleaved", "micro_batch": 3},
     ),
     "two parts of the data, zero 2": plan(([0, 1, 2, 3], [[0, 4]], {**TP2, "zero": 2})),
-}  # fmt: skip
+}
 WHOLE = {"tp 2": plan(([0, 1], [[0, 4]], TP2), sp=False), "alone": plan(([0], [[0, 4]]), sp=False)}
 DROPS = {"gpt2": {}, "phi3": {"resid_pdrop": 0.2}, "gpt_neox": {"hidden_dropout": 0.2}}
 
@@ -103,8 +103,14 @@ def test_live_changes_keep_losses_and_parameters() -> None:
 
 def test_the_virtual_clock_takes_as_long_as_for_whole_sequences() -> None:
     """Putting together and cutting sums are the two halves of the ring that sums."""
-    lab = Lab(clock="table", slow=(1.0, 2.0), devices=("a", "b"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
-              table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
+    lab = Lab(
+        clock="table",
+        slow=(1.0, 2.0),
+        devices=("a", "b"),
+        bandwidth_bytes_per_s=2e7,
+        latency_s=3e-4,
+        table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4},
+    )
     took = []
     for sp in (True, False):
         told = plan(([0, 1], [[0, 4]], TP2), sp=sp)
@@ -112,31 +118,53 @@ def test_the_virtual_clock_takes_as_long_as_for_whole_sequences() -> None:
     assert took[0].time_s == pytest.approx(took[-1].time_s, rel=1e-9)
 
 
-EVEN = Lab(clock="table", slow=(1.0,) * 4, devices=("a",) * 4, bandwidth_bytes_per_s=2e7, latency_s=3e-4,
-           table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
+EVEN = Lab(
+    clock="table",
+    slow=(1.0,) * 4,
+    devices=("a",) * 4,
+    bandwidth_bytes_per_s=2e7,
+    latency_s=3e-4,
+    table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4},
+)
 
 
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> MeasuredCosts:
     """Layers of a Llama by the lab's table, their bytes as profiled."""
     file, told, cpu = tmp_path_factory.mktemp("costs") / "costs.json", job("llama"), torch.device("cpu")
-    made = profile_layers(told, samples=(1, 2), repeats=1, out=None, device=cpu, through=through,
-                          parts={2: partial(TensorPart, told, 2, cpu)})  # fmt: skip
+    made = profile_layers(
+        told,
+        samples=(1, 2),
+        repeats=1,
+        out=None,
+        device=cpu,
+        through=through,
+        parts={2: partial(TensorPart, told, 2, cpu)},
+    )
     write_profile(file, calibrate(made, clock="cpu", slow={"a": 1.0}, table_s=EVEN.table_s))
     return load_costs(str(file))
 
 
 @pytest.mark.parametrize(
     "told",
-    [plan(([0, 1], [[0, 4]], TP2)), plan(([0, 1], [[0, 2]], TP2), ([2, 3], [[2, 4]], TP2)),
-     plan(([0, 1], [[0, 2]], TP2), ([2], [[2, 4]])), plan(([2], [[0, 1]]), ([0, 1], [[1, 4]], TP2))],
+    [
+        plan(([0, 1], [[0, 4]], TP2)),
+        plan(([0, 1], [[0, 2]], TP2), ([2, 3], [[2, 4]], TP2)),
+        plan(([0, 1], [[0, 2]], TP2), ([2], [[2, 4]])),
+        plan(([2], [[0, 1]]), ([0, 1], [[1, 4]], TP2)),
+    ],
     ids=["one stage", "two that hand on parts", "before one rank", "behind one rank"],
-)  # fmt: skip
+)
 def test_what_is_predicted_is_what_a_run_takes(costs: MeasuredCosts, told: Plan) -> None:
     """On the virtual clock; that layers do a little less of what is no product is not in it."""
     took: list[float] = []
-    rehearse(job("llama"), told, steps=2, clock=lambda: EVEN.make_clock([0]),
-             on_step=lambda: lambda done: took.append(done.time_s))  # fmt: skip
+    rehearse(
+        job("llama"),
+        told,
+        steps=2,
+        clock=lambda: EVEN.make_clock([0]),
+        on_step=lambda: lambda done: took.append(done.time_s),
+    )
     found = predict_measured(costs, EVEN.cluster(), told)
     assert took[1] == pytest.approx(found.step_time_s, rel=1e-9)
     assert any(text.startswith("sp:") for text in found.assumptions)

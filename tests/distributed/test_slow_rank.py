@@ -42,8 +42,14 @@ def test_a_slow_rank_is_an_event(tmp_path: Path) -> None:
     (tmp_path / "lab.toml").write_text(TWO_RANKS + SLOWER)
     (tmp_path / "plan.json").write_text(json.dumps(plan_of(GROUPS, global_batch=2).to_dict()))
     out = tmp_path / "run"
-    launch(str(tmp_path / "job.py"), str(tmp_path / "plan.json"), local=2, steps=75, out=str(out),
-           lab=str(tmp_path / "lab.toml"))  # fmt: skip
+    launch(
+        str(tmp_path / "job.py"),
+        str(tmp_path / "plan.json"),
+        local=2,
+        steps=75,
+        out=str(out),
+        lab=str(tmp_path / "lab.toml"),
+    )
     events = [json.loads(text) for text in (out / "events.jsonl").read_text().splitlines()]
     told = [(e["kind"], e["who"], e["since_step"]) for e in events if e["kind"].startswith("rank_")]
     assert told == [("rank_slow", 1, 25), ("rank_recovered", 1, 50)]

@@ -22,37 +22,51 @@ from foreshard.spec.plan import parse_plan
 LAYERS, RANKS, BATCH = 8, 4, 32
 FAST, SLOW = 4e6, 4e5
 LAB = Lab(
-    clock="table", slow=(1.0,) * RANKS, devices=("x",) * RANKS, bandwidth_bytes_per_s=FAST, latency_s=1e-4,
+    clock="table",
+    slow=(1.0,) * RANKS,
+    devices=("x",) * RANKS,
+    bandwidth_bytes_per_s=FAST,
+    latency_s=1e-4,
     table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 1e-4},
     changes=(Change(at_step=5, bandwidth_bytes_per_s=SLOW),),
-)  # fmt: skip
+)
 
 
 def replicas(shares):
     groups = [
         {"share": share, "micro_batch": 2, "zero": 0, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]}
         for rank, share in enumerate(shares)
-    ]  # fmt: skip
+    ]
     return parse_plan({"global_batch": BATCH, "seq_len": 8, "precision": "fp32", "groups": groups})
 
 
 def world_of(job):
     """Return the table and the job's bytes, and the ranks as they are stated."""
-    sizes = np.array([
-        sum(p.numel() * p.element_size() for p in job.layer(layer).parameters()) for layer in range(LAYERS)
-    ], float)  # fmt: skip
+    sizes = np.array(
+        [sum(p.numel() * p.element_size() for p in job.layer(layer).parameters()) for layer in range(LAYERS)],
+        float,
+    )
     chain = Chain(
-        layer_s=np.full((RANKS, LAYERS), 3e-3), boundary_bytes=np.full(LAYERS - 1, 2.0 * 8 * 16 * 8),
-        sync_bytes=sizes, state_bytes=4 * sizes, saved_bytes=np.zeros(LAYERS),
+        layer_s=np.full((RANKS, LAYERS), 3e-3),
+        boundary_bytes=np.full(LAYERS - 1, 2.0 * 8 * 16 * 8),
+        sync_bytes=sizes,
+        state_bytes=4 * sizes,
+        saved_bytes=np.zeros(LAYERS),
         memory_bytes=np.full(RANKS, 1e12),
-    )  # fmt: skip
+    )
     nobody = np.zeros(RANKS)
     rate, apart = np.full((RANKS, RANKS), FAST), np.zeros((RANKS, RANKS))
     stated = State(
-        speed=np.ones(RANKS), available=np.ones(RANKS, bool), bandwidth_bytes_per_s=rate,
-        latency_s=np.full((RANKS, RANKS), 1e-4), usd_per_h=nobody, busy_w=nobody, idle_w=nobody,
-        usd_per_byte=apart, kg_per_j=nobody,
-    )  # fmt: skip
+        speed=np.ones(RANKS),
+        available=np.ones(RANKS, bool),
+        bandwidth_bytes_per_s=rate,
+        latency_s=np.full((RANKS, RANKS), 1e-4),
+        usd_per_h=nobody,
+        busy_w=nobody,
+        idle_w=nobody,
+        usd_per_byte=apart,
+        kg_per_j=nobody,
+    )
     return chain, stated
 
 
@@ -75,10 +89,13 @@ def trained(plan, steps, policy_of=None, probe_every=0, slow=(1.0,) * RANKS):
         clock.slow = slow[rank]
         policy = policy_of(job) if policy_of is not None and rank == 0 else None
         trainer = Trainer(
-            job, membership=FixedMembership(store, rank, plan, range(RANKS), timeout_s=30),
-            clock=clock, before_step=before, policy=policy,
+            job,
+            membership=FixedMembership(store, rank, plan, range(RANKS), timeout_s=30),
+            clock=clock,
+            before_step=before,
+            policy=policy,
             options=Options(probe_every=probe_every),
-        )  # fmt: skip
+        )
         done = [trainer.train_step() for _ in range(steps)]
         found[rank] = (done, trainer.plan, policy)
 
@@ -146,19 +163,27 @@ def test_what_is_idle_is_measured_and_nothing_else_changes():
 def wide_stages():
     """Two stages of two ranks."""
     stages = [{"ranks": [0, 1], "layers": [[0, 4]]}, {"ranks": [2, 3], "layers": [[4, LAYERS]]}]
-    return parse_plan({
-        "global_batch": BATCH, "seq_len": 8, "precision": "fp32",
-        "groups": [{"share": BATCH, "micro_batch": 4, "stages": stages}],
-    })  # fmt: skip
+    return parse_plan(
+        {
+            "global_batch": BATCH,
+            "seq_len": 8,
+            "precision": "fp32",
+            "groups": [{"share": BATCH, "micro_batch": 4, "stages": stages}],
+        }
+    )
 
 
 def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
     """Two stages of two ranks; rank 1 is three times as slow as it says."""
     plan = wide_stages()
     slow = (1.0, 3.0, 1.0, 1.0)
-    dealt, still = (trained(plan, 7, policy_of, slow=slow) for policy_of in (
-        lambda job: Dealer(*world_of(job), plan), None,
-    ))  # fmt: skip
+    dealt, still = (
+        trained(plan, 7, policy_of, slow=slow)
+        for policy_of in (
+            lambda job: Dealer(*world_of(job), plan),
+            None,
+        )
+    )
     done, last, _ = dealt[0]
     assert [stage.rank_shares for stage in last.groups[0].stages] == [(3, 1), None]
     assert done[-1].time_s < 0.7 * still[0][0][-1].time_s

@@ -47,22 +47,38 @@ PLANS = {
     "tp 2, zero 2": plan(one([0, 1, 2, 3], 2), zero=2),
     "tp 2, zero 3": plan(one([3, 1, 2, 0], 2), zero=3),
     "tp 2 in two stages": plan(
-        {"share": 12, "micro_batch": 5,
-         "stages": [([0, 1], [[0, 3]], {"tp": 2}), ([2, 3], [[3, 8]], {"tp": 2})]}
+        {
+            "share": 12,
+            "micro_batch": 5,
+            "stages": [([0, 1], [[0, 3]], {"tp": 2}), ([2, 3], [[3, 8]], {"tp": 2})],
+        }
     ),
     "tp 2 before one, zb-h1": plan(
-        {"share": 12, "micro_batch": 2, "schedule": "zb-h1",
-         "stages": [([0, 1], [[0, 3]], {"tp": 2}), ([2], [[3, 8]])]}
+        {
+            "share": 12,
+            "micro_batch": 2,
+            "schedule": "zb-h1",
+            "stages": [([0, 1], [[0, 3]], {"tp": 2}), ([2], [[3, 8]])],
+        }
     ),
     "one before tp 2, gpipe, recompute": plan(
-        {"share": 12, "micro_batch": 5, "schedule": "gpipe",
-         "stages": [([3], [[0, 3]]), ([0, 2], [[3, 8]], {"tp": 2})]}, recompute="full"
+        {
+            "share": 12,
+            "micro_batch": 5,
+            "schedule": "gpipe",
+            "stages": [([3], [[0, 3]]), ([0, 2], [[3, 8]], {"tp": 2})],
+        },
+        recompute="full",
     ),
     "interleaved": plan(
-        {"share": 12, "micro_batch": 2, "schedule": "interleaved",
-         "stages": [([0, 1], [[0, 1], [3, 5]], {"tp": 2}), ([2, 3], [[1, 3], [5, 8]], {"tp": 2})]}
+        {
+            "share": 12,
+            "micro_batch": 2,
+            "schedule": "interleaved",
+            "stages": [([0, 1], [[0, 1], [3, 5]], {"tp": 2}), ([2, 3], [[1, 3], [5, 8]], {"tp": 2})],
+        }
     ),
-}  # fmt: skip
+}
 
 
 SINGLE = ("tp 4", "tp 2 beside two alone, uneven", "tp 2 in two stages")
@@ -131,10 +147,15 @@ def test_words_are_shared_out_where_nothing_ties_them(name: str) -> None:
 
 CHANGES = {
     "tp 2 to 1 and back": ["tp 2", "alone", "tp 2"],
-    "in groups, stages, shards": ["tp 2 beside two alone, uneven", "tp 2 in two stages", "tp 2, zero 3",
-                                  "one before tp 2, gpipe, recompute", "tp 2, zero 1"],
+    "in groups, stages, shards": [
+        "tp 2 beside two alone, uneven",
+        "tp 2 in two stages",
+        "tp 2, zero 3",
+        "one before tp 2, gpipe, recompute",
+        "tp 2, zero 1",
+    ],
     "between degrees": ["tp 4", "tp 2 beside tp 2, uneven", "interleaved"],
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -166,8 +187,14 @@ def test_live_changes_keep_losses_and_parameters(change: str) -> None:
 
 def test_a_virtual_clock_waits_for_the_slower_and_for_sums() -> None:
     """One of two ranks is four times as slow: the step is its work, and what both sum."""
-    lab = Lab(clock="table", slow=(1.0, 4.0), devices=("a", "b"), bandwidth_bytes_per_s=2e7, latency_s=3e-4,
-              table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4})  # fmt: skip
+    lab = Lab(
+        clock="table",
+        slow=(1.0, 4.0),
+        devices=("a", "b"),
+        bandwidth_bytes_per_s=2e7,
+        latency_s=3e-4,
+        table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 5e-4},
+    )
     speeds, steps = iter(lab.slow), []
 
     def clock() -> Any:
@@ -175,8 +202,13 @@ def test_a_virtual_clock_waits_for_the_slower_and_for_sums() -> None:
         made.slow = next(speeds)
         return made
 
-    rehearse(gpt(torch.float64), plan(one([0, 1], 2, micro_batch=12)), steps=1, clock=clock,
-             on_step=lambda: steps.append)  # fmt: skip
+    rehearse(
+        gpt(torch.float64),
+        plan(one([0, 1], 2, micro_batch=12)),
+        steps=1,
+        clock=clock,
+        on_step=lambda: steps.append,
+    )
     size = 12 * 8 * 16 * 8  # of what crosses: samples, words, channels, bytes
     whole = sum(
         t.numel() * 8

@@ -22,17 +22,31 @@ from foreshard.runtime.job import Job
 
 WORDS = 32
 SMALL = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 16,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MORE: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 16,
-             "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2": {
+        "vocab_size": WORDS,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "mistral": {**SMALL, "sliding_window": 5, "head_dim": 8},
     "glm": {**SMALL, "head_dim": 8},
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
-}  # fmt: skip
+}
 DROPS = {"gpt2": {}, "llama": {"attention_dropout": 0.2}, "gpt_neox": {"attention_dropout": 0.2}}
 
 
@@ -55,14 +69,22 @@ def job(kind: str, dtype: Any = torch.float64, **changes: Any) -> Job:
         target = batch[:, 1:]
         return cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
-    return Job.of(model, Lines(), loss, lambda params: torch.optim.AdamW(params, lr=1e-2),
-                  inputs=lambda batch: batch[:, :-1])  # fmt: skip
+    return Job.of(
+        model,
+        Lines(),
+        loss,
+        lambda params: torch.optim.AdamW(params, lr=1e-2),
+        inputs=lambda batch: batch[:, :-1],
+    )
 
 
-TP2 = plan_of([
-    {"share": 4, "micro_batch": 2, "stages": [([0, 1], [[0, 2]], {"tp": 2}), ([2], [[2, 4]])]},
-    {"share": 2, "micro_batch": 2, "stages": [([3], [[0, 4]])]},
-], global_batch=6)  # fmt: skip
+TP2 = plan_of(
+    [
+        {"share": 4, "micro_batch": 2, "stages": [([0, 1], [[0, 2]], {"tp": 2}), ([2], [[2, 4]])]},
+        {"share": 2, "micro_batch": 2, "stages": [([3], [[0, 4]])]},
+    ],
+    global_batch=6,
+)
 TP4 = plan_of(
     [{"share": 6, "micro_batch": 4, "stages": [([0, 1, 2, 3], [[0, 4]], {"tp": 4})]}], global_batch=6
 )

@@ -22,11 +22,13 @@ FAULTS = {
     "one of a row beside others": ("tp 2 beside two alone, uneven", {(3, 0): ("backward", 5)}, ()),
     "one of four, and away": ("tp 4", {(2, 0): ("forward", 8)}, (2,)),
     "one of each row": (
-        "tp 2 and two parts of the data", {(0, 0): ("vote", 3), (3, 0): ("update", 3)}, (0, 3)
+        "tp 2 and two parts of the data",
+        {(0, 0): ("vote", 3), (3, 0): ("update", 3)},
+        (0, 3),
     ),
     "one in a migration": ("tp 2, zero 2", {(1, 0): ("all-reduce", 4), (0, 0): ("migration", 2)}, ()),
     "one in a checkpoint": ("tp 2 in two stages", {(2, 0): ("checkpoint", 1), (1, 0): ("backward", 9)}, ()),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

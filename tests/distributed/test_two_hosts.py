@@ -99,11 +99,25 @@ class Hosts:
     def torchrun(self, host: int, *words: str) -> None:
         """Start the ranks of a host as the documentation says."""
         torchrun = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host),
-            "--nproc-per-node", str(self.per_host), "--master-addr", self.address(0),
-            "--master-port", str(PORT),
-            "--no-python", sys.executable, "-m", "foreshard", "run",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(host),
+            "--nproc-per-node",
+            str(self.per_host),
+            "--master-addr",
+            self.address(0),
+            "--master-port",
+            str(PORT),
+            "--no-python",
+            sys.executable,
+            "-m",
+            "foreshard",
+            "run",
+        ]
         self._start(host, [*torchrun, *words])
 
     def by_hand(self, host: int, *words: str) -> None:
@@ -111,9 +125,13 @@ class Hosts:
         size, count = len(self._spaces) * self.per_host, self.per_host
         for local in range(count):
             told = {
-                "RANK": count * host + local, "LOCAL_RANK": local, "WORLD_SIZE": size,
-                "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT,
-            }  # fmt: skip
+                "RANK": count * host + local,
+                "LOCAL_RANK": local,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_ADDR": self.address(0),
+                "MASTER_PORT": PORT,
+            }
             env = [f"{name}={value}" for name, value in told.items()]
             self._start(host, ["env", *env, sys.executable, "-m", "foreshard", "run", *words])
 
@@ -165,10 +183,29 @@ def prepared(hosts: Hosts, groups: Any, *, steps: int, pace_s: float = 0.0) -> l
     (hosts.folder / "plan.json").write_text(json.dumps(plan_of(groups, global_batch=BATCH).to_dict()))
     secret = make_secret(hosts.folder / "secret")
     return list(
-        map(str, ["--plan", hosts.folder / "plan.json", "--out", hosts.out, "--secret-file", secret,
-                  "--steps", steps, "--dtype", "fp64", "--checkpoint-every", steps, "--detect-s", "2.5",
-                  "--clip-norm", "1", hosts.folder / "job.py"])
-    )  # fmt: skip
+        map(
+            str,
+            [
+                "--plan",
+                hosts.folder / "plan.json",
+                "--out",
+                hosts.out,
+                "--secret-file",
+                secret,
+                "--steps",
+                steps,
+                "--dtype",
+                "fp64",
+                "--checkpoint-every",
+                steps,
+                "--detect-s",
+                "2.5",
+                "--clip-norm",
+                "1",
+                hosts.folder / "job.py",
+            ],
+        )
+    )
 
 
 def awaited(hosts: Hosts, condition: Callable[[], Any], patience_s: float = 120.0) -> None:

@@ -26,21 +26,25 @@ FAULTS = {
     "one in its backward": ("two uneven pipelines", {(1, 0): ("backward", 5)}),
     "two in one step": ("four stages, gpipe", {(1, 0): ("forward", 9), (2, 0): ("all-reduce", 3)}),
     "one while the others rebuild": (
-        "uneven data in both stages, zero 2", {(2, 0): ("vote", 3), (1, 0): ("rebuild", 2)}
+        "uneven data in both stages, zero 2",
+        {(2, 0): ("vote", 3), (1, 0): ("rebuild", 2)},
     ),
     "one that is let in again, at the door": (
-        "a pipeline and a device", {(0, 0): ("backward", 4), (0, 1): ("rebuild", 1), (0, 2): ("migration", 1)}
+        "a pipeline and a device",
+        {(0, 0): ("backward", 4), (0, 1): ("rebuild", 1), (0, 2): ("migration", 1)},
     ),
     "the one that names the checkpoint": ("interleaved", {(0, 0): ("checkpoint", 2)}),
     "two, one of them in a migration": (
-        "sharded pipeline with recompute, zero 3", {(0, 0): ("backward", 6), (3, 0): ("migration", 2)}
+        "sharded pipeline with recompute, zero 3",
+        {(0, 0): ("backward", 6), (3, 0): ("migration", 2)},
     ),
     "the one that conducts, behind the vote": (
-        "even replicas", {(0, 0): ("update", 3), (1, 0): ("update", 5)}
+        "even replicas",
+        {(0, 0): ("update", 3), (1, 0): ("update", 5)},
     ),
     "a rank that has nothing to do": ("an idle rank", {(1, 0): ("vote", 3), (3, 0): ("vote", 5)}),
     "one before it has its first layers": ("recompute", {(3, 0): ("migration", 1), (2, 0): ("rebuild", 1)}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

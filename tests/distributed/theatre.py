@@ -52,11 +52,18 @@ class Theatre:
     """
 
     def __init__(
-        self, folder: Path, job: Job, plan: Plan, *, steps: int,
+        self,
+        folder: Path,
+        job: Job,
+        plan: Plan,
+        *,
+        steps: int,
         faults: Mapping[tuple[int, int], tuple[str, int]],
-        ranks: Sequence[int] = range(4), stays_away: Sequence[int] = (), every: int = 3,
+        ranks: Sequence[int] = range(4),
+        stays_away: Sequence[int] = (),
+        every: int = 3,
         hook: Callable[[int, int], None] = lambda rank, life: None,
-    ):  # fmt: skip
+    ):
         self.folder, self.job, self.plan, self.steps = folder, job, plan, steps
         self.faults, self.ranks, self.away = faults, list(ranks), stays_away
         self.every, self.hook = every, hook
@@ -96,7 +103,7 @@ class Theatre:
             raise AssertionError(f"ranks {stuck} are not done after {within_s} s; crashes: {self.crashes}")
         return audit(
             sorted(self.folder.glob("rank-*.jsonl")), global_batch=self.plan.global_batch, steps=self.steps
-        )  # fmt: skip
+        )
 
     def _lives(self, rank: int, after: Callable[[Trainer], Any]) -> None:
         for life in range(20):
@@ -126,9 +133,13 @@ class Theatre:
         try:
             self.hook(rank, life)
             stage.membership = Membership(
-                ("127.0.0.1", self.server.port), rank, SECRET, timeout_s=TIMEOUT_S,
-                interface="127.0.0.1", beat_s=0.1,
-            )  # fmt: skip
+                ("127.0.0.1", self.server.port),
+                rank,
+                SECRET,
+                timeout_s=TIMEOUT_S,
+                interface="127.0.0.1",
+                beat_s=0.1,
+            )
             stage.trainer = self._trainer(rank, stage.membership, phase)
             self._train(stage)
             self.found[rank] = after(stage.trainer)
@@ -145,10 +156,14 @@ class Theatre:
 
     def _trainer(self, rank: int, membership: Membership, phase: Callable[[str], None]) -> Trainer:
         return Trainer(
-            self.job, membership=membership, options=Options(checkpoint_every=self.every), phase=phase,
-            checkpoints=self.folder / "ckpt", ledger=Ledger(self.folder / f"rank-{rank}.jsonl", rank),
+            self.job,
+            membership=membership,
+            options=Options(checkpoint_every=self.every),
+            phase=phase,
+            checkpoints=self.folder / "ckpt",
+            ledger=Ledger(self.folder / f"rank-{rank}.jsonl", rank),
             on_step=lambda done: self.losses.__setitem__(done.step, done.loss),
-        )  # fmt: skip
+        )
 
     def _train(self, stage: _Stage) -> None:
         """What a worker does."""

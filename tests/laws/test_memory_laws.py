@@ -150,11 +150,21 @@ def test_a_batch_prices_each_row_alone(rows, framework):
     def price(tp, dp, zero, in_flight):
         return stage_memory(
             StageLoad(
-                kinds=((block, 4),), has_embedding=1, has_head=1, hidden=1024, vocab=32768,
-                seq_len=1024, tp=tp, dp=dp, shard_size=dp, expert_dp=dp, zero=zero, in_flight=in_flight,
+                kinds=((block, 4),),
+                has_embedding=1,
+                has_head=1,
+                hidden=1024,
+                vocab=32768,
+                seq_len=1024,
+                tp=tp,
+                dp=dp,
+                shard_size=dp,
+                expert_dp=dp,
+                zero=zero,
+                in_flight=in_flight,
             ),
             framework,
-        ).peak  # fmt: skip
+        ).peak
 
     together = price(*(np.array(column, dtype=float) for column in zip(*rows, strict=True)))
     for row, value in zip(rows, together, strict=True):

@@ -11,7 +11,7 @@ NAMES = {
     *("tp", "dp", "cp", "ep", "pp", "etp", "sp", "shares", "nodes", "kind", "per", "duty", "gpus", "seq_len"),
     *("schema_version", "rank_shares", "len", "devices", "layer_types", "no_rope_layers", "attention_types"),
     *("pip", "head", "chmod", "foreshard", "profile", "torchtitan"),
-}  # fmt: skip
+}
 
 
 def openings(value: ast.expr) -> Iterator[str]:

@@ -140,9 +140,12 @@ def plan_of(model, cuts: list[tuple[int, int]], *, tp: int, dp: int, count: int,
     )
     group = Group(share=count * dp, stages=stages, micro_batch=dp, schedule="1f1b", sp=tp > 1)
     return Plan(
-        global_batch=count * dp, seq_len=4096, groups=(group,), framework="megatron-core",
+        global_batch=count * dp,
+        seq_len=4096,
+        groups=(group,),
+        framework="megatron-core",
         comm={"grad_overlap": overlap, "param_gather_overlap": False},
-    )  # fmt: skip
+    )
 
 
 CASES = {
@@ -183,9 +186,11 @@ def simulated(cuts, count, overlap):
     case = Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
     (prices,) = group_prices(case, build_batch([case], CONSTANTS))
     pipeline = Pipeline(
-        prices, overlap=overlap, contention=CONSTANTS.fsdp_contention,
+        prices,
+        overlap=overlap,
+        contention=CONSTANTS.fsdp_contention,
         bucket_elements=max(40e6, 1e6 * float(prices.machines[0].rank.dp)),
-    )  # fmt: skip
+    )
     return case, pipeline.run()
 
 

@@ -89,9 +89,15 @@ def test_vtrain_groups_for_regret(read):
 
 @pytest.mark.parametrize(
     "name",
-    ["hw_accelerators.csv", "comm_nccl_tuning_constants.csv", "hetero_gavel_throughputs.csv.gz",
-     "comm_teccl_outputs.csv", "hetero_spot_trace_p3.csv", "hetero_parcae_intervals.csv.gz"],
-)  # fmt: skip
+    [
+        "hw_accelerators.csv",
+        "comm_nccl_tuning_constants.csv",
+        "hetero_gavel_throughputs.csv.gz",
+        "comm_teccl_outputs.csv",
+        "hetero_spot_trace_p3.csv",
+        "hetero_parcae_intervals.csv.gz",
+    ],
+)
 def test_tables_that_are_not_measurements_are_refused(name):
     from foreshard.errors import SpecError
 
@@ -105,8 +111,16 @@ def test_tables_that_are_not_measurements_are_refused(name):
 def test_every_other_table_is_known():
     if not files():
         pytest.skip("the folder of published measurements is not here (FORESHARD_MEASURED)")
-    refused = {"hw_", "comm_nccl", "comm_rccl", "comm_teccl", "comm_sailor_network", "hetero_gavel",
-               "hetero_spot", "hetero_parcae"}  # fmt: skip
+    refused = {
+        "hw_",
+        "comm_nccl",
+        "comm_rccl",
+        "comm_teccl",
+        "comm_sailor_network",
+        "hetero_gavel",
+        "hetero_spot",
+        "hetero_parcae",
+    }
     small = [p for p in files()[0].parent.glob("*.csv*") if p.stat().st_size < 300_000 and p.name != SEALED]
     for path in small:
         if not path.name.startswith(tuple(refused)):

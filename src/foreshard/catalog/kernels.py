@@ -26,9 +26,14 @@ FIDELITIES = ("datasheet", "zero-shot")
 
 # Curve of the matrix products of a training precision; block-scaled formats share that of their width.
 _CURVE = {
-    "fp32": "fp32", "tf32": "16bit", "fp16": "16bit", "bf16": "16bit",
-    "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4",
-}  # fmt: skip
+    "fp32": "fp32",
+    "tf32": "16bit",
+    "fp16": "16bit",
+    "bf16": "16bit",
+    "fp8": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +217,13 @@ def _check(key: str, value: str, known: Sequence[str]) -> None:
 
 
 _IDEAL = {f.name: 0.0 for f in fields(KernelModel)[4:]} | {
-    "gemm_eff": 1.0, "gemm_split_k": 1e30, "gemm_memory_eff": 1.0, "gemm16_eff": 1.0, "gemm16_split_k": 1e30,
-    "attn_fwd_eff": 1.0, "attn_bwd_ratio": 1.0, "stream_eff": 1.0, "grouped_eff": 1.0,
-}  # fmt: skip
+    "gemm_eff": 1.0,
+    "gemm_split_k": 1e30,
+    "gemm_memory_eff": 1.0,
+    "gemm16_eff": 1.0,
+    "gemm16_split_k": 1e30,
+    "attn_fwd_eff": 1.0,
+    "attn_bwd_ratio": 1.0,
+    "stream_eff": 1.0,
+    "grouped_eff": 1.0,
+}

@@ -48,14 +48,23 @@ _MEGATRON_RULES = ("none", "selective", "full")
 # --overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap (needs --sequence-parallel),
 # --overlap-moe-expert-parallel-comm, --optimizer-cpu-offload; schedules.py: 1F1B and interleaved 1F1B.
 _MEGATRON = Offers(
-    zero=(0, 1, 3), schedules=("1f1b", "interleaved"), overlaps=(*_OVERLAPS, "context_gather"),
-    degrees=_ALL, recompute=_MEGATRON_RULES, low_precision=True, offload=("none", "optimizer"),
-)  # fmt: skip
+    zero=(0, 1, 3),
+    schedules=("1f1b", "interleaved"),
+    overlaps=(*_OVERLAPS, "context_gather"),
+    degrees=_ALL,
+    recompute=_MEGATRON_RULES,
+    low_precision=True,
+    offload=("none", "optimizer"),
+)
 # Apex distributed optimizer and Megatron-Core under NeMo and Megatron-Bridge; their recipes use no FSDP here.
 _NEMO = Offers(
-    zero=(0, 1), schedules=("1f1b", "interleaved"), overlaps=(*_OVERLAPS, "context_gather"),
-    degrees=_ALL, recompute=_MEGATRON_RULES, low_precision=True,
-)  # fmt: skip
+    zero=(0, 1),
+    schedules=("1f1b", "interleaved"),
+    overlaps=(*_OVERLAPS, "context_gather"),
+    degrees=_ALL,
+    recompute=_MEGATRON_RULES,
+    low_precision=True,
+)
 # arXiv 2104.04473, 2205.05198: no sharded optimizer, no overlap switches.
 _EARLY_MEGATRON = Offers(
     zero=(0,),

@@ -94,7 +94,13 @@ def model_of_columns(row: Mapping[str, str], stated: str, seq_len: int, known: M
     experts = whole_cell(row, "n_experts") or (known.blocks[-1].num_experts if known is not None else 0)
     top_k = whole_cell(row, "topk") or (known.blocks[-1].top_k if known is not None else min(experts, 2))
     return model_from_dims(
-        stated, n_layers, hidden, ffn, n_heads, n_kv_heads, vocab,
+        stated,
+        n_layers,
+        hidden,
+        ffn,
+        n_heads,
+        n_kv_heads,
+        vocab,
         gated=gated,
         n_experts=experts,
         topk=min(top_k, experts),
@@ -102,7 +108,7 @@ def model_of_columns(row: Mapping[str, str], stated: str, seq_len: int, known: M
         source=ROW_SOURCE,
         assumptions=(*notes, "norms, biases and tying follow from the kind of MLP"),
         seq_len=seq_len or DEFAULT_SEQ_LEN,
-    )  # fmt: skip
+    )
 
 
 def _filled(

@@ -17,8 +17,14 @@ T = TypeVar("T")
 @configurable
 @answering
 @click.command("calibrate")
-@click.option("--profile", "profiles", multiple=True, metavar="[DEVICE=]FILE", required=True,
-              help="What foreshard profile wrote; again for every other device.")  # fmt: skip
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="[DEVICE=]FILE",
+    required=True,
+    help="What foreshard profile wrote; again for every other device.",
+)
 @click.option(
     "--lab", metavar="LAB.toml", help="Test bed whose devices are this one, slower; its clock is used."
 )
@@ -38,9 +44,11 @@ def command(profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...]
     from foreshard.report.measured_screen import costs_screen
 
     made = api.calibrate(
-        _named_once("--profile", [_profile(word) for word in profiles]), lab=lab,
-        devices=_named_once("--device", [_device(word) for word in devices]), clock=clock,
-    )  # fmt: skip
+        _named_once("--profile", [_profile(word) for word in profiles]),
+        lab=lab,
+        devices=_named_once("--device", [_device(word) for word in devices]),
+        clock=clock,
+    )
     out = click.get_current_context().meta.get("foreshard.output")
     give(made, lambda: costs_screen(made, out))
 
@@ -50,8 +58,13 @@ def _named_once(flag: str, told: list[tuple[str, T]]) -> dict[str, T]:
     names = [name for name, _ in told]
     for name in names:
         if names.count(name) > 1:
-            raise SpecError(f"{name or 'the measured device'} is given twice", key=flag, value=name,
-                            rule="Devices have names of their own", fix="Leave one out")  # fmt: skip
+            raise SpecError(
+                f"{name or 'the measured device'} is given twice",
+                key=flag,
+                value=name,
+                rule="Devices have names of their own",
+                fix="Leave one out",
+            )
     return dict(told)
 
 
@@ -67,7 +80,11 @@ def _device(word: str) -> tuple[str, float]:
     except ValueError:
         slow = -1.0
     if not name or not 0 < slow < 1e6:
-        raise SpecError(f"{word!r} is not valid", key="--device", value=word,
-                        rule="A device's name, and how many times as slow as here it is",
-                        fix="Write it like rtx-3090 or rtx-3090=2.5")  # fmt: skip
+        raise SpecError(
+            f"{word!r} is not valid",
+            key="--device",
+            value=word,
+            rule="A device's name, and how many times as slow as here it is",
+            fix="Write it like rtx-3090 or rtx-3090=2.5",
+        )
     return name, slow

@@ -65,10 +65,16 @@ def _gigabits(bytes_per_s: float | None) -> str | None:
 
 def _list(rows: list[dict[str, Any]]) -> Screen:
     lines = [
-        (one["name"], one["per_node"], one["device"], _gigabits(one["nic_bytes_per_s"]),
-         quantity.usd(one["usd_per_h"]), one["price_date"])
+        (
+            one["name"],
+            one["per_node"],
+            one["device"],
+            _gigabits(one["nic_bytes_per_s"]),
+            quantity.usd(one["usd_per_h"]),
+            one["price_date"],
+        )
         for one in rows
-    ]  # fmt: skip
+    ]
     columns = ("instance", ">devices", "device", ">NIC Gb/s", ">per hour", "price of")
     title = f"{len(rows)} instances; 4xNAME is four of them, 8x8xh100-sxm any nodes of devices."
     return Screen(tables=(table(title, columns, lines, spare=("price of", ">NIC Gb/s")),))

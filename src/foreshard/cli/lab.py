@@ -19,9 +19,19 @@ if TYPE_CHECKING:
     from foreshard.runtime.lab import Lab
 
 _LIKE_RUN = (
-    "steps", "out", "seed", "clip_norm", "checkpoint_every", "resume", "detect_s", "max_starts", "threads",
-    "tensorboard", "trace", "costs",
-)  # fmt: skip
+    "steps",
+    "out",
+    "seed",
+    "clip_norm",
+    "checkpoint_every",
+    "resume",
+    "detect_s",
+    "max_starts",
+    "threads",
+    "tensorboard",
+    "trace",
+    "costs",
+)
 
 
 def _options_of_run(command: click.Command) -> click.Command:
@@ -52,9 +62,12 @@ def command(lab_file: str, job: str | None, plan_file: str | None, **options: An
     if job is None and plan_file is None:
         show(lab)
     elif job is None or plan_file is None:
-        raise SpecError("a job and a plan go together", key="--plan" if job else "JOB.py",
-                        rule="A lab is shown, or a job is trained on it under a plan",
-                        fix="foreshard lab LAB.toml --plan FILE JOB.py")  # fmt: skip
+        raise SpecError(
+            "a job and a plan go together",
+            key="--plan" if job else "JOB.py",
+            rule="A lab is shown, or a job is trained on it under a plan",
+            fix="foreshard lab LAB.toml --plan FILE JOB.py",
+        )
     else:
         train(lab, lab_file, job, plan_file, options)
 
@@ -77,9 +90,14 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     run.check(options)
     lacks = missing() if lab.clock == "wall" else None
     if lacks is not None:
-        raise SpecError(f"no lab in the wall clock here: {lacks}", file=lab_file, key="clock", value="wall",
-                        rule="The machine itself slows ranks and links then",
-                        fix='Run as root on Linux with iproute2, or use clock = "cpu"')  # fmt: skip
+        raise SpecError(
+            f"no lab in the wall clock here: {lacks}",
+            file=lab_file,
+            key="clock",
+            value="wall",
+            rule="The machine itself slows ranks and links then",
+            fix='Run as root on Linux with iproute2, or use clock = "cpu"',
+        )
     predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file)
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:
         if bed is not None:
@@ -87,7 +105,7 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
         with resumable(options["out"]), run.progress_of(options["steps"], predicted_s) as progress:
             outcome = launch(
                 job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options
-            )  # fmt: skip
+            )
     if outcome is not None:
         run.tell(outcome, predicted_s, lab_file)
         say(f"written to {options['out']}/")

@@ -59,14 +59,20 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
     _same_model(model, asked["costs"])
     if asked.get("objective", ("time",)) != ("time",):
         raise SpecError(
-            "another objective than time", key="--objective", value=",".join(asked["objective"]), rule=_RULE,
+            "another objective than time",
+            key="--objective",
+            value=",".join(asked["objective"]),
+            rule=_RULE,
             fix="Leave --objective out",
-        )  # fmt: skip
+        )
     if isinstance(asked.get("precision"), tuple):
         raise SpecError(
-            "several precisions", key="--dtype", value=",".join(asked["precision"]), rule=_RULE,
+            "several precisions",
+            key="--dtype",
+            value=",".join(asked["precision"]),
+            rule=_RULE,
             fix="Give the one that was measured",
-        )  # fmt: skip
+        )
     chosen = {
         name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
     }
@@ -82,8 +88,10 @@ def _length(asked: int | None, costs: str) -> int:
 
     counted = load_costs(costs).tokens_per_sample
     if asked not in (None, round(counted)):
-        say(f"--seq {asked} is only noted in the plan: the costs are of samples as long as those that were "
-            f"measured, which count {counted:g} each. For others profile the job again.")  # fmt: skip
+        say(
+            f"--seq {asked} is only noted in the plan: the costs are of samples as long as those that were "
+            f"measured, which count {counted:g} each. For others profile the job again."
+        )
     return asked or max(1, round(counted))
 
 
@@ -93,9 +101,14 @@ def _same_model(model: str, costs: str) -> None:
 
     measured = load_costs(costs).model
     if Path(model).name != measured:
-        raise SpecError(f"{model} was not measured", key="MODEL", value=model, file=costs,
-                        rule=f"These costs are of {measured or 'a job without a file'}",
-                        fix="Name that job, or profile this one")  # fmt: skip
+        raise SpecError(
+            f"{model} was not measured",
+            key="MODEL",
+            value=model,
+            file=costs,
+            rule=f"These costs are of {measured or 'a job without a file'}",
+            fix="Name that job, or profile this one",
+        )
 
 
 def _refuse(values: dict[str, Any], known: set[str]) -> None:

@@ -216,14 +216,18 @@ def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], others: dict[
     for flag, value in others.items():
         if value:
             raise SpecError(
-                "renting compares clusters", key=flag, rule=f"{flag} is about one cluster",
+                "renting compares clusters",
+                key=flag,
+                rule=f"{flag} is about one cluster",
                 fix="Plan on the cluster that is chosen",
-            )  # fmt: skip
+            )
     if "tokens" not in asked:
         raise SpecError(
-            "renting without the length of the run", key="--tokens",
-            rule="Time and price of the run follow from its tokens", fix="Give --tokens",
-        )  # fmt: skip
+            "renting without the length of the run",
+            key="--tokens",
+            rule="Time and price of the run follow from its tokens",
+            fix="Give --tokens",
+        )
     if ctx.get_parameter_source("objective") is click.core.ParameterSource.DEFAULT:
         del asked["objective"]
     with watched(asked.get("budget_s")) as pressed:

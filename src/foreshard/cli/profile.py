@@ -70,11 +70,20 @@ def command(job: str, **options: Any) -> None:
     out = meta.pop("foreshard.output", None) or "profile.json"
     for name, most in (("repeats", 10**7), ("local", 1024), ("threads", 1024)):
         if not 1 <= options[name] <= most:
-            raise SpecError(f"{options[name]} is not valid", key=f"--{name}", value=options[name],
-                            rule=f"Must be from 1 to {most}")  # fmt: skip
+            raise SpecError(
+                f"{options[name]} is not valid",
+                key=f"--{name}",
+                value=options[name],
+                rule=f"Must be from 1 to {most}",
+            )
     if 1 in options["tp"]:
-        raise SpecError("1 is not valid", key="--tp", value=1, rule="Whole layers are timed without --tp",
-                        fix="Name degrees from 2 on")  # fmt: skip
+        raise SpecError(
+            "1 is not valid",
+            key="--tp",
+            value=1,
+            rule="Whole layers are timed without --tp",
+            fix="Name degrees from 2 on",
+        )
     made = api.profile(job, out, tell=say, **options)
     if made is not None:
         give(made, lambda: profile_screen(made, out))

@@ -44,9 +44,12 @@ def command(name: str | None) -> None:
     if name not in NAMES:
         near = get_close_matches(name[:40], NAMES, n=1)
         raise SpecError(
-            f"unknown format {name!r}", key="name", value=name, rule=f"Names are {', '.join(NAMES)}",
+            f"unknown format {name!r}",
+            key="name",
+            value=name,
+            rule=f"Names are {', '.join(NAMES)}",
             fix=f"Did you mean {near[0]!r}?" if near else None,
-        )  # fmt: skip
+        )
     found = read(name)
     give({"schema_version": 1, "name": name} | found, lambda: _screen(found))
 

@@ -136,9 +136,12 @@ def _load(path: str) -> dict[str, Any]:
         data = tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
         raise SpecError(
-            f"cannot read: {error.strerror}", file=path, key="--config",
-            rule="A config of options is a TOML file", fix="Check the path",
-        ) from None  # fmt: skip
+            f"cannot read: {error.strerror}",
+            file=path,
+            key="--config",
+            rule="A config of options is a TOML file",
+            fix="Check the path",
+        ) from None
     except (ValueError, RecursionError) as error:
         raise SpecError(f"not valid TOML: {error}", file=path, fix="Check the line named") from None
     for key, value in data.items():

@@ -85,9 +85,11 @@ def _contest(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> No
     from foreshard import api
 
     found = api.simulate(
-        _budgeted(file, budgets), policies=options["policy"], seeds=options["seeds"] or 1,
+        _budgeted(file, budgets),
+        policies=options["policy"],
+        seeds=options["seeds"] or 1,
         slots=options["slots"],
-    )  # fmt: skip
+    )
     if options["report"]:
         _write(options["report"], found)
     give(found.to_dict(), lambda: _screen(found))
@@ -109,17 +111,24 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
     for name in ("costs", "plan"):
         if options[name] is None:
             raise SpecError(
-                f"a lab without --{name}", file=file, key=f"--{name}",
-                rule="A lab is played with measured costs, from a plan", fix=f"Add --{name} FILE",
-            )  # fmt: skip
+                f"a lab without --{name}",
+                file=file,
+                key=f"--{name}",
+                rule="A lab is played with measured costs, from a plan",
+                fix=f"Add --{name} FILE",
+            )
     from foreshard.report.foretold_screen import foretold_screen
     from foreshard.runtime.foretelling import foretell
     from foreshard.runtime.steering import POLICIES
 
     found = foretell(
-        file, costs=options["costs"], plan=options["plan"], steps=options["steps"] or 120,
-        policies=options["policy"] or POLICIES, budgets=budgets,
-    )  # fmt: skip
+        file,
+        costs=options["costs"],
+        plan=options["plan"],
+        steps=options["steps"] or 120,
+        policies=options["policy"] or POLICIES,
+        budgets=budgets,
+    )
     policies = {name: one.to_dict() for name, one in found.items()}
     give({"schema_version": 1, "lab": file, "policies": policies}, lambda: foretold_screen(file, policies))
 

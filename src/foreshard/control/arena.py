@@ -46,9 +46,12 @@ class Arena:
         if key not in self._memo:
             path = self.path
             self._memo[key] = self.work.at(
-                speed=path.speed[condition], price=path.price[condition], link=path.link[condition],
-                carbon=path.carbon[condition], available=path.available[pattern],
-            )  # fmt: skip
+                speed=path.speed[condition],
+                price=path.price[condition],
+                link=path.link[condition],
+                carbon=path.carbon[condition],
+                available=path.available[pattern],
+            )
         return self._memo[key]  # type: ignore[return-value]
 
     def kinds(self, condition: int, pattern: int) -> Kinds:
@@ -109,9 +112,12 @@ class Arena:
         path = self.path
         weight = np.bincount(path.condition, minlength=len(path.speed)) / path.num_slots
         return self.work.at(
-            speed=1.0 / (weight @ (1.0 / path.speed)), price=weight @ path.price, link=weight @ path.link,
-            carbon=weight @ path.carbon, available=np.asarray(path.available.any(0)),
-        )  # fmt: skip
+            speed=1.0 / (weight @ (1.0 / path.speed)),
+            price=weight @ path.price,
+            link=weight @ path.link,
+            carbon=weight @ path.carbon,
+            available=np.asarray(path.available.any(0)),
+        )
 
     def mean_sample_s(self) -> np.ndarray:
         """Return seconds per sample of every device in the mean of the path."""

@@ -81,6 +81,8 @@ def bound_of(arena: Arena, budgets: Sequence[Budget], *, equal: bool = False) ->
         weights.append(count)
     best = dual.solve(dual.table_of(rows, weights, budgets), budgets)
     return Bound(
-        mean_step_time_s=best.value_s, multipliers=best.multipliers, feasible=best.feasible,
+        mean_step_time_s=best.value_s,
+        multipliers=best.multipliers,
+        feasible=best.feasible,
         num_states=len(rows),
-    )  # fmt: skip
+    )

@@ -26,9 +26,20 @@ from foreshard.spec.scenario import Scenario
 
 HELD = tuple(f"{name}@budget" for name in BY_SHARES if name != "lb-bsp")
 POLICIES = (
-    "lyapunov", "equal-share", "lb-bsp", "proportional", "metis-like", "malleus-like", "amp-like",
-    "sailor-like", "greedy-fastest", "greedy-cheapest", "greedy-banked", "static-best", *HELD,
-)  # fmt: skip
+    "lyapunov",
+    "equal-share",
+    "lb-bsp",
+    "proportional",
+    "metis-like",
+    "malleus-like",
+    "amp-like",
+    "sailor-like",
+    "greedy-fastest",
+    "greedy-cheapest",
+    "greedy-banked",
+    "static-best",
+    *HELD,
+)
 """All policies, ours first. `static-best` is lb-bsp on the best fixed subset of devices: lb-bsp@budget."""
 STAGES = "lyapunov-stages"
 """Ours on one pipeline whose stages are devices that split every micro-batch; plays when it is named."""
@@ -127,10 +138,11 @@ class Contest:
         if of != "equal":
             kept = bool((self.violations(of) <= KEPT).all())
         return Cut(
-            equal_s=float(equal.mean()), feasible=kept,
+            equal_s=float(equal.mean()),
+            feasible=kept,
             ours=float((1.0 - self.times(name) / equal).mean()),
             ideal=float((1.0 - self.times("bound") / equal).mean()),
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Return the object of ``simulate --json``."""
@@ -166,9 +178,12 @@ class Contest:
         if {"lyapunov", FIXED} <= set(self.policies):
             cut = self.cut("lyapunov", FIXED)
             found["fixed"] = {
-                "mean_step_time_s": cut.equal_s, "kept": cut.feasible, "cut": cut.ours,
-                "ideal_cut": cut.ideal, "part_of_ideal": cut.part,
-            }  # fmt: skip
+                "mean_step_time_s": cut.equal_s,
+                "kept": cut.feasible,
+                "cut": cut.ours,
+                "ideal_cut": cut.ideal,
+                "part_of_ideal": cut.part,
+            }
         return found
 
     def _policy(self, name: str) -> dict[str, object]:
@@ -262,10 +277,13 @@ def _known(name: str, file: str | None, key: str) -> None:
     if name not in (*POLICIES, STAGES):
         near = get_close_matches(name, (*POLICIES, STAGES), n=1)
         raise SpecError(
-            f"unknown policy {name!r}", file=file, key=key, value=name,
+            f"unknown policy {name!r}",
+            file=file,
+            key=key,
+            value=name,
             rule=f"Policies are {', '.join((*POLICIES, STAGES))}",
             fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
-        )  # fmt: skip
+        )
 
 
 def _round(
@@ -284,9 +302,12 @@ def _round(
     for name in spenders:
         if name not in _FREE:
             raise SpecError(
-                f"{name} needs budgets itself", file=scenario.file, key="budget.of", value=name,
+                f"{name} needs budgets itself",
+                file=scenario.file,
+                key="budget.of",
+                value=name,
                 rule=f"Budgets are parts of what one of these spends: {', '.join(_FREE)}",
-            )  # fmt: skip
+            )
     spent = {name: run(name, ()) for name in sorted(spenders)}
     budgets = tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget)))
     return Round(
@@ -306,15 +327,22 @@ def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:
         if one.rank is not None:
             if one.rank >= work.num_devices:
                 raise SpecError(
-                    f"rank {one.rank} of {work.num_devices}", file=scenario.file, key=f"budget[{index}].rank",
-                    value=one.rank, rule="Duty is of a device of the cluster",
-                )  # fmt: skip
+                    f"rank {one.rank} of {work.num_devices}",
+                    file=scenario.file,
+                    key=f"budget[{index}].rank",
+                    value=one.rank,
+                    rule="Duty is of a device of the cluster",
+                )
             found.add(one.rank)
         if one.kind == "carbon_kg" and not scenario.carbon_g_per_kwh:
             raise SpecError(
-                "no carbon", file=scenario.file, key="carbon_g_per_kwh", value=scenario.carbon_g_per_kwh,
-                rule=f"Budget {one.name} counts it", fix="State carbon_g_per_kwh",
-            )  # fmt: skip
+                "no carbon",
+                file=scenario.file,
+                key="carbon_g_per_kwh",
+                value=scenario.carbon_g_per_kwh,
+                rule=f"Budget {one.name} counts it",
+                fix="State carbon_g_per_kwh",
+            )
     return frozenset(found)
 
 

@@ -138,19 +138,23 @@ class Controller:
     def _running(self, structure: Structure, plan: Plan, state: State) -> Choice:
         if max(structure.workers) >= self.chain.num_workers:
             raise SpecError(
-                f"rank {max(structure.workers)} of {self.chain.num_workers}", key="plan",
+                f"rank {max(structure.workers)} of {self.chain.num_workers}",
+                key="plan",
                 rule="Ranks of the plan are workers of the chain",
-            )  # fmt: skip
+            )
         if structure.groups[-1].cuts[-1] != self.chain.num_layers:
             raise SpecError(
-                f"a plan of {structure.groups[-1].cuts[-1]} layers", key="plan",
+                f"a plan of {structure.groups[-1].cuts[-1]} layers",
+                key="plan",
                 rule=f"The chain has {self.chain.num_layers}",
-            )  # fmt: skip
+            )
         made = reshare(self.chain, state, structure, time_weight=1.0, **self._asked)
         return Choice(
-            structure=structure, shares=orders.shares_of(plan, self.reading), time_s=made.time_s,
+            structure=structure,
+            shares=orders.shares_of(plan, self.reading),
+            time_s=made.time_s,
             costs=made.costs,
-        )  # fmt: skip
+        )
 
     def on(self, event: Event) -> Sequence[Command]:
         """Take a fact in; return the command for the next step boundary."""
@@ -353,9 +357,14 @@ class Controller:
         """Return a structure with the best shares by the estimates as they are."""
         time_weight, cost_weights = self.queues.weights()
         return reshare(
-            self.chain, self.estimates.finest(), structure, time_weight=time_weight,
-            cost_weights=cost_weights, budgets=self.budgets, **self._asked,
-        )  # fmt: skip
+            self.chain,
+            self.estimates.finest(),
+            structure,
+            time_weight=time_weight,
+            cost_weights=cost_weights,
+            budgets=self.budgets,
+            **self._asked,
+        )
 
     def _dwell(self) -> float:
         return min(max(self.estimates.dwell_steps, 1.0), _LONGEST_DWELL)

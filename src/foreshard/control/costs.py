@@ -33,9 +33,13 @@ def cost_table(
         rent = energy = np.full(len(worker), math.inf)
     kg_per_j = state.kg_per_j[worker]
     by_kind = {
-        "usd": rent + egress, "rent_usd": rent, "egress_usd": egress, "joule": energy,
-        "carbon_kg": np.where(kg_per_j > 0.0, energy, 0.0) * kg_per_j, "duty": busy_s,
-    }  # fmt: skip
+        "usd": rent + egress,
+        "rent_usd": rent,
+        "egress_usd": egress,
+        "joule": energy,
+        "carbon_kg": np.where(kg_per_j > 0.0, energy, 0.0) * kg_per_j,
+        "duty": busy_s,
+    }
     return Costs(worker, by_kind)
 
 

@@ -286,4 +286,4 @@ class _Search:
             key = ((*used[:kind], used[kind] - 1, *used[kind + 1 :]), before)
         return Cut(
             order=tuple(reversed(order)), cuts=tuple(reversed(cuts)), fill_s=sum(times), slowest_s=max(times)
-        )  # fmt: skip
+        )

@@ -75,9 +75,11 @@ def table_of(
     allowed = [allowances(one, time_s) for one in budgets]
     total = np.asarray(weight, float)
     return Table(
-        starts=np.cumsum([0, *(len(one[0]) for one in rows[:-1])]), weight=total / total.sum(),
-        time_s=time_s, excess=costs - np.stack(allowed, axis=1) if allowed else np.zeros((len(time_s), 0)),
-    )  # fmt: skip
+        starts=np.cumsum([0, *(len(one[0]) for one in rows[:-1])]),
+        weight=total / total.sum(),
+        time_s=time_s,
+        excess=costs - np.stack(allowed, axis=1) if allowed else np.zeros((len(time_s), 0)),
+    )
 
 
 def allowances(budget: Budget, time_s: np.ndarray) -> np.ndarray:
@@ -99,9 +101,7 @@ def solve(table: Table, budgets: Sequence[Budget]) -> Dual:
         # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
         multipliers = multipliers if feasible else np.zeros(len(budgets))
         value, _ = table.value(multipliers)
-    return Dual(
-        value_s=value, multipliers=tuple(float(one) for one in multipliers), feasible=feasible
-    )  # fmt: skip
+    return Dual(value_s=value, multipliers=tuple(float(one) for one in multipliers), feasible=feasible)
 
 
 def _ascend(table: Table, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:

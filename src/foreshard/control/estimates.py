@@ -342,6 +342,10 @@ class Estimates:
         ):
             return last
         return replace(
-            self._stated, speed=speed, available=self.available.copy(), bandwidth_bytes_per_s=rates,
-            usd_per_h=self.usd_per_h.copy(), kg_per_j=self.kg_per_j.copy(),
-        )  # fmt: skip
+            self._stated,
+            speed=speed,
+            available=self.available.copy(),
+            bandwidth_bytes_per_s=rates,
+            usd_per_h=self.usd_per_h.copy(),
+            kg_per_j=self.kg_per_j.copy(),
+        )

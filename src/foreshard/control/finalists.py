@@ -34,9 +34,15 @@ class Finalists:
     """
 
     def __init__(
-        self, slots: Replicas | Pipelines, budgets: Sequence[Budget], *, timed: Timed | None, plain: bool,
-        batch: int, micro_batch: int,
-    ):  # fmt: skip
+        self,
+        slots: Replicas | Pipelines,
+        budgets: Sequence[Budget],
+        *,
+        timed: Timed | None,
+        plain: bool,
+        batch: int,
+        micro_batch: int,
+    ):
         self._slots, self.budgets, self._timed = slots, tuple(budgets), timed
         self._asked: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch}
         self._plain = Replicas(slots.chain, budgets, **self._asked) if timed and plain else None
@@ -92,9 +98,14 @@ class Finalists:
     ) -> Choice:
         """Return a structure with its best shares, by the finer seconds and what is paid by these."""
         choice = reshare(
-            self._slots.chain, state, structure, time_weight=time_weight, cost_weights=cost_weights,
-            budgets=self.budgets, **self._asked,
-        )  # fmt: skip
+            self._slots.chain,
+            state,
+            structure,
+            time_weight=time_weight,
+            cost_weights=cost_weights,
+            budgets=self.budgets,
+            **self._asked,
+        )
         if self._timed is None or not math.isfinite(choice.time_s):
             return choice
         time_s = self._timed(state, structure, choice.shares)

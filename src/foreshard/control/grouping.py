@@ -88,9 +88,13 @@ def solve_slot(
     """
     memo = Memo() if memo is None else memo
     landscape = memo.landscape(
-        chain, state, batch=batch, micro_batch=micro_batch, max_stages=max_stages,
+        chain,
+        state,
+        batch=batch,
+        micro_batch=micro_batch,
+        max_stages=max_stages,
         apart=workers_apart(budgets),
-    )  # fmt: skip
+    )
     weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
     bound = running.structure if isinstance(running, Choice) else running
     begin = start.structure if isinstance(start, Choice) else start
@@ -101,9 +105,10 @@ def solve_slot(
     search.run([one for one in (bound, begin) if one is not None])
     if not search.found:
         raise InfeasibleError(
-            f"no pipeline of {len(landscape.alive)} workers holds the model", rule="A stage needs memory",
+            f"no pipeline of {len(landscape.alive)} workers holds the model",
+            rule="A stage needs memory",
             fix="Allow longer pipelines, or add workers",
-        )  # fmt: skip
+        )
     choice = search.final(cost_weights or {}, budgets)
     memo.chose(_groups(choice.structure))
     return choice
@@ -115,9 +120,13 @@ def _groups(structure: Structure) -> Groups:
 
 def _whole(landscape: Landscape, layout: Layout, weights: Weights) -> np.ndarray:
     return whole_shares(
-        layout.start_s, layout.rate_s, landscape.batch, landscape.micro_batch,
-        time_weight=layout.time_weight(weights), sample_weight=layout.sample_weight(weights),
-    ).shares  # fmt: skip
+        layout.start_s,
+        layout.rate_s,
+        landscape.batch,
+        landscape.micro_batch,
+        time_weight=layout.time_weight(weights),
+        sample_weight=layout.sample_weight(weights),
+    ).shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

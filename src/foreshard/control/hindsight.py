@@ -78,6 +78,11 @@ def _stretches(path: Path) -> Path:
     step = max(1, slots // _SAMPLED)
     kept = np.flatnonzero((np.arange(slots) // 8) % step == 0)
     return Path(
-        condition=path.condition[kept], pattern=path.pattern[kept], speed=path.speed, price=path.price,
-        link=path.link, available=path.available, carbon=path.carbon,
-    )  # fmt: skip
+        condition=path.condition[kept],
+        pattern=path.pattern[kept],
+        speed=path.speed,
+        price=path.price,
+        link=path.link,
+        available=path.available,
+        carbon=path.carbon,
+    )

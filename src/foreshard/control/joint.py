@@ -57,10 +57,14 @@ class JointStage:
         passing_s = busy_s.max(1)
         passing_s[:, np.tri(passing_s.shape[1], dtype=bool)] = math.inf
         return JointStage(
-            splits=splits, passing_s=passing_s, busy_s=busy_s, sync_s=_sync_s(chain, state, at),
-            _states=_spans(chain.before_state), _saved=_spans(chain.before_saved),
+            splits=splits,
+            passing_s=passing_s,
+            busy_s=busy_s,
+            sync_s=_sync_s(chain, state, at),
+            _states=_spans(chain.before_state),
+            _saved=_spans(chain.before_saved),
             _memory=np.asarray(chain.memory_bytes[at], float),
-        )  # fmt: skip
+        )
 
     def fits(self, depth: int) -> np.ndarray:
         """Return whether splits fit with activations of so many micro-batches, shape as `passing_s`."""

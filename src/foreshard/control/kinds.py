@@ -19,10 +19,17 @@ def kinds_of(chain: Chain, state: State, apart: frozenset[int], links: dict[byte
     known: dict[object, int] = {}
     kinds = []
     columns = zip(
-        rows, places, state.speed.tolist(), chain.memory_bytes.tolist(), state.available.tolist(),
-        state.usd_per_h.tolist(), state.busy_w.tolist(), state.idle_w.tolist(), state.kg_per_j.tolist(),
+        rows,
+        places,
+        state.speed.tolist(),
+        chain.memory_bytes.tolist(),
+        state.available.tolist(),
+        state.usd_per_h.tolist(),
+        state.busy_w.tolist(),
+        state.idle_w.tolist(),
+        state.kg_per_j.tolist(),
         strict=True,
-    )  # fmt: skip
+    )
     for worker, column in enumerate(columns):
         key = (*column, worker if worker in apart else -1)
         kinds.append(known.setdefault(key, len(known)))

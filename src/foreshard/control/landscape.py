@@ -96,9 +96,7 @@ class Layout:
         if cost is None:
             worth = time_weight * self.fastest.time_s + ring
             return Split(shares=self.fastest.shares, time_s=self.fastest.time_s, worth=worth)
-        split = linear_shares(
-            self.start_s, self.rate_s, batch, time_weight=time_weight, sample_weight=cost
-        )  # fmt: skip
+        split = linear_shares(self.start_s, self.rate_s, batch, time_weight=time_weight, sample_weight=cost)
         return Split(shares=split.shares, time_s=split.time_s, worth=split.worth + ring)
 
 
@@ -178,8 +176,10 @@ class Landscape:
         second = [workers[-1] for workers in members.values()]
         links = tuple(
             (float(state.bandwidth_bytes_per_s[a, b]), float(state.latency_s[a, b]), self._message_usd(a, b))
-            for a in first for b in second if a != b
-        )  # fmt: skip
+            for a in first
+            for b in second
+            if a != b
+        )
         rows = tuple(
             (hash(chain.layer_s[w].tobytes()), float(state.speed[w]), float(chain.memory_bytes[w]))
             for w in first
@@ -189,10 +189,12 @@ class Landscape:
         if key not in self.memo.fronts:
             table = self._stage_kinds(first, second, level)
             self.memo.fronts[key] = cuts.front(
-                table, counts, grain=_GRAIN if chain.num_layers > _FEW else 0.0,
+                table,
+                counts,
+                grain=_GRAIN if chain.num_layers > _FEW else 0.0,
                 least_rounds=_LEAST_ROUNDS if chain.num_layers > _FEW else 1.0,
                 effort=self.memo.effort,
-            )  # fmt: skip
+            )
         return self.memo.fronts[key]
 
     def _by_kind(self, group: Sequence[int]) -> dict[int, list[int]]:
@@ -246,16 +248,20 @@ class Landscape:
         period = self.micro_batch * stage_s
         if len(worker) > 1:
             period[1:] += 2.0 * state.latency_s[worker[:-1], worker[1:]] + (
-                self.micro_batch * chain.boundary_bytes[first[1:] - 1]
+                self.micro_batch
+                * chain.boundary_bytes[first[1:] - 1]
                 / state.bandwidth_bytes_per_s[worker[:-1], worker[1:]]
-            )  # fmt: skip
+            )
         sent = np.zeros(len(worker))
         if self.egress:
             sent = pricing.boundary_usd(chain, state, spans, np.ones(1))[worker]
         return Unit(
-            pipeline=pipeline, fill_s=float(period.sum()), slowest_s=float(period.max()), stage_s=stage_s,
+            pipeline=pipeline,
+            fill_s=float(period.sum()),
+            slowest_s=float(period.max()),
+            stage_s=stage_s,
             sent_usd=sent,
-        )  # fmt: skip
+        )
 
     def layout(self, units: Sequence[Unit]) -> Layout:
         """Return a structure of pipelines."""
@@ -275,8 +281,13 @@ class Landscape:
         if self.egress:
             ring = pricing.sync_usd(self.chain, self.state, structure)[worker]
         return Layout(
-            structure=structure, worker=worker, group=np.repeat(np.arange(len(units)), sizes), start_s=start,
-            rate_s=rate, stage_s=np.concatenate([unit.stage_s for unit in units]),
-            sent_usd=np.concatenate([unit.sent_usd for unit in units]), ring_usd=ring,
+            structure=structure,
+            worker=worker,
+            group=np.repeat(np.arange(len(units)), sizes),
+            start_s=start,
+            rate_s=rate,
+            stage_s=np.concatenate([unit.stage_s for unit in units]),
+            sent_usd=np.concatenate([unit.sent_usd for unit in units]),
+            ring_usd=ring,
             fastest=water_filling(start, rate, float(self.batch)),
-        )  # fmt: skip
+        )

@@ -102,8 +102,9 @@ class Lessons:
         left = [self._left(queues, one) for one in self.budgets]
         table = dual.table_of(
             [(one.time_s, one.costs) for one in self._visited.values()],
-            [max(one.steps, 1e-9) for one in self._visited.values()], left,
-        )  # fmt: skip
+            [max(one.steps, 1e-9) for one in self._visited.values()],
+            left,
+        )
         found = dual.solve(table, left)
         self.feasible = found.feasible
         self._unkept = 0 if found.feasible else self._unkept + 1

@@ -38,9 +38,15 @@ class Remembered(ABC, Generic[L]):
         """Return the landscape of a new state."""
 
     def landscape(
-        self, chain: Chain, state: State, *, batch: int, micro_batch: int, max_stages: int,
+        self,
+        chain: Chain,
+        state: State,
+        *,
+        batch: int,
+        micro_batch: int,
+        max_stages: int,
         apart: frozenset[int],
-    ) -> L:  # fmt: skip
+    ) -> L:
         """Return the landscape of a state, the one of an earlier call where there was one."""
         if self.chain is not chain:
             self.forget()

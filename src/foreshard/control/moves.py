@@ -69,6 +69,9 @@ def move_costs(state: State, new: Structure, done: Move, *, pause_s: float) -> d
     rent = float(state.usd_per_h[who].sum()) / 3600.0 * time_s
     watts = state.idle_w[who]
     return {
-        "usd": rent + done.egress_usd, "rent_usd": rent, "egress_usd": done.egress_usd,
-        "joule": float(watts.sum()) * time_s, "carbon_kg": float(watts @ state.kg_per_j[who]) * time_s,
-    }  # fmt: skip
+        "usd": rent + done.egress_usd,
+        "rent_usd": rent,
+        "egress_usd": done.egress_usd,
+        "joule": float(watts.sum()) * time_s,
+        "carbon_kg": float(watts @ state.kg_per_j[who]) * time_s,
+    }

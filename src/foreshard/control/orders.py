@@ -32,17 +32,22 @@ def structure_of(plan: Plan, reading: str | None = None) -> Structure:
     if reading == MP_OVER_DP:
         if len(plan.groups) > 1:
             raise SpecError(
-                f"{len(plan.groups)} pipelines", key="plan.groups", value=len(plan.groups),
-                rule="Read as stages of several ranks, a plan is one pipeline", fix="Leave the reading out",
-            )  # fmt: skip
+                f"{len(plan.groups)} pipelines",
+                key="plan.groups",
+                value=len(plan.groups),
+                rule="Read as stages of several ranks, a plan is one pipeline",
+                fix="Leave the reading out",
+            )
         (group,) = plan.groups
         for stage in group.stages:
             if min(counts_of(stage, group.micro_batch)) < 1:
                 raise SpecError(
-                    f"{len(stage.ranks)} ranks share {group.micro_batch} samples", key="plan.groups",
-                    value=list(stage.ranks), fix="Write larger micro-batches, or data parallelism as groups",
+                    f"{len(stage.ranks)} ranks share {group.micro_batch} samples",
+                    key="plan.groups",
+                    value=list(stage.ranks),
+                    fix="Write larger micro-batches, or data parallelism as groups",
                     rule="Every stage is one rank, or several that all have samples of a micro-batch",
-                )  # fmt: skip
+                )
         return Structure(
             groups=tuple(Pipeline(workers=stage.ranks, cuts=_span(stage)) for stage in group.stages),
             reading=MP_OVER_DP,
@@ -80,11 +85,13 @@ def _span(stage: Stage) -> tuple[int, int]:
 
 def _not_controlled(stage: Stage) -> SpecError:
     return SpecError(
-        "a plan that is not controlled", key="plan.groups", value=list(stage.ranks),
+        "a plan that is not controlled",
+        key="plan.groups",
+        value=list(stage.ranks),
         rule="Every stage is one rank with one interval of layers, or all are data-parallel ranks of one "
         "pipeline",
         fix="Write data parallelism as groups",
-    )  # fmt: skip
+    )
 
 
 def plan_of(
@@ -106,17 +113,23 @@ def plan_of(
             shares = parts if len(parts) > 1 else None
             stages.append(replace(stage, ranks=group.workers, layers=layers, rank_shares=shares))
         whole = Group(
-            share=batch or running.global_batch, stages=tuple(stages), micro_batch=size,
-            schedule=first.schedule, sp=first.sp,
-        )  # fmt: skip
+            share=batch or running.global_batch,
+            stages=tuple(stages),
+            micro_batch=size,
+            schedule=first.schedule,
+            sp=first.sp,
+        )
         return replace(running, groups=(whole,))
     groups = tuple(
         Group(
-            share=int(share), micro_batch=size, schedule=first.schedule, sp=first.sp,
+            share=int(share),
+            micro_batch=size,
+            schedule=first.schedule,
+            sp=first.sp,
             stages=_stages(stage, group),
         )
         for group, share in zip(structure.groups, choice.shares, strict=True)
-    )  # fmt: skip
+    )
     return replace(running, groups=groups)
 
 

@@ -192,9 +192,9 @@ def sync_usd(chain: Chain, state: State, structure: Structure) -> np.ndarray:
         return sent
     ends = sorted({cut for one in groups for cut in one.cuts})
     for low, high in pairwise(ends):
-        owners = np.sort([
-            one.workers[next(k for k, stop in enumerate(one.cuts[1:]) if stop > low)] for one in groups
-        ])  # fmt: skip
+        owners = np.sort(
+            [one.workers[next(k for k, stop in enumerate(one.cuts[1:]) if stop > low)] for one in groups]
+        )
         size = 2.0 * (len(groups) - 1) / len(groups) * float(chain.sync_bytes[low:high].sum())
         sent[owners] += size * state.usd_per_byte[owners, np.roll(owners, -1)]
     return sent

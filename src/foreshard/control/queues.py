@@ -201,9 +201,11 @@ class Queues:
         """Return what a choice that stays for some steps adds to the weights."""
         queues = list(self._queues.values())
         return Curve(
-            budgets=self.budgets, backlog=np.array([one.backlog for one in queues]),
-            unit=np.array([one.unit for one in queues]), steps=steps,
-        )  # fmt: skip
+            budgets=self.budgets,
+            backlog=np.array([one.backlog for one in queues]),
+            unit=np.array([one.unit for one in queues]),
+            steps=steps,
+        )
 
     def record(self, time_s: float, costs: Mapping[str, float], steps: int = 1) -> None:
         """Take in the measured seconds and costs (by budget name) of a step, or the means of several.

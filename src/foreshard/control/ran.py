@@ -51,7 +51,7 @@ class Ran:
         costs = {
             one.key: part * (_FORECAST_STEPS * choice.costs[one.key] + sums.costs[one.name])
             for one in budgets
-        }  # fmt: skip
+        }
         time_s = part * (_FORECAST_STEPS * choice.time_s + sums.time_s)
         return replace(choice, time_s=time_s, costs=costs)
 

@@ -78,10 +78,18 @@ class Pipelines:
     ) -> Compared:
         """Return what a search finds that starts from the running structure."""
         best = self._solve(
-            self.chain, state, time_weight=time_weight, cost_weights=cost_weights, budgets=self.budgets,
-            running=running, change_weight=change_weight, curve=curve, memo=self.memo,
-            max_stages=self._max_stages, **self._asked,
-        )  # fmt: skip
+            self.chain,
+            state,
+            time_weight=time_weight,
+            cost_weights=cost_weights,
+            budgets=self.budgets,
+            running=running,
+            change_weight=change_weight,
+            curve=curve,
+            memo=self.memo,
+            max_stages=self._max_stages,
+            **self._asked,
+        )
         stay = np.inf
         if running is not None and state.available[list(running.workers)].all():
             kept = self._kept(state, running, time_weight, cost_weights)
@@ -94,9 +102,14 @@ class Pipelines:
     ) -> Choice:
         """Return the running structure with its best shares."""
         return reshare(
-            self.chain, state, running, time_weight=time_weight, cost_weights=cost_weights,
-            budgets=self.budgets, **self._asked,
-        )  # fmt: skip
+            self.chain,
+            state,
+            running,
+            time_weight=time_weight,
+            cost_weights=cost_weights,
+            budgets=self.budgets,
+            **self._asked,
+        )
 
     def _landscape(self, state: State) -> Any:
         return self.memo.landscape(
@@ -184,9 +197,13 @@ class Replicas:
         if key not in self._known:
             try:
                 kinds = Kinds.of(
-                    self.chain, state, self._batch, micro_batch=self._micro_batch, apart=self._apart,
+                    self.chain,
+                    state,
+                    self._batch,
+                    micro_batch=self._micro_batch,
+                    apart=self._apart,
                     most=_MOST_SUBSETS,
-                )  # fmt: skip
+                )
                 self._known[key] = kinds, kinds.column(self.budgets)
             except TooManyError:
                 self._known[key] = None
@@ -202,9 +219,11 @@ def slots_of(
     """Return the slots of a reading: stages of several workers, pipelines, or replicas without stages."""
     if reading not in (DP_OVER_MP, MP_OVER_DP):
         raise SpecError(
-            f"unknown reading {reading!r}", key="reading", value=reading,
+            f"unknown reading {reading!r}",
+            key="reading",
+            value=reading,
             rule=f"Plans are read as {DP_OVER_MP} or {MP_OVER_DP}",
-        )  # fmt: skip
+        )
     if reading == MP_OVER_DP:
         return Stages(chain, budgets, max_stages=max_stages, **asked)
     if max_stages == 1:

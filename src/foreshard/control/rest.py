@@ -58,9 +58,11 @@ class Rest:
     def less(self, time_s: float, costs: Mapping[str, float]) -> Rest:
         """Return what is left after a change that takes so long and costs so much, by budget name."""
         saved = {
-            one.name: self.saved[one.name] - costs[one.name]
-            + (0.0 if one.per == "step" else one.allowance(time_s)) for one in self.budgets
-        }  # fmt: skip
+            one.name: self.saved[one.name]
+            - costs[one.name]
+            + (0.0 if one.per == "step" else one.allowance(time_s))
+            for one in self.budgets
+        }
         return replace(self, saved=saved)
 
     def left(self, running: Choice, budget: Budget) -> float:

@@ -81,9 +81,10 @@ def linear_shares(
     full = np.full(len(start_s), batch, float) if caps is None else np.minimum(caps, batch)
     if full.sum() < batch * (1 - 1e-12):
         raise InfeasibleError(
-            f"groups hold {full.sum():g} samples of {batch:g}", rule="All samples need a place",
+            f"groups hold {full.sum():g} samples of {batch:g}",
+            rule="All samples need a place",
             fix="Use smaller micro-batches or more workers",
-        )  # fmt: skip
+        )
     order = np.lexsort((start_s, cost))
     start, rate, most = start_s[order], rate_s[order], full[order]
     bends = np.unique(np.concatenate([start, start + rate * most]))

@@ -134,9 +134,16 @@ def link_kinds(state: State) -> list[int]:
 
 
 STATE_FIELDS = (
-    "speed", "available", "bandwidth_bytes_per_s", "latency_s", "usd_per_h", "busy_w", "idle_w",
-    "usd_per_byte", "kg_per_j",
-)  # fmt: skip
+    "speed",
+    "available",
+    "bandwidth_bytes_per_s",
+    "latency_s",
+    "usd_per_h",
+    "busy_w",
+    "idle_w",
+    "usd_per_byte",
+    "kg_per_j",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +224,11 @@ class Budget:
         """Refuse what cannot be kept."""
         if self.kind not in KINDS or (self.kind == "duty") > (self.worker is not None):
             raise SpecError(
-                f"no budget of kind {self.kind!r}", key="kind", value=self.kind,
+                f"no budget of kind {self.kind!r}",
+                key="kind",
+                value=self.kind,
                 rule=f"A budget counts one of {', '.join(KINDS)}; duty is of one worker",
-            )  # fmt: skip
+            )
         if self.per not in ("step", *SECONDS):
             raise SpecError(
                 f"a budget per {self.per!r}", key="per", value=self.per, rule="per is step, second or hour"

@@ -65,9 +65,15 @@ class StageLandscape:
     """Structures of stages in one state."""
 
     def __init__(
-        self, chain: Chain, state: State, batch: int, micro_batch: int, max_stages: int,
-        apart: frozenset[int], memo: StageMemo,
-    ):  # fmt: skip
+        self,
+        chain: Chain,
+        state: State,
+        batch: int,
+        micro_batch: int,
+        max_stages: int,
+        apart: frozenset[int],
+        memo: StageMemo,
+    ):
         self.chain, self.state, self.memo = chain, state, memo
         self.batch, self.micro_batch = batch, micro_batch
         self.max_stages = min(max_stages, chain.num_layers)

@@ -68,9 +68,13 @@ def solve_stages(
     """
     memo = StageMemo() if memo is None else memo
     land = memo.landscape(
-        chain, state, batch=batch, micro_batch=micro_batch, max_stages=max_stages,
+        chain,
+        state,
+        batch=batch,
+        micro_batch=micro_batch,
+        max_stages=max_stages,
         apart=workers_apart(budgets),
-    )  # fmt: skip
+    )
     weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
     bound = running.structure if isinstance(running, Choice) else running
     if most_looks is None:
@@ -80,9 +84,10 @@ def solve_stages(
     search.run()
     if not search.found:
         raise InfeasibleError(
-            f"no stages of {len(land.alive)} workers hold the model", rule="A stage needs memory",
+            f"no stages of {len(land.alive)} workers hold the model",
+            rule="A stage needs memory",
             fix="Allow more stages, or add workers",
-        )  # fmt: skip
+        )
     choice = search.best()
     memo.chose(_workers(choice.structure))
     return choice

@@ -92,10 +92,13 @@ class Staging:
         busy = weights.busy[at] if len(at) > 1 and weights.busy[at].any() else None
         link = slowest_link(state, at) if len(at) > 1 else None
         key = (
-            tuple(hash(chain.layer_s[w].tobytes()) for w in at), tuple(state.speed[at].tolist()),
-            tuple(chain.memory_bytes[at].tolist()), link, self.micro_batch,
+            tuple(hash(chain.layer_s[w].tobytes()) for w in at),
+            tuple(state.speed[at].tolist()),
+            tuple(chain.memory_bytes[at].tolist()),
+            link,
+            self.micro_batch,
             None if busy is None else tuple(np.argsort(busy * sample_s, kind="stable").tolist()),
-        )  # fmt: skip
+        )
         if key not in self._known:
             splits = splits_of(sample_s, chain.memory_bytes[at], self.micro_batch, busy)
             self._known[key] = JointStage.of(chain, state, stage, splits)
@@ -147,8 +150,9 @@ def restaged(
 def _even(stages: Groups, micro_batch: int) -> tuple[int, ...]:
     return tuple(
         micro_batch // len(stage) + (place < micro_batch % len(stage))
-        for stage in stages for place in range(len(stage))
-    )  # fmt: skip
+        for stage in stages
+        for place in range(len(stage))
+    )
 
 
 def _merged(chain: Chain, cuts: tuple[int, ...]) -> Chain:
@@ -157,7 +161,9 @@ def _merged(chain: Chain, cuts: tuple[int, ...]) -> Chain:
     sync = np.concatenate([[0.0], np.cumsum(chain.sync_bytes)])
     return Chain(
         layer_s=chain.before_s[:, stop] - chain.before_s[:, first],
-        boundary_bytes=np.asarray(chain.boundary_bytes)[stop[:-1] - 1], sync_bytes=sync[stop] - sync[first],
+        boundary_bytes=np.asarray(chain.boundary_bytes)[stop[:-1] - 1],
+        sync_bytes=sync[stop] - sync[first],
         state_bytes=chain.before_state[stop] - chain.before_state[first],
-        saved_bytes=chain.before_saved[stop] - chain.before_saved[first], memory_bytes=chain.memory_bytes,
-    )  # fmt: skip
+        saved_bytes=chain.before_saved[stop] - chain.before_saved[first],
+        memory_bytes=chain.memory_bytes,
+    )

@@ -103,10 +103,11 @@ class Kinds:
         number = float(np.prod(shape, dtype=float))
         if number > most:
             raise TooManyError(
-                f"{number:.3g} subsets of {len(members)} kinds of devices", key="process",
+                f"{number:.3g} subsets of {len(members)} kinds of devices",
+                key="process",
                 rule=f"At most {most} subsets are listed",
                 fix="Let devices change together, or at fewer levels",
-            )  # fmt: skip
+            )
         counts = np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
         time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
         return Kinds(members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor)
@@ -125,9 +126,12 @@ class Kinds:
         """Return the busy seconds of one device, which is a kind of its own."""
         if budget.kind != "duty":
             raise SpecError(
-                f"a budget of {budget.kind} of one device", key="kind", value=budget.kind,
-                rule="Data-parallel plans count duty by device, all else of all", fix="Leave out the device",
-            )  # fmt: skip
+                f"a budget of {budget.kind} of one device",
+                key="kind",
+                value=budget.kind,
+                rule="Data-parallel plans count duty by device, all else of all",
+                fix="Leave out the device",
+            )
         for i, kind in enumerate(self.members):
             if budget.worker in kind:
                 return np.where(self.counts[:, i] > 0, self.busy_s, 0.0)
@@ -161,16 +165,23 @@ def _members(
     there = np.flatnonzero(state.available & holds)
     if not len(there):
         raise InfeasibleError(
-            "no device that is there holds the model", key="model",
-            rule="Each device of a subset holds a whole replica", fix="Name a smaller model",
-        )  # fmt: skip
+            "no device that is there holds the model",
+            key="model",
+            rule="Each device of a subset holds a whole replica",
+            fix="Name a smaller model",
+        )
     places = _places(state)
     for rank in there:
         key = (
-            places[rank], chain.layer_s[rank].tobytes(), float(state.speed[rank]),
-            float(state.usd_per_h[rank]), float(state.busy_w[rank]), float(state.idle_w[rank]),
-            float(state.kg_per_j[rank]), int(rank) if rank in apart else -1,
-        )  # fmt: skip
+            places[rank],
+            chain.layer_s[rank].tobytes(),
+            float(state.speed[rank]),
+            float(state.usd_per_h[rank]),
+            float(state.busy_w[rank]),
+            float(state.idle_w[rank]),
+            float(state.kg_per_j[rank]),
+            int(rank) if rank in apart else -1,
+        )
         found.setdefault(key, []).append(int(rank))
     return tuple(tuple(ranks) for ranks in found.values())
 

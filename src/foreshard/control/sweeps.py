@@ -51,9 +51,11 @@ def sweeps(scenario: Scenario, slots: int) -> Sweeps:
     """Return the figures of a scenario."""
     length = min(slots, _LONGEST)
     return Sweeps(
-        uneven=uneven(scenario, length), rates=rates(scenario, length), front=front(scenario, length),
+        uneven=uneven(scenario, length),
+        rates=rates(scenario, length),
+        front=front(scenario, length),
         slots=length,
-    )  # fmt: skip
+    )
 
 
 def uneven(scenario: Scenario, slots: int) -> list[dict[str, float]]:
@@ -134,10 +136,12 @@ def front(scenario: Scenario, slots: int) -> list[dict[str, float]]:
         run = play(
             rule, arena, path, kinds=arena.cost_kinds, sees_now=scenario.sees_now, batches=scenario.batches
         )
-        rows.append({
-            "weight": weight,
-            "over_bound": float(run.time_s.mean()) / first.bound.mean_step_time_s - 1.0,
-            "excess": violation(run, first.budgets) if first.budgets else 0.0,
-            "reconfigurations": 1000.0 * run.reconfigurations / slots,
-        })  # fmt: skip
+        rows.append(
+            {
+                "weight": weight,
+                "over_bound": float(run.time_s.mean()) / first.bound.mean_step_time_s - 1.0,
+                "excess": violation(run, first.budgets) if first.budgets else 0.0,
+                "reconfigurations": 1000.0 * run.reconfigurations / slots,
+            }
+        )
     return rows

@@ -44,9 +44,15 @@ class Told:
     """
 
     def __init__(
-        self, arena: Arena, policy: Policy, plan: Plan, budgets: Sequence[Budget], *, sees_now: bool = False,
+        self,
+        arena: Arena,
+        policy: Policy,
+        plan: Plan,
+        budgets: Sequence[Budget],
+        *,
+        sees_now: bool = False,
         reading: str = DP_OVER_MP,
-    ):  # fmt: skip
+    ):
         self.arena, self.policy, self.budgets, self._sees_now = arena, policy, budgets, sees_now
         self._reading = reading
         self._there = np.ones(arena.work.num_devices, dtype=bool)
@@ -113,16 +119,21 @@ class Told:
             # A gibibyte: the rate, not the delay, is what is seen.
             size = 2.0**30
             links[u, v] = (
-                size, size / float(state.bandwidth_bytes_per_s[u, v]) + float(state.latency_s[u, v])
-            )  # fmt: skip
+                size,
+                size / float(state.bandwidth_bytes_per_s[u, v]) + float(state.latency_s[u, v]),
+            )
         costs = {one.name: happened.costs[one.key] for one in self.budgets}
         self._batches += happened.batches
         self._tell(
             StepMeasured(
-                step=self._batches - 1, time_s=happened.time_s, stage_s=stages, link_s=links, costs=costs,
+                step=self._batches - 1,
+                time_s=happened.time_s,
+                stage_s=stages,
+                link_s=links,
+                costs=costs,
                 steps=happened.batches,
             )
-        )  # fmt: skip
+        )
 
 
 def _probed(arena: Arena) -> tuple[tuple[int, int], ...]:
@@ -144,9 +155,13 @@ def first_plan(arena: Arena, scenario: Scenario) -> Plan:
         for rank, share in enumerate(shares)
     )
     return Plan(
-        global_batch=work.batch, seq_len=scenario.seq_len or 1, groups=groups, precision=scenario.precision,
-        optimizer=scenario.optimizer, framework=scenario.framework,
-    )  # fmt: skip
+        global_batch=work.batch,
+        seq_len=scenario.seq_len or 1,
+        groups=groups,
+        precision=scenario.precision,
+        optimizer=scenario.optimizer,
+        framework=scenario.framework,
+    )
 
 
 def staged_plan(arena: Arena, scenario: Scenario) -> Plan:
@@ -159,9 +174,13 @@ def staged_plan(arena: Arena, scenario: Scenario) -> Plan:
     """
     work = arena.work
     choice = solve_stages(
-        work.chain, work.state, batch=work.batch, micro_batch=work.micro_batch, time_weight=1.0,
+        work.chain,
+        work.state,
+        batch=work.batch,
+        micro_batch=work.micro_batch,
+        time_weight=1.0,
         max_stages=MOST_STAGES,
-    )  # fmt: skip
+    )
     return orders.plan_of(first_plan(arena, scenario), choice, batch=work.batch, micro_batch=work.micro_batch)
 
 
@@ -172,8 +191,14 @@ def controller_rule(
     wide = reading == MP_OVER_DP
     plan = staged_plan(arena, scenario) if wide else first_plan(arena, scenario)
     controller = Controller(
-        arena.work.chain, arena.work.state, plan, budgets=budgets,
-        horizon=arena.path.num_slots * scenario.batches, pause_s=arena.pause_s,
-        max_stages=MOST_STAGES if wide else 1, reading=reading, **asked,
-    )  # fmt: skip
+        arena.work.chain,
+        arena.work.state,
+        plan,
+        budgets=budgets,
+        horizon=arena.path.num_slots * scenario.batches,
+        pause_s=arena.pause_s,
+        max_stages=MOST_STAGES if wide else 1,
+        reading=reading,
+        **asked,
+    )
     return Told(arena, controller, plan, budgets, sees_now=scenario.sees_now, reading=reading)

@@ -68,9 +68,13 @@ class Workload:
         if len(link):
             rate = rate * np.append(link, 1.0)[self.link_of]
         return replace(
-            self.state, speed=speed, usd_per_h=self.state.usd_per_h * price, available=available,
-            bandwidth_bytes_per_s=rate, kg_per_j=self.state.kg_per_j * carbon,
-        )  # fmt: skip
+            self.state,
+            speed=speed,
+            usd_per_h=self.state.usd_per_h * price,
+            available=available,
+            bandwidth_bytes_per_s=rate,
+            kg_per_j=self.state.kg_per_j * carbon,
+        )
 
 
 def cluster_of(scenario: Scenario) -> Cluster:
@@ -108,9 +112,12 @@ def _inline(scenario: Scenario) -> Cluster:
     table = codec.decode(ClusterFile, scenario.cluster, file=file, key="cluster")
     if table.devices:
         raise SpecError(
-            "devices of one's own", file=file, key="cluster.devices",
-            rule="A cluster inside a scenario takes devices of the catalog", fix="Name a cluster file",
-        )  # fmt: skip
+            "devices of one's own",
+            file=file,
+            key="cluster.devices",
+            rule="A cluster inside a scenario takes devices of the catalog",
+            fix="Name a cluster file",
+        )
     assumed: list[str] = []
     nodes = tuple(
         clusters._nodes(one, named_device(one.device, file, f"cluster.nodes[{i}].device"), None, assumed)
@@ -118,9 +125,12 @@ def _inline(scenario: Scenario) -> Cluster:
     )
     network = Network(kind=table.network.kind, oversubscription=table.network.oversubscription)
     return Cluster(
-        name=table.name or scenario.name, nodes=nodes, network=network, links=links_of(table, file),
+        name=table.name or scenario.name,
+        nodes=nodes,
+        network=network,
+        links=links_of(table, file),
         assumptions=tuple(dict.fromkeys(assumed)),
-    )  # fmt: skip
+    )
 
 
 def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
@@ -132,9 +142,14 @@ def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
         When a device has no price or cannot compute in the precision.
     """
     request = checked_request(
-        model, cluster, global_batch=scenario.global_batch, seq_len=scenario.seq_len,
-        framework=scenario.framework, precision=scenario.precision, optimizer=scenario.optimizer,
-    )  # fmt: skip
+        model,
+        cluster,
+        global_batch=scenario.global_batch,
+        seq_len=scenario.seq_len,
+        framework=scenario.framework,
+        precision=scenario.precision,
+        optimizer=scenario.optimizer,
+    )
     groups = [group for group in cluster.nodes for _ in range(group.num_devices)]
     seconds = [_layer_s(request, g, scenario.micro_batch) for g in range(len(cluster.nodes))]
     layer_s = [seconds[g] for g, group in enumerate(cluster.nodes) for _ in range(group.num_devices)]
@@ -148,9 +163,12 @@ def workload(scenario: Scenario, model: Model, cluster: Cluster) -> Workload:
     )
     state, link_of = _stated(scenario, cluster, groups)
     return Workload(
-        chain=chain, state=state, link_of=link_of, batch=scenario.global_batch,
+        chain=chain,
+        state=state,
+        link_of=link_of,
+        batch=scenario.global_batch,
         micro_batch=scenario.micro_batch,
-    )  # fmt: skip
+    )
 
 
 def _stated(scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]) -> tuple[State, np.ndarray]:
@@ -173,9 +191,12 @@ def _stated(scenario: Scenario, cluster: Cluster, groups: Sequence[NodeGroup]) -
 def _usd_per_h(group: NodeGroup, scenario: Scenario) -> float:
     if group.usd_per_h is None:
         raise SpecError(
-            f"{group.device.name} has no price", file=scenario.file, key="cluster",
-            rule="Budgets need prices of all devices", fix="State usd_per_h of its nodes",
-        )  # fmt: skip
+            f"{group.device.name} has no price",
+            file=scenario.file,
+            key="cluster",
+            rule="Budgets need prices of all devices",
+            fix="State usd_per_h of its nodes",
+        )
     return group.usd_per_h / group.per_node
 
 
@@ -184,9 +205,12 @@ def _layer_s(request: Request, group: int, micro_batch: int) -> np.ndarray:
     device = request.cluster.nodes[group].device
     if not device.supports(request.precision):
         raise SpecError(
-            f"{device.name} has no {request.precision}", key="precision", value=request.precision,
-            rule="Every device must compute in the precision of the job", fix="Name another precision",
-        )  # fmt: skip
+            f"{device.name} has no {request.precision}",
+            key="precision",
+            value=request.precision,
+            rule="Every device must compute in the precision of the job",
+            fix="Name another precision",
+        )
     kind = StageKind(node_group=group, tp=1, inner_dp=1, micro_batch=micro_batch, recompute="none", zero=1)
     problem = price_stages(request, (group,), extra=(kind,), compute_only=True)
     row = problem.time_s[list(problem.names).index(kind)]
@@ -207,15 +231,25 @@ def _sizes(request: Request, micro_batch: int) -> Mapping[str, np.ndarray]:
     def load(depth: float) -> StageLoad:
         return StageLoad(
             kinds=tuple((block, counts[i]) for i, (block, _) in enumerate(kinds)),
-            has_embedding=ends[0], has_head=ends[1], hidden=model.hidden, vocab=float(model.vocab),
-            tied=float(model.tied_embeddings), in_flight=depth, num_micro_batches=1e6, num_stages=2.0,
-            micro_batch=float(micro_batch), seq_len=float(request.seq_len), dp=2.0, expert_dp=2.0, zero=0.0,
+            has_embedding=ends[0],
+            has_head=ends[1],
+            hidden=model.hidden,
+            vocab=float(model.vocab),
+            tied=float(model.tied_embeddings),
+            in_flight=depth,
+            num_micro_batches=1e6,
+            num_stages=2.0,
+            micro_batch=float(micro_batch),
+            seq_len=float(request.seq_len),
+            dp=2.0,
+            expert_dp=2.0,
+            zero=0.0,
             activation_bytes_per_element=4.0 if request.precision in ("fp32", "tf32") else 2.0,
             state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
             outer_params=model.learned_positions * model.hidden * ends[0],
             embedding_trainable=float(not model.embedding_frozen),
             head_trainable=float(not model.head_frozen),
-        )  # fmt: skip
+        )
 
     one, two = stage_memory(load(1.0), framework), stage_memory(load(2.0), framework)
     wide = np.ones(layers)

@@ -42,10 +42,13 @@ def reshare(
         sent_usd = boundary_usd(chain, state, spans, np.ones(len(structure.groups)))
         each = each + (weights.sent * sent_usd)[worker]
     shares = whole_shares(
-        pace.start_s, pace.rate_s, batch, micro_batch,
+        pace.start_s,
+        pace.rate_s,
+        batch,
+        micro_batch,
         time_weight=weights.time + float(weights.active[worker].sum()),
         sample_weight=np.bincount(group, each, minlength=len(structure.groups)) if each.any() else None,
-    ).shares  # fmt: skip
+    ).shares
     for empty in np.flatnonzero(shares == 0):
         given = min(micro_batch, int(shares.max()) - 1)
         shares[int(shares.argmax())] -= given

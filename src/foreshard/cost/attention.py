@@ -127,9 +127,17 @@ def flash_attention_backward_s(
     Five products against two: Dao et al. 2022, algorithm 4; ratio in docs/derivations/kernels.md.
     """
     forward_s = flash_attention_forward_s(
-        batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_head_dim, kernels,
-        causal=causal, window=window,
-    )  # fmt: skip
+        batch,
+        num_heads,
+        num_kv_heads,
+        q_len,
+        kv_len,
+        head_dim,
+        value_head_dim,
+        kernels,
+        causal=causal,
+        window=window,
+    )
     return backward_of_forward_s(forward_s, kernels)
 
 

@@ -37,8 +37,18 @@ def model_gaps(model: Model) -> Iterator[str]:
 
 
 def _attention(block: Block) -> tuple[object, ...]:
-    names = ("hidden", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "q_lora", "kv_lora",
-             "qk_norm", "qkv_bias", "norm_params")  # fmt: skip
+    names = (
+        "hidden",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "value_head_dim",
+        "q_lora",
+        "kv_lora",
+        "qk_norm",
+        "qkv_bias",
+        "norm_params",
+    )
     return tuple(getattr(block, name) for name in names)
 
 

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
 def label_paths(
-    types,
-    options,
-    times_s,
-    tail_s,
-    rooms,
-    classes,
-    class_takes,
-    prices,
-    counts,
-    most,
-    rate,
-    upper_s,
-    longest_tail_s,
-    deepest,
-    bands,
-    lengths,
-    reach,
-    price_limit,
-    least_samples,
-    grain,
-    batch,
-    slot,
-    pool,
-):
+    types: Any,
+    options: Any,
+    times_s: Any,
+    tail_s: Any,
+    rooms: Any,
+    classes: Any,
+    class_takes: Any,
+    prices: Any,
+    counts: Any,
+    most: Any,
+    rate: Any,
+    upper_s: Any,
+    longest_tail_s: Any,
+    deepest: Any,
+    bands: Any,
+    lengths: Any,
+    reach: Any,
+    price_limit: Any,
+    least_samples: Any,
+    grain: Any,
+    batch: Any,
+    slot: Any,
+    pool: Any,
+) -> Any:
     """Return paths over cuts, of each demand for devices the one that loses least, when worth their price.
 
     Parameters

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
 def shortest_path(
-    types,
-    options,
-    times_s,
-    tail_s,
-    rooms,
-    units,
-    prices,
-    limit,
-    rate,
-    upper_s,
-    longest_tail_s,
-    deepest,
-    bands,
-    lengths,
-):
+    types: Any,
+    options: Any,
+    times_s: Any,
+    tail_s: Any,
+    rooms: Any,
+    units: Any,
+    prices: Any,
+    limit: Any,
+    rate: Any,
+    upper_s: Any,
+    longest_tail_s: Any,
+    deepest: Any,
+    bands: Any,
+    lengths: Any,
+) -> Any:
     """Return the least cost, the number of stages (0 where there is no path), their options and stops.
 
     Parameters

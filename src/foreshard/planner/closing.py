@@ -134,9 +134,13 @@ def _priced_well(
         if pricing is None:
             return None
         contenders = Contenders(
-            pricing=pricing, seconds=seconds, goal=goal_of(problem, pricing.prices, pipelines),
-            num_pipelines=pipelines[1], room=room, deadline=deadline,
-        )  # fmt: skip
+            pricing=pricing,
+            seconds=seconds,
+            goal=goal_of(problem, pricing.prices, pipelines),
+            num_pipelines=pipelines[1],
+            room=room,
+            deadline=deadline,
+        )
         solved = pricing.solved
         complete = contenders.find_bargains()
         progress.evaluated += pricing.solved - solved

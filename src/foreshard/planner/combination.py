@@ -152,9 +152,12 @@ def combine(
         return Combined(proven=False)
     order = np.argsort(worth, kind="stable")
     sets = _Sets(
-        takes=takes[order] // unit, samples=samples[order], worth=worth[order], counts=limits,
+        takes=takes[order] // unit,
+        samples=samples[order],
+        worth=worth[order],
+        counts=limits,
         most=pipelines[1],
-    )  # fmt: skip
+    )
     found: list[tuple[float, tuple[int, ...]]] = []
     for number in range(pipelines[0], pipelines[1] + 1):
         half = (number + 1) // 2

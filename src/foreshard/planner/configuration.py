@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,12 +98,14 @@ def whole_mix(
     return None if answer.x is None else np.rint(answer.x).astype(int)
 
 
-def _scipy():  # type: ignore[no-untyped-def]
+def _scipy() -> Any:
     try:
         from scipy import optimize
     except ImportError:
         raise ExtraMissingError(
-            "planning mixed devices needs scipy", key="scipy", rule="It ships with the extra `plan`",
+            "planning mixed devices needs scipy",
+            key="scipy",
+            rule="It ships with the extra `plan`",
             fix="pip install 'foreshard[plan]'",
-        ) from None  # fmt: skip
+        ) from None
     return optimize

@@ -193,13 +193,30 @@ class Contenders:
         for choices in self.room.choices(self.pricing, box.family):
             stages = choices.stages
             number, codes, samples, options, stops = _compiled()(
-                stages.types, stages.options, stages.times_s, stages.tail_s, stages.rooms,
-                choices.classes, choices.class_takes, self.pricing.prices, self.room.counts, choices.most,
-                box.family.micro_batch / box.bottleneck_s[0], box.bottleneck_s[1] * (1 + 1e-12),
-                box.tail_s[1] * (1 + 1e-12), stages.deepest, problem.bands, problem.lengths,
-                self._reach(box), self.spare - self.goal + 1e-9, float(box.family.micro_batch),
-                float(choices.grain), float(problem.global_batch), self.room.slot, self.room.pool,
-            )  # fmt: skip
+                stages.types,
+                stages.options,
+                stages.times_s,
+                stages.tail_s,
+                stages.rooms,
+                choices.classes,
+                choices.class_takes,
+                self.pricing.prices,
+                self.room.counts,
+                choices.most,
+                box.family.micro_batch / box.bottleneck_s[0],
+                box.bottleneck_s[1] * (1 + 1e-12),
+                box.tail_s[1] * (1 + 1e-12),
+                stages.deepest,
+                problem.bands,
+                problem.lengths,
+                self._reach(box),
+                self.spare - self.goal + 1e-9,
+                float(box.family.micro_batch),
+                float(choices.grain),
+                float(problem.global_batch),
+                self.room.slot,
+                self.room.pool,
+            )
             self.pricing.solved += 1
             if number < 0:
                 return None
@@ -280,9 +297,12 @@ def _choices_of(problem: Problem, tail_s: np.ndarray, family: Family, grain: int
     if family.kind is not None:
         most = np.where(np.arange(len(most)) == family.kind, stages.limit, 0)
     return Choices(
-        stages=stages, classes=np.ravel(classes).astype(np.int64), class_takes=takes.astype(np.int64),
-        most=most, grain=grain,
-    )  # fmt: skip
+        stages=stages,
+        classes=np.ravel(classes).astype(np.int64),
+        class_takes=takes.astype(np.int64),
+        most=most,
+        grain=grain,
+    )
 
 
 @lru_cache(maxsize=1)

@@ -68,9 +68,15 @@ class GridRequest:
         rows = self.stages.rows(table)
         rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
         return table_batch(
-            self.model, self.cluster, table, self.framework, self.constants, rows=rows, rule=rule,
+            self.model,
+            self.cluster,
+            table,
+            self.framework,
+            self.constants,
+            rows=rows,
+            rule=rule,
             **self.pricing,
-        )  # fmt: skip
+        )
 
     def memory(self, table: PlanTable) -> TableMemory:
         """Return the memory of some plans."""
@@ -136,11 +142,18 @@ def cells_of(request: GridRequest) -> PlanTable:
         return PlanTable.from_columns({name: np.empty(0, dtype=np.int64) for name in COLUMNS})
     table = PlanTable.from_columns(
         {
-            "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp": dp, "micro_batch": micro_batch,
-            "num_micro_batches": request.global_batch // (dp * micro_batch), "zero": 0,
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "ep": ep,
+            "etp": etp,
+            "dp": dp,
+            "micro_batch": micro_batch,
+            "num_micro_batches": request.global_batch // (dp * micro_batch),
+            "zero": 0,
         },
         _rules(request),
-    )  # fmt: skip
+    )
     return table.take(valid_plans(model, request.cluster, table, seq_len=request.seq_len))
 
 

@@ -93,15 +93,28 @@ def grid_request(request: Request, cluster: Cluster, *, objective: str | None = 
     """Return the search on one number of devices; for energy, with the limits as seconds of a step."""
     objective = objective or request.objectives[0]
     rate = request.usd_per_device_hour
-    most = request.limits.step_s(
-        tokens=request.tokens, tokens_per_step=request.global_batch * request.seq_len,
-        usd_per_h=cluster.usd_per_h if rate is None else rate * cluster.num_devices,
-    ) if objective == "energy" else np.inf  # fmt: skip
+    most = (
+        request.limits.step_s(
+            tokens=request.tokens,
+            tokens_per_step=request.global_batch * request.seq_len,
+            usd_per_h=cluster.usd_per_h if rate is None else rate * cluster.num_devices,
+        )
+        if objective == "energy"
+        else np.inf
+    )
     return GridRequest(
-        model=request.model, cluster=cluster, framework=request.framework, constants=request.constants,
-        global_batch=request.global_batch, seq_len=request.seq_len, precision=request.precision,
-        optimizer=request.optimizer, comm=request.comm, objective=objective, max_step_s=most,
-    )  # fmt: skip
+        model=request.model,
+        cluster=cluster,
+        framework=request.framework,
+        constants=request.constants,
+        global_batch=request.global_batch,
+        seq_len=request.seq_len,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        comm=request.comm,
+        objective=objective,
+        max_step_s=most,
+    )
 
 
 def least_step_s(request: Request) -> float:
@@ -183,16 +196,26 @@ def _predictions(request: Request, searched: _Searched, deadline: float) -> list
             if made and i >= request.top and (searched.stopped or time.perf_counter() >= deadline):
                 break
             plan = table.plan(
-                0, request.model, seq_len=request.seq_len, framework=request.framework.label,
-                precision=request.precision, optimizer=request.optimizer,
-            )  # fmt: skip
+                0,
+                request.model,
+                seq_len=request.seq_len,
+                framework=request.framework.label,
+                precision=request.precision,
+                optimizer=request.optimizer,
+            )
             plan = replace(plan, comm=acting(plan, request.comm))
             made.append(
                 predict(
-                    request.model, part, plan, framework=framework, engine=request.engine,
-                    tokens=request.tokens, usd_per_device_hour=request.usd_per_device_hour, timeline=False,
+                    request.model,
+                    part,
+                    plan,
+                    framework=framework,
+                    engine=request.engine,
+                    tokens=request.tokens,
+                    usd_per_device_hour=request.usd_per_device_hour,
+                    timeline=False,
                 )
-            )  # fmt: skip
+            )
     return made
 
 

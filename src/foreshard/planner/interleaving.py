@@ -19,10 +19,10 @@ import numpy as np
 from foreshard.catalog.offers import offers_of
 from foreshard.planner.judge import engine_seconds, predicted, short_bytes
 from foreshard.planner.mapping import plan_of
-from foreshard.planner.nearby import work_bound
 from foreshard.planner.problem import Arrangement, Problem, Template, pace_of, tail_seconds
 from foreshard.planner.request import Request
 from foreshard.planner.solve import Solution, solve
+from foreshard.planner.work import work_bound
 from foreshard.spec.plan import Group, Plan
 
 _CHUNKS = (4, 2)
@@ -204,8 +204,10 @@ def in_rounds(problem: Problem, templates: Sequence[Template], chunks: int, batc
             left -= units[g]
             heapq.heappush(heap, (ends(g), g))
     if left:
-        plain = [(chunks - 1) * pace.fill_s + pace.seconds(chunks * (share + left)) + tail
-                 for pace, share, tail in zip(paces, shares, tails, strict=True)]  # fmt: skip
+        plain = [
+            (chunks - 1) * pace.fill_s + pace.seconds(chunks * (share + left)) + tail
+            for pace, share, tail in zip(paces, shares, tails, strict=True)
+        ]
         shares[int(np.argmin(plain))] += left
     return Arrangement(templates=tuple(templates), shares=tuple(shares)) if min(shares) > 0 else None
 

@@ -64,9 +64,15 @@ def engine_shares(
 def predicted(request: Request, plan: Plan) -> Prediction:
     """Return the prediction of a plan; nodes that are idle altogether are not paid for."""
     return predict(
-        request.model, request.cluster, plan, framework=request.framework, engine=request.engine,
-        tokens=request.tokens, usd_per_device_hour=_paid(request, plan), timeline=False,
-    )  # fmt: skip
+        request.model,
+        request.cluster,
+        plan,
+        framework=request.framework,
+        engine=request.engine,
+        tokens=request.tokens,
+        usd_per_device_hour=_paid(request, plan),
+        timeline=False,
+    )
 
 
 def _paid(request: Request, plan: Plan) -> float | None:

@@ -33,9 +33,13 @@ class Judge:
     """
 
     def __init__(
-        self, costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], blocks: Sequence[tuple[int, ...]],
+        self,
+        costs: MeasuredCosts,
+        cluster: Cluster,
+        sizes: Sequence[int],
+        blocks: Sequence[tuple[int, ...]],
         deadline: float,
-    ):  # fmt: skip
+    ):
         self._costs, self._cluster, self._sizes, self._deadline = costs, cluster, sizes, deadline
         self._blocks = blocks
         self._seen: dict[tuple[Group, ...], float] = {}

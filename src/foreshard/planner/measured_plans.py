@@ -37,9 +37,17 @@ _JUDGE_PART = 0.2
 
 
 def plan_measured(
-    costs: MeasuredCosts, cluster: Cluster, *, global_batch: int, seq_len: int, precision: str = "fp32",
-    optimizer: str = "adamw", top: int = 5, budget_s: float = 10.0, tokens: float | None = None,
-) -> PlanResult:  # fmt: skip
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    top: int = 5,
+    budget_s: float = 10.0,
+    tokens: float | None = None,
+) -> PlanResult:
     """Return the best plans found and a bound that no plan beats.
 
     Parameters
@@ -72,17 +80,22 @@ def plan_measured(
         searched.append((problem, solve(problem, budget_s=part_s, target_gap=0.005)))
     solutions = [solution for _, solution in searched]
     blank = Plan(
-        global_batch=global_batch, seq_len=seq_len, groups=(), precision=precision, optimizer=optimizer,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        groups=(),
+        precision=precision,
+        optimizer=optimizer,
         framework="foreshard",
-    )  # fmt: skip
+    )
     deadline = max(started + budget_s, time.perf_counter() + budget_s * _JUDGE_PART)
     blocks = {tp: list(_blocks(costs, places, len(kinds), tp)) for tp in (1, *degrees)}
     distinct = list(dict.fromkeys(block for same in blocks.values() for block in same))
     judge = Judge(costs, cluster, sizes, distinct, deadline=deadline)
     plain = [
         _plain(blank, len(costs.layers), same, max(sizes))
-        for same in blocks.values() if global_batch >= cluster.num_devices
-    ]  # fmt: skip
+        for same in blocks.values()
+        if global_batch >= cluster.num_devices
+    ]
     fits = any(solution.arrangement is not None for solution in solutions)
     ranked = _ranked(judge, _found(blank, searched, places), plain) if fits else []
     if not ranked:
@@ -92,28 +105,40 @@ def plan_measured(
         prediction = predict_measured(costs, cluster, plan, tokens=tokens)
         shown.append(Ranked(plan=plan, prediction=prediction, why=_why(seconds, ranked[0][0])))
     return PlanResult(
-        plans=tuple(shown), lower_bound_step_time_s=bound_s, gap=ranked[0][0] / bound_s - 1,
+        plans=tuple(shown),
+        lower_bound_step_time_s=bound_s,
+        gap=ranked[0][0] / bound_s - 1,
         binding=shown[0].prediction.bottleneck,
         evaluated=sum(solution.evaluated for solution in solutions) + judge.evaluated,
-        pruned=sum(solution.excluded for solution in solutions), wall_s=time.perf_counter() - started,
+        pruned=sum(solution.excluded for solution in solutions),
+        wall_s=time.perf_counter() - started,
         space=f"pipelines of {_stage_words(degrees)} a stage, any cuts and shares, "
         f"micro-batches up to {max(sizes)}, 1f1b",
-        ladder={"work": bound_s}, interrupted=any(solution.interrupted for solution in solutions),
+        ladder={"work": bound_s},
+        interrupted=any(solution.interrupted for solution in solutions),
         notes=("The bound is all work at the least measured seconds a sample, all devices without a pause",),
-    )  # fmt: skip
+    )
 
 
 def _nothing(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult:
     need = sum(layer.parameter_bytes * 2 + layer.frozen_bytes + layer.state_bytes for layer in costs.layers)
     error = InfeasibleError(
-        "no pipeline fits the memory", key="memory", value=need,
+        "no pipeline fits the memory",
+        key="memory",
+        value=need,
         rule="Parameters, gradients, states and activations fit",
         fix=f"Add devices or memory: the model's states alone take {need / 2**30:.2f} GiB",
-    )  # fmt: skip
+    )
     return PlanResult(
-        plans=(), lower_bound_step_time_s=bound_s, gap=0.0, binding="memory", evaluated=0, pruned=0,
-        wall_s=time.perf_counter() - started, infeasible=error,
-    )  # fmt: skip
+        plans=(),
+        lower_bound_step_time_s=bound_s,
+        gap=0.0,
+        binding="memory",
+        evaluated=0,
+        pruned=0,
+        wall_s=time.perf_counter() - started,
+        infeasible=error,
+    )
 
 
 def _found(blank: Plan, searched: Sequence[tuple[Problem, Solution]], places: Places) -> Iterator[Plan]:
@@ -164,11 +189,18 @@ def _plain(blank: Plan, num_layers: int, blocks: Sequence[tuple[int, ...]], size
     each, more = divmod(blank.global_batch, num_devices)
     upto = [0, *(end * each + min(end, more) for end in ends)]
     shares = [stop - start for start, stop in pairwise(upto)]
-    return replace(blank, groups=tuple(
-        Group(share=share, micro_batch=min(size, share), schedule="1f1b",
-              stages=(_stage(ranks, (0, num_layers)),))
-        for ranks, share in zip(blocks, shares, strict=True)
-    ))  # fmt: skip
+    return replace(
+        blank,
+        groups=tuple(
+            Group(
+                share=share,
+                micro_batch=min(size, share),
+                schedule="1f1b",
+                stages=(_stage(ranks, (0, num_layers)),),
+            )
+            for ranks, share in zip(blocks, shares, strict=True)
+        ),
+    )
 
 
 def _blocks(costs: MeasuredCosts, places: Places, num_kinds: int, tp: int) -> Iterator[tuple[int, ...]]:

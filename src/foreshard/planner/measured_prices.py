@@ -55,23 +55,32 @@ def priced(
         time_s[o] = np.where(room[o] > 0, work_s, np.inf)
         tails.append(prices)
     copies = tuple(range(1, min(cluster.num_devices, _COPIES) + 1))
-    tail_s = np.array([
+    tail_s = np.array(
         [
-            _tail(costs, cluster, prices, next(places.blocks(k, degree)), count)
-            for prices, (k, _, degree) in zip(tails, options, strict=True)
+            [
+                _tail(costs, cluster, prices, next(places.blocks(k, degree)), count)
+                for prices, (k, _, degree) in zip(tails, options, strict=True)
+            ]
+            for count in copies
         ]
-        for count in copies
-    ])  # fmt: skip
+    )
     takes = np.eye(len(kinds), dtype=int)[[k for k, _, _ in options]]
     takes *= np.array([degree for _, _, degree in options])[:, None]
     return Problem(
-        counts=tuple(len(ranks) for ranks in kinds), global_batch=global_batch, types=types, takes=takes,
+        counts=tuple(len(ranks) for ranks in kinds),
+        global_batch=global_batch,
+        types=types,
+        takes=takes,
         max_stages=min(len(costs.layers), cluster.num_devices),
         micro_batch=np.array([m for _, m, _ in options]),
-        grain=np.ones(len(options), dtype=int), time_s=time_s, copies=copies, tail_s=tail_s,
-        max_in_flight=np.minimum(room, _MANY).astype(int), hop_s=np.zeros((len(options),) * 2),
+        grain=np.ones(len(options), dtype=int),
+        time_s=time_s,
+        copies=copies,
+        tail_s=tail_s,
+        max_in_flight=np.minimum(room, _MANY).astype(int),
+        hop_s=np.zeros((len(options),) * 2),
         names=tuple(options),
-    )  # fmt: skip
+    )
 
 
 class _Prices:
@@ -82,9 +91,12 @@ class _Prices:
 
     def total(self, name: str, column: int | None = None) -> np.ndarray:
         """Return a layer's number summed over the layers of each interval."""
-        return self.over([
-            getattr(layer, name) if column is None else getattr(layer, name)[column] for layer in self._layers
-        ])  # fmt: skip
+        return self.over(
+            [
+                getattr(layer, name) if column is None else getattr(layer, name)[column]
+                for layer in self._layers
+            ]
+        )
 
     def over(self, each: Sequence[float]) -> np.ndarray:
         """Return numbers of layers summed over each interval."""
@@ -138,9 +150,12 @@ def _intervals(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def work_bound_s(
-    costs: MeasuredCosts, cluster: Cluster, sizes: Sequence[int], global_batch: int,
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    sizes: Sequence[int],
+    global_batch: int,
     degrees: Sequence[int] = (),
-) -> float:  # fmt: skip
+) -> float:
     """Return seconds that no step can beat: all work at the least cost a sample, on all devices, no pause.
 
     Of a layer that ranks may compute together (`degrees`) it is the least of all ranks' parts, without sums.
@@ -157,7 +172,7 @@ def work_bound_s(
     sample_s = {
         name: np.min([_layers_s(costs, name, tp, m) for tp in (1, *degrees) if _known(costs, name, tp)], 0)
         for name in dict.fromkeys(names)
-    }  # fmt: skip
+    }
     if not any(name in costs.tables for name in sample_s):
         return float(global_batch / sum(1.0 / sample_s[name].sum() for name in names))
     return _unrelated_s([(sample_s[name], names.count(name)) for name in sample_s], global_batch)
@@ -169,11 +184,14 @@ def _known(costs: MeasuredCosts, name: str, tp: int) -> bool:
 
 def _layers_s(costs: MeasuredCosts, name: str, tp: int, samples: int) -> np.ndarray:
     """Return the seconds a sample of each layer, of all ranks that compute it together."""
-    return np.array([
-        tp * costs.slow_of(name)
-        * sum((line[0] / samples + line[1]) for line in (layer.forward_s, layer.backward_s))
-        for layer in costs.layers_on(name, tp)
-    ])  # fmt: skip
+    return np.array(
+        [
+            tp
+            * costs.slow_of(name)
+            * sum((line[0] / samples + line[1]) for line in (layer.forward_s, layer.backward_s))
+            for layer in costs.layers_on(name, tp)
+        ]
+    )
 
 
 def _unrelated_s(devices: Sequence[tuple[np.ndarray, int]], global_batch: int) -> float:

@@ -25,13 +25,13 @@ from foreshard.planner.mixed_phases import (
     search_roomier,
     search_set,
 )
-from foreshard.planner.nearby import work_bound
 from foreshard.planner.node_sets import capped, node_sets
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import Request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.stage_options import MOST_JOINED
 from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.work import work_bound
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -114,11 +114,19 @@ def search_mixed(request: Request) -> PlanResult:
     plans, error = ranked(predictions, request.objectives, request.limits, request.top)
     if not plans:
         return PlanResult(
-            plans=(), lower_bound_step_time_s=0.0, gap=0.0, binding="memory", evaluated=found.evaluated,
-            pruned=found.pruned, wall_s=time.perf_counter() - started, space=SPACE,
-            interrupted=found.interrupted, stopped=found.stopped, infeasible=_none(request, found, sets),
+            plans=(),
+            lower_bound_step_time_s=0.0,
+            gap=0.0,
+            binding="memory",
+            evaluated=found.evaluated,
+            pruned=found.pruned,
+            wall_s=time.perf_counter() - started,
+            space=SPACE,
+            interrupted=found.interrupted,
+            stopped=found.stopped,
+            infeasible=_none(request, found, sets),
             notes=tuple(notes),
-        )  # fmt: skip
+        )
     bound = _bound(request, found, sets, notes)
     if found.set_aside_s:
         proven = plans[0].prediction.step_time_s / bound - 1.0
@@ -168,9 +176,11 @@ def _none(request: Request, found: MixedFound, sets: Sequence[tuple[int, ...]]) 
         return nothing_fits(request, sets)
     return InfeasibleError(
         "no plan was found; one may exist, or lie outside the space that is searched",
-        key="--budget-s", value=request.budget_s, rule=f"Searched were {SPACE}",
+        key="--budget-s",
+        value=request.budget_s,
+        rule=f"Searched were {SPACE}",
         fix="Allow more seconds, or try degrees of your own with foreshard predict",
-    )  # fmt: skip
+    )
 
 
 def _notes(request: Request) -> list[str]:

@@ -10,12 +10,12 @@ import numpy as np
 
 from foreshard.planner.judge import engine_seconds, engine_shares, short_bytes
 from foreshard.planner.mapping import plan_of
-from foreshard.planner.nearby import work_bound
 from foreshard.planner.node_sets import capped
 from foreshard.planner.problem import Part, Problem, Template, step_seconds
 from foreshard.planner.request import Request
 from foreshard.planner.solve import Solution
 from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.work import work_bound
 from foreshard.spec.plan import Plan
 
 _JUDGED = 24

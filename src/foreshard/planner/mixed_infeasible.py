@@ -33,19 +33,26 @@ def nothing_fits(request: Request, sets: Sequence[tuple[int, ...]]) -> Infeasibl
     )
     devices = sum(request.cluster.nodes[g].num_devices for g in sets[0])
     joined = _joined_by_fp16(request, sets[0])
-    fix = "Use --dtype fp16, which all of them have" if joined else next(
-        (text for text, changed in _changes(request) if any(_fits(changed, use) for use in sets)), None
-    )  # fmt: skip
-    where = f"{devices} devices with {memory / 2**30:,.0f} GiB together" if devices > 1 else (
-        f"the one device that may be used, with {memory / 2**30:,.0f} GiB"
-    )  # fmt: skip
+    fix = (
+        "Use --dtype fp16, which all of them have"
+        if joined
+        else next(
+            (text for text, changed in _changes(request) if any(_fits(changed, use) for use in sets)), None
+        )
+    )
+    where = (
+        f"{devices} devices with {memory / 2**30:,.0f} GiB together"
+        if devices > 1
+        else (f"the one device that may be used, with {memory / 2**30:,.0f} GiB")
+    )
     return InfeasibleError(
         f"no pipeline of {request.model.name} fits {where}",
-        key="memory", value=f"{memory / 2**30:.0f} GiB",
+        key="memory",
+        value=f"{memory / 2**30:.0f} GiB",
         rule="Every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
         fix=fix or "Use devices with more memory, many more of them, or a smaller model",
-    )  # fmt: skip
+    )
 
 
 def _joined_by_fp16(request: Request, use: tuple[int, ...]) -> bool:

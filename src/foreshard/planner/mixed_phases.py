@@ -14,12 +14,12 @@ from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.interleaving import interleaved_bound, interleaved_plans
 from foreshard.planner.mapping import plan_of
 from foreshard.planner.mixed_found import MixedFound, judge_plans, known, named
-from foreshard.planner.nearby import work_bound
 from foreshard.planner.node_sets import capped, faster_by_s
 from foreshard.planner.problem import Problem, faults, spread_factor
 from foreshard.planner.request import Request
 from foreshard.planner.solve import Solution, solve
 from foreshard.planner.stage_prices import price_stages, without
+from foreshard.planner.work import work_bound
 from foreshard.predict.batch import domain_block
 
 QUICK = (hetpipe, amp)
@@ -90,10 +90,13 @@ def search_set(
         found.interrupted = True
         return
     solution = solve(
-        problem, budget_s=max(deadline - time.perf_counter(), 0.05), target_gap=_AIM,
-        beat_s=best if every else found.best_s, columns=before.columns if before else known(problem, found),
+        problem,
+        budget_s=max(deadline - time.perf_counter(), 0.05),
+        target_gap=_AIM,
+        beat_s=best if every else found.best_s,
+        columns=before.columns if before else known(problem, found),
         start=before.arrangement if before else None,
-    )  # fmt: skip
+    )
     found.columns.update(named(problem, solution))
     found.note(solution, deadline)
     found.pruned += solution.excluded
@@ -121,9 +124,12 @@ def _search_plain(
         return None
     deadline = time.perf_counter() + max(_PLAIN * left_s, 0.05)
     solution = solve(
-        alone, budget_s=max(_PLAIN * left_s, 0.05), target_gap=_AIM, beat_s=best_s,
+        alone,
+        budget_s=max(_PLAIN * left_s, 0.05),
+        target_gap=_AIM,
+        beat_s=best_s,
         columns=known(alone, found),
-    )  # fmt: skip
+    )
     found.note(solution, deadline)
     late = deadline + _JUDGING * request.budget_s
     judge_plans(found, request, alone, solution, late, None if every else found.best_s)
@@ -163,9 +169,14 @@ def search_again(found: MixedFound, request: Request, deadline: float) -> None:
             return
         problem, before = found.searched.pop(low)
         solution = solve(
-            problem, budget_s=deadline - time.perf_counter(), target_gap=_AIM, beat_s=found.best_s,
-            start=before.arrangement, columns=before.columns, bounds=before.bounds,
-        )  # fmt: skip
+            problem,
+            budget_s=deadline - time.perf_counter(),
+            target_gap=_AIM,
+            beat_s=found.best_s,
+            start=before.arrangement,
+            columns=before.columns,
+            bounds=before.bounds,
+        )
         found.note(solution, deadline)
         found.bounds[low] = max(found.bounds[low], solution.lower_bound_s)
         late = deadline + _JUDGING * request.budget_s

@@ -37,29 +37,34 @@ def infeasible(
     capacity = part.nodes[0].device.capacity_bytes / 2**30
     least, on = found.least_peak_bytes / 2**30, number_of(part.num_devices, "device")
     if not exhaustive:
-        seen = "" if found.least_peak is None else (
-            f"; the least memory so far is {least:.1f} of {capacity:.1f} GiB on {on}"
-        )  # fmt: skip
+        seen = (
+            ""
+            if found.least_peak is None
+            else (f"; the least memory so far is {least:.1f} of {capacity:.1f} GiB on {on}")
+        )
         return InfeasibleError(
             f"no plan that fits was found before the search ended{seen}",
-            key="--budget-s", value=request.budget_s,
+            key="--budget-s",
+            value=request.budget_s,
             rule="The search was not exhaustive: a plan may exist",
             fix=_changes(request) if explain else None,
-        )  # fmt: skip
+        )
     if found.least_peak is None:
         return InfeasibleError(
             f"no degrees divide global batch {request.global_batch} and sequence {request.seq_len} on {on}",
-            key="--global-batch", value=request.global_batch,
+            key="--global-batch",
+            value=request.global_batch,
             rule="dp divides the global batch, tp the attention heads, cp and tp the sequence",
             fix="Use a global batch that is a multiple of the number of nodes",
-        )  # fmt: skip
+        )
     return InfeasibleError(
         f"no plan fits memory: the least, on {on} "
         f"({_words(found.least_peak)}), takes {least:.1f} of {capacity:.1f} GiB",
-        key="memory", value=f"{least:.1f} GiB",
+        key="memory",
+        value=f"{least:.1f} GiB",
         rule="The fullest device of a plan fits its memory",
         fix=_changes(request) if explain else None,
-    )  # fmt: skip
+    )
 
 
 def _words(table: PlanTable) -> str:
@@ -70,10 +75,16 @@ def _words(table: PlanTable) -> str:
 
 def _grid(request: Request, cluster: Cluster) -> GridRequest:
     return GridRequest(
-        model=request.model, cluster=cluster, framework=request.framework, constants=request.constants,
-        global_batch=request.global_batch, seq_len=request.seq_len, precision=request.precision,
-        optimizer=request.optimizer, comm=request.comm,
-    )  # fmt: skip
+        model=request.model,
+        cluster=cluster,
+        framework=request.framework,
+        constants=request.constants,
+        global_batch=request.global_batch,
+        seq_len=request.seq_len,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        comm=request.comm,
+    )
 
 
 def _fits(request: Request, cluster: Cluster | None = None) -> bool:
@@ -89,8 +100,12 @@ def _changes(request: Request) -> str | None:
     """Return the nearest change of each kind that fits, as far as the user waits for it."""
     stop = time.perf_counter() + _ALL_S
     kinds: tuple[Callable[[Request], Iterator[tuple[str, Request]]], ...] = (
-        _batches, _devices, _frameworks, _optimizers, _sequences,
-    )  # fmt: skip
+        _batches,
+        _devices,
+        _frameworks,
+        _optimizers,
+        _sequences,
+    )
     found: list[str] = []
     try:
         for kind in kinds:

@@ -88,9 +88,11 @@ def _one_by_one(
                 continue
             part_s = max(left_s, 1e-3) / (len(chosen) - i)
             asked = replace(
-                setting.of(request), budget_s=part_s, overall_s=request.budget_s,
+                setting.of(request),
+                budget_s=part_s,
+                overall_s=request.budget_s,
                 beat_s=_beat_s(request, searched),
-            )  # fmt: skip
+            )
             result = _stated(request, search(asked), setting)
             searched.results.append((setting, result))
             if result.stopped or (result.interrupted and result.wall_s < part_s):
@@ -152,9 +154,15 @@ def _with_switches(request: Request, one: Ranked, setting: Setting) -> Ranked:
     if request.engine == "analytical" or comm == setting.comm:
         return replace(one, plan=plan, prediction=replace(one.prediction, plan=plan))
     prediction = predict(
-        request.model, request.cluster, plan, framework=request.framework, engine=request.engine,
-        tokens=request.tokens, usd_per_device_hour=request.usd_per_device_hour, timeline=False,
-    )  # fmt: skip
+        request.model,
+        request.cluster,
+        plan,
+        framework=request.framework,
+        engine=request.engine,
+        tokens=request.tokens,
+        usd_per_device_hour=request.usd_per_device_hour,
+        timeline=False,
+    )
     return replace(one, plan=plan, prediction=prediction)
 
 

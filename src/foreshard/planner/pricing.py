@@ -332,10 +332,16 @@ def stages_of(problem: Problem, tail_s: np.ndarray, family: Family, grain: int |
     order = np.argsort(times[kept, types], kind="stable")
     kept, types = kept[order], types[order]
     return Stages(
-        family=family, types=types, options=options[kept], times_s=times[kept, types],
-        tail_s=tails[kept, types], rooms=rooms[kept, types].astype(np.int64), units=units[kept],
-        limit=limit, deepest=deepest,
-    )  # fmt: skip
+        family=family,
+        types=types,
+        options=options[kept],
+        times_s=times[kept, types],
+        tail_s=tails[kept, types],
+        rooms=rooms[kept, types].astype(np.int64),
+        units=units[kept],
+        limit=limit,
+        deepest=deepest,
+    )
 
 
 def _beaten(times: np.ndarray, tails: np.ndarray, rooms: np.ndarray, usable: np.ndarray) -> np.ndarray:
@@ -362,11 +368,21 @@ def path_among(
     if not len(stages.types):
         return None
     best, depth, options, stops = _compiled()(
-        stages.types, stages.options, stages.times_s, stages.tail_s, stages.rooms, stages.units,
-        worth.astype(float), stages.limit, stages.family.micro_batch / bottleneck_s[0],
-        bottleneck_s[1] * (1 + 1e-12), longest_tail_s * (1 + 1e-12), stages.deepest, problem.bands,
+        stages.types,
+        stages.options,
+        stages.times_s,
+        stages.tail_s,
+        stages.rooms,
+        stages.units,
+        worth.astype(float),
+        stages.limit,
+        stages.family.micro_batch / bottleneck_s[0],
+        bottleneck_s[1] * (1 + 1e-12),
+        longest_tail_s * (1 + 1e-12),
+        stages.deepest,
+        problem.bands,
         problem.lengths,
-    )  # fmt: skip
+    )
     if depth == 0:
         return None
     return float(best), (tuple(options.tolist()), tuple(stops.tolist()))

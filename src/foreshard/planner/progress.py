@@ -63,9 +63,12 @@ class Progress:
     def pricing(self, pipelines: tuple[int, int], prices: np.ndarray) -> Pricing:
         """Return pipelines at some prices, for a number of them in a range."""
         return Pricing(
-            problem=self.problem, pipelines=pipelines, prices=prices, longest_s=self.longest_s,
+            problem=self.problem,
+            pipelines=pipelines,
+            prices=prices,
+            longest_s=self.longest_s,
             stages=self.stages.setdefault(pipelines, {}),
-        )  # fmt: skip
+        )
 
     def learn(self, templates: Iterable[Template]) -> None:
         """Add pipelines to the columns, cut anew too where messages cost by both their ends."""

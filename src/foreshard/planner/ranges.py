@@ -114,9 +114,11 @@ def search_range(
         progress.priced[pipelines] = reached, pricing
         proven, better = pricing.earliest(
             goal_of(problem, prices, pipelines),
-            known_s=reached * (1.0 - 1e-4), aim_s=progress.aim_s, tolerance=tolerance,
+            known_s=reached * (1.0 - 1e-4),
+            aim_s=progress.aim_s,
+            tolerance=tolerance,
             deadline=progress.deadline,
-        )  # fmt: skip
+        )
         progress.evaluated += pricing.solved
         bound = max(bound, proven)
         fresh = [one for one in varied(problem, better) if one not in progress.columns]

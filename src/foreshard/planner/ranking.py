@@ -52,10 +52,12 @@ class Limits:
             prices = [one.cost.usd_total for one in predictions if one.cost.usd_total is not None]
             if not prices:
                 return LimitError(
-                    "no device of the cluster has a price", key="--max-usd", value=self.max_usd,
+                    "no device of the cluster has a price",
+                    key="--max-usd",
+                    value=self.max_usd,
                     rule="A limit on the price needs prices",
                     fix="Give --usd-per-device-hour, or usd_per_h in the cluster file",
-                )  # fmt: skip
+                )
             found.append(("--max-usd", self.max_usd, min(prices), "dollars"))
         broken = [one for one in found if one[2] > one[1]] or found
         key, value, least, unit = broken[0]
@@ -63,9 +65,12 @@ class Limits:
         below = f"no plan takes less than {_four_digits(least, math.floor)} {unit}"
         what = below if both else "no plan meets both limits"
         return LimitError(
-            what, key=key, value=value, rule="A plan must keep every limit",
+            what,
+            key=key,
+            value=value,
+            rule="A plan must keep every limit",
             fix=f"Allow {_four_digits(least, math.ceil)} {unit}, more devices or other ones",
-        )  # fmt: skip
+        )
 
 
 def _four_digits(value: float, rounded: Callable[[float], int]) -> str:

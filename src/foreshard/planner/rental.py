@@ -58,9 +58,13 @@ class Offer:
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints for an offer."""
         return {
-            "cluster": self.cluster, "instance": self.instance, "num_nodes": self.num_nodes,
-            "usd_per_h": self.usd_per_h, "price_date": self.price_date, **self.ranked.to_dict(),
-        }  # fmt: skip
+            "cluster": self.cluster,
+            "instance": self.instance,
+            "num_nodes": self.num_nodes,
+            "usd_per_h": self.usd_per_h,
+            "price_date": self.price_date,
+            **self.ranked.to_dict(),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +85,14 @@ class RentResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
         made: dict[str, Any] = {
-            "schema_version": 1, "offers": [one.to_dict() for one in self.offers],
-            "left_out": self.left_out, "evaluated": self.evaluated, "pruned": self.pruned,
-            "wall_s": self.wall_s, "interrupted": self.interrupted,
-        }  # fmt: skip
+            "schema_version": 1,
+            "offers": [one.to_dict() for one in self.offers],
+            "left_out": self.left_out,
+            "evaluated": self.evaluated,
+            "pruned": self.pruned,
+            "wall_s": self.wall_s,
+            "interrupted": self.interrupted,
+        }
         if self.infeasible is not None:
             made["error"] = self.infeasible.to_dict()
         return made
@@ -166,9 +174,14 @@ def rent(
         _search_one_by_one(parts, search, started + budget_s)
     offers, error = _offers(search, clusters, parts[0].request if parts else None, objectives)
     return RentResult(
-        offers=offers[:top], left_out=search.left_out, evaluated=search.evaluated, pruned=search.pruned,
-        wall_s=time.perf_counter() - started, interrupted=search.interrupted, infeasible=error,
-    )  # fmt: skip
+        offers=offers[:top],
+        left_out=search.left_out,
+        evaluated=search.evaluated,
+        pruned=search.pruned,
+        wall_s=time.perf_counter() - started,
+        interrupted=search.interrupted,
+        infeasible=error,
+    )
 
 
 def _parts(
@@ -276,9 +289,12 @@ def _clusters(
     for name in (*(asked or known), *usd_per_h, *max_nodes):
         if name not in known:
             raise SpecError(
-                f"unknown instance {name!r}", key="instances", value=name,
-                rule="Instances are those of the catalog", fix="See 'foreshard clusters'",
-            )  # fmt: skip
+                f"unknown instance {name!r}",
+                key="instances",
+                value=name,
+                rule="Instances are those of the catalog",
+                fix="See 'foreshard clusters'",
+            )
     for name in asked or known:
         price = usd_per_h.get(name, known[name].usd_per_h)
         count = min(max_devices // known[name].per_node, max_nodes.get(name, max_devices))
@@ -313,15 +329,20 @@ def _offers(
         nodes = clusters[name].nodes[0]
         count = -(-len(one.plan.ranks) // nodes.per_node)
         offer = Offer(
-            cluster=f"{count}x{name}", instance=name, num_nodes=count, price_date=nodes.price_date,
-            usd_per_h=count * (nodes.usd_per_h or 0.0), ranked=one,
-        )  # fmt: skip
+            cluster=f"{count}x{name}",
+            instance=name,
+            num_nodes=count,
+            price_date=nodes.price_date,
+            usd_per_h=count * (nodes.usd_per_h or 0.0),
+            ranked=one,
+        )
         offers.setdefault((name, count), offer)
     if not order:
         error = InfeasibleError(
-            "no instance holds the model", key="--max-devices",
+            "no instance holds the model",
+            key="--max-devices",
             value=None if request is None else request.cluster.num_devices,
             rule="The fullest device of a plan fits its memory",
             fix="Allow more devices, or another framework that shards more",
-        )  # fmt: skip
+        )
     return tuple(offers.values()), error

@@ -80,12 +80,18 @@ def checked_request(
     for flag, limit in (("--max-usd", max_usd), ("--max-hours", max_hours)):
         if limit is not None and tokens is None:
             raise SpecError(
-                "a limit on the run without its length", key=flag, value=limit,
-                rule="Time and price of a run follow from its tokens", fix="Give --tokens",
-            )  # fmt: skip
+                "a limit on the run without its length",
+                key=flag,
+                value=limit,
+                rule="Time and price of a run follow from its tokens",
+                fix="Give --tokens",
+            )
     for flag, value in (
-        ("--max-usd", max_usd), ("--max-hours", max_hours), ("--tokens", tokens), ("--budget-s", budget_s),
-    ):  # fmt: skip
+        ("--max-usd", max_usd),
+        ("--max-hours", max_hours),
+        ("--tokens", tokens),
+        ("--budget-s", budget_s),
+    ):
         if value is not None and not 0 < value < 1e30:
             raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
     return Request(

@@ -76,10 +76,11 @@ def _precision_known(request: Request) -> None:
     has = [name for name in PRECISIONS if any(device.supports(name) for device in devices)]
     raise SpecError(
         f"{', '.join(device.name for device in devices)} have no {request.precision}",
-        key="--dtype", value=request.precision,
+        key="--dtype",
+        value=request.precision,
         rule="Devices compute matrix products of the precision in hardware",
         fix=f"Use one of {', '.join(has)}" if has else "Use other devices",
-    )  # fmt: skip
+    )
 
 
 __all__ = ["plan", "rent"]

@@ -76,9 +76,12 @@ def switches(asked: Sequence[str] | str, framework: Framework) -> tuple[str, ...
         if name not in shipped:
             has = ", ".join(shipped) or "none"
             raise SpecError(
-                f"{framework.label} has no switch for {name}", key="--comm", value=name,
-                rule="The search sets what the framework lets its user set", fix=f"It has: {has}",
-            )  # fmt: skip
+                f"{framework.label} has no switch for {name}",
+                key="--comm",
+                value=name,
+                rule="The search sets what the framework lets its user set",
+                fix=f"It has: {has}",
+            )
     return tuple(name for name in COMM_OPTIONS if name in names)
 
 

@@ -198,11 +198,16 @@ def joint_options(request: Request, use: tuple[int, ...]) -> list[StageKind]:
                 own, with_it = parts
                 found += [
                     StageKind(
-                        node_group=own.node_group, tp=tp, inner_dp=own.inner_dp, micro_batch=own.micro_batch,
-                        recompute=rule, zero=max(zero), beside=with_it,
+                        node_group=own.node_group,
+                        tp=tp,
+                        inner_dp=own.inner_dp,
+                        micro_batch=own.micro_batch,
+                        recompute=rule,
+                        zero=max(zero),
+                        beside=with_it,
                     )
                     for rule in rules
-                ]  # fmt: skip
+                ]
     return found
 
 

@@ -256,9 +256,12 @@ def _tail_of(
     rank = batch.machine.rank
     stride, expert_stride = (np.where(replicas > 1, blocks / n * (1.0 - 1e-9), 1.0) for n in inside)
     spread = replace(
-        rank, dp=replicas / rank.cp, copies=replicas / rank.shard,
-        sync_stride=stride, expert_stride=expert_stride,
-    )  # fmt: skip
+        rank,
+        dp=replicas / rank.cp,
+        copies=replicas / rank.shard,
+        sync_stride=stride,
+        expert_stride=expert_stride,
+    )
     sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     return np.asarray(sync + optimizer)
 
@@ -354,14 +357,32 @@ def _rank(request: Request, kind: StageKind) -> RankShape:
     if kind.beside:  # half of its ranks, or fewer, are within one link domain
         own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
     return RankShape(
-        tp=tp, cp=float(kind.cp), ep=float(kind.ep), etp=1.0, dp=float(kind.width), copies=1.0,
-        sp=float(kind.tp > 1), zero=float(kind.zero), shard=float(kind.width * kind.cp),
-        micro_batch=float(kind.micro_batch), seq_len=float(request.seq_len), low=float(low),
-        four_bit=float(four), matrix_bytes=0.5 if four else 1.0 if low else wide, element_bytes=wide,
-        offload_optimizer=0.0, offload_activations=0.0, tp_stride=1.0, cp_stride=tp, ep_stride=1.0,
-        etp_stride=1.0, sync_stride=tp, expert_stride=1.0, own_stride=own,
+        tp=tp,
+        cp=float(kind.cp),
+        ep=float(kind.ep),
+        etp=1.0,
+        dp=float(kind.width),
+        copies=1.0,
+        sp=float(kind.tp > 1),
+        zero=float(kind.zero),
+        shard=float(kind.width * kind.cp),
+        micro_batch=float(kind.micro_batch),
+        seq_len=float(request.seq_len),
+        low=float(low),
+        four_bit=float(four),
+        matrix_bytes=0.5 if four else 1.0 if low else wide,
+        element_bytes=wide,
+        offload_optimizer=0.0,
+        offload_activations=0.0,
+        tp_stride=1.0,
+        cp_stride=tp,
+        ep_stride=1.0,
+        etp_stride=1.0,
+        sync_stride=tp,
+        expert_stride=1.0,
+        own_stride=own,
         own_expert_stride=own_experts,
-    )  # fmt: skip
+    )
 
 
 def _pipeline(
@@ -370,12 +391,16 @@ def _pipeline(
     model, nodes = request.model, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
     # Beside a stage that fills its link domain there is no room for a neighbour.
-    leaves = [[
-        # Neighbours that are joint too can have each half of theirs beside its own.
-        float((crosses and not kind.beside)
-              or any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts))
-        for kind in kinds
-    ]]  # fmt: skip
+    leaves = [
+        [
+            # Neighbours that are joint too can have each half of theirs beside its own.
+            float(
+                (crosses and not kind.beside)
+                or any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts)
+            )
+            for kind in kinds
+        ]
+    ]
     alone = types.has_embedding * types.has_head
 
     def one(value: float) -> np.ndarray:

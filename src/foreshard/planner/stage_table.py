@@ -40,9 +40,13 @@ class StageTable:
             whole[:, : one.shape[1], i] = one
         columns = whole[:, :, np.ravel(inverse)]
         return StageRows(
-            blocks=blocks, counts=tuple(columns[:-4]), first_stage=columns[-4], multiplicity=columns[-3],
-            has_embedding=columns[-2], has_head=columns[-1],
-        )  # fmt: skip
+            blocks=blocks,
+            counts=tuple(columns[:-4]),
+            first_stage=columns[-4],
+            multiplicity=columns[-3],
+            has_embedding=columns[-2],
+            has_head=columns[-1],
+        )
 
     def _pipeline(self, key: int) -> np.ndarray:
         """Return the distinct stages of one pipeline, shape (numbers of a stage, stages)."""

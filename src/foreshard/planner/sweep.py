@@ -32,10 +32,12 @@ def check_executor(text: str) -> str:
     if text == "local" or (kind == "ray" and (address or not colon)):
         return text
     raise SpecError(
-        f"{text!r} is no executor", key="--executor", value=text,
+        f"{text!r} is no executor",
+        key="--executor",
+        value=text,
         rule="An executor is local, ray (on this machine) or ray:ADDRESS (a running cluster)",
         fix="Use --executor local, or --executor ray:auto",
-    )  # fmt: skip
+    )
 
 
 def walk_with_ray(
@@ -161,10 +163,12 @@ def _connect(ray: Any, executor: str) -> None:
         ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, ValueError) as error:
         raise SpecError(
-            f"no Ray cluster answers: {error}", key="--executor", value=executor,
+            f"no Ray cluster answers: {error}",
+            key="--executor",
+            value=executor,
             rule="The address is that of a running head node, as ray start tells it",
             fix="Start one, or set RAY_AUTH_MODE=token where it asks for a token",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _knock(address: str) -> None:
@@ -179,7 +183,10 @@ def _ray() -> Any:
         import ray  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         raise ExtraMissingError(
-            "ray is not installed", key="--executor", value="ray",
-            rule="Searching in tasks of Ray needs it", fix="pip install 'foreshard[sweep]'",
-        ) from None  # fmt: skip
+            "ray is not installed",
+            key="--executor",
+            value="ray",
+            rule="Searching in tasks of Ray needs it",
+            fix="pip install 'foreshard[sweep]'",
+        ) from None
     return ray

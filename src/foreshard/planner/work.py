@@ -27,6 +27,21 @@ def fluid_s(problem: Problem, prices: np.ndarray, work: float, devices: float) -
     return problem.global_batch * work / worth if worth > 0 else 0.0
 
 
+def work_bound(problem: Problem) -> float:
+    """Return a step time that no arrangement beats, from work alone; infinite where no pipeline fits at all.
+
+    For any prices of devices, a sample needs at least the least priced device-seconds of a way through the
+    chain, and a second buys no more than all devices are worth; prices are what a device does in a second.
+    """
+    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    prices = np.array([_speed(problem, usable, kind) for kind in range(len(problem.counts))])
+    work = least_work(problem, prices)
+    value = float(prices @ np.array(problem.counts))
+    if not np.isfinite(work):
+        return float("inf")
+    return problem.global_batch * work / value if value > 0 else 0.0
+
+
 def least_work(problem: Problem, prices: np.ndarray, options: np.ndarray | None = None) -> float:
     """Return the least priced device-seconds of a sample on its way through a pipeline of some options."""
     some = np.arange(len(problem.takes)) if options is None else options
@@ -58,3 +73,14 @@ def least_tail(problem: Problem, pipelines: tuple[int, int]) -> float:
     tail = problem.tail_between(pipelines)
     usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
     return float(tail[usable].min()) if usable.any() else 0.0
+
+
+def _speed(problem: Problem, usable: np.ndarray, kind: int) -> float:
+    """Return how much work a device of a kind does in a second, by the quickest option it takes part in."""
+    own = np.flatnonzero(problem.takes[:, kind] > 0)
+    if not len(own):
+        return 0.0
+    middle = int(problem.types[1, 2]) if problem.num_layers > 2 else 0
+    each = np.where(usable[own, middle], problem.time_s[own, middle], np.inf)
+    each = each * problem.takes[own].sum(1) / problem.micro_batch[own]
+    return 1.0 / float(each.min()) if np.isfinite(each.min()) else 0.0

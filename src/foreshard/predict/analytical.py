@@ -157,9 +157,14 @@ def _add_fsdp(
     """
     given = times.backward_s - times.backward_weight
     forward, first, both = sharded_layer_s(
-        times.dense_params, times.expert_params, times.forward_s, given, times.backward_weight, batch.machine,
+        times.dense_params,
+        times.expert_params,
+        times.forward_s,
+        given,
+        times.backward_weight,
+        batch.machine,
         dense=dense,
-    )  # fmt: skip
+    )
     parts["data_comm"] += count * (forward + both)
     return count * (both - first)
 

@@ -126,9 +126,10 @@ def _step(found: Figures, parts: Mapping[str, float], engine: str, measured: boo
     steady = sum(value for name, value in parts.items() if name not in (*once, "data_comm"))
     how = (
         "tasks of one rank per distinct stage lined up by the schedule; exposed times on the rank that "
-        "computes longest" if engine == "graph" else "the slowest stage times its micro-batches, plus one "
-        "passage of the others"
-    )  # fmt: skip
+        "computes longest"
+        if engine == "graph"
+        else "the slowest stage times its micro-batches, plus one passage of the others"
+    )
     return (
         f"{_many(count, 'micro-batch')} x {lasting(steady / count)} on the critical rank"
         f" + bubble {lasting(parts['bubble'])} + data-parallel traffic {lasting(parts['data_comm'])}"

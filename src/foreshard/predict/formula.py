@@ -72,10 +72,17 @@ class LayerTimes:
     def backward_s(self) -> Any:
         """Device seconds of a backward, recomputation included."""
         return (
-            self.backward_input + self.backward_weight + self.recompute + self.tensor_backward
-            + self.tensor_recompute + self.context_backward + self.expert_backward + self.expert_recompute
-            + self.offload_backward + self.reduce_backward
-        )  # fmt: skip
+            self.backward_input
+            + self.backward_weight
+            + self.recompute
+            + self.tensor_backward
+            + self.tensor_recompute
+            + self.context_backward
+            + self.expert_backward
+            + self.expert_recompute
+            + self.offload_backward
+            + self.reduce_backward
+        )
 
 
 def layer_times(

@@ -193,9 +193,14 @@ class _GroupLowering:
             self.data_s[place] = cut.data_s
         names = np.array([self.builder.resource(f"group{self.index}.{n}") for n in shape.resource_names])
         tasks = self.builder.add_many(
-            names[shape.resource[owner]], durations + self.data_s, kind=shape.kind[owner], group=self.index,
-            stage=shape.stage[owner], chunk=shape.chunk[owner], micro_batch=shape.micro_batch[owner],
-        )  # fmt: skip
+            names[shape.resource[owner]],
+            durations + self.data_s,
+            kind=shape.kind[owner],
+            group=self.index,
+            stage=shape.stage[owner],
+            chunk=shape.chunk[owner],
+            micro_batch=shape.micro_batch[owner],
+        )
         self.first_task = int(tasks[0])
         first, last = first + self.first_task, last + self.first_task
         self.builder.depend(first[shape.edge_task], last[shape.edge_before])
@@ -252,13 +257,20 @@ class _GroupLowering:
             cuts.append(_Cut(tasks=shape.ops[op, s, c, -1:], shares=shares, data_s=tax))
         return cuts
 
-    def add_transfer(self, stage: int, seconds: float, after: list[int], kind: Kind, micro_batch: int = -1,
-                     chunk: int = -1) -> int:  # fmt: skip
+    def add_transfer(
+        self, stage: int, seconds: float, after: list[int], kind: Kind, micro_batch: int = -1, chunk: int = -1
+    ) -> int:
         """Append one collective to the data stream of a stage."""
         task = self.builder.add(
-            f"group{self.index}.stage{stage}.data", seconds, after, kind=kind, group=self.index, stage=stage,
-            chunk=chunk, micro_batch=micro_batch,
-        )  # fmt: skip
+            f"group{self.index}.stage{stage}.data",
+            seconds,
+            after,
+            kind=kind,
+            group=self.index,
+            stage=stage,
+            chunk=chunk,
+            micro_batch=micro_batch,
+        )
         self.lowered.data[stage].append(task)
         return task
 
@@ -370,9 +382,11 @@ class _GroupLowering:
             builder.resource(f"group{self.index}.stage{s}.data"),
             np.append(gather_s[gathers], scatter_s[scatters])[order],
             kind=np.where(is_gather, Kind.PARAMETER_GATHER, Kind.GRADIENT_REDUCE),
-            group=self.index, stage=s, chunk=shape.chunk[owner[piece]],
+            group=self.index,
+            stage=s,
+            chunk=shape.chunk[owner[piece]],
             micro_batch=shape.micro_batch[owner[piece]],
-        )  # fmt: skip
+        )
         after, waiting = after[order], waiting[order]
         builder.depend(tasks[after >= 0], first_piece + after[after >= 0])
         used = waiting < len(gather_s)

@@ -181,8 +181,15 @@ def _chunk_units(model: Model, span: tuple[int, int], kinds: dict[Any, int]) -> 
 class _GroupPricer:
     """Prices one group: tables of the batch in, arrays by op, stage and chunk out."""
 
-    def __init__(self, case: Case, batch: Batch, g: int, rows: list[int], table: dict[str, np.ndarray],
-                 kinds: dict[Any, int]):  # fmt: skip
+    def __init__(
+        self,
+        case: Case,
+        batch: Batch,
+        g: int,
+        rows: list[int],
+        table: dict[str, np.ndarray],
+        kinds: dict[Any, int],
+    ):
         self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
         self.group, self.domains = case.plan.groups[g], link_domains(case.cluster)
         self.pipeline = {
@@ -278,14 +285,17 @@ class _GroupPricer:
     def _outside(self, units: list[list[Units]]) -> np.ndarray:
         """Seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
         in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in self.machines]
-        return np.array([
+        return np.array(
             [
-                u.copy_weights_s @ (1.0 + (u.regather_s > 0)) + u.copy_gradients_s.sum()
-                + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
-                for u in row
+                [
+                    u.copy_weights_s @ (1.0 + (u.regather_s > 0))
+                    + u.copy_gradients_s.sum()
+                    + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+                    for u in row
+                ]
+                for alone, row in zip(in_turn, units, strict=True)
             ]
-            for alone, row in zip(in_turn, units, strict=True)
-        ])  # fmt: skip
+        )
 
     def _host_between(self) -> np.ndarray:
         """Return host seconds of an op outside its layers, shape (stages, 1)."""
@@ -298,10 +308,11 @@ class _GroupPricer:
         rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
         priced = min(group.share, group.micro_batch)  # at which `stage_workers` prices an even split
         share = [
-            -(-rest // stage.inner_dp) / -(-priced // stage.inner_dp) if not stage.rank_shares
+            -(-rest // stage.inner_dp) / -(-priced // stage.inner_dp)
+            if not stage.rank_shares
             else rest / group.micro_batch
             for stage in group.stages
-        ]  # fmt: skip
+        ]
         return np.array(share)[:, None]
 
     def _tied_here(self, s: int) -> bool:
@@ -315,9 +326,15 @@ class _GroupPricer:
         at = {name: value[s] for name, value in self.layers.items()}
         forward = at["forward"] + at["tensor_forward"] + at["context_forward"] + at["expert_forward"]
         backward = (
-            at["backward_input"] + at["backward_weight"] + at["recompute"] + at["tensor_backward"]
-            + at["tensor_recompute"] + at["context_backward"] + at["expert_backward"] + at["expert_recompute"]
-        )  # fmt: skip
+            at["backward_input"]
+            + at["backward_weight"]
+            + at["recompute"]
+            + at["tensor_backward"]
+            + at["tensor_recompute"]
+            + at["context_backward"]
+            + at["expert_backward"]
+            + at["expert_recompute"]
+        )
         is_end = units < 0
 
         def column(blocks: np.ndarray, embedding: float, head: float) -> np.ndarray:
@@ -362,22 +379,34 @@ class _GroupPricer:
 
     def _optimizers(self, units: list[list[Units]]) -> np.ndarray:
         """Seconds of the optimizer on each stage."""
-        return np.array([
-            float(optimizer_s(
-                sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row),
-                sum(sum(unit >= 0 for unit in names) for names in self.units[s]), self.machines[s],
-            ))
-            for s, row in enumerate(units)
-        ])  # fmt: skip
+        return np.array(
+            [
+                float(
+                    optimizer_s(
+                        sum(u.params.sum() for u in row),
+                        sum(u.expert_params.sum() for u in row),
+                        sum(sum(unit >= 0 for unit in names) for names in self.units[s]),
+                        self.machines[s],
+                    )
+                )
+                for s, row in enumerate(units)
+            ]
+        )
 
     def _across(self, units: list[list[Units]]) -> np.ndarray:
         """Seconds of summing the sharded gradients of each stage over the groups."""
-        return np.array([
-            float(across_groups_s(
-                sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row), self.machines[s]
-            ))
-            for s, row in enumerate(units)
-        ])  # fmt: skip
+        return np.array(
+            [
+                float(
+                    across_groups_s(
+                        sum(u.params.sum() for u in row),
+                        sum(u.expert_params.sum() for u in row),
+                        self.machines[s],
+                    )
+                )
+                for s, row in enumerate(units)
+            ]
+        )
 
     def _tied_s(self) -> float:
         p = self.pipeline

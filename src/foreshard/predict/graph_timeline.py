@@ -121,7 +121,14 @@ def _once_events(step: Step, lowered: LoweredGroup, times: TaskTimes, ranks: lis
                 continue
             stage, kind = int(program.stage[task]), Kind(int(program.kind[task]))
             yield Event(
-                rank=ranks[stage], group=group, stage=stage, stream=stream or kind.name.lower(),
-                name=kind.name.lower(), part=part, start_s=start_s, end_s=end_s,
-                micro_batch=int(program.micro_batch[task]), chunk=int(program.chunk[task]),
-            )  # fmt: skip
+                rank=ranks[stage],
+                group=group,
+                stage=stage,
+                stream=stream or kind.name.lower(),
+                name=kind.name.lower(),
+                part=part,
+                start_s=start_s,
+                end_s=end_s,
+                micro_batch=int(program.micro_batch[task]),
+                chunk=int(program.chunk[task]),
+            )

@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from foreshard.predict.batch import Case
 
 LEVEL = 0.9
-FEATURES = ("log2 parameters", "log2 hidden", "log2 sequence", "log2 tokens per rank", "log2 tp", "log2 pp",
-            "log2 devices")  # fmt: skip
+FEATURES = (
+    "log2 parameters",
+    "log2 hidden",
+    "log2 sequence",
+    "log2 tokens per rank",
+    "log2 tp",
+    "log2 pp",
+    "log2 devices",
+)
 HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
 MIN_CLASS = 19  # smallest class: its 90 % interval ends inside the residuals with room on both sides
 _NARROW = ("fp8", "mxfp8", "nvfp4")

@@ -228,9 +228,15 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
         backward = backward_of_forward_s(alone, machine.kernels) * (c.flash_backward * new)
     if not np.all(traits.flash):
         plain, plain_back = unfused_attention_s(
-            rank.micro_batch, heads, length, length, layer.head_dim, machine.kernels,
-            dropout=np.asarray(layer.dropout) > 0, bytes_per_element=rank.element_bytes,
-        )  # fmt: skip
+            rank.micro_batch,
+            heads,
+            length,
+            length,
+            layer.head_dim,
+            machine.kernels,
+            dropout=np.asarray(layer.dropout) > 0,
+            bytes_per_element=rank.element_bytes,
+        )
         forward = np.where(traits.flash > 0, forward, plain * c.unfused)
         backward = np.where(traits.flash > 0, backward, plain_back * c.unfused)
     return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)

@@ -25,8 +25,14 @@ from foreshard.spec.prediction import TIME_PARTS, Money, Prediction
 from foreshard.units import number_of
 
 __all__ = [
-    "LayerCost", "MeasuredCosts", "RankTimes", "load_costs", "predict_measured", "rank_times", "step_seconds",
-]  # fmt: skip
+    "LayerCost",
+    "MeasuredCosts",
+    "RankTimes",
+    "load_costs",
+    "predict_measured",
+    "rank_times",
+    "step_seconds",
+]
 
 COVERAGE = 0.9
 
@@ -71,25 +77,46 @@ def predict_measured(
     vote_s = _vote_s(costs, cluster, plan)
     step_s = critical.end_s + vote_s
     parts = dict.fromkeys(TIME_PARTS, 0.0) | {
-        "compute": critical.compute_s, "recompute": critical.recompute_s,
-        "tensor_comm": critical.tensor_s, "bubble": critical.waiting_s,
-        "data_comm": critical.sync_s, "optimizer": critical.optimizer_s, "host": vote_s,
-    }  # fmt: skip
+        "compute": critical.compute_s,
+        "recompute": critical.recompute_s,
+        "tensor_comm": critical.tensor_s,
+        "bubble": critical.waiting_s,
+        "data_comm": critical.sync_s,
+        "optimizer": critical.optimizer_s,
+        "host": vote_s,
+    }
     samples_per_s = plan.global_batch / step_s
     tokens_per_s = samples_per_s * costs.tokens_per_sample
     total = tokens / tokens_per_s if tokens else None
     return Prediction(
-        step_time_s=step_s, step_time_interval_s=(step_s * costs.spread[0], step_s * costs.spread[1]),
-        interval=COVERAGE, tokens_per_s=tokens_per_s, samples_per_s=samples_per_s,
-        tokens_per_s_per_device=tokens_per_s / len(plan.ranks), mfu=0.0, mfu_causal=0.0, mfu_bf16=None,
-        hfu=0.0, time_breakdown_s=parts, memory=measured_memory(costs, cluster, plan),
+        step_time_s=step_s,
+        step_time_interval_s=(step_s * costs.spread[0], step_s * costs.spread[1]),
+        interval=COVERAGE,
+        tokens_per_s=tokens_per_s,
+        samples_per_s=samples_per_s,
+        tokens_per_s_per_device=tokens_per_s / len(plan.ranks),
+        mfu=0.0,
+        mfu_causal=0.0,
+        mfu_bf16=None,
+        hfu=0.0,
+        time_breakdown_s=parts,
+        memory=measured_memory(costs, cluster, plan),
         cost=_money(cluster, step_s, plan.global_batch * costs.tokens_per_sample, total),
-        energy_j_per_step=None, goodput=None, run_time_s=total, bottleneck=_bottleneck(parts, critical),
-        plan=plan, model=costs.model, cluster=cluster.name, framework="foreshard", engine="graph",
-        costs=costs.path, fidelity="calibrated", assumptions=_assumptions(costs, cluster, plan),
+        energy_j_per_step=None,
+        goodput=None,
+        run_time_s=total,
+        bottleneck=_bottleneck(parts, critical),
+        plan=plan,
+        model=costs.model,
+        cluster=cluster.name,
+        framework="foreshard",
+        engine="graph",
+        costs=costs.path,
+        fidelity="calibrated",
+        assumptions=_assumptions(costs, cluster, plan),
         evidence=f"layers timed on {costs.machine or 'this machine'}",
         predict_s=time.perf_counter() - started,
-    )  # fmt: skip
+    )
 
 
 def step_seconds(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> float:
@@ -108,11 +135,18 @@ def rank_times(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> list[RankT
     for rank, told in sorted(done.items()):
         optimizer_s = costs.optimizer_s(device[rank], told["layers"], told["tp"]) / told["shards"]
         busy_s = told["work_s"] + told["again_s"] + told["tensor_s"]
-        found.append(RankTimes(
-            rank=rank, compute_s=told["work_s"], recompute_s=told["again_s"], tensor_s=told["tensor_s"],
-            waiting_s=_gap(told["end_s"], busy_s),
-            sync_s=synced[rank] - told["end_s"], optimizer_s=optimizer_s, end_s=synced[rank] + optimizer_s,
-        ))  # fmt: skip
+        found.append(
+            RankTimes(
+                rank=rank,
+                compute_s=told["work_s"],
+                recompute_s=told["again_s"],
+                tensor_s=told["tensor_s"],
+                waiting_s=_gap(told["end_s"], busy_s),
+                sync_s=synced[rank] - told["end_s"],
+                optimizer_s=optimizer_s,
+                end_s=synced[rank] + optimizer_s,
+            )
+        )
     return found
 
 
@@ -134,10 +168,16 @@ def _group_done(
         for place, rank in enumerate(stage.ranks):
             done_s, again_s, tensor_s = work.of_rank[rank]
             found[rank] = {
-                "end_s": max(ends[s]), "work_s": done_s, "again_s": again_s, "tensor_s": tensor_s,
-                "ready_s": ready, "layers": tuple(ready), "tp": stage.tp, "part": place % stage.tp,
+                "end_s": max(ends[s]),
+                "work_s": done_s,
+                "again_s": again_s,
+                "tensor_s": tensor_s,
+                "ready_s": ready,
+                "layers": tuple(ready),
+                "tp": stage.tp,
+                "part": place % stage.tp,
                 "shards": stage.inner_dp if stage.zero >= 1 else 1,
-            }  # fmt: skip
+            }
     return found
 
 
@@ -151,10 +191,15 @@ def _ends(
     if group.schedule == "zb-h1":
         backward_s = {"backward_input_s": work.inputs, "backward_weight_s": work.backward - work.inputs}
     program = pipeline_program(
-        schedule=group.schedule, num_micro_batches=len(sizes), forward_s=work.forward, overlap_p2p=True,
-        overlap_warm_up=True, send_forward_s=_sends(costs, cluster, group, sizes[0], forward=True),
-        send_backward_s=_sends(costs, cluster, group, sizes[0], forward=False), **backward_s,
-    )  # fmt: skip
+        schedule=group.schedule,
+        num_micro_batches=len(sizes),
+        forward_s=work.forward,
+        overlap_p2p=True,
+        overlap_warm_up=True,
+        send_forward_s=_sends(costs, cluster, group, sizes[0], forward=True),
+        send_backward_s=_sends(costs, cluster, group, sizes[0], forward=False),
+        **backward_s,
+    )
     times = critical_path.run(program)
     computes = program.kind <= Kind.BACKWARD_WEIGHT
     return [
@@ -243,9 +288,11 @@ def _money(cluster: Cluster, step_s: float, tokens_a_step: float, total_s: float
         return Money(usd_per_step=None, usd_per_1b_tokens=None, usd_total=None, price_date=None)
     step = price * step_s / 3600
     return Money(
-        usd_per_step=step, usd_per_1b_tokens=step / tokens_a_step * 1e9 if tokens_a_step else None,
-        usd_total=None if total_s is None else price * total_s / 3600, price_date=None,
-    )  # fmt: skip
+        usd_per_step=step,
+        usd_per_1b_tokens=step / tokens_a_step * 1e9 if tokens_a_step else None,
+        usd_total=None if total_s is None else price * total_s / 3600,
+        price_date=None,
+    )
 
 
 def _bottleneck(parts: Mapping[str, float], critical: RankTimes) -> str:
@@ -262,9 +309,10 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
         "MFU is not known: measured devices have no stated peak",
         f"interval: how passes spread on the measured machine ({low:.3f} to {high:.3f} of their median)",
         "memory: of parameters, gradients, optimizer and activations; not what the process takes besides",
-        "links as the cluster states them" if links is None else
-        f"links as measured; sizes are {100 * links.relative_error:.0f} % off the fit (median)",
-    ]  # fmt: skip
+        "links as the cluster states them"
+        if links is None
+        else f"links as measured; sizes are {100 * links.relative_error:.0f} % off the fit (median)",
+    ]
     if any(group.sp and stage.tp > 1 for group in plan.groups for stage in group.stages):
         told.append("sp: work and memory of layers as timed without it; messages between stages in parts")
     if slow:
@@ -276,31 +324,42 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
     layers = max(hi for stage in plan.groups[0].stages for _, hi in stage.layers)
     if layers != len(costs.layers):
         raise SpecError(
-            f"the plan splits {layers} layers, {len(costs.layers)} were measured", file=costs.path,
-            key="groups.stages.layers", value=layers, rule="A plan holds every layer of the model",
+            f"the plan splits {layers} layers, {len(costs.layers)} were measured",
+            file=costs.path,
+            key="groups.stages.layers",
+            value=layers,
+            rule="A plan holds every layer of the model",
             fix=f"Cut 0..{len(costs.layers)}",
-        )  # fmt: skip
+        )
     degrees = sorted({stage.tp for group in plan.groups for stage in group.stages} - {1})
     if len(degrees) > 1:
         raise SpecError(
-            f"tp {' and '.join(map(str, degrees))} in one plan", key="groups.stages.tp", value=degrees[-1],
+            f"tp {' and '.join(map(str, degrees))} in one plan",
+            key="groups.stages.tp",
+            value=degrees[-1],
             rule="Measured costs price stages of one tp above 1, beside stages of tp 1",
-        )  # fmt: skip
+        )
     most = max(plan.ranks)
     if most >= cluster.num_devices:
         raise SpecError(
             f"the plan uses rank {most}, the cluster has {number_of(cluster.num_devices, 'device')}",
-            key="ranks", value=most, rule="Ranks are 0 to N - 1",
-        )  # fmt: skip
+            key="ranks",
+            value=most,
+            rule="Ranks are 0 to N - 1",
+        )
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
             if stage.cp * stage.ep > 1:
                 raise SpecError(
-                    "cp or ep above 1", key=f"groups[{g}].stages[{s}]",
+                    "cp or ep above 1",
+                    key=f"groups[{g}].stages[{s}]",
                     rule="Measured costs price stages of data- and tensor-parallel ranks",
-                )  # fmt: skip
+                )
             if stage.zero >= 3 and stage.inner_dp > 1:
                 raise SpecError(
-                    "zero 3", key=f"groups[{g}].stages[{s}].zero", value=stage.zero,
-                    rule="Measured costs do not price the gathering of values", fix="Use zero 0, 1 or 2",
-                )  # fmt: skip
+                    "zero 3",
+                    key=f"groups[{g}].stages[{s}].zero",
+                    value=stage.zero,
+                    rule="Measured costs do not price the gathering of values",
+                    fix="Use zero 0, 1 or 2",
+                )

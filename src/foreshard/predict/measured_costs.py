@@ -23,9 +23,13 @@ Sums = tuple[tuple[float, float], ...]
 """(bytes per sample, which part of a ring) of each sum over the ranks that compute a layer together."""
 _LINES = ("forward_s", "backward_s", "backward_input_s")
 _NUMBERS = (
-    "optimizer_s", "parameter_bytes", "frozen_bytes", "state_bytes", "saved_bytes_per_sample",
+    "optimizer_s",
+    "parameter_bytes",
+    "frozen_bytes",
+    "state_bytes",
+    "saved_bytes_per_sample",
     "boundary_bytes_per_sample",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +115,13 @@ class MeasuredCosts:
         """
         if device not in self.slow:
             raise SpecError(
-                f"no measured costs of {device!r}", file=self.path, key="devices", value=device,
+                f"no measured costs of {device!r}",
+                file=self.path,
+                key="devices",
+                value=device,
                 rule=f"Measured are {', '.join(sorted(self.slow))}",
                 fix="Profile that device, or give the lab to calibrate",
-            )  # fmt: skip
+            )
         return self.slow[device]
 
     def layers_on(self, device: str, tp: int = 1) -> tuple[LayerCost, ...]:
@@ -130,10 +137,13 @@ class MeasuredCosts:
         known = self.parts.get(device if device in self.tables else "", {})
         if tp not in known:
             raise SpecError(
-                f"layers that {tp} ranks compute together were not measured", file=self.path,
-                key="groups.stages.tp", value=tp, rule=f"Measured are {', '.join(map(str, (1, *known)))}",
+                f"layers that {tp} ranks compute together were not measured",
+                file=self.path,
+                key="groups.stages.tp",
+                value=tp,
+                rule=f"Measured are {', '.join(map(str, (1, *known)))}",
                 fix=f"Profile again with --tp {tp}, or plan without",
-            )  # fmt: skip
+            )
         return known[tp]
 
     def cut_bytes(self, layer: int, tp: int) -> float:
@@ -202,9 +212,13 @@ def load_costs(path: str) -> MeasuredCosts:
         return _parsed(data, path)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else str(error)
-        raise SpecError(f"not measured costs: {what}", file=path, key="--costs",
-                        rule="The file is what foreshard calibrate writes",
-                        fix="Run foreshard calibrate again") from None  # fmt: skip
+        raise SpecError(
+            f"not measured costs: {what}",
+            file=path,
+            key="--costs",
+            rule="The file is what foreshard calibrate writes",
+            fix="Run foreshard calibrate again",
+        ) from None
 
 
 def _parsed(data: Any, path: str) -> MeasuredCosts:
@@ -218,16 +232,23 @@ def _parsed(data: Any, path: str) -> MeasuredCosts:
     if not all(np.isfinite(factor) and factor > 0 for factor in slow.values()):
         raise ValueError("devices with positive factors")
     return MeasuredCosts(
-        layers=layers, tables=tables, slow=slow, spread=(float(data["spread"][0]), float(data["spread"][1])),
-        clock=str(data["clock"]), tokens_per_sample=float(data["tokens_per_sample"]), path=path,
-        links=MeasuredLinks.parsed(data.get("links")), model=str(data.get("model", "")),
-        machine=str(data.get("machine", "")), largest=int(max(data["samples"])),
+        layers=layers,
+        tables=tables,
+        slow=slow,
+        spread=(float(data["spread"][0]), float(data["spread"][1])),
+        clock=str(data["clock"]),
+        tokens_per_sample=float(data["tokens_per_sample"]),
+        path=path,
+        links=MeasuredLinks.parsed(data.get("links")),
+        model=str(data.get("model", "")),
+        machine=str(data.get("machine", "")),
+        largest=int(max(data["samples"])),
         tied=tuple((tuple(map(int, one["layers"])), float(one["bytes"])) for one in data.get("tied", [])),
         parts={
             str(name): {int(degree): _layers(rows) for degree, rows in told.items()}
             for name, told in data.get("tensor", {}).items()
         },
-    )  # fmt: skip
+    )
 
 
 def _layers(rows: Any) -> tuple[LayerCost, ...]:

@@ -30,10 +30,14 @@ def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memor
     assert worst is not None
     peak, capacity = sum(worst[1].values()), cluster.device_of(where).capacity_bytes
     return Memory(
-        peak_bytes=peak, peak_allocated_bytes=peak, peak_rank=where, capacity_bytes=capacity,
-        fits=peak <= capacity, breakdown_bytes=dict.fromkeys(MEMORY_PARTS, 0.0) | worst[1],
+        peak_bytes=peak,
+        peak_allocated_bytes=peak,
+        peak_rank=where,
+        capacity_bytes=capacity,
+        fits=peak <= capacity,
+        breakdown_bytes=dict.fromkeys(MEMORY_PARTS, 0.0) | worst[1],
         per_stage_peak_bytes=tuple(peaks),
-    )  # fmt: skip
+    )
 
 
 def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -> dict[str, float]:
@@ -44,10 +48,12 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
     shards = stage.inner_dp if stage.zero >= 1 else 1
     own = sum(layer.parameter_bytes for layer in layers)
     return {
-        "parameters": own + sum(layer.frozen_bytes for layer in layers), "gradients": own,
+        "parameters": own + sum(layer.frozen_bytes for layer in layers),
+        "gradients": own,
         "optimizer": sum(layer.state_bytes for layer in layers) / shards,
-        "activations": samples * _most_kept(group, place, kept), "temporary": samples * max(temporary),
-    }  # fmt: skip
+        "activations": samples * _most_kept(group, place, kept),
+        "temporary": samples * max(temporary),
+    }
 
 
 def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> tuple[float, float]:
@@ -68,9 +74,11 @@ def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> t
 def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:
     """Return the largest sum of what a stage keeps of a sample of each micro-batch under way."""
     order = stage_order(
-        group.schedule, num_stages=len(group.stages), num_micro_batches=group.num_micro_batches,
+        group.schedule,
+        num_stages=len(group.stages),
+        num_micro_batches=group.num_micro_batches,
         num_chunks=group.num_chunks,
-    )[place]  # fmt: skip
+    )[place]
     op, chunk = order[:, 0], order[:, 1]
     change = np.where(op == Op.FORWARD, 1.0, np.where(op == Op.BACKWARD_INPUT, 0.0, -1.0))
     return float(np.cumsum(change * np.array(bytes_of_chunk)[chunk]).max())

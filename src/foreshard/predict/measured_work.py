@@ -16,9 +16,13 @@ class Work:
     """Seconds of every pass, shape (stages, chunks, micro-batches), and of every rank apart."""
 
     def __init__(
-        self, costs: MeasuredCosts, cluster: Cluster, group: Group, sizes: Sequence[int],
+        self,
+        costs: MeasuredCosts,
+        cluster: Cluster,
+        group: Group,
+        sizes: Sequence[int],
         device: Mapping[int, str],
-    ):  # fmt: skip
+    ):
         shape = (len(group.stages), group.num_chunks, len(sizes))
         self.forward, self.backward, self.inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.of_rank: dict[int, tuple[float, float, float]] = {}
@@ -34,9 +38,10 @@ class Work:
                         inside + at_ends
                         for inside, at_ends in zip(
                             _sums(costs, cluster, together, span, samples, part_again(stage)),
-                            _seams(costs, cluster, group, (s, c), together, samples), strict=True,
+                            _seams(costs, cluster, group, (s, c), together, samples),
+                            strict=True,
                         )
-                    ]  # fmt: skip
+                    ]
                     own = (passes[0] + passes[1] - passes[3], passes[3], sums[0] + sums[1])
                     total += np.array([seconds @ times for seconds in own])
                     ends = (passes[0] + sums[0], passes[1] + sums[1], passes[2] + sums[1])
@@ -60,9 +65,13 @@ def _passes(
 
 
 def _sums(
-    costs: MeasuredCosts, cluster: Cluster, ranks: Sequence[int], span: tuple[int, int], samples: np.ndarray,
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    span: tuple[int, int],
+    samples: np.ndarray,
     again: float,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds that ranks need to sum what they compute together, in forward and backward."""
     if len(ranks) == 1:
         return np.zeros(len(samples)), np.zeros(len(samples))
@@ -77,9 +86,13 @@ def _sums(
 
 
 def _seams(
-    costs: MeasuredCosts, cluster: Cluster, group: Group, at: tuple[int, int], ranks: Sequence[int],
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    group: Group,
+    at: tuple[int, int],
+    ranks: Sequence[int],
     samples: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds in which cut sequences are put together at the ends of a chunk, with sp.
 
     Where the stage beside it has another tp: outputs in the forward, gradients of inputs in the backward.

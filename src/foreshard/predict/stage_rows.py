@@ -87,9 +87,13 @@ def _equal_blocks(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
     all_rows = (counts, first_stage, multiplicity, has_embedding, has_head)
     rows = all_rows if len(used) == 4 else tuple(row[used] for row in all_rows)
     return StageRows(
-        blocks=(model.blocks[0],), counts=(rows[0],), first_stage=rows[1], multiplicity=rows[2],
-        has_embedding=rows[3], has_head=rows[4],
-    )  # fmt: skip
+        blocks=(model.blocks[0],),
+        counts=(rows[0],),
+        first_stage=rows[1],
+        multiplicity=rows[2],
+        has_embedding=rows[3],
+        has_head=rows[4],
+    )
 
 
 def _mixed_blocks(model: Model, kinds: list[Block], pp: np.ndarray, vpp: np.ndarray) -> StageRows:

@@ -193,9 +193,11 @@ def _scaled(parts: dict[str, float], step_s: float) -> dict[str, float]:
 def _learned(predicted_s: float, interval: tuple[float, float], observed_s: float) -> str:
     low, high = interval
     ratio = observed_s / predicted_s
-    verdict = "inside it" if low <= observed_s <= high else (
-        "outside it: check that model, plan and framework are those of the run"
-    )  # fmt: skip
+    verdict = (
+        "inside it"
+        if low <= observed_s <= high
+        else ("outside it: check that model, plan and framework are those of the run")
+    )
     return (
         f"one measured step of {observed_s:.4g} s: this cluster takes {ratio:.3f} of the time "
         "predicted without it; every part is scaled alike; "

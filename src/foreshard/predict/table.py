@@ -92,14 +92,31 @@ def evaluate(
     rows = stage_rows_of(model, table.pp, table.vpp)
     rule = _rule(table, rows)
     batch = table_batch(
-        model, cluster, table, framework, constants, precision=precision, seq_len=seq_len,
-        optimizer=optimizer, fidelity=fidelity, comm=comm, rows=rows, rule=rule,
-    )  # fmt: skip
+        model,
+        cluster,
+        table,
+        framework,
+        constants,
+        precision=precision,
+        seq_len=seq_len,
+        optimizer=optimizer,
+        fidelity=fidelity,
+        comm=comm,
+        rows=rows,
+        rule=rule,
+    )
     step = step_times(batch)
     memory = table_memory(
-        model, cluster, table, framework, precision=precision, seq_len=seq_len, optimizer=optimizer,
-        rows=rows, rule=rule,
-    )  # fmt: skip
+        model,
+        cluster,
+        table,
+        framework,
+        precision=precision,
+        seq_len=seq_len,
+        optimizer=optimizer,
+        rows=rows,
+        rule=rule,
+    )
     return TableResult(
         step_time_s=step.total, parts=step.parts, peak_bytes=memory.peak_bytes, fits=memory.fits
     )
@@ -109,9 +126,12 @@ def equal_nodes(cluster: Cluster) -> NodeGroup:
     """Return the node group that describes every node, or raise SpecError."""
     if len(cluster.nodes) > 1:
         raise SpecError(
-            f"{cluster.name} has {len(cluster.nodes)} kinds of nodes", key="cluster", value=cluster.name,
-            rule="A table of plans is priced on equal nodes", fix="Price such plans one by one",
-        )  # fmt: skip
+            f"{cluster.name} has {len(cluster.nodes)} kinds of nodes",
+            key="cluster",
+            value=cluster.name,
+            rule="A table of plans is priced on equal nodes",
+            fix="Price such plans one by one",
+        )
     return cluster.nodes[0]
 
 

@@ -34,9 +34,13 @@ def load_profile(path: str) -> dict[str, Any]:
         )
     if data.get("schema_version") != 1 or not data.get("fingerprint"):
         raise SpecError(
-            "is not a profile of this version", file=path, key="--profile", value=data.get("schema_version"),
-            rule="schema_version is 1", fix="Run foreshard profile again",
-        )  # fmt: skip
+            "is not a profile of this version",
+            file=path,
+            key="--profile",
+            value=data.get("schema_version"),
+            rule="schema_version is 1",
+            fix="Run foreshard profile again",
+        )
     if not data.get("complete"):
         raise SpecError(
             "is not complete", file=path, key="--profile", fix="Run foreshard profile again: it goes on"
@@ -46,10 +50,14 @@ def load_profile(path: str) -> dict[str, Any]:
 
 
 def calibrate(
-    profile: Mapping[str, Any], *, clock: str = "wall", slow: Mapping[str, float] | None = None,
-    others: Mapping[str, Mapping[str, Any]] | None = None, links: bool = True,
+    profile: Mapping[str, Any],
+    *,
+    clock: str = "wall",
+    slow: Mapping[str, float] | None = None,
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    links: bool = True,
     table_s: Mapping[str, float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the object of a costs file.
 
     Parameters
@@ -90,34 +98,55 @@ def calibrate(
     timed = next((one["links"] for one in profiles.values() if one.get("links")), None) if links else None
     print_of = profile["fingerprint"]
     return {
-        "schema_version": 1, "kind": "measured costs", "date": profile["date"], "clock": clock,
-        "model": print_of["job"], "machine": print_of["accelerator"] or print_of["processor"],
-        "fingerprint": print_of, "tokens_per_sample": profile["tokens_per_sample"], "layers": layers.pop(""),
-        "tables": layers, "tensor": parts, "devices": devices or {"here": 1.0},
+        "schema_version": 1,
+        "kind": "measured costs",
+        "date": profile["date"],
+        "clock": clock,
+        "model": print_of["job"],
+        "machine": print_of["accelerator"] or print_of["processor"],
+        "fingerprint": print_of,
+        "tokens_per_sample": profile["tokens_per_sample"],
+        "layers": layers.pop(""),
+        "tables": layers,
+        "tensor": parts,
+        "devices": devices or {"here": 1.0},
         "spread": [min(low for low, _ in spreads), max(high for _, high in spreads)],
-        "links": fitted_links(timed), "launch_s": timed["launch_s"] if timed else None,
-        "samples": sorted(int(n) for n in profile["passes"]), "tied": profile.get("tied", []),
-    }  # fmt: skip
+        "links": fitted_links(timed),
+        "launch_s": timed["launch_s"] if timed else None,
+        "samples": sorted(int(n) for n in profile["passes"]),
+        "tied": profile.get("tied", []),
+    }
 
 
 def _stated(table_s: Mapping[str, float]) -> dict[str, Any]:
     """Return a layer's seconds by a table: half of a backward is for the layer before."""
     return {
-        "forward_s": [0.0, table_s["forward"]], "backward_s": [0.0, table_s["backward"]],
-        "backward_input_s": [0.0, table_s["backward"] / 2], "optimizer_s": table_s["optimizer"],
+        "forward_s": [0.0, table_s["forward"]],
+        "backward_s": [0.0, table_s["backward"]],
+        "backward_input_s": [0.0, table_s["backward"] / 2],
+        "optimizer_s": table_s["optimizer"],
         "relative_error": 0.0,
-    }  # fmt: skip
+    }
 
 
 def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, name: str) -> None:
     for key in ("job", "layers"):
         mine, theirs = profile["fingerprint"][key], other["fingerprint"][key]
         if mine != theirs:
-            raise SpecError(f"{name}: {theirs} against {mine}", key="--profile", value=theirs,
-                            rule="Profiles calibrated together are of one job")  # fmt: skip
+            raise SpecError(
+                f"{name}: {theirs} against {mine}",
+                key="--profile",
+                value=theirs,
+                rule="Profiles calibrated together are of one job",
+            )
     if clock == "cpu" and other["fingerprint"]["device"] != "cpu":
-        raise SpecError("processor time of a GPU", key="--clock", value=clock,
-                        rule="A GPU's time is the wall's", fix="Use --clock wall")  # fmt: skip
+        raise SpecError(
+            "processor time of a GPU",
+            key="--clock",
+            value=clock,
+            rule="A GPU's time is the wall's",
+            fix="Use --clock wall",
+        )
 
 
 def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
@@ -127,14 +156,17 @@ def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
     for layer, held in enumerate(profile["bytes"]):
         lines = {f"{phase}_s": _line(profile, phase, layer, sizes, column) for phase in _PHASES}
         told = profile["optimizer"][layer]
-        layers.append({
-            **{name: list(line) for name, line in lines.items()}, **held,
-            "optimizer_s": float(np.median([row[column] for row in told["seconds"]])),
-            "state_bytes": told["state_bytes"],
-            "saved_bytes_per_sample": largest["saved_bytes"][layer] / sizes[-1],
-            "boundary_bytes_per_sample": largest["boundary_bytes"][layer] / sizes[-1],
-            "relative_error": _relative_error(profile, layer, sizes, column, lines),
-        })  # fmt: skip
+        layers.append(
+            {
+                **{name: list(line) for name, line in lines.items()},
+                **held,
+                "optimizer_s": float(np.median([row[column] for row in told["seconds"]])),
+                "state_bytes": told["state_bytes"],
+                "saved_bytes_per_sample": largest["saved_bytes"][layer] / sizes[-1],
+                "boundary_bytes_per_sample": largest["boundary_bytes"][layer] / sizes[-1],
+                "relative_error": _relative_error(profile, layer, sizes, column, lines),
+            }
+        )
     return layers
 
 

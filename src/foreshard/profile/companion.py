@@ -35,13 +35,28 @@ def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", _UNTIL_ALONE, "profile", job, "-o", str(Path(folder) / f"{n}.json"),
-                 "--samples", samples, "--threads", str(threads), "--repeats", str(_ENDLESS)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [
+                    sys.executable,
+                    "-c",
+                    _UNTIL_ALONE,
+                    "profile",
+                    job,
+                    "-o",
+                    str(Path(folder) / f"{n}.json"),
+                    "--samples",
+                    samples,
+                    "--threads",
+                    str(threads),
+                    "--repeats",
+                    str(_ENDLESS),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 env={**os.environ},
             )
             for n in range(count)
-        ]  # fmt: skip
+        ]
         try:
             yield
         finally:

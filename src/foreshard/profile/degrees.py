@@ -120,9 +120,14 @@ def _filled(
 
 
 def _likely(
-    tp: int | None, pp: int | None, cp: int | None, gpus: int, per_node: int,
-    framework: Framework, size: Size,
-) -> dict[str, int]:  # fmt: skip
+    tp: int | None,
+    pp: int | None,
+    cp: int | None,
+    gpus: int,
+    per_node: int,
+    framework: Framework,
+    size: Size,
+) -> dict[str, int]:
     """Return the fewest cuts of the model that leave a sample for each replica and fit: tp, then pp.
 
     Sharding frameworks do not cut the model at all unless there are more ranks than samples; adapters are

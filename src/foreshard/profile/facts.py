@@ -24,9 +24,26 @@ _REMAT = (
 )
 
 
-_FULL = ("full", "true", "yes", "on", "1", "enabled", "all", "block", "blocks", "layer", "perlayer",
-         "checkpoint", "checkpointing", "activationcheckpointing", "gradientcheckpointing", "ac",
-         "remat", "recompute")  # fmt: skip
+_FULL = (
+    "full",
+    "true",
+    "yes",
+    "on",
+    "1",
+    "enabled",
+    "all",
+    "block",
+    "blocks",
+    "layer",
+    "perlayer",
+    "checkpoint",
+    "checkpointing",
+    "activationcheckpointing",
+    "gradientcheckpointing",
+    "ac",
+    "remat",
+    "recompute",
+)
 
 
 def number(raw: Mapping[str, str], key: str) -> float | None:

@@ -23,9 +23,16 @@ from foreshard.profile.tables import Table
 
 Rows = list[Mapping[str, str]]
 _PRECISION = {
-    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16", "float32": "fp32",
-    "fp32": "fp32", "fp8": "fp8", "nvfp4": "nvfp4",
-}  # fmt: skip
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "fp32": "fp32",
+    "fp8": "fp8",
+    "nvfp4": "nvfp4",
+}
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
 _STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}

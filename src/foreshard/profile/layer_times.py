@@ -97,10 +97,18 @@ class _Pass:
 
 
 def profile_layers(
-    job: Trainable, *, samples: Sequence[int], repeats: int, out: Path | None, device: torch.device,
-    through: Through, beside: int = 1, busy: AbstractContextManager[None] | None = None,
-    tell: Callable[[str], None] = lambda text: None, parts: Mapping[int, Callable[[], Part]] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    job: Trainable,
+    *,
+    samples: Sequence[int],
+    repeats: int,
+    out: Path | None,
+    device: torch.device,
+    through: Through,
+    beside: int = 1,
+    busy: AbstractContextManager[None] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    parts: Mapping[int, Callable[[], Part]] | None = None,
+) -> dict[str, Any]:
     """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
     Parameters
@@ -138,8 +146,18 @@ def profile_layers(
             part = (parts or {})[degree]()
             one = known[str(degree)]
             try:
-                _profile(job, part.modules, one, samples, repeats, device, part.through, began,
-                         _of_degree(tell, degree), done)  # fmt: skip
+                _profile(
+                    job,
+                    part.modules,
+                    one,
+                    samples,
+                    repeats,
+                    device,
+                    part.through,
+                    began,
+                    _of_degree(tell, degree),
+                    done,
+                )
                 one["sums"] = _sums(job, part, samples[0], device)
             finally:
                 part.close()
@@ -151,10 +169,17 @@ def _missing(told: dict[str, Any], samples: Sequence[int]) -> list[int]:
 
 
 def _profile(
-    job: Trainable, modules: list[nn.Module], told: dict[str, Any], samples: Sequence[int], repeats: int,
-    device: torch.device, through: Through, profile: dict[str, Any], tell: Callable[[str], None],
+    job: Trainable,
+    modules: list[nn.Module],
+    told: dict[str, Any],
+    samples: Sequence[int],
+    repeats: int,
+    device: torch.device,
+    through: Through,
+    profile: dict[str, Any],
+    tell: Callable[[str], None],
     done: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     """Time the sizes that are missing, of whole layers or of parts."""
     update, missing = _Update(job, modules), _missing(told, samples)
     told["bytes"] = [_layer_bytes(module) for module in modules]
@@ -169,12 +194,18 @@ def _profile(
 def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
     """Return what the seconds depend on besides the layers."""
     return {
-        "job": Path(job.path).name if job.path else "", "layers": job.num_layers, "device": device.type,
-        "processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__,
-        "python": platform.python_version(), "threads": torch.get_num_threads(), "host": platform.node(),
+        "job": Path(job.path).name if job.path else "",
+        "layers": job.num_layers,
+        "device": device.type,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_TELLING)},
-    }  # fmt: skip
+    }
 
 
 def _processor() -> str:
@@ -192,8 +223,13 @@ def _begun(out: Path | None, told: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise SpecError(f"not JSON: {error}", file=str(out), key="-o", fix="Remove it") from None
         if not isinstance(old, dict) or old.get("kind") != KIND:
-            raise SpecError("is not a profile", file=str(out), key="-o", rule="profile writes its own file",
-                            fix="Name another file")  # fmt: skip
+            raise SpecError(
+                "is not a profile",
+                file=str(out),
+                key="-o",
+                rule="profile writes its own file",
+                fix="Name another file",
+            )
         if not old.get("complete") and old.get("fingerprint") == told:
             return dict(old)
     return {
@@ -213,9 +249,15 @@ def write_profile(out: Path, profile: dict[str, Any]) -> None:
 
 
 def _timed(
-    job: Trainable, modules: list[nn.Module], number: int, repeats: int, device: torch.device,
-    through: Through, profile: dict[str, Any], update: _Update,
-) -> dict[str, Any]:  # fmt: skip
+    job: Trainable,
+    modules: list[nn.Module],
+    number: int,
+    repeats: int,
+    device: torch.device,
+    through: Through,
+    profile: dict[str, Any],
+    update: _Update,
+) -> dict[str, Any]:
     batch = _batch(job, number, device)
     kept = _saved_bytes(job, modules, batch, number, through)
     _, count = job.loss(kept.pop("output"), batch)

@@ -29,9 +29,12 @@ def _fitted(links: Mapping[str, Any], apart: bool) -> dict[str, float] | None:
     floor_s, rate, error = floor_and_rate(messages)
     hop_s, ring_rate, ring_error = floor_and_rate(sums or messages)
     return LinkCost(
-        floor_s=floor_s, bytes_per_s=rate, hop_s=hop_s, ring_bytes_per_s=ring_rate,
+        floor_s=floor_s,
+        bytes_per_s=rate,
+        hop_s=hop_s,
+        ring_bytes_per_s=ring_rate,
         relative_error=max(error, ring_error),
-    ).to_dict()  # fmt: skip
+    ).to_dict()
 
 
 def floor_and_rate(timed: Sequence[tuple[float, float, Sequence[float]]]) -> tuple[float, float, float]:
@@ -47,9 +50,10 @@ def floor_and_rate(timed: Sequence[tuple[float, float, Sequence[float]]]) -> tup
     """
     points = sorted(timed, key=lambda one: one[1] / one[0])
     hops, size, seconds = (
-        np.array([one[0] for one in points]), np.array([one[1] for one in points], dtype=float),
+        np.array([one[0] for one in points]),
+        np.array([one[1] for one in points], dtype=float),
         np.maximum([float(np.median(one[2])) for one in points], 1e-9),
-    )  # fmt: skip
+    )
     best, least = (0.0, np.inf), np.inf
     for split in range(len(points)):
         floor_s = float(np.median(seconds[:split] / hops[:split])) if split else 0.0

@@ -93,9 +93,13 @@ def time_links(
     """
     world = ranks.group(range(ranks.size), "world")
     found: dict[str, Any] = {
-        "ranks": ranks.size, "hosts": len(set(ranks.hosts)), "launch_s": launch_s(ranks.device),
-        "backend": "nccl" if ranks.device.type == "cuda" else "gloo", "messages": [], "sums": [],
-    }  # fmt: skip
+        "ranks": ranks.size,
+        "hosts": len(set(ranks.hosts)),
+        "launch_s": launch_s(ranks.device),
+        "backend": "nccl" if ranks.device.type == "cuda" else "gloo",
+        "messages": [],
+        "sums": [],
+    }
     for pair in pairs_of(ranks.size):
         tell(f"messages between ranks {pair[0]} and {pair[1]}")
         for size in sizes:
@@ -204,8 +208,13 @@ def local_links(count: int, device: str, *, repeats: int, tell: Tell = lambda te
         For more ranks than GPUs.
     """
     if device == "cuda" and count > torch.cuda.device_count():
-        raise SpecError(f"{count} ranks on {torch.cuda.device_count()} GPUs", key="--local", value=count,
-                        rule="NCCL takes one rank a GPU", fix="Give --local the number of GPUs")  # fmt: skip
+        raise SpecError(
+            f"{count} ranks on {torch.cuda.device_count()} GPUs",
+            key="--local",
+            value=count,
+            rule="NCCL takes one rank a GPU",
+            fix="Give --local the number of GPUs",
+        )
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,

@@ -117,5 +117,9 @@ class Rules:
         shown = repr(value)[:60]
         return SpecError(
             f"{shown} is not what a profile has there" if value is not None else "is missing",
-            file=self.path, key=key, value=shown, rule=rule, fix="Run foreshard profile again",
-        )  # fmt: skip
+            file=self.path,
+            key=key,
+            value=shown,
+            rule=rule,
+            fix="Run foreshard profile again",
+        )

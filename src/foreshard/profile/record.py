@@ -20,10 +20,19 @@ Tell = Callable[[str], None]
 
 
 def record(
-    job: Trainable, *, out: Path, through: Through, device: str = "cpu",
-    samples: Sequence[int] = (1, 2, 4, 8), repeats: int = 15, local: int = 1, links: bool = True,
-    threads: int = 1, tell: Tell = lambda text: None, parts: Mapping[int, Callable[[], Part]] | None = None,
-) -> dict[str, Any] | None:  # fmt: skip
+    job: Trainable,
+    *,
+    out: Path,
+    through: Through,
+    device: str = "cpu",
+    samples: Sequence[int] = (1, 2, 4, 8),
+    repeats: int = 15,
+    local: int = 1,
+    links: bool = True,
+    threads: int = 1,
+    tell: Tell = lambda text: None,
+    parts: Mapping[int, Callable[[], Part]] | None = None,
+) -> dict[str, Any] | None:
     """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that write none.
 
     Under torchrun all ranks time the layers at once, as they will train; the first of each host writes what
@@ -69,15 +78,23 @@ def record(
     here = ranks.device if ranks is not None else torch.device(device)
     writes = ranks is None or int(os.environ.get("LOCAL_RANK", "0")) == 0
     made = profile_layers(
-        job, samples=samples, repeats=repeats, out=_own(out, ranks) if writes else None, device=here,
-        through=through, tell=tell if writes else lambda text: None, beside=ranks.size if ranks else local,
-        busy=_busy(job, device, samples, threads, 0 if ranks else local - 1), parts=parts,
-    )  # fmt: skip
+        job,
+        samples=samples,
+        repeats=repeats,
+        out=_own(out, ranks) if writes else None,
+        device=here,
+        through=through,
+        tell=tell if writes else lambda text: None,
+        beside=ranks.size if ranks else local,
+        busy=_busy(job, device, samples, threads, 0 if ranks else local - 1),
+        parts=parts,
+    )
     if links and "links" not in made and (ranks is not None or local > 1):
         made["links"] = (
             time_links(ranks, repeats=repeats, tell=tell if ranks.rank == 0 else lambda text: None)
-            if ranks is not None else local_links(local, device, repeats=repeats, tell=tell)
-        )  # fmt: skip
+            if ranks is not None
+            else local_links(local, device, repeats=repeats, tell=tell)
+        )
     if not writes:
         return None
     made["complete"] = True

@@ -25,11 +25,12 @@ def foretold_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Scr
         ours = policies["lyapunov"]
         boxes.append(
             Box(
-                title="lyapunov", value=f"{quantity.seconds(ours['mean_step_time_s'])} a step",
+                title="lyapunov",
+                value=f"{quantity.seconds(ours['mean_step_time_s'])} a step",
                 note=budget_words(ours["violation"]) if ours["budget"] else "",
                 alarm=ours["violation"] > KEPT,
             )
-        )  # fmt: skip
+        )
     return Screen(
         header=(f"{name}: {steps} steps, foretold from measured costs",),
         boxes=tuple(boxes),

@@ -21,15 +21,18 @@ def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
     network = lab["network"]
     ranks = [
         (
-            rank["rank"], rank["device"], f"{rank['slow']:g}",
-            _memory(rank["memory_bytes"]), usd(rank["usd_per_h"]),
+            rank["rank"],
+            rank["device"],
+            f"{rank['slow']:g}",
+            _memory(rank["memory_bytes"]),
+            usd(rank["usd_per_h"]),
         )
         for rank in lab["ranks"]
-    ]  # fmt: skip
+    ]
     changes = [
         (change["at_step"], "all" if change["rank"] is None else change["rank"], *_told(change))
         for change in lab["changes"]
-    ]  # fmt: skip
+    ]
     tables = [without_empty(table("", ("rank", "device", ">slow", ">memory", ">per hour"), ranks))]
     if changes:
         head = (">step", "rank", ">slow", ">bandwidth", ">latency", "")

@@ -30,8 +30,9 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
     threads = number_of(told["threads"], "thread")
     return Screen(
         header=(f"{told['job']} on {told['accelerator'] or told['processor']}, {threads}",),
-        tables=tuple(tables), notes=(f"Written to {path}; foreshard calibrate makes costs of it.",),
-    )  # fmt: skip
+        tables=tuple(tables),
+        notes=(f"Written to {path}; foreshard calibrate makes costs of it.",),
+    )
 
 
 def _links_table(links: Mapping[str, Any]) -> Table:
@@ -63,11 +64,15 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
     ]
     for name, link in (costs["links"] or {}).items():
         if link is not None:
-            notes.insert(0, (
-                f"Links {name} a host: messages {seconds(link['floor_s'])} or {_rate(link['bytes_per_s'])}, "
-                f"sums {seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
-                f"{percent(link['relative_error'])} off (median)."
-            ))  # fmt: skip
+            notes.insert(
+                0,
+                (
+                    f"Links {name} a host: messages {seconds(link['floor_s'])} "
+                    f"or {_rate(link['bytes_per_s'])}, "
+                    f"sums {seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
+                    f"{percent(link['relative_error'])} off (median)."
+                ),
+            )
     columns = (">layer", ">fixed", ">a sample", ">optimizer", ">largest error")
     return Screen(
         header=(f"{costs['model']} on {costs['machine']}, {costs['clock']} clock; devices: {devices}",),

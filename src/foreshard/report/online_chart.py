@@ -41,8 +41,9 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
         across = ((math.log10(a) if log_x else a) - x0) / span
         up = (b - y0) / (y1 - y0)
         return (
-            _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM)
-        )  # fmt: skip
+            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
+            _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM),
+        )
 
     out = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(y)} by {html.escape(x)}">'

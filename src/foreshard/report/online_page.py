@@ -66,7 +66,7 @@ def _data(swept: Sweeps) -> dict[str, object]:
         "uneven": list(swept.uneven),
         "rates": list(swept.rates),
         "front": list(swept.front),
-    }  # fmt: skip
+    }
 
 
 def _section(title: str, *parts: str) -> str:
@@ -120,7 +120,7 @@ def _uneven(swept: Sweeps) -> str:
             points=[(r[axis], 1 - 4 / (3 * r[axis] + 1)) for r in swept.uneven],
             dashed=True,
         )
-    )  # fmt: skip
+    )
     lines.append(Line(name=f"paper: {100 * PAPER_CUT:.2f} %", points=[(PAPER_FACTOR, PAPER_CUT)]))
     said += (
         f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler among four that "

@@ -37,10 +37,12 @@ def _boxes(found: Contest) -> tuple[Box, ...]:
         over = float(found.violations("lyapunov").max())
         boxes.append(
             Box(
-                title="lyapunov", value=f"{100 * gap:.1f} % over the bound",
-                note=budget_words(over), alarm=over > KEPT,
+                title="lyapunov",
+                value=f"{100 * gap:.1f} % over the bound",
+                note=budget_words(over),
+                alarm=over > KEPT,
             )
-        )  # fmt: skip
+        )
         boxes += _cut(found)
     return tuple(boxes)
 
@@ -99,19 +101,32 @@ def policies_table(found: Contest) -> Table:
         runs = [one.runs[name] for one in found.rounds]
         gap = float((times / found.times("bound") - 1.0).mean())
         width = half_width(times)
-        rows.append((
-            over > KEPT, float(times.mean()), name, quantity.seconds(float(times.mean())),
-            "" if width is None else f"± {100 * width / times.mean():.2f} %",
-            f"{100 * gap:+.1f} %", kept_words(over),
-            f"{sum(run.reconfigurations for run in runs) / len(runs):.0f}",
-            f"{sum(run.reshares for run in runs) / len(runs):.0f}",
-            f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                over > KEPT,
+                float(times.mean()),
+                name,
+                quantity.seconds(float(times.mean())),
+                "" if width is None else f"± {100 * width / times.mean():.2f} %",
+                f"{100 * gap:+.1f} %",
+                kept_words(over),
+                f"{sum(run.reconfigurations for run in runs) / len(runs):.0f}",
+                f"{sum(run.reshares for run in runs) / len(runs):.0f}",
+                f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
+            )
+        )
     rows.sort()
     cells: list[tuple[str, ...]] = [row[2:] for row in rows]
     columns: tuple[str, ...] = (
-        "policy", ">batch", ">95 %", ">over bound", ">budget", ">reconfigurations", ">re-shares", ">devices",
-    )  # fmt: skip
+        "policy",
+        ">batch",
+        ">95 %",
+        ">over bound",
+        ">budget",
+        ">reconfigurations",
+        ">re-shares",
+        ">devices",
+    )
     if len(found.rounds) == 1:  # one path has no spread
         columns, cells = columns[:2] + columns[3:], [row[2:4] + row[5:] for row in rows]
     return table("Policies", columns, cells, spare=(">devices", ">re-shares"))

@@ -12,9 +12,15 @@ from foreshard.units import number_of
 
 # Names of colours in report.css, one for each kind of device.
 COLOURS = (
-    "compute", "tensor_comm", "data_comm", "pipeline_comm",
-    "optimizer", "context_comm", "expert_comm", "host",
-)  # fmt: skip
+    "compute",
+    "tensor_comm",
+    "data_comm",
+    "pipeline_comm",
+    "optimizer",
+    "context_comm",
+    "expert_comm",
+    "host",
+)
 _MAX_ROWS = 48
 _LABEL, _PIPE, _SHARE, _ROW, _GAP, _TOP = 150, 780, 190, 64, 10, 24
 _WIDTH = _LABEL + _PIPE + _SHARE
@@ -59,8 +65,16 @@ def folded(plan: Plan, cluster: Cluster) -> list[tuple[list[int], Group]]:
 
 
 def _shape(stage: Stage, cluster: Cluster) -> tuple[object, ...]:
-    return (*kinds(stage, cluster).items(), stage.layers, stage.tp, stage.cp, stage.ep, stage.rank_shares,
-            stage.zero, stage.recompute)  # fmt: skip
+    return (
+        *kinds(stage, cluster).items(),
+        stage.layers,
+        stage.tp,
+        stage.cp,
+        stage.ep,
+        stage.rank_shares,
+        stage.zero,
+        stage.recompute,
+    )
 
 
 def kinds(stage: Stage, cluster: Cluster) -> dict[str, int]:
@@ -99,11 +113,14 @@ def _box(
     counts, shades = kinds(stage, cluster), colours(cluster)
     devices = " + ".join(f"{count} {name}" for name, count in counts.items())
     layers = f"layers {span[0]}-{span[1] - 1}" if span[1] - span[0] > 1 else f"layer {span[0]}"
-    degrees = " ".join(
-        f"{name} {value}"
-        for name, value in (("tp", stage.tp), ("cp", stage.cp), ("dp", stage.inner_dp), ("ep", stage.ep))
-        if value > 1
-    ) or "one device"  # fmt: skip
+    degrees = (
+        " ".join(
+            f"{name} {value}"
+            for name, value in (("tp", stage.tp), ("cp", stage.cp), ("dp", stage.inner_dp), ("ep", stage.ep))
+            if value > 1
+        )
+        or "one device"
+    )
     recompute = "" if stage.recompute == "none" else f", recompute {stage.recompute}"
     told = [f"stage {s}: {layers}", devices, degrees + recompute, f"ranks {spans(sorted(stage.ranks))}"]
     if stage.rank_shares is not None:
@@ -159,8 +176,9 @@ def scatter(points: Sequence[tuple[float, float, str]], x_name: str, y_name: str
     out = [
         f'<line class="rule" x1="{left}" x2="{left}" y1="10" y2="{height - low}"/>',
         f'<line class="rule" x1="{left}" x2="{width}" y1="{height - low}" y2="{height - low}"/>',
-        _text(left, height - 8, x_name, "soft"), _text(0, 12, y_name, "soft"),
-    ]  # fmt: skip
+        _text(left, height - 8, x_name, "soft"),
+        _text(0, 12, y_name, "soft"),
+    ]
     for i, (x, y, words) in enumerate(points):
         at = (
             left + 16 + (x - x0) / dx * (width - left - 40),

@@ -48,14 +48,24 @@ def plan_page(
     chosen = result.plans[0]
     sections = [
         _head(screen),
-        _section("The chosen plan", "One row for each kind of group: a pipeline that holds one replica.",
-                 drawing(chosen.plan, cluster), _table(drawn(chosen.plan, cluster), caption=False)),
-        _section("Where the time goes", "Exposed time on the critical rank of the chosen plan.",
-                 _time(chosen.prediction)),
-        _section("Plans, best first", "What decides between each plan and the chosen one.",
-                 _table(ranked_table(result.plans), caption=False, marked=True)),
+        _section(
+            "The chosen plan",
+            "One row for each kind of group: a pipeline that holds one replica.",
+            drawing(chosen.plan, cluster),
+            _table(drawn(chosen.plan, cluster), caption=False),
+        ),
+        _section(
+            "Where the time goes",
+            "Exposed time on the critical rank of the chosen plan.",
+            _time(chosen.prediction),
+        ),
+        _section(
+            "Plans, best first",
+            "What decides between each plan and the chosen one.",
+            _table(ranked_table(result.plans), caption=False, marked=True),
+        ),
         _section("How good it is", _proof_words(result), _ladder(result)),
-    ]  # fmt: skip
+    ]
     if len(result.front) > 1:
         sections.append(_front(result.front))
     if rivals:

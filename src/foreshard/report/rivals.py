@@ -38,9 +38,13 @@ class Rival:
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --against --json`` prints for one planner."""
         return {
-            "name": self.name, "step_time_s": self.step_time_s, "ratio": self.ratio, "gap": self.gap,
-            "wall_s": self.wall_s, "note": self.note,
-        }  # fmt: skip
+            "name": self.name,
+            "step_time_s": self.step_time_s,
+            "ratio": self.ratio,
+            "gap": self.gap,
+            "wall_s": self.wall_s,
+            "note": self.note,
+        }
 
 
 def rival(judged: Judged, ours_s: float | None) -> Rival:

@@ -84,11 +84,14 @@ class Board:
         """Return what was spent of every budget so far, beside what it allows, and its queue."""
         return [
             (
-                name, f"{one['limit']:.4g}", f"{one['mean']:.4g}", f"{100 * one['over']:+.1f} %",
+                name,
+                f"{one['limit']:.4g}",
+                f"{one['mean']:.4g}",
+                f"{100 * one['over']:+.1f} %",
                 f"{one['backlog']:8.3g} {_bar(one['backlog'], self._most_backlog[name])}",
             )
             for name, one in self._budgets()
-        ]  # fmt: skip
+        ]
 
     def foot(self) -> str:
         """Return what the controller has done so far."""

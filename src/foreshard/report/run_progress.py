@@ -109,9 +109,13 @@ def _bar(steps: int, predicted_s: float | None) -> tuple[Draw, Callable[[], None
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
-        TextColumn("step {task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[told]}"), transient=True, console=Console(stderr=True),
-    )  # fmt: skip
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
+        transient=True,
+        console=Console(stderr=True),
+    )
     task = bar.add_task("run", total=steps, told="")
 
     def draw(lines: list[dict[str, Any]]) -> None:

@@ -74,4 +74,4 @@ def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: b
             *((_UNDISTURBED,) if against and changes else ()),
             f"Numbers by step in {outcome.out}/metrics.jsonl, what happened in {outcome.out}/events.jsonl.",
         ),
-    )  # fmt: skip
+    )

@@ -199,9 +199,11 @@ class Agent:
             started.done = started.lost = True
             if all(s.lost for s in self._ranks.values()):
                 raise ForeshardError(
-                    f"rank {rank} ended with exit code {code}", file=str(self._log(rank)),
-                    rule="A rank is started again a few times", fix="The end of the file says why",
-                )  # fmt: skip
+                    f"rank {rank} ended with exit code {code}",
+                    file=str(self._log(rank)),
+                    rule="A rank is started again a few times",
+                    fix="The end of the file says why",
+                )
             return
         started.due_s = time.monotonic() + self.restart_s
 
@@ -254,9 +256,11 @@ class Agent:
             self._follow(place)
         elif not self._was_heard and silent_s > _NEVER_S:
             raise ForeshardError(
-                f"no supervisor has answered for {silent_s:.0f} s", value=f"{self.address}:{self.port}",
-                rule="Rank 0 hosts the rendezvous at first", fix="See what rank 0 says; start the run again",
-            )  # fmt: skip
+                f"no supervisor has answered for {silent_s:.0f} s",
+                value=f"{self.address}:{self.port}",
+                rule="Rank 0 hosts the rendezvous at first",
+                fix="See what rank 0 says; start the run again",
+            )
         elif self._was_heard and silent_s > self.rehost_s:
             self._heard_s, self._claimed = time.monotonic(), max(self._claimed, self._term) + 1
             if claim(self.out, self._claimed):
@@ -274,10 +278,12 @@ class Agent:
         """Go where the rendezvous is now."""
         if not place.port:
             raise ForeshardError(
-                "the run was ended", value=place.address, file=str(self.out),
+                "the run was ended",
+                value=place.address,
+                file=str(self.out),
                 rule="Who hosts the rendezvous ends it for all",
                 fix="See what that host said; start the run again with --resume",
-            )  # fmt: skip
+            )
         self.address, self.port, self._term = place.address, place.port, place.term
         self.supervises, self._supervisor, self._client = False, None, None
         self._heard_s = time.monotonic()
@@ -315,25 +321,35 @@ class Agent:
             return (self.out / "logs" / name).open("ab")
         except FileNotFoundError:
             raise ForeshardError(
-                "the folder of the run is gone", file=str(self.out), rule="A run keeps its folder to the end",
+                "the folder of the run is gone",
+                file=str(self.out),
+                rule="A run keeps its folder to the end",
                 fix="Put it back and add --resume, or start again in a folder that nothing removes",
-            ) from None  # fmt: skip
+            ) from None
 
     def _spawn(self, rank: int) -> tuple[subprocess.Popen[bytes], int]:
         """Return the process of a rank, and the end of the pipe on which it says what is wrong."""
         words = [*self.command(rank), sys.executable, "-m", "foreshard.runtime.worker"]
         with self._opened(f"rank-{rank}.log") as log, _pipe() as (told, tell):
             env = {
-                **os.environ, "FORESHARD_RANK": str(rank), "FORESHARD_STORE": f"{self.address}:{self.port}",
-                "FORESHARD_SECRET_FILE": str(self.secret_file), "FORESHARD_JOB": self.work.to_json(),
-                "OMP_NUM_THREADS": str(self.work.threads), "FORESHARD_AGENT": str(os.getpid()),
+                **os.environ,
+                "FORESHARD_RANK": str(rank),
+                "FORESHARD_STORE": f"{self.address}:{self.port}",
+                "FORESHARD_SECRET_FILE": str(self.secret_file),
+                "FORESHARD_JOB": self.work.to_json(),
+                "OMP_NUM_THREADS": str(self.work.threads),
+                "FORESHARD_AGENT": str(os.getpid()),
                 TELL_FD: str(tell),
-            }  # fmt: skip
+            }
             os.set_blocking(told, False)
             return subprocess.Popen(
-                words, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                words,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
                 pass_fds=[tell],
-            ), told  # fmt: skip
+            ), told
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, at the port it had; it finds what it decided in the run's folder."""
@@ -349,8 +365,11 @@ class Agent:
                 return
             self._supervisor.kill()
             self._supervisor.wait(_GRACE_S)
-        raise ForeshardError("the supervisor did not start", file=str(self.out / "logs" / "supervisor.log"),
-                             fix="The end of the file says why")  # fmt: skip
+        raise ForeshardError(
+            "the supervisor did not start",
+            file=str(self.out / "logs" / "supervisor.log"),
+            fix="The end of the file says why",
+        )
 
     def _spawn_supervisor(self) -> tuple[subprocess.Popen[bytes], int | None]:
         """Return its process, and the port it listens on once it does."""
@@ -358,9 +377,13 @@ class Agent:
         words = [sys.executable, "-m", "foreshard.runtime.supervisor", *map(str, told_it)]
         with self._opened("supervisor.log") as log, _pipe() as (told, tell):
             process = subprocess.Popen(
-                words, env={**os.environ, TELL_FD: str(tell)}, stdout=log, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, pass_fds=[tell],
-            )  # fmt: skip
+                words,
+                env={**os.environ, TELL_FD: str(tell)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[tell],
+            )
         with open(told, "rb", buffering=0) as pipe:  # nothing comes from one that ends at once
             said = pipe.read(8) if select.select([pipe], [], [], _SUPERVISOR_S)[0] else b""
         return process, int(said) if said else None
@@ -398,9 +421,12 @@ def _is_free(address: str, port: int) -> bool:
 
 def _taken(address: str, port: int) -> SpecError:
     return SpecError(
-        f"cannot listen on {address}:{port}", key="--interface", value=address,
-        rule="Ranks meet on an address of this host, at a free port", fix="Change --interface or --port",
-    )  # fmt: skip
+        f"cannot listen on {address}:{port}",
+        key="--interface",
+        value=address,
+        rule="Ranks meet on an address of this host, at a free port",
+        fix="Change --interface or --port",
+    )
 
 
 @contextlib.contextmanager

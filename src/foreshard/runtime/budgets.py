@@ -14,9 +14,10 @@ NAMES = tuple(
     f"{quantity}_per_{period}" for quantity in ("usd", "energy_j", "carbon_kg") for period in ("h", "step")
 )
 _STATED = {
-    "usd": (("usd_per_h", "usd_per_h"),), "joule": (("busy_w", "power"),),
+    "usd": (("usd_per_h", "usd_per_h"),),
+    "joule": (("busy_w", "power"),),
     "carbon_kg": (("busy_w", "power"), ("kg_per_kwh", "carbon_kg_per_kwh")),
-}  # fmt: skip
+}
 _RULE = f"Budgets are {', '.join(NAMES)}, and duty:RANK, the part of the time that a rank may be busy"
 
 
@@ -29,8 +30,13 @@ def budget_of(text: str) -> Budget:
     """
     name = text.partition("=")[0]
     if name not in NAMES and not name.startswith("duty:"):
-        raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, rule=_RULE,
-                        fix="Write it like usd_per_h=3.5")  # fmt: skip
+        raise SpecError(
+            f"unknown budget {name!r}",
+            key="--budget",
+            value=text,
+            rule=_RULE,
+            fix="Write it like usd_per_h=3.5",
+        )
     told = budget_table(text)
     assert told.limit is not None
     return Budget(name=told.name, kind=told.kind, limit=told.limit, per=told.per, worker=told.rank)
@@ -40,15 +46,25 @@ def check_budgets(budgets: Sequence[Budget], lab: Lab, file: str) -> None:
     """Raise for what the lab does not state for every rank, and for ranks it does not have."""
     for budget in budgets:
         if budget.worker is not None and budget.worker >= len(lab.slow):
-            raise SpecError(f"rank {budget.worker} of {len(lab.slow)}", file=file, key="--budget",
-                            value=budget.name, rule="duty is of a rank of the lab")  # fmt: skip
+            raise SpecError(
+                f"rank {budget.worker} of {len(lab.slow)}",
+                file=file,
+                key="--budget",
+                value=budget.name,
+                rule="duty is of a rank of the lab",
+            )
         for field, key in _STATED.get(budget.kind, ()):
             stated = getattr(lab, field)
             if any(one is None for one in stated) or not any(stated):
                 what = "prices" if key == "usd_per_h" else key
-                raise SpecError(f"no {what}", file=file, key=f"ranks.{key}", value=budget.name,
-                                rule=f"A budget of {budget.name} needs {what} of all ranks, not all 0",
-                                fix=f"Add {key} to all [[ranks]]")  # fmt: skip
+                raise SpecError(
+                    f"no {what}",
+                    file=file,
+                    key=f"ranks.{key}",
+                    value=budget.name,
+                    rule=f"A budget of {budget.name} needs {what} of all ranks, not all 0",
+                    fix=f"Add {key} to all [[ranks]]",
+                )
 
 
 def spent(budget: Budget, lab: Lab, plan: Plan, time_s: float, work_s: Mapping[int, float]) -> float:

@@ -31,20 +31,33 @@ def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[li
     """
     layers = _layers(model, path)
     if not layers:
-        raise SpecError("model() gave no layers", file=path, key="model", rule="A model has a layer or more",
-                        fix="Return a list of layers")  # fmt: skip
+        raise SpecError(
+            "model() gave no layers",
+            file=path,
+            key="model",
+            rule="A model has a layer or more",
+            fix="Return a list of layers",
+        )
     if all(isinstance(layer, nn.Module) for layer in layers):
         if tied:
-            raise SpecError("tied names parameters of modules", file=path, key="tied",
-                            rule="Modules are tied by holding one parameter",
-                            fix="Leave tied out, or give callables")  # fmt: skip
+            raise SpecError(
+                "tied names parameters of modules",
+                file=path,
+                key="tied",
+                rule="Modules are tied by holding one parameter",
+                fix="Leave tied out, or give callables",
+            )
         return [_copier(layer) for layer in layers], tied_parameters(layers)
     if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
         builders = [_seeded(layer, seed, index, path) for index, layer in enumerate(layers)]
         return _with_tied(builders, tied, path), tied
-    raise SpecError("model() gave modules and callables mixed", file=path, key="model",
-                    rule="The list holds modules only or callables that give modules only",
-                    fix="Write lambda: before each module, or before none")  # fmt: skip
+    raise SpecError(
+        "model() gave modules and callables mixed",
+        file=path,
+        key="model",
+        rule="The list holds modules only or callables that give modules only",
+        fix="Write lambda: before each module, or before none",
+    )
 
 
 def _layers(model: Any, path: str | None) -> list[Any]:
@@ -62,10 +75,12 @@ def _layers(model: Any, path: str | None) -> list[Any]:
         with own_code("model", path):
             return list(model)
     raise SpecError(
-        f"model() gave {type(model).__name__}", file=path, key="model",
+        f"model() gave {type(model).__name__}",
+        file=path,
+        key="model",
         rule="It returns a list of layers, an nn.Sequential, or a model of transformers",
         fix="See examples/jobs/gpt_job.py",
-    )  # fmt: skip
+    )
 
 
 def _copier(layer: nn.Module) -> Builder:
@@ -78,9 +93,13 @@ def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
             torch.manual_seed(seed * 1_000_003 + index)
             layer = build()
         if not isinstance(layer, nn.Module):
-            raise SpecError(f"layer {index} gave {type(layer).__name__}", file=path, key="model",
-                            rule="A callable of the list gives a module",
-                            fix="Return the module it builds")  # fmt: skip
+            raise SpecError(
+                f"layer {index} gave {type(layer).__name__}",
+                file=path,
+                key="model",
+                rule="A callable of the list gives a module",
+                fix="Return the module it builds",
+            )
         return layer
 
     return built
@@ -103,7 +122,7 @@ def _with_tied(builders: list[Builder], tied: Tied, path: str | None) -> list[Bu
     return [
         functools.partial(built, index, names[index]) if names[index] else build
         for index, build in enumerate(builders)
-    ]  # fmt: skip
+    ]
 
 
 def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> None:
@@ -112,22 +131,36 @@ def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> No
     keys = [key for group in tied for key in group]
     for layer, name in keys:
         if not 0 <= layer < len(builders):
-            raise SpecError(f"no layer {layer}", file=path, key="tied", value=layer,
-                            rule=f"The model has layers 0..{len(builders) - 1}",
-                            fix="Name a layer of them")  # fmt: skip
+            raise SpecError(
+                f"no layer {layer}",
+                file=path,
+                key="tied",
+                value=layer,
+                rule=f"The model has layers 0..{len(builders) - 1}",
+                fix="Name a layer of them",
+            )
         with torch.device("meta"):
             parameters = dict(builders[layer]().named_parameters())
         if name not in parameters:
-            raise SpecError(f"layer {layer} has no parameter {name}", file=path, key="tied", value=name,
-                            rule=f"It has {', '.join(parameters) or 'none'}",
-                            fix="Name one of these")  # fmt: skip
+            raise SpecError(
+                f"layer {layer} has no parameter {name}",
+                file=path,
+                key="tied",
+                value=name,
+                rule=f"It has {', '.join(parameters) or 'none'}",
+                fix="Name one of these",
+            )
         shapes[layer, name] = parameters[name].shape
     for group in tied:
         if len({shapes[key] for key in group}) > 1 or len(group) < 2 or len(keys) != len(set(keys)):
             told = ", ".join(f"({layer}, {name!r}): {list(shapes[layer, name])}" for layer, name in group)
-            raise SpecError(f"{told} cannot be one parameter", file=path, key="tied",
-                            rule="A group has two or more names of one shape, a name one group",
-                            fix="Tie parameters of one shape")  # fmt: skip
+            raise SpecError(
+                f"{told} cannot be one parameter",
+                file=path,
+                key="tied",
+                rule="A group has two or more names of one shape, a name one group",
+                fix="Tie parameters of one shape",
+            )
 
 
 def tied_parameters(layers: Sequence[nn.Module]) -> Tied:

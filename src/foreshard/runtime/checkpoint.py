@@ -55,9 +55,12 @@ class _JsonWriter(dcp.FileSystemWriter):
             told, place = metadata.state_dict_metadata[result.index.fqn], result.storage_data
             assert isinstance(told, TensorStorageMetadata)
             entries[result.index.fqn] = {
-                "dtype": str(told.properties.dtype).removeprefix("torch."), "size": list(told.size),
-                "file": place.relative_path, "offset": place.offset, "length": place.length,
-            }  # fmt: skip
+                "dtype": str(told.properties.dtype).removeprefix("torch."),
+                "size": list(told.size),
+                "file": place.relative_path,
+                "offset": place.offset,
+                "length": place.length,
+            }
         _write(Path(self.path) / _INDEX, {"format": "foreshard checkpoint 1", "tensors": entries})
 
 
@@ -73,9 +76,10 @@ class _JsonReader(dcp.FileSystemReader):
             size = torch.Size(entry["size"])
             zero = torch.Size([0] * len(size))
             described[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=_dtype(entry["dtype"])), size=size,
+                properties=TensorProperties(dtype=_dtype(entry["dtype"])),
+                size=size,
                 chunks=[ChunkStorageMetadata(offsets=zero, sizes=size)],
-            )  # fmt: skip
+            )
             places[MetadataIndex(name, zero)] = _StorageInfo(entry["file"], entry["offset"], entry["length"])
         return Metadata(state_dict_metadata=described, storage_data=places, storage_meta=StorageMeta())
 
@@ -118,7 +122,7 @@ def save(
         On every rank, when one could not write; nothing is left behind.
     RuntimeError
         From torch.distributed, when a peer is gone.
-    """  # fmt: skip
+    """
     part, final = folder / f"{step_name(step)}{TORN}", folder / step_name(step)
     mine, wanted = part / f"rank-{rank}", sum(t.numel() * t.element_size() for t in tensors.values())
     # what ranks of an attempt that was cut off have left must not get a name
@@ -155,8 +159,9 @@ def _write_items(mine: Path, tensors: Mapping[str, Tensor]) -> None:
     _expect_no_group()
     dcp.save(
         {key: t.detach().cpu() for key, t in tensors.items()},
-        storage_writer=_JsonWriter(mine, single_file_per_rank=True, sync_files=True), no_dist=True,
-    )  # fmt: skip
+        storage_writer=_JsonWriter(mine, single_file_per_rank=True, sync_files=True),
+        no_dist=True,
+    )
     _sync_folder(mine)
 
 
@@ -294,8 +299,12 @@ def _check_entry(place: Path, key: str, entry: Mapping[str, Any]) -> None:
 
 
 def _damaged(path: Path, what: str) -> SpecError:
-    return SpecError(f"the checkpoint {what}", file=str(path), key="checkpoint",
-                     fix="Remove the folder of its step; the checkpoint before it is used then")  # fmt: skip
+    return SpecError(
+        f"the checkpoint {what}",
+        file=str(path),
+        key="checkpoint",
+        fix="Remove the folder of its step; the checkpoint before it is used then",
+    )
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -31,9 +31,10 @@ def prune(folder: Path, keep: int = 2) -> None:
     named = _named(folder)
     newest = named[-1][0] if named else -1
     torn = [
-        place for place in chain(folder.glob(f"step-*{TORN}"), folder.glob(f"step-*{OLD}"))
+        place
+        for place in chain(folder.glob(f"step-*{TORN}"), folder.glob(f"step-*{OLD}"))
         if (match := _NAMED.fullmatch(place.stem)) and int(match[1]) <= newest
-    ]  # fmt: skip
+    ]
     for place in [*(place for _, place in named[: max(0, len(named) - keep)]), *torn]:
         shutil.rmtree(place, ignore_errors=True)
 

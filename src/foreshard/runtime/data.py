@@ -83,9 +83,15 @@ class Feed:
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], *, global_batch: int, seed: int = 0,
-        prefetch: int = 2, path: str | None = None,
-    ):  # fmt: skip
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        global_batch: int,
+        seed: int = 0,
+        prefetch: int = 2,
+        path: str | None = None,
+    ):
         self.dataset, self.collate, self.global_batch, self.seed = dataset, collate, global_batch, seed
         self._path, self._depth = path, prefetch
         self._size = _size_of(dataset, path)
@@ -188,9 +194,13 @@ class Feed:
                 count += 1
                 yield sample
             if not count:
-                raise SpecError("the dataset yields nothing", file=self._path, key="dataset",
-                                rule="A dataset has at least one sample",
-                                fix="Let its __iter__ start anew every time")  # fmt: skip
+                raise SpecError(
+                    "the dataset yields nothing",
+                    file=self._path,
+                    key="dataset",
+                    rule="A dataset has at least one sample",
+                    fix="Let its __iter__ start anew every time",
+                )
 
 
 def _size_of(dataset: Any, path: str | None) -> int | None:
@@ -200,16 +210,22 @@ def _size_of(dataset: Any, path: str | None) -> int | None:
         with own_code("dataset", path):
             size = len(dataset)
         if size == 0:
-            raise SpecError("the dataset is empty", file=path, key="dataset",
-                            rule="A dataset has at least one sample",
-                            fix="See what dataset() reads")  # fmt: skip
+            raise SpecError(
+                "the dataset is empty",
+                file=path,
+                key="dataset",
+                rule="A dataset has at least one sample",
+                fix="See what dataset() reads",
+            )
         return size
     if isinstance(dataset, Iterator):
         raise SpecError(
-            f"the dataset is a {type(dataset).__name__}, which can be read once", file=path, key="dataset",
+            f"the dataset is a {type(dataset).__name__}, which can be read once",
+            file=path,
+            key="dataset",
             rule="A dataset gives the same samples every time it is read",
             fix="Return an object whose __iter__ starts anew",
-        )  # fmt: skip
+        )
     return None
 
 

@@ -139,11 +139,13 @@ class Deal:
         stage, layers = self.layout.stage_of(rank), self.layout.layers_of(rank)
         updated = self.updated(rank)
         values = updated if stage.zero >= 3 and is_dealt(stage) else self.parameters.of(layers)
-        return frozenset([
-            *(("frame", layer, "") for layer in layers),
-            *(("value", *name) for key in values for name in self.names(rank, key)),
-            *(("state", *name) for key in updated for name in self.names(rank, key)),
-        ])  # fmt: skip
+        return frozenset(
+            [
+                *(("frame", layer, "") for layer in layers),
+                *(("value", *name) for key in values for name in self.names(rank, key)),
+                *(("state", *name) for key in updated for name in self.names(rank, key)),
+            ]
+        )
 
 
 def _room_of(stage: Stage, rooms: Mapping[int, float | None]) -> dict[int, float] | None:
@@ -153,8 +155,9 @@ def _room_of(stage: Stage, rooms: Mapping[int, float | None]) -> dict[int, float
         return None
     return {
         row[0]: min(known[lo : lo + stage.tp])
-        for lo in range(0, len(known), stage.tp) for row in [stage.ranks[lo : lo + stage.tp]]
-    }  # fmt: skip
+        for lo in range(0, len(known), stage.tp)
+        for row in [stage.ranks[lo : lo + stage.tp]]
+    }
 
 
 def equals_of(stage: Stage, tensor: int) -> tuple[int, ...]:

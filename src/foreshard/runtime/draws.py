@@ -38,9 +38,11 @@ Window = tuple[Sequence[int], int, int]
 
 
 def bits(
-    keys: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu",
+    keys: Sequence[int],
+    shape: Sequence[int],
+    device: torch.device | str = "cpu",
     window: Window | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return 64 random bits as int64 for every element of the rows.
 
     Parameters

@@ -18,9 +18,15 @@ from foreshard.errors import SpecError
 from foreshard.runtime.clock import Clock
 
 _DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
     torch.uint8,
-)  # fmt: skip
+)
 _MAX_TENSORS, _MAX_DIMS = 8, 6
 _HEADER = 2 + _MAX_TENSORS * (2 + _MAX_DIMS)
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -54,9 +60,15 @@ class Exchange:
     """
 
     def __init__(
-        self, group: Any, carriers: tuple[Any, Any], ranks: Sequence[int], rank: int, clock: Clock, *,
+        self,
+        group: Any,
+        carriers: tuple[Any, Any],
+        ranks: Sequence[int],
+        rank: int,
+        clock: Clock,
+        *,
         fixed_shapes: bool = True,
-    ):  # fmt: skip
+    ):
         self._group, self._carriers, self._rank, self._clock = group, carriers, rank, clock
         self._place = {r: place for place, r in enumerate(ranks)}
         self._fixed = fixed_shapes and not clock.virtual
@@ -126,8 +138,9 @@ class Exchange:
                 raise SpecError(
                     f"a layer's output changed from {_text(self._told[key])} to {_text(shapes)}",
                     key="fixed_shapes",
-                    rule="Rows of a boundary keep their shape", fix="Set fixed_shapes = False in the job",
-                )  # fmt: skip
+                    rule="Rows of a boundary keep their shape",
+                    fix="Set fixed_shapes = False in the job",
+                )
             return
         self._told[key] = shapes
         size = sum(row.numel() * row.element_size() for row in rows)
@@ -169,20 +182,22 @@ def check_sendable(made: Sequence[Any], layer: int, *, samples: int, is_last: bo
     told = ", ".join(_named(value) for value in made) or "nothing"
     if is_last and (not made or any(value is None for value in made)):
         raise SpecError(
-            f"the layer gives {told}", key=f"layer {layer}",
+            f"the layer gives {told}",
+            key=f"layer {layer}",
             rule="The last layer gives what loss(output, batch) takes",
             fix="Return the output from its forward",
-        )  # fmt: skip
+        )
     sendable = made and all(_is_sendable(value, samples) for value in made)
     if is_last or (sendable and len(made) <= _MAX_TENSORS):
         return
     kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
     raise SpecError(
-        f"the layer gives {told} for {samples} samples", key=f"layer {layer}",
+        f"the layer gives {told} for {samples} samples",
+        key=f"layer {layer}",
         rule=f"A layer gives a tensor or a tuple of up to {_MAX_TENSORS}, of {kinds}, of up to {_MAX_DIMS} "
-             "dimensions of which the first is the sample: the next layer may be another rank's",
+        "dimensions of which the first is the sample: the next layer may be another rank's",
         fix="Return such tensors from its forward; let later layers make the rest from them",
-    )  # fmt: skip
+    )
 
 
 def _is_sendable(value: Any, samples: int) -> bool:
@@ -223,7 +238,10 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     """Return rows of several ranks as one tensor."""
     if len({tuple(row.shape[1:]) for row in rows}) > 1:
         told = ", ".join(str(list(row.shape[1:])) for row in rows)
-        raise SpecError(f"ranks of one stage made rows of different shapes: {told}", key="collate",
-                        rule="Where a plan splits the samples of a stage all rows have one shape",
-                        fix="Pad to one length in collate")  # fmt: skip
+        raise SpecError(
+            f"ranks of one stage made rows of different shapes: {told}",
+            key="collate",
+            rule="Where a plan splits the samples of a stage all rows have one shape",
+            fix="Pad to one length in collate",
+        )
     return torch.cat(list(rows))

@@ -114,9 +114,11 @@ class Executor:
         self.seat = layout.seats[rank]
         self.batches = micro_batches(self.group)
         self.order = stage_order(
-            self.group.schedule, num_stages=len(self.group.stages), num_micro_batches=len(self.batches),
+            self.group.schedule,
+            num_stages=len(self.group.stages),
+            num_micro_batches=len(self.batches),
             num_chunks=self.group.num_chunks,
-        )[self.seat.stage].tolist()  # fmt: skip
+        )[self.seat.stage].tolist()
         if self.group.schedule == "zb-h1":  # before the first step, not in it
             import torch.distributed.pipelining._backward  # noqa: F401
         self._last_of = self._last_backward()
@@ -197,9 +199,12 @@ class Executor:
                 received = [moved(t, self.device) for t in as_tuple(self.job.inputs(data))]
         else:
             received = self.exchange.receive(
-                span, self._peers(virtual - 1, batch, sends=False), route=virtual * 2,
-                tag=self._tag(virtual, batch, 0), device=self.device,
-            )  # fmt: skip
+                span,
+                self._peers(virtual - 1, batch, sends=False),
+                route=virtual * 2,
+                tag=self._tag(virtual, batch, 0),
+                device=self.device,
+            )
             received = [t.requires_grad_() if t.is_floating_point() else t for t in received]
         with self._work("forward", chunk, batch, span, sums):
             made = self._through(step, chunk, received, positions)
@@ -208,9 +213,12 @@ class Executor:
                 passing.loss = self._loss(made, data, sums)
         if passing.loss is None:
             self.exchange.send(
-                made, span, self._peers(virtual + 1, batch, sends=True), route=(virtual + 1) * 2,
+                made,
+                span,
+                self._peers(virtual + 1, batch, sends=True),
+                route=(virtual + 1) * 2,
                 tag=self._tag(virtual + 1, batch, 0),
-            )  # fmt: skip
+            )
         self._passing[chunk, batch] = passing
 
     def _loss(self, made: list[Tensor], data: Any, sums: StepSums) -> Tensor:
@@ -229,9 +237,12 @@ class Executor:
         grads: list[Tensor] | None = None
         if passing.loss is None:
             grads = self.exchange.receive(
-                span, self._peers(virtual + 1, batch, sends=False), route=virtual * 2 + 1,
-                tag=self._tag(virtual, batch, 1), device=self.device,
-            )  # fmt: skip
+                span,
+                self._peers(virtual + 1, batch, sends=False),
+                route=virtual * 2 + 1,
+                tag=self._tag(virtual, batch, 1),
+                device=self.device,
+            )
         outputs = (
             [passing.loss] if passing.loss is not None else [t for t in passing.made if t.is_floating_point()]
         )
@@ -248,9 +259,12 @@ class Executor:
         if virtual > 0:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
             self.exchange.send(
-                back, span, self._peers(virtual - 1, batch, sends=True), route=(virtual - 1) * 2 + 1,
+                back,
+                span,
+                self._peers(virtual - 1, batch, sends=True),
+                route=(virtual - 1) * 2 + 1,
                 tag=self._tag(virtual - 1, batch, 1),
-            )  # fmt: skip
+            )
         if not inputs_only:
             del self._passing[chunk, batch]
 
@@ -273,9 +287,14 @@ class Executor:
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
                     given = through(
-                        self.modules[layer], layer, given, positions, seed=self.seed, step=step,
+                        self.modules[layer],
+                        layer,
+                        given,
+                        positions,
+                        seed=self.seed,
+                        step=step,
                         windows=self.windows(layer, given),
-                    )  # fmt: skip
+                    )
                     last = layer == self.job.num_layers - 1
                     check_sendable(given, layer, samples=len(positions), is_last=last)
                     self.tensor.forget()
@@ -284,8 +303,9 @@ class Executor:
             with self._precision():
                 values = (
                     checkpoint(block, *values, use_reentrant=False, preserve_rng_state=False)
-                    if again else block(*values)
-                )  # fmt: skip
+                    if again
+                    else block(*values)
+                )
         if self._cuts_stream(chunk, 1):
             values = (self.tensor.together(values[0]), *values[1:])
         return list(values)
@@ -360,9 +380,15 @@ class Executor:
 
 
 def through(
-    module: nn.Module, layer: int, values: tuple[Any, ...], positions: range, *, seed: int = 0,
-    step: int = 0, windows: Windows | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    module: nn.Module,
+    layer: int,
+    values: tuple[Any, ...],
+    positions: range,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    windows: Windows | None = None,
+) -> tuple[Any, ...]:
     """Return what a layer makes of the values for the samples at the positions."""
     with sample_randomness(seed=seed, step=step, layer=layer, positions=positions, windows=windows):
         return as_tuple(module(*values))

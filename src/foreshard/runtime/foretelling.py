@@ -111,13 +111,20 @@ def foretell(
         for name in dict.fromkeys(policies):
             if name not in POLICIES:
                 raise SpecError(
-                    f"unknown policy {name!r}", key="--policy", value=name,
+                    f"unknown policy {name!r}",
+                    key="--policy",
+                    value=name,
                     rule=f"In a lab policies are {', '.join(POLICIES)}",
-                )  # fmt: skip
+                )
             wheel = Wheel(
-                plan=load_plan(plan), costs=costs, lab=lab, budgets=tuple(budgets), steps=steps,
-                log=Path(folder) / f"{name}.jsonl", policy="lyapunov" if name == "static" else name,
-            )  # fmt: skip
+                plan=load_plan(plan),
+                costs=costs,
+                lab=lab,
+                budgets=tuple(budgets),
+                steps=steps,
+                log=Path(folder) / f"{name}.jsonl",
+                policy="lyapunov" if name == "static" else name,
+            )
             found[name] = _Play(world, wheel, steered=name != "static").run(steps)
         return found
 
@@ -195,13 +202,18 @@ class _Play:
             return
         own = own_samples(running)
         self._steering.stepped(
-            step=step, time_s=time_s, running=running, ranks=self._there,
+            step=step,
+            time_s=time_s,
+            running=running,
+            ranks=self._there,
             stage_s={
                 one.rank: (one.compute_s + one.recompute_s) / own[one.rank] for one in ranks if own[one.rank]
             },
-            generation=self._number, link_s=self._world.links(step, running),
-            idle_s={} if step % PROBE_EVERY else self._world.idle_s(step, running), clock_s=clock_s,
-        )  # fmt: skip
+            generation=self._number,
+            link_s=self._world.links(step, running),
+            idle_s={} if step % PROBE_EVERY else self._world.idle_s(step, running),
+            clock_s=clock_s,
+        )
         if self._orders:
             self._due[step + _DELAY] = self._orders[-1]
             self._orders.clear()

@@ -62,9 +62,10 @@ class ForetoldLab:
     def in_vain_s(self, step: int, running: Plan, lost: AbstractSet[int]) -> float:
         """Return what the others have worked when a rank that was lost in a step is missed in its sums."""
         whole = [
-            group for group in running.groups
+            group
+            for group in running.groups
             if lost.isdisjoint(rank for stage in group.stages for rank in stage.ranks)
-        ]  # fmt: skip
+        ]
         if not whole:
             return 0.0  # a pipeline that lacks a rank stands still at once
         at, cluster = self.at(step)
@@ -107,8 +108,10 @@ def _layers_of(plan: Plan) -> dict[int, frozenset[int]]:
     """Return the layers that each rank holds."""
     return {
         rank: frozenset(layer for lo, hi in stage.layers for layer in range(lo, hi))
-        for group in plan.groups for stage in group.stages for rank in stage.ranks
-    }  # fmt: skip
+        for group in plan.groups
+        for stage in group.stages
+        for rank in stage.ranks
+    }
 
 
 def moves_between(

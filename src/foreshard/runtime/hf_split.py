@@ -66,10 +66,14 @@ _FAMILIES = {
     "glm": _LLAMA,
     "gpt2": _Family(inner="transformer", words="wte", places="wpe", drop="drop", blocks="h", norm="ln_f"),
     "gpt_neox": _Family(
-        inner="gpt_neox", words="embed_in", drop="emb_dropout", blocks="layers", norm="final_layer_norm",
+        inner="gpt_neox",
+        words="embed_in",
+        drop="emb_dropout",
+        blocks="layers",
+        norm="final_layer_norm",
         rotary="rotary_emb",
     ),
-}  # fmt: skip
+}
 KNOWN = tuple(sorted(_FAMILIES))
 """Model types that can be split."""
 
@@ -204,10 +208,12 @@ def _family(model: nn.Module) -> _Family:
     if kind not in _FAMILIES:
         what = f"a model of type {kind}" if kind else f"a {type(model).__name__} that is no nn.Sequential"
         raise SpecError(
-            f"{what} cannot be split by itself", key="model", value=kind,
+            f"{what} cannot be split by itself",
+            key="model",
+            value=kind,
             rule=f"Types of transformers that are known: {', '.join(KNOWN)}",
             fix="Return a list of layers or an nn.Sequential from model()",
-        )  # fmt: skip
+        )
     family = _FAMILIES[kind]
     _check_parts(model, {family.inner, family.head}, kind)
     _check_parts(getattr(model, family.inner), family.parts(), kind)
@@ -221,20 +227,28 @@ def _check_parts(module: nn.Module, expected: set[str], kind: str) -> None:
     if odd:
         raise SpecError(
             f"{type(module).__name__} has other parts than a {kind} with a language head: {', '.join(odd)}",
-            key="model", value=kind, rule=f"It holds {', '.join(sorted(expected))}",
+            key="model",
+            value=kind,
+            rule=f"It holds {', '.join(sorted(expected))}",
             fix="Use the model's class for causal language modelling, without adapters",
-        )  # fmt: skip
+        )
 
 
 def _check_config(config: Any, kind: str) -> None:
     if getattr(config, "add_cross_attention", False):
-        raise SpecError("a model with cross attention cannot be split", key="add_cross_attention", value=True,
-                        rule=f"Blocks of a {kind} take one sequence")  # fmt: skip
+        raise SpecError(
+            "a model with cross attention cannot be split",
+            key="add_cross_attention",
+            value=True,
+            rule=f"Blocks of a {kind} take one sequence",
+        )
     drops = max(getattr(config, name, 0.0) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     used = getattr(config, "_attn_implementation", None) or "eager"
     if drops > 0 and used not in ("eager", "sdpa"):
         raise SpecError(
-            f"dropout of attention under {used} is not drawn by sample", key="model.config", value=used,
+            f"dropout of attention under {used} is not drawn by sample",
+            key="model.config",
+            value=used,
             rule="Known implementations of attention with dropout: eager, sdpa",
             fix="Set attention dropout to 0 or attn_implementation='sdpa'",
-        )  # fmt: skip
+        )

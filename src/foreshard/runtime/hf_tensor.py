@@ -8,9 +8,11 @@ from typing import Any
 from foreshard.runtime.tensor_split import TensorPlan
 
 _ATTENTION = {
-    "self_attn.q_proj": "column", "self_attn.k_proj": "column", "self_attn.v_proj": "column",
+    "self_attn.q_proj": "column",
+    "self_attn.k_proj": "column",
+    "self_attn.v_proj": "column",
     "self_attn.o_proj": "row",
-}  # fmt: skip
+}
 _GATED = {"mlp.gate_proj": "column", "mlp.up_proj": "column", "mlp.down_proj": "row"}
 _FUSED_GATE = {"mlp.gate_up_proj": "column:2", "mlp.down_proj": "row"}
 _HEAD_NORMS = {"self_attn.q_norm": "shared", "self_attn.k_norm": "shared"}
@@ -53,9 +55,11 @@ def _phi3(config: Any) -> TensorPlan:
     roles = {"self_attn.qkv_proj": f"column:{fused}", "self_attn.o_proj": "row", **_FUSED_GATE}
     numbers = ("num_key_value_heads", "config.num_attention_heads")
     return TensorPlan(
-        roles={f"block.{name}": role for name, role in roles.items()}, units=heads, draws_by_head=True,
+        roles={f"block.{name}": role for name, role in roles.items()},
+        units=heads,
+        draws_by_head=True,
         divided=tuple(("block.self_attn", name) for name in numbers),
-    )  # fmt: skip
+    )
 
 
 def _gpt2(config: Any) -> TensorPlan:
@@ -77,10 +81,14 @@ _PLANS: dict[str, Callable[[Any], TensorPlan]] = {
     "glm": _plan(_ATTENTION | _FUSED_GATE),
     "phi3": _phi3,
     "gpt2": _gpt2,
-    "gpt_neox": _plan({
-        "attention.query_key_value": "column", "attention.dense": "row",
-        "mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row",
-    }),
-}  # fmt: skip
+    "gpt_neox": _plan(
+        {
+            "attention.query_key_value": "column",
+            "attention.dense": "row",
+            "mlp.dense_h_to_4h": "column",
+            "mlp.dense_4h_to_h": "row",
+        }
+    ),
+}
 CUT = tuple(sorted(_PLANS))
 """Model types whose blocks can be cut."""

@@ -341,9 +341,12 @@ def _copy(held: Tensor, tensor: Tensor, key: Key) -> None:
     """Copy a whole tensor, which may be another job's."""
     if held.shape != tensor.shape:
         shapes = f"what was kept has shape {list(tensor.shape)}, the job's has {list(held.shape)}"
-        raise SpecError(shapes, key=f"layers.{key[0]}.{key[1]}",
-                        rule="A run goes on with the layers it began with",
-                        fix="Resume with the job that wrote it, or give another --out")  # fmt: skip
+        raise SpecError(
+            shapes,
+            key=f"layers.{key[0]}.{key[1]}",
+            rule="A run goes on with the layers it began with",
+            fix="Resume with the job that wrote it, or give another --out",
+        )
     held.copy_(tensor)
 
 

@@ -99,15 +99,23 @@ class Job:
     def in_double(self) -> Job:
         """Return the job in double precision: its layers, and what the first of them takes."""
         return replace(
-            self, builders=[_doubled(builder) for builder in self.builders],
+            self,
+            builders=[_doubled(builder) for builder in self.builders],
             inputs=lambda batch: _to_double(self.inputs(batch)),
-        )  # fmt: skip
+        )
 
     @classmethod
     def of(
-        cls, layers: Any, dataset: Any, loss: Any, optimizer: Any, *, seed: int = 0,
-        tied: Iterable[Iterable[Key]] = (), **more: Any,
-    ) -> Job:  # fmt: skip
+        cls,
+        layers: Any,
+        dataset: Any,
+        loss: Any,
+        optimizer: Any,
+        *,
+        seed: int = 0,
+        tied: Iterable[Iterable[Key]] = (),
+        **more: Any,
+    ) -> Job:
         """Return the job of a model given as layers, as `nn.Sequential`, or as a model of transformers.
 
         Parameters
@@ -184,9 +192,12 @@ def first_input(batch: Any) -> Any:
         for key in _INPUT_KEYS:
             if key in batch:
                 return batch[key]
-        raise SpecError(f"a batch with {', '.join(map(str, batch))}", key="inputs",
-                        rule=f"The first layer takes {', '.join(_INPUT_KEYS)} of a batch",
-                        fix="Define inputs(batch) in the job")  # fmt: skip
+        raise SpecError(
+            f"a batch with {', '.join(map(str, batch))}",
+            key="inputs",
+            rule=f"The first layer takes {', '.join(_INPUT_KEYS)} of a batch",
+            fix="Define inputs(batch) in the job",
+        )
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
@@ -210,9 +221,13 @@ def _guarded_optimizer(function: Any, path: str | None) -> Any:
     def guarded(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         found = make(params)
         if not isinstance(found, torch.optim.Optimizer):
-            raise SpecError(f"optimizer(params) gave {type(found).__name__}", file=path, key="optimizer",
-                            rule="It returns a torch.optim.Optimizer over the parameters it is given",
-                            fix="Return torch.optim.AdamW(params, lr=1e-3), or another")  # fmt: skip
+            raise SpecError(
+                f"optimizer(params) gave {type(found).__name__}",
+                file=path,
+                key="optimizer",
+                rule="It returns a torch.optim.Optimizer over the parameters it is given",
+                fix="Return torch.optim.AdamW(params, lr=1e-3), or another",
+            )
         return found
 
     return guarded
@@ -225,16 +240,27 @@ def _guarded_loss(function: Any, path: str | None) -> Any:
         with own_code("loss", path):
             found = function(output, batch)
         if not isinstance(found, tuple | list) or len(found) != 2:
-            raise SpecError(f"loss gave {type(found).__name__}", file=path, key="loss", rule=_LOSS_RULE,
-                            fix="Use reduction='sum' and return (sum, number of targets)")  # fmt: skip
+            raise SpecError(
+                f"loss gave {type(found).__name__}",
+                file=path,
+                key="loss",
+                rule=_LOSS_RULE,
+                fix="Use reduction='sum' and return (sum, number of targets)",
+            )
         total, count = found
         if not isinstance(total, Tensor) or total.numel() != 1:
             what = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-            raise SpecError(f"loss gave a sum {what}", file=path, key="loss", rule=_LOSS_RULE,
-                            fix="Use reduction='sum'")  # fmt: skip
+            raise SpecError(
+                f"loss gave a sum {what}", file=path, key="loss", rule=_LOSS_RULE, fix="Use reduction='sum'"
+            )
         if not isinstance(count, Real | Tensor) or (isinstance(count, Tensor) and count.numel() != 1):
-            raise SpecError(f"loss gave a count that is a {type(count).__name__}, not a number", file=path,
-                            key="loss", rule=_LOSS_RULE, fix="Return (sum, number of targets)")  # fmt: skip
+            raise SpecError(
+                f"loss gave a count that is a {type(count).__name__}, not a number",
+                file=path,
+                key="loss",
+                rule=_LOSS_RULE,
+                fix="Return (sum, number of targets)",
+            )
         return total, count
 
     return guarded
@@ -243,9 +269,13 @@ def _guarded_loss(function: Any, path: str | None) -> Any:
 def _readable(dataset: Any, path: str | None) -> Any:
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not is_map and not hasattr(dataset, "__iter__"):
-        raise SpecError(f"dataset() gave {type(dataset).__name__}", file=path, key="dataset",
-                        rule="A dataset has __len__ and __getitem__, or __iter__",
-                        fix="Return one of torch.utils.data, a list or a tensor")  # fmt: skip
+        raise SpecError(
+            f"dataset() gave {type(dataset).__name__}",
+            file=path,
+            key="dataset",
+            rule="A dataset has __len__ and __getitem__, or __iter__",
+            fix="Return one of torch.utils.data, a list or a tensor",
+        )
     return dataset
 
 

@@ -179,11 +179,16 @@ class Lab:
         price = self.usd_per_h or (None,) * len(self.slow)
         nodes = tuple(
             NodeGroup(
-                count=1, per_node=1, device=_device(name, memory[rank]), usd_per_h=price[rank],
-                nic_bytes_per_s=self.bandwidth_bytes_per_s, nic_latency_s=self.latency_s, nvlink_domain=1,
+                count=1,
+                per_node=1,
+                device=_device(name, memory[rank]),
+                usd_per_h=price[rank],
+                nic_bytes_per_s=self.bandwidth_bytes_per_s,
+                nic_latency_s=self.latency_s,
+                nvlink_domain=1,
             )
             for rank, name in enumerate(self.devices)
-        )  # fmt: skip
+        )
         return Cluster(name=self.name, nodes=nodes)
 
 
@@ -191,11 +196,25 @@ def _device(name: str, memory_bytes: float | None) -> Device:
     """Return a device known by name and memory only: it stands for a slice of this machine."""
     memory = memory_bytes or _MEMORY_BYTES
     return Device(
-        name=name, vendor="host", arch="host", form="virtual", year=0, peak_flops_per_s={},
-        memory_bytes=memory, capacity_bytes=memory,
-        memory_bytes_per_s=0.0, num_sms=0, clock_hz=0.0, l2_bytes=0.0, link="",
-        link_bytes_per_s=0.0, pcie_bytes_per_s=0.0, tdp_w=0.0, source="lab", verified=True,
-    )  # fmt: skip
+        name=name,
+        vendor="host",
+        arch="host",
+        form="virtual",
+        year=0,
+        peak_flops_per_s={},
+        memory_bytes=memory,
+        capacity_bytes=memory,
+        memory_bytes_per_s=0.0,
+        num_sms=0,
+        clock_hz=0.0,
+        l2_bytes=0.0,
+        link="",
+        link_bytes_per_s=0.0,
+        pcie_bytes_per_s=0.0,
+        tdp_w=0.0,
+        source="lab",
+        verified=True,
+    )
 
 
 def load_lab(path: str) -> Lab:
@@ -221,8 +240,12 @@ class _Reader:
             raise self.fail("not a table", key, data, f"{key or 'A lab'} is a TOML table")
         for name in data:
             if name not in names:
-                raise self.fail(f"unknown key {name!r}", f"{key}.{name}" if key else name, name,
-                                f"Known keys: {', '.join(names)}")  # fmt: skip
+                raise self.fail(
+                    f"unknown key {name!r}",
+                    f"{key}.{name}" if key else name,
+                    name,
+                    f"Known keys: {', '.join(names)}",
+                )
         return data
 
     def number(self, value: Any, key: str, low: float) -> float:
@@ -253,15 +276,20 @@ class _Reader:
         told = self.tables(data.get("change", []), "change")
         changes = [self.change(change, f"change[{i}]", len(rows)) for i, change in enumerate(told)]
         made = Lab(
-            name=str(data.get("name", Path(self.file).stem)), clock=clock,
-            devices=tuple(row[0] for row in rows), slow=tuple(row[1] for row in rows),
-            memory_bytes=tuple(row[2] for row in rows), usd_per_h=tuple(row[3] for row in rows),
-            busy_w=tuple(row[4] for row in rows), idle_w=tuple(row[5] for row in rows),
+            name=str(data.get("name", Path(self.file).stem)),
+            clock=clock,
+            devices=tuple(row[0] for row in rows),
+            slow=tuple(row[1] for row in rows),
+            memory_bytes=tuple(row[2] for row in rows),
+            usd_per_h=tuple(row[3] for row in rows),
+            busy_w=tuple(row[4] for row in rows),
+            idle_w=tuple(row[5] for row in rows),
             kg_per_kwh=tuple(row[6] for row in rows),
             bandwidth_bytes_per_s=self.rate(network.get("bandwidth", "10 Gb/s"), "network.bandwidth"),
             latency_s=self.quantity(network.get("latency", "50 us"), "network.latency", "s"),
-            changes=tuple(sorted(changes, key=lambda c: c.at_step)), table_s=self.table(data, clock),
-        )  # fmt: skip
+            changes=tuple(sorted(changes, key=lambda c: c.at_step)),
+            table_s=self.table(data, clock),
+        )
         for step in sorted({change.at_step for change in changes}):
             if not any(made.there_at(step, rank) for rank in range(len(rows))):
                 raise self.fail("nobody is left", "change", step, "At every step some rank is there")
@@ -309,14 +337,15 @@ class _Reader:
                 f"{data['there']!r} is not valid", f"{key}.there", data["there"], "Must be true or false"
             )
         return Change(
-            at_step=self.whole(data.get("at_step"), f"{key}.at_step", 0, 10**9), rank=rank,
+            at_step=self.whole(data.get("at_step"), f"{key}.at_step", 0, 10**9),
+            rank=rank,
             slow=self.number(data["slow"], f"{key}.slow", 1e-3) if "slow" in data else None,
             bandwidth_bytes_per_s=(
                 self.rate(data["bandwidth"], f"{key}.bandwidth") if "bandwidth" in data else None
             ),
             latency_s=self.quantity(data["latency"], f"{key}.latency", "s") if "latency" in data else None,
             there=data.get("there"),
-        )  # fmt: skip
+        )
 
     def rate(self, value: Any, key: str) -> float:
         return self.quantity(value, key, "bytes_per_s", _LEAST_BYTES_PER_S)

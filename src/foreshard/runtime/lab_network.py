@@ -214,18 +214,28 @@ def remove_stale() -> None:
 
 def _check(lab: Lab) -> None:
     if lab.clock != "wall":
-        raise SpecError(f"clock {lab.clock!r} needs no namespaces", key="clock", value=lab.clock,
-                        rule="Only the wall clock is slowed by the machine")  # fmt: skip
+        raise SpecError(
+            f"clock {lab.clock!r} needs no namespaces",
+            key="clock",
+            value=lab.clock,
+            rule="Only the wall clock is slowed by the machine",
+        )
     if len(lab.slow) > _MAX_RANKS:
-        raise SpecError(f"{len(lab.slow)} ranks", key="ranks", value=len(lab.slow),
-                        rule=f"A lab in the wall clock has up to {_MAX_RANKS}")  # fmt: skip
+        raise SpecError(
+            f"{len(lab.slow)} ranks",
+            key="ranks",
+            value=len(lab.slow),
+            rule=f"A lab in the wall clock has up to {_MAX_RANKS}",
+        )
     latencies = [lab.latency_s, *(c.latency_s for c in lab.changes if c.latency_s is not None)]
     if max(latencies) > _MAX_LATENCY_S:
         raise SpecError(
-            f"a latency of {max(latencies):g} s", key="network.latency", value=max(latencies),
+            f"a latency of {max(latencies):g} s",
+            key="network.latency",
+            value=max(latencies),
             rule="Links in the wall clock have a rate and a latency of about 0.1 ms; delays are not made",
             fix='Use clock = "cpu" for delays, or leave the latency out',
-        )  # fmt: skip
+        )
 
 
 def _bucket(bytes_per_s: float) -> list[str]:

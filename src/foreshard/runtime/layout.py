@@ -157,8 +157,9 @@ def _refuse(plan: Plan) -> None:
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"
         if group.schedule not in RUN_SCHEDULES:
-            raise _unsupported(f"{where}.schedule", group.schedule,
-                               f"the runtime runs {', '.join(RUN_SCHEDULES)}")  # fmt: skip
+            raise _unsupported(
+                f"{where}.schedule", group.schedule, f"the runtime runs {', '.join(RUN_SCHEDULES)}"
+            )
         _refuse_order(group, where)
         for s, stage in enumerate(group.stages):
             _refuse_stage(stage, f"{where}.stages[{s}]")
@@ -169,8 +170,12 @@ def _refuse_order(group: Group, where: str) -> None:
     if group.schedule != "interleaved" and group.num_chunks == 1:
         return
     try:
-        stage_order(group.schedule, num_stages=len(group.stages), num_chunks=group.num_chunks,
-                    num_micro_batches=group.num_micro_batches)  # fmt: skip
+        stage_order(
+            group.schedule,
+            num_stages=len(group.stages),
+            num_chunks=group.num_chunks,
+            num_micro_batches=group.num_micro_batches,
+        )
     except SpecError as error:
         error.key = f"{where}.{error.key}"
         raise
@@ -179,26 +184,40 @@ def _refuse_order(group: Group, where: str) -> None:
 def _refuse_stage(stage: Stage, where: str) -> None:
     for name in ("cp", "ep", "etp"):
         if getattr(stage, name) != 1:
-            raise _unsupported(f"{where}.{name}", getattr(stage, name),
-                               "the runtime runs stages of data- and tensor-parallel ranks")  # fmt: skip
+            raise _unsupported(
+                f"{where}.{name}",
+                getattr(stage, name),
+                "the runtime runs stages of data- and tensor-parallel ranks",
+            )
     if len(stage.ranks) % stage.tp:
         raise SpecError(
-            f"tp {stage.tp} does not divide {len(stage.ranks)} ranks", key=f"{where}.tp", value=stage.tp,
+            f"tp {stage.tp} does not divide {len(stage.ranks)} ranks",
+            key=f"{where}.tp",
+            value=stage.tp,
             rule="Every data-parallel part of a stage has tp ranks",
             fix=f"Give the stage a multiple of {stage.tp} ranks",
-        )  # fmt: skip
+        )
     if stage.offload != "none":
         raise _unsupported(f"{where}.offload", stage.offload, "the runtime keeps everything on the device")
     if stage.recompute.startswith("selective"):
         raise _unsupported(
-            f"{where}.recompute", stage.recompute,
+            f"{where}.recompute",
+            stage.recompute,
             "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N",
-        )  # fmt: skip
+        )
     if stage.shard_size not in (None, stage.inner_dp):
-        raise _unsupported(f"{where}.shard_size", stage.shard_size,
-                           "the runtime shards over all data-parallel parts of a stage")  # fmt: skip
+        raise _unsupported(
+            f"{where}.shard_size",
+            stage.shard_size,
+            "the runtime shards over all data-parallel parts of a stage",
+        )
 
 
 def _unsupported(key: str, value: object, rule: str) -> SpecError:
-    return SpecError(f"{value!r} is not run", key=key, value=value, rule=rule,
-                     fix="Change the plan, or export it to a framework (foreshard export)")  # fmt: skip
+    return SpecError(
+        f"{value!r} is not run",
+        key=key,
+        value=value,
+        rule=rule,
+        fix="Change the plan, or export it to a framework (foreshard export)",
+    )

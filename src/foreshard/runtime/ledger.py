@@ -64,10 +64,16 @@ class Ledger:
     """
 
     def __init__(
-        self, path: Path, rank: int, index: Callable[[int], int] | None = None, *, size: int | None = None,
-        tell: Tell = lambda kind, text, **facts: None, copies: Copies | None = None,
+        self,
+        path: Path,
+        rank: int,
+        index: Callable[[int], int] | None = None,
+        *,
+        size: int | None = None,
+        tell: Tell = lambda kind, text, **facts: None,
+        copies: Copies | None = None,
         kept_bytes: int = KEPT_BYTES,
-    ):  # fmt: skip
+    ):
         self.lines = Lines(path, tell)
         self._rank, self._index, self._size = rank, index, size
         self._copies, self._kept_bytes = copies, kept_bytes
@@ -90,9 +96,11 @@ class Ledger:
         spans = [span for span in spans if len(span)]
         if spans:
             line: dict[str, Any] = {
-                "step": step, "generation": generation, "rank": self._rank,
+                "step": step,
+                "generation": generation,
+                "rank": self._rank,
                 "positions": [[span.start, span.stop] for span in spans],
-            }  # fmt: skip
+            }
             if self._index is not None:
                 line["samples"] = [self._index(position) for span in spans for position in span]
             if self._size is not None:

@@ -36,9 +36,12 @@ class Lines:
     """
 
     def __init__(
-        self, path: Path, tell: Tell = lambda kind, text, **facts: None, *,
+        self,
+        path: Path,
+        tell: Tell = lambda kind, text, **facts: None,
+        *,
         now: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         self.path, self._tell, self._now = path, tell, now
         self._waiting: deque[bytes] = deque()
         self.waiting_bytes = 0
@@ -115,8 +118,12 @@ class Lines:
 
     def _taken(self) -> None:
         waited_s, self.trouble = self.waited_s, None
-        self._tell("disk takes again", f"{self.path.name}: all lines are written", file=str(self.path),
-                   after_s=round(waited_s, 3))  # fmt: skip
+        self._tell(
+            "disk takes again",
+            f"{self.path.name}: all lines are written",
+            file=str(self.path),
+            after_s=round(waited_s, 3),
+        )
 
 
 def settle(all_lines: list[Lines], patience_s: float) -> None:
@@ -139,10 +146,13 @@ def not_written(lines: Lines, rule: str) -> ForeshardError:
     """Return the fault of lines that the disk does not take."""
     return ForeshardError(
         f"{lines.waiting} lines ({lines.waiting_bytes} bytes) are not written after {lines.waited_s:.0f} s: "
-        f"{lines.trouble}", file=str(lines.path), value=lines.waiting, rule=rule,
+        f"{lines.trouble}",
+        file=str(lines.path),
+        value=lines.waiting,
+        rule=rule,
         fix="Make room there and start the run again with --resume: it goes on from the latest checkpoint, "
-            "before which nothing is missing",
-    )  # fmt: skip
+        "before which nothing is missing",
+    )
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

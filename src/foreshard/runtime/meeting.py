@@ -52,12 +52,17 @@ class Status:
         vote, scale = self.vote, self.loss_scale
         return json.dumps(
             {
-                "step": self.step, "reduced": self.reduced, "told": self.told, "last": self.last,
+                "step": self.step,
+                "reduced": self.reduced,
+                "told": self.told,
+                "last": self.last,
                 "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
-                "held": told_pieces(self.held), "kept": told_pieces(self.kept),
-                "room_bytes": self.room_bytes, "loss_scale": None if scale is None else scale.told(),
+                "held": told_pieces(self.held),
+                "kept": told_pieces(self.kept),
+                "room_bytes": self.room_bytes,
+                "loss_scale": None if scale is None else scale.told(),
             }
-        )  # fmt: skip
+        )
 
 
 def heard_status(text: str | bytes) -> Status:
@@ -65,11 +70,16 @@ def heard_status(text: str | bytes) -> Status:
     data = json.loads(text)
     vote = data["vote"]
     return Status(
-        step=data["step"], reduced=data["reduced"], told=data["told"], last=data["last"],
+        step=data["step"],
+        reduced=data["reduced"],
+        told=data["told"],
+        last=data["last"],
         vote=None if vote is None else Vote(loss=vote[0], count=vote[1], square_norm=vote[2]),
-        held=heard(data["held"]), kept=heard(data["kept"]),
-        room_bytes=data["room_bytes"], loss_scale=heard_scale(data["loss_scale"]),
-    )  # fmt: skip
+        held=heard(data["held"]),
+        kept=heard(data["kept"]),
+        room_bytes=data["room_bytes"],
+        loss_scale=heard_scale(data["loss_scale"]),
+    )
 
 
 class Meeting:

@@ -50,10 +50,18 @@ class Membership:
     """
 
     def __init__(
-        self, address: tuple[str, int], rank: int, secret: bytes, *, timeout_s: float = 30.0,
-        interface: str | None = None, backend: str = "gloo", resume: bool = False, beat_s: float = 0.5,
+        self,
+        address: tuple[str, int],
+        rank: int,
+        secret: bytes,
+        *,
+        timeout_s: float = 30.0,
+        interface: str | None = None,
+        backend: str = "gloo",
+        resume: bool = False,
+        beat_s: float = 0.5,
         locate: Callable[[], tuple[str, int] | None] = lambda: None,
-    ):  # fmt: skip
+    ):
         self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S, locate=locate)
         self.store: dist.Store = RankStore(self.client, timeout_s=timeout_s, abandoned=self._abandoned)
         self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
@@ -113,8 +121,9 @@ class Membership:
         options._timeout = timeout
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=self._interface)
-            if self._interface else dist.ProcessGroupGloo.create_default_device()
-        ]  # fmt: skip
+            if self._interface
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
         return dist.ProcessGroupGloo(store, place, len(ranks), options)
 
     def next_generation(self, reason: str) -> Generation:
@@ -145,9 +154,12 @@ class Membership:
                 self._broken_number, self._number = -1, found["number"]
                 self._wanted.clear()
                 return Generation(
-                    number=found["number"], plan=parse_plan(found["plan"]), ranks=tuple(found["ranks"]),
-                    resume=resume, pids={int(rank): int(pid) for rank, pid in found["pids"].items()},
-                )  # fmt: skip
+                    number=found["number"],
+                    plan=parse_plan(found["plan"]),
+                    ranks=tuple(found["ranks"]),
+                    resume=resume,
+                    pids={int(rank): int(pid) for rank, pid in found["pids"].items()},
+                )
 
     def _drop_groups(self) -> None:
         """Close all groups, each in a thread of its own.

@@ -48,8 +48,9 @@ class Metrics:
         self._missed = 0
         self._lost_loss = False
         if tensorboard and find_spec("tensorboard") is None:
-            raise ExtraMissingError("tensorboard is not installed", key="--tensorboard",
-                                    fix="pip install tensorboard")  # fmt: skip
+            raise ExtraMissingError(
+                "tensorboard is not installed", key="--tensorboard", fix="pip install tensorboard"
+            )
 
     def step(
         self,
@@ -82,7 +83,7 @@ class Metrics:
         samples : int
         more
             Further numbers, written as they are.
-        """  # fmt: skip
+        """
         line = {
             "step": step,
             "loss_metrics/global_avg_loss": _finite(loss),

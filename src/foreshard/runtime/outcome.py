@@ -74,9 +74,11 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ou
         merge(ledgers, out / "samples.jsonl")
     except OSError as error:
         raise ForeshardError(
-            f"not written: {error.strerror or error}", file=str(out / "samples.jsonl"),
-            rule="It is the ledgers of all ranks put together, they are whole", fix=f"See {out / 'ledger'}",
-        ) from None  # fmt: skip
+            f"not written: {error.strerror or error}",
+            file=str(out / "samples.jsonl"),
+            rule="It is the ledgers of all ranks put together, they are whole",
+            fix=f"See {out / 'ledger'}",
+        ) from None
     checked = audit(ledgers, global_batch=global_batch, steps=steps)
     lines = kept_steps(out / "metrics.jsonl")
     return _outcome(out, lines, checked, restarts)
@@ -96,16 +98,22 @@ def kept_steps(path: Path) -> list[dict[str, Any]]:
 def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: int) -> Outcome:
     times = settled_times(lines)
     return Outcome(
-        out=str(out), steps=checked.steps,
+        out=str(out),
+        steps=checked.steps,
         first_loss=lines[0]["loss_metrics/global_avg_loss"] if lines else None,
         last_loss=lines[-1]["loss_metrics/global_avg_loss"] if lines else None,
         median_step_s=median(times) if times else None,
         mean_step_s=sum(times) / len(times) if times else None,
-        clock=lines[-1]["clock"] if lines else "", restarts=restarts,
-        generations=len({line["generation"] for line in lines}), samples=checked.samples,
-        lost=len(checked.lost), repeated=len(checked.repeated), misread=len(checked.misread),
-        budgets=_budgets(lines[-1]) if lines else {}, absent=_absent(out),
-    )  # fmt: skip
+        clock=lines[-1]["clock"] if lines else "",
+        restarts=restarts,
+        generations=len({line["generation"] for line in lines}),
+        samples=checked.samples,
+        lost=len(checked.lost),
+        repeated=len(checked.repeated),
+        misread=len(checked.misread),
+        budgets=_budgets(lines[-1]) if lines else {},
+        absent=_absent(out),
+    )
 
 
 def _absent(out: Path) -> tuple[int, ...]:

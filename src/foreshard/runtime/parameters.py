@@ -74,8 +74,10 @@ def parameters_of(job: Job) -> Parameters:
                 sizes[key] = parameter.numel()
                 users.setdefault(key, []).append(layer)
     return Parameters(
-        sizes=sizes, users={key: tuple(layers) for key, layers in users.items()}, splits=splits,
+        sizes=sizes,
+        users={key: tuple(layers) for key, layers in users.items()},
+        splits=splits,
         cuts={(layer, name): cut for layer, split in splits.items() for name, cut in split.cuts.items()},
         shared=frozenset((layer, name) for layer, split in splits.items() for name in split.shared),
         sequential=frozenset(sequential),
-    )  # fmt: skip
+    )

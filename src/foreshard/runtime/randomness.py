@@ -25,15 +25,38 @@ from foreshard.runtime.own_code import own_code
 Windows = Callable[[int, tuple[int, ...]], Window | None]
 _LAYER_RULE = "A layer takes what the layer before it gives, the first what inputs(batch) gives"
 _PER_CHANNEL = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
-_REFUSED = frozenset({
-    "randint", "randint_like", "randperm", "multinomial", "normal", "poisson", "binomial", "normal_",
-    "uniform_", "exponential_", "random_", "cauchy_", "geometric_", "log_normal_", "gumbel_softmax",
-    "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
-})  # fmt: skip
-_REFUSED_IN_TRAINING = frozenset({
-    "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "alpha_dropout_", "feature_alpha_dropout_",
-    "feature_dropout_", "rrelu",
-})  # fmt: skip
+_REFUSED = frozenset(
+    {
+        "randint",
+        "randint_like",
+        "randperm",
+        "multinomial",
+        "normal",
+        "poisson",
+        "binomial",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "random_",
+        "cauchy_",
+        "geometric_",
+        "log_normal_",
+        "gumbel_softmax",
+        "fractional_max_pool2d_with_indices",
+        "fractional_max_pool3d_with_indices",
+    }
+)
+_REFUSED_IN_TRAINING = frozenset(
+    {
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "alpha_dropout_",
+        "feature_alpha_dropout_",
+        "feature_dropout_",
+        "rrelu",
+    }
+)
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
@@ -58,9 +81,14 @@ class _SampleDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
         train: bool | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if not (training if train is None else train) or p == 0.0:
             return input
         shape = input.shape[:2] + (1,) * (input.dim() - 2) if func in _PER_CHANNEL else input.shape
@@ -68,9 +96,17 @@ class _SampleDraws(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def _attention(
-        self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         if dropout_p == 0.0:
             more = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return func(query, key, value, **more)  # type: ignore[no-any-return]
@@ -127,10 +163,11 @@ class _SampleDraws(TorchFunctionMode):
         each = rows // count if self._heads and count else 1
         if rows != count * each:
             raise SpecError(
-                f"draws for a tensor of {rows} rows and {count} samples", key="model",
+                f"draws for a tensor of {rows} rows and {count} samples",
+                key="model",
                 rule="The first dimension of what dropout and the like are applied to is the sample",
                 fix="Let the sample be the first dimension where the layer draws",
-            )  # fmt: skip
+            )
         self._calls += 1
         keys = [key_of(*self._key, position, self._calls) for position in self._positions]
         window = None if self._windows is None else self._windows(self._calls, tuple(shape))
@@ -209,7 +246,9 @@ def _trains(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def _refusal(name: str) -> SpecError:
     return SpecError(
-        f"{name} draws from the process's generator: what comes out would depend on the plan", key="model",
-        value=name, rule="Layers draw by dropout, rand, randn, rand_like, randn_like and bernoulli",
+        f"{name} draws from the process's generator: what comes out would depend on the plan",
+        key="model",
+        value=name,
+        rule="Layers draw by dropout, rand, randn, rand_like, randn_like and bernoulli",
         fix="Draw by one of these",
-    )  # fmt: skip
+    )

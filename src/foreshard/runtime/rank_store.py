@@ -60,9 +60,12 @@ class RankStore(dist.Store):
         old = expected.encode() if isinstance(expected, str) else bytes(expected)
         new = desired.encode() if isinstance(desired, str) else bytes(desired)
         told = {
-            "ask": "swap", "key": key, "old": base64.b64encode(old).decode(),
-            "value": base64.b64encode(new).decode(), "once": self._client.once(),
-        }  # fmt: skip
+            "ask": "swap",
+            "key": key,
+            "old": base64.b64encode(old).decode(),
+            "value": base64.b64encode(new).decode(),
+            "once": self._client.once(),
+        }
         return base64.b64decode(self._client.ask(told)["value"])
 
     def check(self, keys: list[str]) -> bool:

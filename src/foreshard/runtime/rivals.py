@@ -45,8 +45,12 @@ class Rival:
     ):
         for budget in budgets:
             if budget.kind != "usd" or budget.per != "hour":
-                raise SpecError(f"a rule that does not know {budget.name}", key="--budget", value=budget.name,
-                                rule="Only --policy lyapunov keeps budgets other than usd_per_h")  # fmt: skip
+                raise SpecError(
+                    f"a rule that does not know {budget.name}",
+                    key="--budget",
+                    value=budget.name,
+                    rule="Only --policy lyapunov keeps budgets other than usd_per_h",
+                )
         self.chain, self.stated, self.plan, self.max_stages = chain, stated, plan, max_stages
         self.queues = Queues(budgets, weight=1.0, step_s=1.0)
         self.step, self.reconfigurations, self.reshares = -1, 0, 0
@@ -54,9 +58,11 @@ class Rival:
         self._there = np.array(stated.available, bool)
         self._batch, self._micro_batch = plan.global_batch, plan.groups[0].micro_batch
         self.choice = Choice(
-            structure=orders.structure_of(plan), shares=tuple(group.share for group in plan.groups),
-            time_s=0.0, costs={},
-        )  # fmt: skip
+            structure=orders.structure_of(plan),
+            shares=tuple(group.share for group in plan.groups),
+            time_s=0.0,
+            costs={},
+        )
 
     def on(self, event: Event) -> Sequence[Command]:
         """Take a fact in; return the command for the next step boundary."""
@@ -163,11 +169,17 @@ class Greedy(Rival):
         """Return the fastest of the best plans on each set of ranks."""
         choices = [
             solve_slot(
-                self.chain, self._seen(ranks), batch=self._batch, micro_batch=self._micro_batch,
-                time_weight=1.0, max_stages=self.max_stages, memo=self._memo,
+                self.chain,
+                self._seen(ranks),
+                batch=self._batch,
+                micro_batch=self._micro_batch,
+                time_weight=1.0,
+                max_stages=self.max_stages,
+                memo=self._memo,
             )
-            for ranks in allowed if ranks
-        ]  # fmt: skip
+            for ranks in allowed
+            if ranks
+        ]
         if not choices:
             raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
         return min(choices, key=lambda choice: choice.time_s)

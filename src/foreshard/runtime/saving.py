@@ -44,9 +44,15 @@ class Saving:
         return None if self._folder is None else latest(self._folder)
 
     def save(
-        self, company: Company, holding: Holding, mine: Held, *, plan: Plan, step: int,
+        self,
+        company: Company,
+        holding: Holding,
+        mine: Held,
+        *,
+        plan: Plan,
+        step: int,
         scale: LossScale | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write a checkpoint together with all ranks.
 
         Parameters
@@ -71,10 +77,15 @@ class Saving:
         assert self._folder is not None
         try:
             checkpoint.save(
-                self._folder, step=step, tensors=tensors, meta=self._meta(holding, plan, scale),
-                rank=company.rank, group=company.world, lead=company.conducts,
+                self._folder,
+                step=step,
+                tensors=tensors,
+                meta=self._meta(holding, plan, scale),
+                rank=company.rank,
+                group=company.world,
+                lead=company.conducts,
                 before=setting.ledger.flush if setting.ledger is not None else lambda: None,
-            )  # fmt: skip
+            )
         except checkpoint.CheckpointFault as fault:
             setting.on_event("checkpoint failed", str(fault), step=step)
             return
@@ -86,9 +97,11 @@ class Saving:
     def _meta(self, holding: Holding, plan: Plan, scale: LossScale | None) -> dict[str, Any]:
         cuts = {f"{layer}.{name}": cut.to_dict() for (layer, name), cut in holding.parameters.cuts.items()}
         return {
-            "plan": plan.to_dict(), "seed": self._setting.options.seed, "cuts": cuts,
+            "plan": plan.to_dict(),
+            "seed": self._setting.options.seed,
+            "cuts": cuts,
             "loss_scale": None if scale is None else scale.told(),
-        }  # fmt: skip
+        }
 
     def restore(self, step: int, holding: Holding, wanted: Held) -> LossScale | None:
         """Fill what is held from the checkpoint of a step; return its factor on the loss."""

@@ -59,9 +59,12 @@ def checked_secret(path: Path, key: str = "secret") -> Path:
         raise SpecError(f"cannot read the secret: {error.strerror}", file=str(path), key=key) from None
     if mode & 0o077:
         raise SpecError(
-            "others may read the secret", file=str(path), key=key, rule="Only its owner reads a secret",
+            "others may read the secret",
+            file=str(path),
+            key=key,
+            rule="Only its owner reads a secret",
             fix=f"chmod 600 {path}, if nobody has read it",
-        )  # fmt: skip
+        )
     if size < _LEAST_BYTES:
         raise _short(key, f"head -c 32 /dev/urandom | base64 > {path}", str(path))
     return path

@@ -47,32 +47,48 @@ def _ranks_once(plan: Plan) -> None:
         for where, stage in _stages(g, group):
             for rank in stage.ranks:
                 if rank in seen:
-                    raise SpecError(f"rank {rank} is used twice, first in {seen[rank]}", key=f"{where}.ranks",
-                                    value=rank, rule="Every rank is at most in one place",
-                                    fix=f"Leave rank {rank} out of one of the two")  # fmt: skip
+                    raise SpecError(
+                        f"rank {rank} is used twice, first in {seen[rank]}",
+                        key=f"{where}.ranks",
+                        value=rank,
+                        rule="Every rank is at most in one place",
+                        fix=f"Leave rank {rank} out of one of the two",
+                    )
                 seen[rank] = where
 
 
 def _samples_once(plan: Plan) -> None:
     total = sum(group.share for group in plan.groups)
     if total != plan.global_batch:
-        raise SpecError(f"shares sum to {total}, the global batch is {plan.global_batch}", key="groups.share",
-                        value=total, rule="Every sample is taken once per step",
-                        fix=f"Make the shares sum to {plan.global_batch}")  # fmt: skip
+        raise SpecError(
+            f"shares sum to {total}, the global batch is {plan.global_batch}",
+            key="groups.share",
+            value=total,
+            rule="Every sample is taken once per step",
+            fix=f"Make the shares sum to {plan.global_batch}",
+        )
 
 
 def _layers_once(group: Group, where: str, first: Group) -> None:
     chunks = {len(stage.layers) for stage in group.stages}
     if len(chunks) > 1:
-        raise SpecError("stages of one group differ in virtual stages", key=f"{where}.stages.layers",
-                        value=str(sorted(chunks)), fix=f"Give each stage {max(chunks)} intervals",
-                        rule="Every stage of a group has the same number of layer intervals")  # fmt: skip
+        raise SpecError(
+            "stages of one group differ in virtual stages",
+            key=f"{where}.stages.layers",
+            value=str(sorted(chunks)),
+            fix=f"Give each stage {max(chunks)} intervals",
+            rule="Every stage of a group has the same number of layer intervals",
+        )
     reached = 0
     for start, stop in _passed(group):
         if start != reached:
-            raise SpecError(f"layer {reached} is not next: the interval is [{start}, {stop}]",
-                            key=f"{where}.stages.layers", value=start, fix=f"Start the interval at {reached}",
-                            rule="Stages cover every layer in order, chunk by chunk, each once")  # fmt: skip
+            raise SpecError(
+                f"layer {reached} is not next: the interval is [{start}, {stop}]",
+                key=f"{where}.stages.layers",
+                value=start,
+                fix=f"Start the interval at {reached}",
+                rule="Stages cover every layer in order, chunk by chunk, each once",
+            )
         reached = stop
     last = max(stop for _, stop in _passed(first))
     if reached != last:
@@ -107,6 +123,8 @@ def _rank_shares_split(stage: Stage, micro_batch: int, where: str) -> None:
 def _ordered(group: Group) -> None:
     """Raise if the schedule has no order for so many stages, chunks and micro-batches."""
     stage_order(
-        group.schedule, num_stages=len(group.stages), num_micro_batches=group.num_micro_batches,
+        group.schedule,
+        num_stages=len(group.stages),
+        num_micro_batches=group.num_micro_batches,
         num_chunks=group.num_chunks,
-    )  # fmt: skip
+    )

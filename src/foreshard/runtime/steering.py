@@ -65,9 +65,11 @@ class Steering:
     """
 
     def __init__(
-        self, wheel: Wheel, propose: Callable[[Command], None],
+        self,
+        wheel: Wheel,
+        propose: Callable[[Command], None],
         tell: Tell = lambda kind, text, **facts: None,
-    ):  # fmt: skip
+    ):
         self._wheel, self._propose, self._log = wheel, propose, _Log(wheel.log, tell)
         self._lab: Lab = load_lab(wheel.lab)
         self._controller: Controller | Rival | Dealer | None = None
@@ -100,11 +102,18 @@ class Steering:
             self._there |= {event.rank}
 
     def stepped(
-        self, *, step: int, time_s: float | None, running: Plan, ranks: Sequence[int],
-        stage_s: Mapping[int, float], generation: int,
+        self,
+        *,
+        step: int,
+        time_s: float | None,
+        running: Plan,
+        ranks: Sequence[int],
+        stage_s: Mapping[int, float],
+        generation: int,
         link_s: Mapping[tuple[int, int], tuple[float, float]] | None = None,
-        idle_s: Mapping[int, float] | None = None, clock_s: float | None = None,
-    ) -> None:  # fmt: skip
+        idle_s: Mapping[int, float] | None = None,
+        clock_s: float | None = None,
+    ) -> None:
         """Take in a step and who is there, and propose what follows from it.
 
         Parameters
@@ -135,10 +144,15 @@ class Steering:
         events += self._idle(step, running, idle_s or {})
         if time_s is not None:
             time_s = self._elapsed(time_s, clock_s)
-            events.append(StepMeasured(
-                step=step, time_s=time_s, stage_s=self._of_choice(running, stage_s), link_s=link_s or {},
-                costs=self._spent(time_s, running, stage_s),
-            ))  # fmt: skip
+            events.append(
+                StepMeasured(
+                    step=step,
+                    time_s=time_s,
+                    stage_s=self._of_choice(running, stage_s),
+                    link_s=link_s or {},
+                    costs=self._spent(time_s, running, stage_s),
+                )
+            )
         for event in events:
             for command in logged(controller.on, event, self._log):
                 self._order(command, generation)

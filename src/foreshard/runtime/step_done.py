@@ -65,9 +65,13 @@ class Progress:
     def committed(self, vote: Vote, norm: float | None) -> None:
         """Count the step as done."""
         self.last = StepDone(
-            step=self.step, loss=vote.loss / max(vote.count, 1e-300), count=vote.count, gradient_norm=norm,
-            time_s=None, vote=vote,
-        )  # fmt: skip
+            step=self.step,
+            loss=vote.loss / max(vote.count, 1e-300),
+            count=vote.count,
+            gradient_norm=norm,
+            time_s=None,
+            vote=vote,
+        )
         self.step, self.vote, self.reduced = self.step + 1, vote, False
 
     def done(self, time_s: float | None) -> StepDone:
@@ -78,7 +82,13 @@ class Progress:
     def status(self, holding: Holding, room_bytes: float | None, scale: LossScale | None) -> Status:
         """Return what to tell the others when meeting them."""
         return Status(
-            step=self.step, reduced=self.reduced, vote=self.vote, told=self.told,
-            last=-1 if self.last is None else self.last.step, held=holding.held, kept=holding.kept,
-            room_bytes=room_bytes, loss_scale=scale,
-        )  # fmt: skip
+            step=self.step,
+            reduced=self.reduced,
+            vote=self.vote,
+            told=self.told,
+            last=-1 if self.last is None else self.last.step,
+            held=holding.held,
+            kept=holding.kept,
+            room_bytes=room_bytes,
+            loss_scale=scale,
+        )

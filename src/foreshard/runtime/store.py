@@ -91,11 +91,18 @@ def _introduce(link: socket.socket, secret: bytes) -> None:
     link.sendall(mine + _proof(secret, b"rank", nonce, mine))
     answer = _exactly(link, 32)
     if answer == _REFUSAL:  # said in so many words: a link that breaks may be a server that is coming back
-        raise Refused("refused by the rendezvous", key="secret", rule="All ranks of a run share one secret",
-                      fix="Give every host the same secret file")  # fmt: skip
+        raise Refused(
+            "refused by the rendezvous",
+            key="secret",
+            rule="All ranks of a run share one secret",
+            fix="Give every host the same secret file",
+        )
     if not hmac.compare_digest(answer, _proof(secret, b"server", mine, nonce)):
-        raise Refused("the rendezvous does not know the secret", key="secret",
-                      rule="All ranks of a run share one secret")  # fmt: skip
+        raise Refused(
+            "the rendezvous does not know the secret",
+            key="secret",
+            rule="All ranks of a run share one secret",
+        )
 
 
 class StoreServer:
@@ -113,9 +120,12 @@ class StoreServer:
     """
 
     def __init__(
-        self, address: str, port: int, secret: bytes,
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
         answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    ):  # fmt: skip
+    ):
         if not secret:
             raise SpecError("the secret is empty", key="secret", rule="A run has a shared secret")
         self._secret, self._answer = secret, answer
@@ -284,9 +294,13 @@ class Client:
     """
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, *, patience_s: float = 20.0,
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        *,
+        patience_s: float = 20.0,
         locate: Callable[[], tuple[str, int] | None] = lambda: None,
-    ):  # fmt: skip
+    ):
         self.address, self._secret, self._patience_s = address, secret, patience_s
         self._locate, self._located_s = locate, 0.0
         self._local = threading.local()

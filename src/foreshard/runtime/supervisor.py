@@ -59,9 +59,14 @@ class Supervisor:
     """
 
     def __init__(
-        self, folder: Path, plan: Plan, expected: Sequence[int], *, detect_s: float = 10.0,
+        self,
+        folder: Path,
+        plan: Plan,
+        expected: Sequence[int],
+        *,
+        detect_s: float = 10.0,
         now: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         self._folder, self._detect_s, self._now = folder, detect_s, now
         self._known: dict[int, Known] = {}
         self._doomed: dict[int, int] = {}

@@ -127,6 +127,10 @@ def gradient_sync(name: str, buckets: Sequence[Bucket], group_of: GroupOf, clock
     SpecError
     """
     if name not in SYNCS:
-        raise SpecError(f"unknown gradient synchronisation {name!r}", key="sync", value=name,
-                        rule=f"Known: {', '.join(sorted(SYNCS))}")  # fmt: skip
+        raise SpecError(
+            f"unknown gradient synchronisation {name!r}",
+            key="sync",
+            value=name,
+            rule=f"Known: {', '.join(sorted(SYNCS))}",
+        )
     return SYNCS[name](buckets, group_of, clock)

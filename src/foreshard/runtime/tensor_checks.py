@@ -24,10 +24,12 @@ def check_split(layout: Layout, parameters: Parameters) -> None:
             found = {layer: parameters.splits[layer] for layer in layers if layer in parameters.splits}
             if stage.tp > 1 and not found:
                 raise SpecError(
-                    f"no layer of {where} says how it is cut", key=f"{where}.tp", value=stage.tp,
+                    f"no layer of {where} says how it is cut",
+                    key=f"{where}.tp",
+                    value=stage.tp,
                     rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
                     fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
-                )  # fmt: skip
+                )
             for layer, split in found.items() if stage.tp > 1 else ():
                 _check_layer(layer, split, stage.tp, f"{where}.tp")
     _check_sequence(layout, parameters)
@@ -42,31 +44,44 @@ def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> Non
     """
     if not splits:
         raise SpecError(
-            "no layer says how it is cut", key=key, value=degree,
+            "no layer says how it is cut",
+            key=key,
+            value=degree,
             rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
             fix="Define tensor_plan in the job (docs/runtime_jobs.md)",
-        )  # fmt: skip
+        )
     for layer, split in splits.items():
         _check_layer(layer, split, degree, key)
 
 
 def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
     if split.plan.refused is not None:
-        raise SpecError(f"layer {layer} cannot be cut: {split.plan.refused}", key=key, value=degree,
-                        rule="tp cuts what every rank can compute alone", fix="Set tp to 1")  # fmt: skip
+        raise SpecError(
+            f"layer {layer} cannot be cut: {split.plan.refused}",
+            key=key,
+            value=degree,
+            rule="tp cuts what every rank can compute alone",
+            fix="Set tp to 1",
+        )
     for what, count in split.plan.units.items():
         if count % degree:
-            raise SpecError(f"tp {degree} does not divide {count} {what} of layer {layer}", key=key,
-                            value=degree, rule=f"tp divides the {what}",
-                            fix=f"Use a divisor of {count}")  # fmt: skip
+            raise SpecError(
+                f"tp {degree} does not divide {count} {what} of layer {layer}",
+                key=key,
+                value=degree,
+                rule=f"tp divides the {what}",
+                fix=f"Use a divisor of {count}",
+            )
     for name, cut in split.cuts.items():
         if not cut.divides(split.shapes[name], split.degree(name, degree)):
             size = split.shapes[name][cut.dim]
             raise SpecError(
                 f"tp {degree} does not divide {name} of layer {layer}: {size} in {len(cut.blocks)} block(s)",
-                key=key, value=degree, rule="tp divides every block of a weight that is cut",
+                key=key,
+                value=degree,
+                rule="tp divides every block of a weight that is cut",
                 fix="Use a smaller tp, or another tensor_plan",
-            )  # fmt: skip
+            )
 
 
 def _check_sequence(layout: Layout, parameters: Parameters) -> None:
@@ -77,7 +92,9 @@ def _check_sequence(layout: Layout, parameters: Parameters) -> None:
             whole = sorted(layers - parameters.sequential) if stage.tp > 1 else []
             if whole:
                 raise SpecError(
-                    f"layer {whole[0]} takes whole sequences only", key=f"groups[{g}].sp", value=True,
+                    f"layer {whole[0]} takes whole sequences only",
+                    key=f"groups[{g}].sp",
+                    value=True,
                     rule="sp cuts the sequences of models of transformers that are split by themselves",
                     fix="Set sp to false",
-                )  # fmt: skip
+                )

@@ -75,10 +75,12 @@ class TensorDraws:
                     return window
         raise SpecError(
             f"layer {layer} draws for {list(shape)} on a rank, for {list(whole)} as a whole",
-            file=self._job.path, key="tensor_plan", value=layer,
+            file=self._job.path,
+            key="tensor_plan",
+            value=layer,
             rule="A draw is for the whole, or for a part of equal size along one dimension",
             fix="Draw (dropout) where the layer is whole, or use tp 1",
-        )  # fmt: skip
+        )
 
     def _fused_sizes(self, layer: int) -> set[int]:
         split = self._splits[layer]

@@ -135,10 +135,12 @@ class TensorRanks:
         """
         if length % self.degree:
             raise SpecError(
-                f"a sequence of {length} cannot be cut over {self.degree} ranks", key="groups.sp",
-                value=length, rule="With sp the tp of a stage divides the length of every sequence",
+                f"a sequence of {length} cannot be cut over {self.degree} ranks",
+                key="groups.sp",
+                value=length,
+                rule="With sp the tp of a stage divides the length of every sequence",
                 fix=f"Pad to a multiple of {self.degree} in collate, or set sp to false",
-            )  # fmt: skip
+            )
         each = length // self.degree
         return each * self.index, each * (self.index + 1)
 

@@ -21,8 +21,18 @@ from foreshard.runtime.slices import Cut
 from foreshard.runtime.tensor_ranks import TensorRanks
 
 BY_ELEMENT = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
-)  # fmt: skip
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 """Optimizers of torch that update every element by itself: parts of a weight as the whole."""
 RULE = "A role is column, column:BLOCKS (3, or sizes like 4096,1024,1024), row, gather, words or shared"
 _WHERE_POSSIBLE = ("gather", "words")
@@ -111,8 +121,10 @@ def split_of(
         return _refused(plan.refused)
     roles = {
         name: _role(told, path)
-        for name, part in module.named_modules() for told in _told_of(name, plan.roles) if name
-    }  # fmt: skip
+        for name, part in module.named_modules()
+        for told in _told_of(name, plan.roles)
+        if name
+    }
     if own is not None:
         _all_found(plan.roles, roles, path)
     if not roles:
@@ -257,8 +269,11 @@ class WordsPart(_Part):
 
 
 _PARTS: dict[str, Any] = {
-    "column": ColumnLinear, "row": RowLinear, "gather": GatheredLinear, "words": WordsPart,
-}  # fmt: skip
+    "column": ColumnLinear,
+    "row": RowLinear,
+    "gather": GatheredLinear,
+    "words": WordsPart,
+}
 
 
 def _role(told: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
@@ -278,8 +293,13 @@ def _told_of(name: str, roles: Mapping[str, str]) -> Iterable[str]:
 def _all_found(wanted: Mapping[str, str], found: Mapping[str, Any], path: str | None) -> None:
     for name in wanted:
         if not any(known == name or known.endswith(f".{name}") for known in found):
-            raise SpecError(f"the layer has no module {name!r}", file=path, key="tensor_plan", value=name,
-                            rule="A plan names modules of the layer")  # fmt: skip
+            raise SpecError(
+                f"the layer has no module {name!r}",
+                file=path,
+                key="tensor_plan",
+                value=name,
+                rule="A plan names modules of the layer",
+            )
 
 
 def _cuts(
@@ -308,11 +328,13 @@ def _check_words(part: nn.Module, name: str, path: str | None) -> None:
     plain = type(part) is nn.Embedding and not (part._forward_hooks or part._forward_pre_hooks)
     if not plain or part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
         raise SpecError(
-            f"{name} is a {type(part).__name__}: its words cannot be shared out", file=path,
-            key="tensor_plan", value=name,
+            f"{name} is a {type(part).__name__}: its words cannot be shared out",
+            file=path,
+            key="tensor_plan",
+            value=name,
             rule="An nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
             fix=f"Leave {name} out of the plan",
-        )  # fmt: skip
+        )
 
 
 def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
@@ -324,9 +346,14 @@ def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" and not hooked:
         return False
     what = "a module with hooks" if hooked else f"a {kind.__name__}"
-    raise SpecError(f"{name} is {what}: it cannot be cut", file=path, key="tensor_plan", value=name,
-                    rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
-                    fix=f"Leave {name} out of the plan, or use nn.Linear")  # fmt: skip
+    raise SpecError(
+        f"{name} is {what}: it cannot be cut",
+        file=path,
+        key="tensor_plan",
+        value=name,
+        rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
+        fix=f"Leave {name} out of the plan, or use nn.Linear",
+    )
 
 
 def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) -> None:
@@ -340,11 +367,13 @@ def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) 
     known = kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT
     if not known and not getattr(optimizer, "by_element", False):
         raise SpecError(
-            f"{kind.__name__} is not known to update parts of a weight like the whole", file=path,
-            key="optimizer", value=kind.__name__,
+            f"{kind.__name__} is not known to update parts of a weight like the whole",
+            file=path,
+            key="optimizer",
+            value=kind.__name__,
             rule=f"Where weights are cut (tp) every element is updated by itself: {', '.join(BY_ELEMENT)}",
             fix="Use tp 1, or set by_element = True on an optimizer that does",
-        )  # fmt: skip
+        )
 
 
 def _divide(part: nn.Module, attribute: str, degree: int) -> None:

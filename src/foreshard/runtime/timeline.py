@@ -58,8 +58,15 @@ class Timeline:
     def add(self, name: str, chunk: int, batch: int, start_s: float, end_s: float) -> None:
         """Note an action of the schedule; what the executor calls."""
         self._ring[self._count % self._capacity] = (
-            _COMPUTE, name, chunk, batch, start_s, end_s, self._step, self._place
-        )  # fmt: skip
+            _COMPUTE,
+            name,
+            chunk,
+            batch,
+            start_s,
+            end_s,
+            self._step,
+            self._place,
+        )
         self._count += 1
 
     def begin_step(self, step: int, plan: Plan, now_s: float) -> None:
@@ -92,16 +99,27 @@ class Timeline:
 
     def _put(self, track: int, name: str, start_s: float, end_s: float) -> None:
         self._ring[self._count % self._capacity] = (
-            track, name, -1, -1, start_s, end_s, self._step, self._place
-        )  # fmt: skip
+            track,
+            name,
+            -1,
+            -1,
+            start_s,
+            end_s,
+            self._step,
+            self._place,
+        )
         self._count += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace of this rank as the object its JSON holds."""
         return _trace(
-            [*_names(self.rank, self._places), *self._slices()], clock=self.clock, ranks=1, first=self.rank,
-            omitted=self.omitted, epoch_s=self.epoch_s,
-        )  # fmt: skip
+            [*_names(self.rank, self._places), *self._slices()],
+            clock=self.clock,
+            ranks=1,
+            first=self.rank,
+            omitted=self.omitted,
+            epoch_s=self.epoch_s,
+        )
 
     def write(self, path: str | Path) -> int:
         """Write the trace of this rank, compressed where the path ends in .gz; return its bytes."""
@@ -118,10 +136,15 @@ class Timeline:
                 args |= self._places[place].of_chunk(chunk)
             start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
             yield {
-                "ph": "X", "cat": "kernel" if track == _COMPUTE else "user_annotation", "name": name,
-                "pid": self.rank, "tid": track, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3,
+                "ph": "X",
+                "cat": "kernel" if track == _COMPUTE else "user_annotation",
+                "name": name,
+                "pid": self.rank,
+                "tid": track,
+                "ts": start_ns / 1e3,
+                "dur": (end_ns - start_ns) / 1e3,
                 "args": args,
-            }  # fmt: skip
+            }
 
 
 def wall_epoch_s() -> float:
@@ -144,17 +167,25 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> int:
         raise SpecError("no trace of any rank", file=str(out), key="trace", fix="Run with --trace")
     clocks = sorted({trace["otherData"]["clock"] for trace in found})
     if len(clocks) > 1:
-        raise SpecError("traces of different clocks", file=str(out), key="clock", value=", ".join(clocks),
-                        rule="The ranks of a run share a clock")  # fmt: skip
+        raise SpecError(
+            "traces of different clocks",
+            file=str(out),
+            key="clock",
+            value=", ".join(clocks),
+            rule="The ranks of a run share a clock",
+        )
     begin_us = _beginning_us(found)
     events = [_moved(event, trace, begin_us) for trace in found for event in trace["traceEvents"]]
     events.sort(key=lambda e: (e["ph"] != "M", e["ts"], e["pid"]))
     events += list(_arrows(events))
     joined = _trace(
-        events, clock=clocks[0], ranks=len(found), epoch_s=begin_us / 1e6,
+        events,
+        clock=clocks[0],
+        ranks=len(found),
+        epoch_s=begin_us / 1e6,
         first=min(trace["distributedInfo"]["rank"] for trace in found),
         omitted=sum(int(trace["otherData"]["omitted_events"]) for trace in found),
-    )  # fmt: skip
+    )
     return _write(out, joined)
 
 
@@ -213,8 +244,10 @@ def _names(rank: int, places: Sequence[_Place]) -> Iterator[dict[str, Any]]:
 def _beginning_us(traces: Sequence[dict[str, Any]]) -> float:
     starts = [
         event["ts"] + trace["baseTimeNanoseconds"] / 1e3
-        for trace in traces for event in trace["traceEvents"] if event["ph"] != "M"
-    ]  # fmt: skip
+        for trace in traces
+        for event in trace["traceEvents"]
+        if event["ph"] != "M"
+    ]
     return min(starts, default=0.0)
 
 
@@ -252,8 +285,15 @@ def _way(name: str) -> str:
 
 
 def _end(ph: str, number: int, event: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": ph, "cat": "ac2g", "name": "p2p", "id": number, "pid": event["pid"], "tid": event["tid"],
-            "ts": event["ts"]}  # fmt: skip
+    return {
+        "ph": ph,
+        "cat": "ac2g",
+        "name": "p2p",
+        "id": number,
+        "pid": event["pid"],
+        "tid": event["tid"],
+        "ts": event["ts"],
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

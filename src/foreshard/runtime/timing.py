@@ -41,10 +41,11 @@ class Timing:
         taken, periods, before = iter(shares), [], None
         for stage in structure.groups:
             passing = [
-                size * self._passes.sample_s(rank, (stage.cuts[0], stage.cuts[1]), size, size)
+                size
+                * self._passes.sample_s(rank, (stage.cuts[0], stage.cuts[1]), size, size)
                 / float(state.speed[rank])
                 for rank, size in zip(stage.workers, taken, strict=False)
-            ]  # fmt: skip
+            ]
             hop_s = stage_hop_s(self._chain, state, before, stage, self._most) if before else 0.0
             periods.append(max(passing) + hop_s)
             before = stage.workers

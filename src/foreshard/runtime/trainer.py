@@ -88,11 +88,21 @@ class Trainer:
         on_step: Callable[[StepDone], None] = lambda done: None,
     ):
         setting = self.setting = Setting(
-            job=job, membership=_alone(plan) if membership is None else membership,
-            options=options or Options(), clock=clock or WallClock(), device=device or torch.device("cpu"),
-            checkpoints=checkpoints, policy=policy, phase=phase, on_action=on_action, on_event=on_event,
-            ledger=ledger, room_bytes=room_bytes, before_step=before_step, on_step=on_step,
-        )  # fmt: skip
+            job=job,
+            membership=_alone(plan) if membership is None else membership,
+            options=options or Options(),
+            clock=clock or WallClock(),
+            device=device or torch.device("cpu"),
+            checkpoints=checkpoints,
+            policy=policy,
+            phase=phase,
+            on_action=on_action,
+            on_event=on_event,
+            ledger=ledger,
+            room_bytes=room_bytes,
+            before_step=before_step,
+            on_step=on_step,
+        )
         self.rank: int = setting.membership.rank
         self.parameters = parameters_of(job)
         self.holding = Holding(job, self.rank, setting.device, self.parameters)
@@ -155,11 +165,18 @@ class Trainer:
         wanted = self.setting.membership.wanted()
         self._look_around(sums)
         return cast(
-            self._company.world, self._company.ranks, self.rank, loss=sums.loss, count=sums.count,
+            self._company.world,
+            self._company.ranks,
+            self.rank,
+            loss=sums.loss,
+            count=sums.count,
             square_norm=self.update.square_norm(self.holding),
-            boundary=wanted, plan_number=self._proposals.newest, work_s=sums.work_s,
-            samples=float(sums.samples), carried=self._carried() if self.setting.clock.virtual else None,
-        )  # fmt: skip
+            boundary=wanted,
+            plan_number=self._proposals.newest,
+            work_s=sums.work_s,
+            samples=float(sums.samples),
+            carried=self._carried() if self.setting.clock.virtual else None,
+        )
 
     def _look_around(self, sums: StepSums) -> None:
         """Measure links, and this rank if it is idle: it then tells seconds of work for no samples."""
@@ -229,9 +246,12 @@ class Trainer:
         if self._company.conducts:
             self.setting.membership.plan_adopted(plan.to_dict())
         self.setting.on_event(
-            "adopted", f"plan {number}", step=self.step, wall_s=time.perf_counter() - began_s,
+            "adopted",
+            f"plan {number}",
+            step=self.step,
+            wall_s=time.perf_counter() - began_s,
             bytes_in=self.last_moved.bytes_in if self.last_moved else 0,
-        )  # fmt: skip
+        )
 
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
@@ -294,10 +314,11 @@ class Trainer:
         if layout.num_layers != self.setting.job.num_layers:
             raise SpecError(
                 f"the plan splits {layout.num_layers} layers, the job has {self.setting.job.num_layers}",
-                key="groups.stages.layers", value=layout.num_layers,
+                key="groups.stages.layers",
+                value=layout.num_layers,
                 rule="A plan holds every layer of the model once per group",
                 fix=f"Cut 0..{self.setting.job.num_layers} in every group",
-            )  # fmt: skip
+            )
         check_split(layout, self.parameters)
 
     def _roll_forward(self, met: Meeting) -> dict[int, Held]:
@@ -370,6 +391,10 @@ class Trainer:
 
 def _alone(plan: Plan | None) -> FixedMembership:
     if plan is None or len(plan.ranks) != 1:
-        raise SpecError("no membership", key="membership", rule="A plan of several ranks needs one",
-                        fix="Use foreshard run, or runtime.fixed.FixedMembership under torchrun")  # fmt: skip
+        raise SpecError(
+            "no membership",
+            key="membership",
+            rule="A plan of several ranks needs one",
+            fix="Use foreshard run, or runtime.fixed.FixedMembership under torchrun",
+        )
     return FixedMembership(None, plan.ranks[0], plan, plan.ranks)

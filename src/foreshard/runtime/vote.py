@@ -84,7 +84,7 @@ def cast(
     ------
     RuntimeError
         From torch.distributed, when a peer is gone.
-    """  # fmt: skip
+    """
     place, size = list(ranks).index(rank), len(ranks)
     told = MOST_LINKS * _LINK if carried is not None else 0
     ballot = torch.zeros(5 + (2 + told) * size, dtype=torch.float64)
@@ -98,12 +98,15 @@ def cast(
         group.allreduce([ballot]).wait()
     values = ballot.tolist()
     return Vote(
-        loss=values[0], count=values[1], square_norm=values[2], boundary=values[3] > 0,
+        loss=values[0],
+        count=values[1],
+        square_norm=values[2],
+        boundary=values[3] > 0,
         plan_number=round(values[4]),
         work_s=dict(zip(ranks, values[5 : 5 + size], strict=True)),
         samples=dict(zip(ranks, values[5 + size : 5 + 2 * size], strict=True)),
         links=_heard(ranks, values[5 + 2 * size :], told),
-    )  # fmt: skip
+    )
 
 
 def _tell(part: torch.Tensor, carried: Mapping[int, tuple[float, float, float]]) -> None:

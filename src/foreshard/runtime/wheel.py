@@ -41,7 +41,7 @@ def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
         state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in costs.layers]),
         saved_bytes=np.array([one.saved_bytes_per_sample for one in costs.layers]),
         memory_bytes=np.array([cluster.device_of(rank).capacity_bytes for rank in ranks]),
-    )  # fmt: skip
+    )
 
 
 def stated_of(costs: MeasuredCosts, cluster: Cluster, lab: Lab | None = None) -> State:
@@ -62,11 +62,15 @@ def stated_of(costs: MeasuredCosts, cluster: Cluster, lab: Lab | None = None) ->
 
     return State(
         speed=np.array([1.0 / costs.slow_of(cluster.device_of(rank).name) for rank in range(count)]),
-        available=np.ones(count, dtype=bool), bandwidth_bytes_per_s=rate, latency_s=latency_s,
+        available=np.ones(count, dtype=bool),
+        bandwidth_bytes_per_s=rate,
+        latency_s=latency_s,
         usd_per_h=np.array([(node.usd_per_h or 0.0) / node.per_node for node in usd]),
-        busy_w=drawn("busy_w"), idle_w=drawn("idle_w"), usd_per_byte=np.zeros((count, count)),
+        busy_w=drawn("busy_w"),
+        idle_w=drawn("idle_w"),
+        usd_per_byte=np.zeros((count, count)),
         kg_per_j=drawn("kg_per_kwh") / J_PER_KWH,
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -108,21 +112,28 @@ class Wheel:
             for s, stage in enumerate(group.stages):
                 where = f"groups[{g}].stages[{s}]"
                 if len(stage.layers) != 1:
-                    raise SpecError("a stage of several chunks", key=where,
-                                    rule="What steers knows stages of one piece",
-                                    fix="Use --policy static, or another plan")  # fmt: skip
+                    raise SpecError(
+                        "a stage of several chunks",
+                        key=where,
+                        rule="What steers knows stages of one piece",
+                        fix="Use --policy static, or another plan",
+                    )
                 dealt = self.is_wide and not self.is_joint and self.budgets
                 if stage.tp > 1 or (len(stage.ranks) > 1 and (self.policy in RIVALS or dealt)):
                     raise SpecError(
-                        "a stage of several ranks", key=where,
+                        "a stage of several ranks",
+                        key=where,
                         rule="Where stages have several data-parallel ranks, only --policy lyapunov steers; "
                         "in several pipelines samples inside stages alone, and no budget is kept",
                         fix="Leave out --budget, use --policy static, or another plan",
-                    )  # fmt: skip
+                    )
                 if self.is_joint and stage.shard_size is not None:
-                    raise SpecError("states sharded over a part of a stage", key=where,
-                                    rule="Stages that change their ranks shard states over all or none",
-                                    fix="Leave out shard_size, or use --policy static")  # fmt: skip
+                    raise SpecError(
+                        "states sharded over a part of a stage",
+                        key=where,
+                        rule="Stages that change their ranks shard states over all or none",
+                        fix="Leave out shard_size, or use --policy static",
+                    )
         check_budgets([budget_of(text) for text in self.budgets], load_lab(self.lab), self.lab)
         self.controller()
 
@@ -173,24 +184,38 @@ class Wheel:
         stated = stated_of(costs, cluster, lab)
         if self.is_wide and not self.is_joint:
             return Dealer(chain, stated, self.plan)
-        fine = self.plan if self.is_joint else replace(
-            self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
-        )  # fmt: skip
+        fine = (
+            self.plan
+            if self.is_joint
+            else replace(
+                self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
+            )
+        )
         budgets = tuple(budget_of(text) for text in self.budgets)
         longest = min(_LONGEST_PIPELINE, cluster.num_devices)
         if self.policy in RIVALS:
             return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
         return Controller(
-            chain, stated, fine, budgets=budgets, horizon=self.steps, max_stages=longest,
+            chain,
+            stated,
+            fine,
+            budgets=budgets,
+            horizon=self.steps,
+            max_stages=longest,
             late_steps=_LATE_STEPS,
             timed=Timing(Passes(costs, cluster), chain, self.most, self.plan.global_batch),
-        )  # fmt: skip
+        )
 
 
 def wheel_of(told: str, plan: Plan, out: Path) -> Wheel:
     """Return the wheel from what a worker is told."""
     data = json.loads(told)
     return Wheel(
-        plan=plan, costs=data["costs"], lab=data["lab"], budgets=tuple(data["budgets"]), steps=data["steps"],
-        log=out / "controller.jsonl", policy=data.get("policy", "lyapunov"),
-    )  # fmt: skip
+        plan=plan,
+        costs=data["costs"],
+        lab=data["lab"],
+        budgets=tuple(data["budgets"]),
+        steps=data["steps"],
+        log=out / "controller.jsonl",
+        policy=data.get("policy", "lyapunov"),
+    )

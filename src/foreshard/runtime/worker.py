@@ -64,19 +64,26 @@ class Worker:
         self._at = [0]
         self._pace, self._paced_in = Pace(), -1
         self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
-        self.timeline = Timeline(
-            rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s()
-        ) if work.trace else None  # fmt: skip
+        self.timeline = (
+            Timeline(rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s())
+            if work.trace
+            else None
+        )
         cuda = torch.cuda.is_available()
         self.device = (
             torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         )
         importlib.import_module("torch._dynamo")  # optimizers load it, for seconds: better before peers wait
         self.membership = Membership(
-            store, rank, secret, timeout_s=work.detect_s,
+            store,
+            rank,
+            secret,
+            timeout_s=work.detect_s,
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
-            backend="nccl" if cuda else "gloo", resume=work.resume, locate=lambda: located(self.out),
-        )  # fmt: skip
+            backend="nccl" if cuda else "gloo",
+            resume=work.resume,
+            locate=lambda: located(self.out),
+        )
         self._tell_warnings()
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
@@ -90,21 +97,42 @@ class Worker:
     def _make_trainer(self) -> Trainer:
         work, plan = self.work, self.membership.generation.plan
         index = Feed(
-            self.job.dataset, self.job.collate, global_batch=plan.global_batch, seed=work.seed, prefetch=0,
+            self.job.dataset,
+            self.job.collate,
+            global_batch=plan.global_batch,
+            seed=work.seed,
+            prefetch=0,
             path=self.job.path,
-        )  # fmt: skip
+        )
         return Trainer(
-            self.job, membership=self.membership, clock=self.clock, device=self.device,
-            options=Options(seed=work.seed, clip_norm=work.clip_norm, checkpoint_every=work.checkpoint_every,
-                            track_norm=True, probe_every=PROBE_EVERY if work.steering else 0),
-            checkpoints=self.out / "ckpt", phase=self._phases(), on_event=self._event,
+            self.job,
+            membership=self.membership,
+            clock=self.clock,
+            device=self.device,
+            options=Options(
+                seed=work.seed,
+                clip_norm=work.clip_norm,
+                checkpoint_every=work.checkpoint_every,
+                track_norm=True,
+                probe_every=PROBE_EVERY if work.steering else 0,
+            ),
+            checkpoints=self.out / "ckpt",
+            phase=self._phases(),
+            on_event=self._event,
             on_action=self.timeline.add if self.timeline is not None else None,
             ledger=Ledger(
-                self.out / "ledger" / f"rank-{self.rank}.jsonl", self.rank, index.index, size=index.size,
-                tell=self._event, copies=Spare(self.membership.client, self.rank), kept_bytes=work.kept_bytes,
+                self.out / "ledger" / f"rank-{self.rank}.jsonl",
+                self.rank,
+                index.index,
+                size=index.size,
+                tell=self._event,
+                copies=Spare(self.membership.client, self.rank),
+                kept_bytes=work.kept_bytes,
             ),
-            room_bytes=self._room_bytes(), before_step=self._before, on_step=self._tell,
-        )  # fmt: skip
+            room_bytes=self._room_bytes(),
+            before_step=self._before,
+            on_step=self._tell,
+        )
 
     def _room_bytes(self) -> float | None:
         """Return the memory of this rank's device: of the lab's, or of the accelerator."""
@@ -184,19 +212,30 @@ class Worker:
         more: dict[str, Any] = {"clock_s": self.clock.now()}
         if self.steering is not None and done.time_s is not None:  # else told late, by any rank
             self.steering.stepped(
-                step=done.step, time_s=done.time_s, running=plan, ranks=self.membership.generation.ranks,
-                generation=self.membership.generation.number, stage_s=done.vote.sample_s,
-                link_s=done.vote.links, idle_s=done.vote.idle_s, clock_s=self.clock.now(),
-            )  # fmt: skip
+                step=done.step,
+                time_s=done.time_s,
+                running=plan,
+                ranks=self.membership.generation.ranks,
+                generation=self.membership.generation.number,
+                stage_s=done.vote.sample_s,
+                link_s=done.vote.links,
+                idle_s=done.vote.idle_s,
+                clock_s=self.clock.now(),
+            )
             more |= self.steering.told(plan)
         self.metrics.step(
-            step=done.step, loss=done.loss, count=done.count, gradient_norm=done.gradient_norm,
+            step=done.step,
+            loss=done.loss,
+            count=done.count,
+            gradient_norm=done.gradient_norm,
             time_s=done.time_s,
-            clock=self.clock.name, devices=len(plan.ranks), samples=plan.global_batch,
-            generation=self.membership.generation.number, work_s_by_rank={str(r): w for r,
-            w in done.vote.work_s.items()},
+            clock=self.clock.name,
+            devices=len(plan.ranks),
+            samples=plan.global_batch,
+            generation=self.membership.generation.number,
+            work_s_by_rank={str(r): w for r, w in done.vote.work_s.items()},
             **more,
-        )  # fmt: skip
+        )
 
     def _tell_pace(self, done: StepDone) -> None:
         """Tell the log which ranks have become slow, and which have recovered."""
@@ -207,10 +246,14 @@ class Worker:
         under, vote = self.trainer.plan.to_dict(), done.vote
         for change in self._pace.stepped(done.step, json.dumps(under), vote.work_s, vote.samples):
             self._event(
-                "rank_slow" if change.slow else "rank_recovered", change.text, step=done.step,
-                who=change.rank, pid=generation.pids.get(change.rank), factor=round(change.factor, 3),
+                "rank_slow" if change.slow else "rank_recovered",
+                change.text,
+                step=done.step,
+                who=change.rank,
+                pid=generation.pids.get(change.rank),
+                factor=round(change.factor, 3),
                 since_step=change.since_step,
-            )  # fmt: skip
+            )
 
     def _tell_warnings(self) -> None:
         """Tell the operator's log too what is warned of, once: logs of ranks are read by nobody."""

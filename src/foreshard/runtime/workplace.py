@@ -35,9 +35,14 @@ class Workplace:
     """
 
     def __init__(
-        self, setting: Setting, company: Company, layout: Layout, deal: Deal, holding: Holding,
+        self,
+        setting: Setting,
+        company: Company,
+        layout: Layout,
+        deal: Deal,
+        holding: Holding,
         feed: Feed | None = None,
-    ):  # fmt: skip
+    ):
         self.setting, self.layout, self._holding = setting, layout, holding
         self._sync: GradientSync = gradient_sync(
             setting.options.sync, holding.buckets, setting.membership.group, setting.clock
@@ -98,9 +103,12 @@ class Workplace:
             return feed
         job = self.setting.job
         return Feed(
-            job.dataset, job.collate, global_batch=plan.global_batch, seed=self.setting.options.seed,
+            job.dataset,
+            job.collate,
+            global_batch=plan.global_batch,
+            seed=self.setting.options.seed,
             path=job.path,
-        )  # fmt: skip
+        )
 
     def _make_executor(self, company: Company) -> Executor:
         setting, holding = self.setting, self._holding
@@ -108,15 +116,30 @@ class Workplace:
         if setting.device.type != "cpu" and company.world is not None:
             carriers = tuple(setting.membership.group(company.ranks, n) for n in ("forward", "backward"))
         exchange = Exchange(
-            company.world, carriers, company.ranks, company.rank, setting.clock,
+            company.world,
+            carriers,
+            company.ranks,
+            company.rank,
+            setting.clock,
             fixed_shapes=setting.job.fixed_shapes,
-        )  # fmt: skip
+        )
         return Executor(
-            setting.job, self.feed, self.layout, company.rank, holding.modules, exchange, setting.clock,
-            device=setting.device, seed=setting.options.seed, on_action=setting.on_action,
-            on_gradients=self._sync.passed, phase=setting.phase, shards=self._shards, tensor=holding.ranks,
+            setting.job,
+            self.feed,
+            self.layout,
+            company.rank,
+            holding.modules,
+            exchange,
+            setting.clock,
+            device=setting.device,
+            seed=setting.options.seed,
+            on_action=setting.on_action,
+            on_gradients=self._sync.passed,
+            phase=setting.phase,
+            shards=self._shards,
+            tensor=holding.ranks,
             windows=holding.draws.windows,
-        )  # fmt: skip
+        )
 
     def _make_shards(self, rank: int, deal: Deal) -> Shards | None:
         layout, holding = self.layout, self._holding
@@ -126,10 +149,14 @@ class Workplace:
         ranks = equals_of(stage, layout.seats[rank].tensor)
         own = holding.parameters.of(layout.layers_of(rank))
         return Shards(
-            self.setting.membership.group(ranks, "stage"), stage, ranks, rank,
+            self.setting.membership.group(ranks, "stage"),
+            stage,
+            ranks,
+            rank,
             {key: deal.updater(rank, key) for key in own},  # type: ignore[misc]
-            {key: holding.parameter(*key) for key in own}, holding.parameters.users,
-        )  # fmt: skip
+            {key: holding.parameter(*key) for key in own},
+            holding.parameters.users,
+        )
 
     def _meet_tensor_ranks(self, rank: int) -> None:
         """Make the mesh of the ranks that compute this rank's samples together, if there are others."""

@@ -33,9 +33,15 @@ class Shards:
     """
 
     def __init__(
-        self, group: Any, stage: Stage, ranks: Sequence[int], rank: int, updaters: Mapping[Key, int],
-        parameters: Mapping[Key, nn.Parameter], users: Mapping[Key, Sequence[int]],
-    ):  # fmt: skip
+        self,
+        group: Any,
+        stage: Stage,
+        ranks: Sequence[int],
+        rank: int,
+        updaters: Mapping[Key, int],
+        parameters: Mapping[Key, nn.Parameter],
+        users: Mapping[Key, Sequence[int]],
+    ):
         self._group, self._level, self._place = group, stage.zero, list(ranks).index(rank)
         self._all = _by_place(ranks, updaters, parameters, list(parameters))
         self._chunks = []

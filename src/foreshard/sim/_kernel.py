@@ -6,24 +6,26 @@ here depends on evaluation order of sums, so both ways give the same bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def execute(
-    duration_s,
-    resource_indptr,
-    resource_tasks,
-    indptr,
-    indices,
-    lag_s,
-    start_s,
-    end_s,
-    order,
-    head,
-    cursor,
-    free_s,
-    waiter,
-    next_waiter,
-    stack,
-):
+    duration_s: Any,
+    resource_indptr: Any,
+    resource_tasks: Any,
+    indptr: Any,
+    indices: Any,
+    lag_s: Any,
+    start_s: Any,
+    end_s: Any,
+    order: Any,
+    head: Any,
+    cursor: Any,
+    free_s: Any,
+    waiter: Any,
+    next_waiter: Any,
+    stack: Any,
+) -> Any:
     """Fill start_s, end_s and order; return how many tasks could run.
 
     Each resource walks its own list. At an unfinished dependency it goes to sleep on that dependency and is
@@ -78,7 +80,16 @@ def execute(
     return done
 
 
-def slack_backwards(order, resource_next, indptr, indices, lag_s, start_s, end_s, slack_s):
+def slack_backwards(
+    order: Any,
+    resource_next: Any,
+    indptr: Any,
+    indices: Any,
+    lag_s: Any,
+    start_s: Any,
+    end_s: Any,
+    slack_s: Any,
+) -> Any:
     """Lower slack_s, which comes in as makespan minus end, from the last task to the first.
 
     The gaps between tasks are differences of the same numbers that the executor compared, so a chain without

@@ -110,18 +110,25 @@ def draw(scenario: Scenario, cluster: Cluster, *, slots: int, seed: int) -> Path
 def _placed(error: SpecError, scenario: Scenario, index: int) -> SpecError:
     key = f"process[{index}].{error.key}" if error.key else f"process[{index}]"
     return SpecError(
-        error.what, file=error.file or scenario.file, key=key, value=error.value, rule=error.rule,
+        error.what,
+        file=error.file or scenario.file,
+        key=key,
+        value=error.value,
+        rule=error.rule,
         fix=error.fix,
-    )  # fmt: skip
+    )
 
 
 def _someone_is_there(available: np.ndarray, scenario: Scenario) -> None:
     empty = np.flatnonzero(~available.any(axis=1))
     if len(empty):
         raise SpecError(
-            f"at slot {empty[0]} no device is available", file=scenario.file, key="process",
-            rule="Every slot trains a batch, which takes a device", fix="Let some devices stay",
-        )  # fmt: skip
+            f"at slot {empty[0]} no device is available",
+            file=scenario.file,
+            key="process",
+            rule="Every slot trains a batch, which takes a device",
+            fix="Let some devices stay",
+        )
 
 
 def _columns(process: Process, cluster: Cluster) -> list[int]:
@@ -132,10 +139,12 @@ def _columns(process: Process, cluster: Cluster) -> list[int]:
     found = [k for k, link in enumerate(cluster.links) if wanted is None or set(link.between) == wanted]
     if not found:
         raise SpecError(
-            "no such link between racks", key="between",
+            "no such link between racks",
+            key="between",
             value=" - ".join(process.between or ()) or None,
-            rule="A bandwidth process drives [[links]] of the cluster", fix="Name two joined racks",
-        )  # fmt: skip
+            rule="A bandwidth process drives [[links]] of the cluster",
+            fix="Name two joined racks",
+        )
     return found
 
 
@@ -234,9 +243,12 @@ def read_trace(path: FilePath) -> tuple[np.ndarray, np.ndarray, bool]:
 
 def _bad_trace(path: FilePath) -> SpecError:
     return SpecError(
-        "not a trace", file=str(path), key="time_s",
-        rule="A CSV with columns time_s, rising, and value above 0 or count", fix="Correct the file",
-    )  # fmt: skip
+        "not a trace",
+        file=str(path),
+        key="time_s",
+        rule="A CSV with columns time_s, rising, and value above 0 or count",
+        fix="Correct the file",
+    )
 
 
 def describe(path: Path) -> dict[str, Any]:

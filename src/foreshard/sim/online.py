@@ -170,16 +170,25 @@ class _Game:
         self.spent[t] += spent * (batches / of)
         self.rule.learn(
             Happened(
-                slot=t, condition=now, pattern=pattern, batches=batches, of=of, time_s=took_s,
+                slot=t,
+                condition=now,
+                pattern=pattern,
+                batches=batches,
+                of=of,
+                time_s=took_s,
                 costs=dict(zip(self.kinds, spent.tolist(), strict=True)),
             )
-        )  # fmt: skip
+        )
 
     def run(self) -> Run:
         """Return the books."""
         return Run(
-            time_s=self.time_s, change_s=self.change_s,
+            time_s=self.time_s,
+            change_s=self.change_s,
             costs={kind: self.spent[:, i] for i, kind in enumerate(self.kinds)},
-            reconfigurations=int(self.changes.sum()), reshares=self.reshares, forced=self.forced,
-            changed=self.changes > 0, used=self.used,
-        )  # fmt: skip
+            reconfigurations=int(self.changes.sum()),
+            reshares=self.reshares,
+            forced=self.forced,
+            changed=self.changes > 0,
+            used=self.used,
+        )

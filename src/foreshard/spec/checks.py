@@ -106,9 +106,12 @@ def _options_known(case: _Case) -> None:
         one_of(group.schedule, SCHEDULES, key=case.key(where, "schedule"), file=file)
         if group.schedule not in MODELLED_SCHEDULES:
             raise case.error(
-                f"schedule {group.schedule} is not modelled yet", case.key(where, "schedule"), group.schedule,
-                f"Modelled are {', '.join(MODELLED_SCHEDULES)}", f"Use {MODELLED_SCHEDULES[-1]}",
-            )  # fmt: skip
+                f"schedule {group.schedule} is not modelled yet",
+                case.key(where, "schedule"),
+                group.schedule,
+                f"Modelled are {', '.join(MODELLED_SCHEDULES)}",
+                f"Use {MODELLED_SCHEDULES[-1]}",
+            )
         whole(group.micro_batch, key=case.key(where, "micro_batch", "micro-batch"), file=file)
     for where, _, stage in case.stages():
         whole(stage.zero, 0, 3, key=case.key(where, "zero"), file=file)
@@ -124,14 +127,20 @@ def _ranks_exist_once(case: _Case) -> None:
         for rank in stage.ranks:
             if not 0 <= rank < count:
                 raise case.error(
-                    f"rank {rank} is used, the cluster has {number_of(count, 'device')}", key, rank,
-                    f"Ranks go from 0 to {count - 1}", f"Name ranks below {count}, or use a larger cluster",
-                )  # fmt: skip
+                    f"rank {rank} is used, the cluster has {number_of(count, 'device')}",
+                    key,
+                    rank,
+                    f"Ranks go from 0 to {count - 1}",
+                    f"Name ranks below {count}, or use a larger cluster",
+                )
             if rank in seen:
                 raise case.error(
-                    f"rank {rank} is used twice, first in {seen[rank]}", key, rank,
-                    "Every rank is at most in one place", f"Leave rank {rank} out of one of the two",
-                )  # fmt: skip
+                    f"rank {rank} is used twice, first in {seen[rank]}",
+                    key,
+                    rank,
+                    "Every rank is at most in one place",
+                    f"Leave rank {rank} out of one of the two",
+                )
             seen[rank] = where
 
 
@@ -139,9 +148,12 @@ def _samples_once(case: _Case) -> None:
     total = sum(group.share for group in case.plan.groups)
     if total != case.plan.global_batch:
         raise case.error(
-            f"shares sum to {total}, the global batch is {case.plan.global_batch}", "groups.share", total,
-            "Every sample is taken once per step", f"Make the shares sum to {case.plan.global_batch}",
-        )  # fmt: skip
+            f"shares sum to {total}, the global batch is {case.plan.global_batch}",
+            "groups.share",
+            total,
+            "Every sample is taken once per step",
+            f"Make the shares sum to {case.plan.global_batch}",
+        )
 
 
 def _rank_shares_split(case: _Case) -> None:
@@ -152,10 +164,11 @@ def _rank_shares_split(case: _Case) -> None:
         if len(shares) * stage.tp * stage.cp != len(stage.ranks) or sum(shares) != group.micro_batch:
             raise case.error(
                 f"{list(shares)} does not split micro_batch {group.micro_batch} over {stage.inner_dp} ranks",
-                f"{where}.rank_shares", ", ".join(map(str, shares)),
+                f"{where}.rank_shares",
+                ", ".join(map(str, shares)),
                 "rank_shares has one entry per inner data-parallel rank and sums to micro_batch",
                 f"Give {stage.inner_dp} numbers that sum to {group.micro_batch}",
-            )  # fmt: skip
+            )
 
 
 def _layers_once(case: _Case) -> None:
@@ -167,21 +180,30 @@ def _layers_once(case: _Case) -> None:
             key = f"{where}.stages[{s}].layers"
             if start > reached:
                 raise case.error(
-                    f"layers {reached} to {start - 1} are not covered", key, f"[{start}, {stop}]", rule,
+                    f"layers {reached} to {start - 1} are not covered",
+                    key,
+                    f"[{start}, {stop}]",
+                    rule,
                     f"Start the interval at {reached}",
-                )  # fmt: skip
+                )
             if start < reached:
                 raise case.error(
-                    f"layer {start} is assigned twice or out of order", key, f"[{start}, {stop}]", rule,
+                    f"layer {start} is assigned twice or out of order",
+                    key,
+                    f"[{start}, {stop}]",
+                    rule,
                     f"Start the interval at {reached}",
-                )  # fmt: skip
+                )
             reached = stop
         if reached != last:
             raise case.error(
                 f"layers end at {reached}, {case.model.name} has layers 0 to {last - 1} "
                 f"(embedding, {case.model.num_layers} blocks, head)",
-                f"{where}.stages.layers", reached, rule, f"End the last interval at {last}",
-            )  # fmt: skip
+                f"{where}.stages.layers",
+                reached,
+                rule,
+                f"End the last interval at {last}",
+            )
 
 
 def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -197,14 +219,20 @@ def _degrees_fit_ranks(case: _Case) -> None:
         count = len(stage.ranks)
         if count % (stage.tp * stage.cp):
             raise case.error(
-                f"tp {stage.tp} x cp {stage.cp} does not divide {count} ranks", case.key(where, "tp"),
-                stage.tp, "len(ranks) = tp x cp x inner dp", f"Choose tp x cp that divides {count}",
-            )  # fmt: skip
+                f"tp {stage.tp} x cp {stage.cp} does not divide {count} ranks",
+                case.key(where, "tp"),
+                stage.tp,
+                "len(ranks) = tp x cp x inner dp",
+                f"Choose tp x cp that divides {count}",
+            )
         if count % (stage.ep * stage.etp):
             raise case.error(
-                f"ep {stage.ep} x etp {stage.etp} does not divide {count} ranks", case.key(where, "ep"),
-                stage.ep, "etp x ep divides tp x cp x inner dp", f"Choose ep x etp that divides {count}",
-            )  # fmt: skip
+                f"ep {stage.ep} x etp {stage.etp} does not divide {count} ranks",
+                case.key(where, "ep"),
+                stage.ep,
+                "etp x ep divides tp x cp x inner dp",
+                f"Choose ep x etp that divides {count}",
+            )
 
 
 def _shards_divide(case: _Case) -> None:
@@ -215,23 +243,31 @@ def _shards_divide(case: _Case) -> None:
         whole(stage.shard_size, key=key, name="shard_size", file=case.file)
         if replicas % stage.shard_size:
             raise case.error(
-                f"shard_size {stage.shard_size} does not divide {replicas} ranks", key, stage.shard_size,
+                f"shard_size {stage.shard_size} does not divide {replicas} ranks",
+                key,
+                stage.shard_size,
                 "A shard group divides the data-parallel ranks, inner dp x cp",
                 f"Use a divisor of {replicas}",
-            )  # fmt: skip
+            )
 
 
 def _tensor_divides_model(case: _Case) -> None:
     kinds = case.kinds()
     for where, _, stage in case.stages():
         for block in kinds:
-            for count, name in ((block.num_heads, "attention heads"), (block.ffn, "feed-forward channels"),
-                                (block.shared_ffn, "channels of shared experts")):  # fmt: skip
+            for count, name in (
+                (block.num_heads, "attention heads"),
+                (block.ffn, "feed-forward channels"),
+                (block.shared_ffn, "channels of shared experts"),
+            ):
                 if count % stage.tp:
                     raise case.error(
-                        f"tp {stage.tp} does not divide {count} {name}", case.key(where, "tp"), stage.tp,
-                        f"tp divides the {name}", f"Use a divisor of {count}",
-                    )  # fmt: skip
+                        f"tp {stage.tp} does not divide {count} {name}",
+                        case.key(where, "tp"),
+                        stage.tp,
+                        f"tp divides the {name}",
+                        f"Use a divisor of {count}",
+                    )
 
 
 def _experts_divide_model(case: _Case) -> None:
@@ -240,9 +276,12 @@ def _experts_divide_model(case: _Case) -> None:
         for name, degree in (("ep", stage.ep), ("etp", stage.etp)):
             if degree > 1 and not kinds:
                 raise case.error(
-                    f"{name} {degree} for {case.model.name}, which has no experts", case.key(where, name),
-                    degree, f"{name} > 1 needs a mixture-of-experts model", f"Leave out {name}",
-                )  # fmt: skip
+                    f"{name} {degree} for {case.model.name}, which has no experts",
+                    case.key(where, name),
+                    degree,
+                    f"{name} > 1 needs a mixture-of-experts model",
+                    f"Leave out {name}",
+                )
         for block in kinds:
             for name, degree, count, what in (
                 ("ep", stage.ep, block.num_experts, "experts"),
@@ -250,10 +289,12 @@ def _experts_divide_model(case: _Case) -> None:
             ):
                 if count % degree:
                     raise case.error(
-                        f"{name} {degree} does not divide {count} {what}", case.key(where, name),
-                        degree, f"{name} divides the number of {what}",
+                        f"{name} {degree} does not divide {count} {what}",
+                        case.key(where, name),
+                        degree,
+                        f"{name} divides the number of {what}",
                         f"Use a divisor of {count}: {divisors(count)}",
-                    )  # fmt: skip
+                    )
 
 
 def _chunks_match(case: _Case) -> None:
@@ -261,16 +302,20 @@ def _chunks_match(case: _Case) -> None:
         chunks = sorted({len(stage.layers) for stage in group.stages})
         if len(chunks) > 1:
             raise case.error(
-                "stages of one group differ in virtual stages", f"{where}.stages.layers", str(chunks),
+                "stages of one group differ in virtual stages",
+                f"{where}.stages.layers",
+                str(chunks),
                 "Every stage of a group has the same number of layer intervals",
                 f"Give each stage {chunks[-1]} intervals",
-            )  # fmt: skip
+            )
         if group.num_chunks > 1 and group.schedule != "interleaved":
             raise case.error(
                 f"{group.num_chunks} virtual stages with schedule {group.schedule}",
-                case.key(where, "schedule"), group.schedule,
-                "Only the interleaved schedule has virtual stages", "Use interleaved",
-            )  # fmt: skip
+                case.key(where, "schedule"),
+                group.schedule,
+                "Only the interleaved schedule has virtual stages",
+                "Use interleaved",
+            )
 
 
 def _interleaving_divides(case: _Case) -> None:
@@ -278,10 +323,12 @@ def _interleaving_divides(case: _Case) -> None:
         p, m = len(group.stages), group.num_micro_batches
         if group.num_chunks > 1 and p > 1 and m % p:
             raise case.error(
-                f"{m} micro-batches on {p} interleaved stages", case.key(where, "share", "global-batch"), m,
+                f"{m} micro-batches on {p} interleaved stages",
+                case.key(where, "share", "global-batch"),
+                m,
                 "Interleaving takes micro-batches in groups of pp, so pp divides their number",
                 f"Use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1",
-            )  # fmt: skip
+            )
 
 
 def _precision_supported(case: _Case) -> None:
@@ -290,10 +337,12 @@ def _precision_supported(case: _Case) -> None:
         if not device.supports(precision):
             has = [name for name in PRECISIONS if device.supports(name)]
             raise case.error(
-                f"{device.name} has no {precision}", case.key("", "precision", "dtype"), precision,
+                f"{device.name} has no {precision}",
+                case.key("", "precision", "dtype"),
+                precision,
                 "The device computes matrix products of the precision in hardware",
                 f"Use one of: {', '.join(has)}" if has else "Use another device",
-            )  # fmt: skip
+            )
 
 
 def _sequence_divides(case: _Case) -> None:
@@ -303,15 +352,21 @@ def _sequence_divides(case: _Case) -> None:
         if seq_len % parts:
             what = f"cp {stage.cp}" + (f" x tp {stage.tp}" if group.sp else "")
             raise case.error(
-                f"sequence {seq_len} does not divide over {what}", case.key("", "seq_len", "seq"), seq_len,
-                "cp (times tp with sp) divides the sequence", f"Use a multiple of {parts}",
-            )  # fmt: skip
+                f"sequence {seq_len} does not divide over {what}",
+                case.key("", "seq_len", "seq"),
+                seq_len,
+                "cp (times tp with sp) divides the sequence",
+                f"Use a multiple of {parts}",
+            )
 
 
 def _one_vendor(case: _Case) -> None:
     vendors = sorted({case.cluster.device_of(rank).vendor for rank in case.plan.ranks})
     if len(vendors) > 1:
         raise case.error(
-            f"devices of {' and '.join(vendors)} in one plan", "groups.stages.ranks", ", ".join(vendors),
-            "No collective library joins devices of two vendors", "Use the devices of one vendor",
-        )  # fmt: skip
+            f"devices of {' and '.join(vendors)} in one plan",
+            "groups.stages.ranks",
+            ", ".join(vendors),
+            "No collective library joins devices of two vendors",
+            "Use the devices of one vendor",
+        )

@@ -118,9 +118,11 @@ def plan_from_degrees(
     if width % (ep * etp):
         raise SpecError(
             f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}",
-            key="--ep", value=ep, rule="etp x ep divides tp x cp x dp",
+            key="--ep",
+            value=ep,
+            rule="etp x ep divides tp x cp x dp",
             fix=f"Choose ep x etp among the divisors of {width}: {divisors(width)}",
-        )  # fmt: skip
+        )
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):
         raise invalid(sp, "Must be true or false", key="--sp", name="sp")
@@ -187,9 +189,10 @@ def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
             key="--dp",
             value=dp,
             rule="devices = dp x tp x pp x cp; idle devices only through a plan file",
-            fix=f"Choose degrees whose product divides {num_devices}" if rest or fits == 0
+            fix=f"Choose degrees whose product divides {num_devices}"
+            if rest or fits == 0
             else f"Leave out --dp, or set it to {fits}",
-        )  # fmt: skip
+        )
     return int(dp)
 
 

@@ -279,9 +279,12 @@ class _Reader:
         for name in names:
             if name not in data:
                 raise SpecError(
-                    f"missing key {name!r}", file=self.file, key=key or name,
-                    rule=f"{owner} states {', '.join(names)}", fix=f"Add {name!r}",
-                )  # fmt: skip
+                    f"missing key {name!r}",
+                    file=self.file,
+                    key=key or name,
+                    rule=f"{owner} states {', '.join(names)}",
+                    fix=f"Add {name!r}",
+                )
 
     def array(self, value: Any, key: str) -> list[Any]:
         if not isinstance(value, list) or not value:

@@ -10,8 +10,19 @@ from foreshard.predict import predict
 from foreshard.spec.layout import plan_from_degrees
 from foreshard.spec.model import lora
 
-SIZES = {"hidden": 256, "vocab": 1000, "seq_len": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,
-         "scan_heads": 8, "scan_head_dim": 64, "scan_state": 32, "scan_groups": 2, "ffn": 1024}  # fmt: skip
+SIZES = {
+    "hidden": 256,
+    "vocab": 1000,
+    "seq_len": 512,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "scan_heads": 8,
+    "scan_head_dim": 64,
+    "scan_state": 32,
+    "scan_groups": 2,
+    "ffn": 1024,
+}
 
 
 # billions of parameters, all and active, as the model cards of nvidia/... state them
@@ -52,8 +63,16 @@ def test_unknown_layers_and_what_is_not_modelled_are_refused():
 
 
 def test_a_row_that_states_the_dimensions_is_the_catalogs_and_others_are_refused():
-    row = {"model": "Nemotron-H-56B (hybrid Mamba)", "n_layers": "118", "hidden": "8192", "n_heads": "64",
-           "n_kv_heads": "8", "ffn_hidden": "32768", "vocab": "131072", "seq_len": "8192"}  # fmt: skip
+    row = {
+        "model": "Nemotron-H-56B (hybrid Mamba)",
+        "n_layers": "118",
+        "hidden": "8192",
+        "n_heads": "64",
+        "n_kv_heads": "8",
+        "ffn_hidden": "32768",
+        "vocab": "131072",
+        "seq_len": "8192",
+    }
     assert resolve_row_model(row).num_params == load_model("nemotronh-56b").num_params
     with pytest.raises(SpecError, match="hybrid"):
         resolve_row_model(row | {"hidden": "4096"})
@@ -66,8 +85,16 @@ def test_a_hybrid_is_predicted_between_its_scans_and_its_attention(engine):
     def step_s(pattern):
         wide = {"hidden": 4096, "scan_heads": 128, "heads": 32, "kv_heads": 8, "head_dim": 128}
         model = hybrid_model("some", pattern=pattern, **(SIZES | wide | {"ffn": 16384, "vocab": 32000}))
-        plan = plan_from_degrees(len(pattern), 8, tp=2, micro_batch=1, global_batch=8, seq_len=4096,
-                                 precision="bf16", framework="megatron-core")  # fmt: skip
+        plan = plan_from_degrees(
+            len(pattern),
+            8,
+            tp=2,
+            micro_batch=1,
+            global_batch=8,
+            seq_len=4096,
+            precision="bf16",
+            framework="megatron-core",
+        )
         made = predict(model, cluster, plan, engine=engine)
         low, high = made.step_time_interval_s
         assert low < made.step_time_s < high

@@ -11,7 +11,7 @@ JOB = LABS.parent / "jobs" / "gpt_job.py"
 PLAN = (
     '{"global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [{"share": 4, "stages": '
     '[{"ranks": [0], "layers": [[0, 8]]}]}]}'
-)  # fmt: skip
+)
 
 
 def test_a_lab_is_shown(shell):
@@ -41,11 +41,14 @@ def test_a_machine_that_cannot_enforce_a_lab_says_why(shell, monkeypatch, tmp_pa
     assert refused.code == 2 and "only root may" in refused.err
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    (["--plan", "p.json"], "a job and a plan go together"),
-    ([JOB], "a job and a plan go together"),
-    (["--plan", "p.json", "--steps", "0", JOB], "Must be a whole number of at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--plan", "p.json"], "a job and a plan go together"),
+        ([JOB], "a job and a plan go together"),
+        (["--plan", "p.json", "--steps", "0", JOB], "Must be a whole number of at least 1"),
+    ],
+)
 def test_what_does_not_go_together(shell, more, said):
     refused = shell("lab", LABS / "mixed4.toml", *more)
     assert refused.code == 2 and said in refused.err

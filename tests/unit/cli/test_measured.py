@@ -83,10 +83,16 @@ def test_screens_name_layers_and_files(place, shell):
 
 def test_a_model_that_was_not_measured_is_refused(place, shell):
     shell("calibrate", "--profile", place / "p.json", "--lab", place / "lab.toml", "-o", place / "c.json")
-    (place / "plan.json").write_text(json.dumps({
-        "schema_version": 1, "global_batch": 2, "seq_len": 1,
-        "groups": [{"share": 2, "micro_batch": 1, "stages": [{"ranks": [0], "layers": [[0, 3]]}]}],
-    }))  # fmt: skip
+    (place / "plan.json").write_text(
+        json.dumps(
+            {
+                "schema_version": 1,
+                "global_batch": 2,
+                "seq_len": 1,
+                "groups": [{"share": 2, "micro_batch": 1, "stages": [{"ranks": [0], "layers": [[0, 3]]}]}],
+            }
+        )
+    )
     asked = (place / "lab.toml", "--costs", place / "c.json", "--plan", place / "plan.json")
     assert shell("predict", place / "job.py", *asked).code == 0
     for other in ("llama3-8b", place / "lab.toml"):

@@ -59,12 +59,23 @@ def test_nothing_fits_exits_3_with_the_object(shell):
 @pytest.mark.parametrize(
     "wrong",
     [
-        ("--objective", "speed"), ("--objective", "time,time"), ("--top", "0"), ("--budget-s", "0"),
-        ("--budget-s", "-1"), ("--budget-s", "nan"), ("--executor", "dask"), ("--dtype", "bf61"),
-        ("--global-batch", "0"), ("--global-batch", "9" * 30), ("--seq", "0"), ("--max-devices", "0"),
-        ("--framework", "pytorch-ddp-2"), ("--engine", "event"), ("--tokens", "-1"),
+        ("--objective", "speed"),
+        ("--objective", "time,time"),
+        ("--top", "0"),
+        ("--budget-s", "0"),
+        ("--budget-s", "-1"),
+        ("--budget-s", "nan"),
+        ("--executor", "dask"),
+        ("--dtype", "bf61"),
+        ("--global-batch", "0"),
+        ("--global-batch", "9" * 30),
+        ("--seq", "0"),
+        ("--max-devices", "0"),
+        ("--framework", "pytorch-ddp-2"),
+        ("--engine", "event"),
+        ("--tokens", "-1"),
     ],
-)  # fmt: skip
+)
 def test_wrong_words_exit_2_and_name_the_flag(shell, wrong):
     answer = shell(*RUN, *wrong, "--json")
     assert answer.code == 2 and answer.json["error"]["code"] == 2
@@ -210,10 +221,13 @@ def test_of_several_precisions_and_switches_the_search_chooses(shell):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--dtype", "bf16,bf61"), ("--dtype", "bf16,bf16"), ("--dtype", "bf16,"),
-        ("--comm", "all,tp_overlap"), ("--comm", "overlap"),
+        ("--dtype", "bf16,bf61"),
+        ("--dtype", "bf16,bf16"),
+        ("--dtype", "bf16,"),
+        ("--comm", "all,tp_overlap"),
+        ("--comm", "overlap"),
     ],
-)  # fmt: skip
+)
 def test_words_that_are_no_choice_are_refused(shell, words):
     result = shell("plan", "llama3-8b", "1x8xh100-sxm", "--global-batch", "64", *words)
     assert result.code == 2 and words[0] in result.err

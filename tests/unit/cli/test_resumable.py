@@ -18,9 +18,21 @@ from foreshard.runtime.outcome import Outcome
 LABS = Path(__file__).parents[3] / "examples" / "labs"
 JOB = LABS.parent / "jobs" / "gpt_job.py"
 OUTCOME = Outcome(
-    out="run", steps=4, first_loss=1.0, last_loss=0.5, median_step_s=0.5, mean_step_s=0.5, clock="cpu",
-    restarts=0, generations=1, samples=4, lost=0, repeated=0, misread=0, budgets={},
-)  # fmt: skip
+    out="run",
+    steps=4,
+    first_loss=1.0,
+    last_loss=0.5,
+    median_step_s=0.5,
+    mean_step_s=0.5,
+    clock="cpu",
+    restarts=0,
+    generations=1,
+    samples=4,
+    lost=0,
+    repeated=0,
+    misread=0,
+    budgets={},
+)
 
 
 def checkpoint_of(folder: Path, step: int) -> None:

@@ -12,11 +12,17 @@ from foreshard.spec.plan import parse_plan
 
 def plan_dict():
     stages = [{"ranks": [0], "layers": [[0, 3]]}, {"ranks": [1], "layers": [[3, 8]]}]
-    plan = parse_plan({
-        "global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [
-            {"share": 3, "stages": stages}, {"share": 1, "stages": [{"ranks": [2], "layers": [[0, 8]]}]},
-        ],
-    })  # fmt: skip
+    plan = parse_plan(
+        {
+            "global_batch": 4,
+            "seq_len": 8,
+            "precision": "fp32",
+            "groups": [
+                {"share": 3, "stages": stages},
+                {"share": 1, "stages": [{"ranks": [2], "layers": [[0, 8]]}]},
+            ],
+        }
+    )
     return plan.to_dict()
 
 

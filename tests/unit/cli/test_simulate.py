@@ -126,9 +126,12 @@ def test_money_energy_carbon_egress_and_duty_are_kept_at_once(capsys, tmp_path):
     file = tmp_path / "all.toml"
     file.write_text(f"carbon_g_per_kwh = 400.0\n{text}{CARBON}", encoding="utf-8")
     budgets = {
-        "usd_per_h": 20.0, "energy_j_per_step": 110_000.0, "egress_usd_per_step": 0.01, "duty:0": 0.7,
+        "usd_per_h": 20.0,
+        "energy_j_per_step": 110_000.0,
+        "egress_usd_per_step": 0.01,
+        "duty:0": 0.7,
         "carbon_kg_per_step": 0.008,
-    }  # fmt: skip
+    }
     asked = [f"--budget={name}={limit}" for name, limit in budgets.items()]
     policies = "lyapunov,lb-bsp"
     code, out, _ = ask(capsys, file, "--slots", 1500, "--policy", policies, *asked, "--json")

@@ -14,12 +14,28 @@ HEADER = (
 def table(tmp_path):
     names = HEADER.split(",")
     stated = {
-        "source": "made up", "quality": "A", "n_layers": "24", "hidden": "2048", "ffn_hidden": "8192",
-        "n_heads": "16", "n_kv_heads": "16", "vocab": "51200", "seq_len": "2048", "gated_mlp": "False",
-        "gpu": "A100-SXM-80GB", "gpus": "8", "gpus_per_node": "8", "framework": "Megatron-LM",
-        "dtype": "bf16", "dp": "8", "tp": "1", "pp": "1", "micro_batch": "4", "global_batch": "64",
+        "source": "made up",
+        "quality": "A",
+        "n_layers": "24",
+        "hidden": "2048",
+        "ffn_hidden": "8192",
+        "n_heads": "16",
+        "n_kv_heads": "16",
+        "vocab": "51200",
+        "seq_len": "2048",
+        "gated_mlp": "False",
+        "gpu": "A100-SXM-80GB",
+        "gpus": "8",
+        "gpus_per_node": "8",
+        "framework": "Megatron-LM",
+        "dtype": "bf16",
+        "dp": "8",
+        "tp": "1",
+        "pp": "1",
+        "micro_batch": "4",
+        "global_batch": "64",
         "act_recompute": "none",
-    }  # fmt: skip
+    }
     rows = [
         stated | {"id": "made_up-1", "metric_step_time_s": "1.5"},
         stated | {"id": "made_up-2", "gpu": "unstated"},

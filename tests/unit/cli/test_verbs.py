@@ -11,9 +11,23 @@ from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 
 def test_the_verbs_are_these(shell):
     assert list(VERBS) == [
-        "predict", "compare", "whatif", "plan", "export", "profile", "calibrate", "run", "lab", "simulate",
-        "validate", "devices", "models", "clusters", "schema", "doctor",
-    ]  # fmt: skip
+        "predict",
+        "compare",
+        "whatif",
+        "plan",
+        "export",
+        "profile",
+        "calibrate",
+        "run",
+        "lab",
+        "simulate",
+        "validate",
+        "devices",
+        "models",
+        "clusters",
+        "schema",
+        "doctor",
+    ]
     text = shell("--help").out
     assert all(verb in text for verb in VERBS)
 

@@ -17,20 +17,27 @@ def chain(work, workers, *, boundary=0.0, sync=0.0, states=1.0, saved=0.0, memor
         return np.broadcast_to(np.asarray(value, float), (size,)).copy()
 
     return Chain(
-        layer_s=np.tile(np.asarray(work, float), (workers, 1)), boundary_bytes=each(boundary, layers - 1),
-        sync_bytes=each(sync, layers), state_bytes=each(states, layers), saved_bytes=each(saved, layers),
+        layer_s=np.tile(np.asarray(work, float), (workers, 1)),
+        boundary_bytes=each(boundary, layers - 1),
+        sync_bytes=each(sync, layers),
+        state_bytes=each(states, layers),
+        saved_bytes=each(saved, layers),
         memory_bytes=each(memory, workers),
-    )  # fmt: skip
+    )
 
 
 def state(speed, **given):
     size = len(speed)
     base = {
-        "available": np.ones(size, bool), "bandwidth_bytes_per_s": np.full((size, size), 10.0),
-        "latency_s": np.zeros((size, size)), "usd_per_h": np.full(size, 3600.0),
-        "busy_w": np.full(size, 300.0), "idle_w": np.full(size, 100.0), 
-        "usd_per_byte": np.zeros((size, size)), "kg_per_j": np.full(size, 1e-7),
-    }  # fmt: skip
+        "available": np.ones(size, bool),
+        "bandwidth_bytes_per_s": np.full((size, size), 10.0),
+        "latency_s": np.zeros((size, size)),
+        "usd_per_h": np.full(size, 3600.0),
+        "busy_w": np.full(size, 300.0),
+        "idle_w": np.full(size, 100.0),
+        "usd_per_byte": np.zeros((size, size)),
+        "kg_per_j": np.full(size, 1e-7),
+    }
     base |= {name: np.asarray(value) for name, value in given.items()}
     return State(speed=np.asarray(speed, float), **base)
 
@@ -45,13 +52,21 @@ def random_case(rng, workers, *, kinds=None, layers=5, tight=False, egress=False
     apart = site[:, None] != site[None, :]
     room = rng.uniform(0.4, 1.3, kinds) * layers if tight else np.full(kinds, 1e9)
     made = chain(
-        work, workers, boundary=rng.uniform(0.0, 1.0, layers - 1), sync=rng.uniform(0.5, 2.0, layers),
-        states=1.0, saved=0.02, memory=room[which],
-    )  # fmt: skip
+        work,
+        workers,
+        boundary=rng.uniform(0.0, 1.0, layers - 1),
+        sync=rng.uniform(0.5, 2.0, layers),
+        states=1.0,
+        saved=0.02,
+        memory=room[which],
+    )
     now = state(
-        speed, usd_per_h=price, bandwidth_bytes_per_s=np.where(apart, rng.uniform(2.0, 20.0), 20.0),
-        latency_s=np.where(apart, 0.01, 0.0), usd_per_byte=np.where(apart, 0.02, 0.0) * egress,
-    )  # fmt: skip
+        speed,
+        usd_per_h=price,
+        bandwidth_bytes_per_s=np.where(apart, rng.uniform(2.0, 20.0), 20.0),
+        latency_s=np.where(apart, 0.01, 0.0),
+        usd_per_byte=np.where(apart, 0.02, 0.0) * egress,
+    )
     return made, now
 
 

@@ -19,23 +19,35 @@ WIDTH = 4
 def arena_of(seed=0, slots=200):
     rng = np.random.default_rng(seed)
     chain = Chain(
-        layer_s=np.full((WIDTH, 2), 0.05), boundary_bytes=np.ones(1), sync_bytes=np.full(2, 1e6),
-        state_bytes=np.full(2, 1e6), saved_bytes=np.ones(2), memory_bytes=np.full(WIDTH, 1e9),
-    )  # fmt: skip
+        layer_s=np.full((WIDTH, 2), 0.05),
+        boundary_bytes=np.ones(1),
+        sync_bytes=np.full(2, 1e6),
+        state_bytes=np.full(2, 1e6),
+        saved_bytes=np.ones(2),
+        memory_bytes=np.full(WIDTH, 1e9),
+    )
     square = np.ones((WIDTH, WIDTH))
     state = State(
-        speed=np.ones(WIDTH), available=np.ones(WIDTH, bool), bandwidth_bytes_per_s=1e7 * square,
-        latency_s=1e-4 * square, usd_per_h=np.array([1.0, 1.0, 3.0, 3.0]), busy_w=np.full(WIDTH, 300.0),
-        idle_w=np.full(WIDTH, 100.0), usd_per_byte=0.0 * square, kg_per_j=np.full(WIDTH, 1e-7),
-    )  # fmt: skip
+        speed=np.ones(WIDTH),
+        available=np.ones(WIDTH, bool),
+        bandwidth_bytes_per_s=1e7 * square,
+        latency_s=1e-4 * square,
+        usd_per_h=np.array([1.0, 1.0, 3.0, 3.0]),
+        busy_w=np.full(WIDTH, 300.0),
+        idle_w=np.full(WIDTH, 100.0),
+        usd_per_byte=0.0 * square,
+        kg_per_j=np.full(WIDTH, 1e-7),
+    )
     conditions = 3
     path = Path(
-        condition=rng.integers(conditions, size=slots), pattern=rng.integers(2, size=slots),
+        condition=rng.integers(conditions, size=slots),
+        pattern=rng.integers(2, size=slots),
         speed=rng.choice([0.25, 0.5, 1.0], size=(conditions, WIDTH)),
-        price=rng.choice([0.5, 1.0], size=(conditions, WIDTH)), link=np.ones((conditions, 0)),
+        price=rng.choice([0.5, 1.0], size=(conditions, WIDTH)),
+        link=np.ones((conditions, 0)),
         carbon=np.ones((conditions, WIDTH)),
         available=np.array([[True] * WIDTH, [True, False, True, True]]),
-    )  # fmt: skip
+    )
     work = Workload(chain=chain, state=state, link_of=np.full((WIDTH, WIDTH), -1), batch=64, micro_batch=1)
     return Arena(work=work, path=path, pause_s=0.5)
 
@@ -142,9 +154,12 @@ def test_equal_shares_in_budget_are_the_best_mixture_of_all_subsets_with_equal_s
                 owner.append(at)
     rows = (np.array(owner)[None, :] == np.arange(len(pairs))[:, None]).astype(float)
     best = linprog(
-        cost, A_ub=np.array(over).T if budgets else None, b_ub=[0.0] if budgets else None, A_eq=rows,
+        cost,
+        A_ub=np.array(over).T if budgets else None,
+        b_ub=[0.0] if budgets else None,
+        A_eq=rows,
         b_eq=np.ones(len(pairs)),
-    )  # fmt: skip
+    )
     found = bound_of(arena, budgets, equal=True)
     assert best.success == found.feasible
     assert found.mean_step_time_s == pytest.approx(best.fun / path.num_slots, rel=1e-6)

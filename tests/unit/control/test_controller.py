@@ -38,9 +38,14 @@ def even_plan(ranks=4, batch=64, micro_batch=2):
         {"share": batch // ranks, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]}
         for rank in range(ranks)
     ]
-    return parse_plan({
-        "global_batch": batch, "seq_len": 8, "groups": groups, "defaults": {"micro_batch": micro_batch},
-    })  # fmt: skip
+    return parse_plan(
+        {
+            "global_batch": batch,
+            "seq_len": 8,
+            "groups": groups,
+            "defaults": {"micro_batch": micro_batch},
+        }
+    )
 
 
 class World:
@@ -158,9 +163,12 @@ def test_numbers_that_are_none_do_no_harm(cases):
     run(world, controller, 10, budgets=MONEY)
     before = controller.choice
     bad = StepMeasured(
-        step=10, time_s=math.nan, stage_s={0: math.nan, 1: -1.0, 2: math.inf, 9: 1.0},
-        link_s={(0, 1): (math.nan, 1.0), (0, 77): (1.0, 1.0)}, costs={"money": math.nan},
-    )  # fmt: skip
+        step=10,
+        time_s=math.nan,
+        stage_s={0: math.nan, 1: -1.0, 2: math.inf, 9: 1.0},
+        link_s={(0, 1): (math.nan, 1.0), (0, 77): (1.0, 1.0)},
+        costs={"money": math.nan},
+    )
     for _ in range(20):
         controller.on(bad)
         controller.check_invariants()
@@ -179,13 +187,15 @@ def test_numbers_beyond_all_reason_do_no_harm(cases, value, longest):
     run(world, controller, 5, budgets=budgets)
     event = world.step(5, controller.plan, budgets)
     facts = (
-        replace(event, time_s=value), replace(event, stage_s=dict.fromkeys(event.stage_s, value)),
+        replace(event, time_s=value),
+        replace(event, stage_s=dict.fromkeys(event.stage_s, value)),
         replace(event, costs={"money": value, "power": value}, steps=10**9),
         replace(event, link_s={(0, 1): (value, 1.0), (1, 2): (1.0, value)}),
         LinkSeen(step=6, source=0, target=1, bytes_per_s=value),
-        PriceChanged(step=6, rank=0, usd_per_h=value), CarbonChanged(step=6, rank=0, kg_per_kwh=value),
+        PriceChanged(step=6, rank=0, usd_per_h=value),
+        CarbonChanged(step=6, rank=0, kg_per_kwh=value),
         DeviceSeen(step=6, rank=2, relative_speed=value),
-    )  # fmt: skip
+    )
     with np.errstate(all="raise", under="ignore"):
         for fact in facts:
             controller.on(fact)
@@ -297,10 +307,13 @@ def test_a_log_is_lived_again_bit_for_bit(cases):
 
 def test_plans_that_are_not_controlled_are_refused(cases):
     world = World(cases, [1.0] * 4)
-    plan = parse_plan({
-        "global_batch": 8, "seq_len": 8,
-        "groups": [{"share": 8, "stages": [{"ranks": [0, 1], "layers": [[0, LAYERS]]}]}],
-    })  # fmt: skip
+    plan = parse_plan(
+        {
+            "global_batch": 8,
+            "seq_len": 8,
+            "groups": [{"share": 8, "stages": [{"ranks": [0, 1], "layers": [[0, LAYERS]]}]}],
+        }
+    )
     with pytest.raises(SpecError, match="one rank"):
         world.controller(plan)
     with pytest.raises(SpecError, match="no event"):
@@ -313,10 +326,13 @@ def test_prices_and_carbon_that_come_together_are_one_decision(cases):
     log = io.StringIO()
     controller = world.controller(budgets=budgets, log=log)
     facts = (
-        PriceChanged(step=0, rank=1, usd_per_h=99.0), CarbonChanged(step=0, rank=2, kg_per_kwh=0.72),
-        LinkSeen(step=0, source=0, target=1, bytes_per_s=5.0), DeviceSeen(step=0, rank=3, relative_speed=0.5),
-        RankLost(step=0, rank=9), PriceChanged(step=0, rank=0, usd_per_h=math.nan),
-    )  # fmt: skip
+        PriceChanged(step=0, rank=1, usd_per_h=99.0),
+        CarbonChanged(step=0, rank=2, kg_per_kwh=0.72),
+        LinkSeen(step=0, source=0, target=1, bytes_per_s=5.0),
+        DeviceSeen(step=0, rank=3, relative_speed=0.5),
+        RankLost(step=0, rank=9),
+        PriceChanged(step=0, rank=0, usd_per_h=math.nan),
+    )
     commands = controller.on(Together(step=0, events=facts))
     state = controller.estimates.state()
     assert len(commands) == 1 and controller.ignored == 2
@@ -411,7 +427,7 @@ def best_mean_s(world, budgets):
 @pytest.mark.parametrize(
     ("steps", "seed", "noise", "longest"),
     [(100, 1, 0.05, 4), (300, 2, 0.05, 1), (600, 4, 0.1, 1)],
-)  # fmt: skip
+)
 def test_plans_change_once_in_200_steps_and_budgets_are_spent(cases, steps, seed, noise, longest, budgets):
     world, controller, at = played(cases, steps, seed, noise, budgets, longest)
     later = [step for step in at if step >= FIRST]

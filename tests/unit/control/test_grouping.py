@@ -48,18 +48,28 @@ def least(made, now, batch, micro_batch, time_weight, cost_weights, budgets):
                 for groups in itertools.product(*(list(pipelines(g, made.num_layers)) for g in part)):
                     one = Structure(groups=groups)
                     pace = pace_of(made, now, one, micro_batch=micro_batch)
-                    busy = np.array([
-                        sum(
-                            weights.busy[w] * (made.before_s[w, stop] - made.before_s[w, first]) 
-                            / now.speed[w]
-                            for w, (first, stop) in zip(g.workers, itertools.pairwise(g.cuts), strict=True)
-                        ) for g in groups
-                    ])  # fmt: skip
+                    busy = np.array(
+                        [
+                            sum(
+                                weights.busy[w]
+                                * (made.before_s[w, stop] - made.before_s[w, first])
+                                / now.speed[w]
+                                for w, (first, stop) in zip(
+                                    g.workers, itertools.pairwise(g.cuts), strict=True
+                                )
+                            )
+                            for g in groups
+                        ]
+                    )
                     active = time_weight + weights.active[list(one.workers)].sum()
                     split = whole_shares(
-                        pace.start_s, pace.rate_s, batch, micro_batch, time_weight=active,
+                        pace.start_s,
+                        pace.rate_s,
+                        batch,
+                        micro_batch,
+                        time_weight=active,
                         sample_weight=busy if busy.any() else None,
-                    )  # fmt: skip
+                    )
                     if split.worth >= best or (split.shares == 0).any():
                         continue
                     if runs(made, now, one, split.shares, micro_batch=micro_batch):
@@ -113,15 +123,30 @@ def test_a_walk_over_many_slots_gets_no_worse_and_uses_what_it_knows(cases):
     memo, start, worths = Memo(), None, []
     for _ in range(12):
         start = solve_slot(
-            made, now, batch=64, micro_batch=2, time_weight=1.0, cost_weights={"money": 0.1}, budgets=RENT,
-            start=start, memo=memo, max_stages=4, most_looks=5 if start else 20,
-        )  # fmt: skip
+            made,
+            now,
+            batch=64,
+            micro_batch=2,
+            time_weight=1.0,
+            cost_weights={"money": 0.1},
+            budgets=RENT,
+            start=start,
+            memo=memo,
+            max_stages=4,
+            most_looks=5 if start else 20,
+        )
         worths.append(worth_of(start, 1.0, {"money": 0.1}, RENT))
     assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(worths))
     full = solve_slot(
-        made, now, batch=64, micro_batch=2, time_weight=1.0, cost_weights={"money": 0.1}, budgets=RENT,
-        max_stages=4
-    )  # fmt: skip
+        made,
+        now,
+        batch=64,
+        micro_batch=2,
+        time_weight=1.0,
+        cost_weights={"money": 0.1},
+        budgets=RENT,
+        max_stages=4,
+    )
     assert worths[-1] <= 1.05 * worth_of(full, 1.0, {"money": 0.1}, RENT)
 
 
@@ -166,9 +191,7 @@ def test_change_is_what_each_worker_lacks_over_its_fastest_link(cases):
 def test_reshare_keeps_every_group(cases):
     made = cases.chain(np.ones(4) * 0.1, 2)
     structure = Structure(groups=tuple(Pipeline(workers=(w,), cuts=(0, 4)) for w in (0, 1)))
-    choice = reshare(
-        made, cases.state([1.0, 1e-3]), structure, batch=64, micro_batch=2, time_weight=1.0
-    )  # fmt: skip
+    choice = reshare(made, cases.state([1.0, 1e-3]), structure, batch=64, micro_batch=2, time_weight=1.0)
     assert choice.shares == (62, 2)
     assert evaluate(made, cases.state([1.0, 1e-3]), structure, (62, 2), micro_batch=2).time_s == choice.time_s
 

@@ -12,10 +12,19 @@ RING = ((0, 1), (1, 2), (2, 3), (3, 0))
 
 def links():
     nobody, apart = np.zeros(4), np.zeros((4, 4))
-    return Links(State(
-        speed=np.ones(4), available=np.ones(4, bool), bandwidth_bytes_per_s=np.full((4, 4), FAST),
-        latency_s=apart, usd_per_h=nobody, busy_w=nobody, idle_w=nobody, usd_per_byte=apart, kg_per_j=nobody,
-    ))  # fmt: skip
+    return Links(
+        State(
+            speed=np.ones(4),
+            available=np.ones(4, bool),
+            bandwidth_bytes_per_s=np.full((4, 4), FAST),
+            latency_s=apart,
+            usd_per_h=nobody,
+            busy_w=nobody,
+            idle_w=nobody,
+            usd_per_byte=apart,
+            kg_per_j=nobody,
+        )
+    )
 
 
 def see(seen, rates, times=20):

@@ -33,17 +33,26 @@ def structures(cases, state):
     """Return seconds and dollars of all structures, with the cuts of least bottleneck; their groups."""
     work = TOY["layer_work_per_sample"]
     chain = cases.chain(
-        work, 4, boundary=TOY["boundary_bytes_per_sample_fwd_and_bwd"], sync=TOY["layer_parameter_bytes"],
-        states=TOY["layer_parameter_bytes"], memory=TOY["worker_parameter_capacity"],
-    )  # fmt: skip
+        work,
+        4,
+        boundary=TOY["boundary_bytes_per_sample_fwd_and_bwd"],
+        sync=TOY["layer_parameter_bytes"],
+        states=TOY["layer_parameter_bytes"],
+        memory=TOY["worker_parameter_capacity"],
+    )
     now = cases.state(
-        state["speed"], bandwidth_bytes_per_s=np.full((4, 4), state["bandwidth"]),
+        state["speed"],
+        bandwidth_bytes_per_s=np.full((4, 4), state["bandwidth"]),
         usd_per_h=3600.0 * np.array(state["price"]),
-    )  # fmt: skip
+    )
     land = Memo().landscape(
-        chain, now, batch=TOY["global_batch"], micro_batch=TOY["micro_batch"], max_stages=4,
+        chain,
+        now,
+        batch=TOY["global_batch"],
+        micro_batch=TOY["micro_batch"],
+        max_stages=4,
         apart=frozenset(range(4)),
-    )  # fmt: skip
+    )
     times, names = [], []
     for size in range(1, 5):
         for subset in itertools.combinations(range(4), size):
@@ -61,9 +70,12 @@ def best_mean(chance, time, cost):
     """Return the least mean time of all randomised choices within the budget, and the budget's multiplier."""
     states, count = time.shape
     found = linprog(
-        (chance[:, None] * time).ravel(), A_ub=[(chance[:, None] * cost).ravel()], b_ub=[1.0],
-        A_eq=np.kron(np.eye(states), np.ones(count)), b_eq=np.ones(states),
-    )  # fmt: skip
+        (chance[:, None] * time).ravel(),
+        A_ub=[(chance[:, None] * cost).ravel()],
+        b_ub=[1.0],
+        A_eq=np.kron(np.eye(states), np.ones(count)),
+        b_eq=np.ones(states),
+    )
     return found.fun, -found.ineqlin.marginals[0]
 
 
@@ -79,9 +91,16 @@ def toy(cases):
     budget = 0.6 * seen @ raw_cost.min(1) + 0.4 * seen @ raw_cost[fastest]
     unit = float(seen @ raw_time.min(1))
     return {
-        "path": path, "seen": seen, "time": raw_time / unit, "cost": raw_cost / budget, "names": found[0][2],
-        "rng": rng, "chance": chance, "all_names": [one[2] for one in found], "raw": (raw_time, raw_cost),
-    }  # fmt: skip
+        "path": path,
+        "seen": seen,
+        "time": raw_time / unit,
+        "cost": raw_cost / budget,
+        "names": found[0][2],
+        "rng": rng,
+        "chance": chance,
+        "all_names": [one[2] for one in found],
+        "raw": (raw_time, raw_cost),
+    }
 
 
 def drive(toy, weights, path, believed):

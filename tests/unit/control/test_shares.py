@@ -26,9 +26,12 @@ def lp(start, rate, batch, weight, cost, caps):
             used = list(used)
             found = linprog(
                 [weight, *cost[used]],
-                A_ub=np.column_stack([-np.ones(size), np.diag(rate[used])]), b_ub=-start[used],
-                A_eq=[[0.0, *np.ones(size)]], b_eq=[batch], bounds=[(0, None), *((0, caps[g]) for g in used)],
-            )  # fmt: skip
+                A_ub=np.column_stack([-np.ones(size), np.diag(rate[used])]),
+                b_ub=-start[used],
+                A_eq=[[0.0, *np.ones(size)]],
+                b_eq=[batch],
+                bounds=[(0, None), *((0, caps[g]) for g in used)],
+            )
             if found.status == 0:
                 best = min(best, found.fun)
     return best

@@ -60,9 +60,10 @@ def test_choice_is_the_best_of_all_at_any_weights(cases, workers, layers, cases_
         made, now = cases.random_case(rng, workers, layers=layers, tight=at % 2 == 1, egress=at % 3 == 0)
         made = uneven(made, rng) if at % 4 == 2 else made
         weights = {
-            "money": rng.uniform(0.0, 0.5), "energy": rng.uniform(0.0, 1e-3) * (at % 2),
+            "money": rng.uniform(0.0, 0.5),
+            "energy": rng.uniform(0.0, 1e-3) * (at % 2),
             "rest": rng.uniform(0.0, 2.0) * (at % 5 == 0),
-        }  # fmt: skip
+        }
 
         def worth(one, weights=weights):
             return one.time_s + sum(weights[each.name] * one.costs[each.key] for each in ALL_KINDS)
@@ -87,11 +88,14 @@ def test_stages_become_one_group_with_rank_shares(cases):
     made = cases.chain([1.0] * 4, 3, boundary=0.01, sync=500.0)
     choice = solve_stages(
         made, cases.state([2.0, 1.0, 3.0]), batch=48, micro_batch=6, time_weight=1.0, max_stages=2
-    )  # fmt: skip
-    running = parse_plan({
-        "global_batch": 48, "seq_len": 8,
-        "groups": [{"share": 48, "stages": [{"ranks": [0], "layers": [[0, 4]]}]}],
-    })  # fmt: skip
+    )
+    running = parse_plan(
+        {
+            "global_batch": 48,
+            "seq_len": 8,
+            "groups": [{"share": 48, "stages": [{"ranks": [0], "layers": [[0, 4]]}]}],
+        }
+    )
     plan = plan_of(running, choice, micro_batch=6)
     (group,) = plan.groups
     assert group.share == 48 and group.micro_batch == 6

@@ -18,11 +18,22 @@ from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured
 from foreshard.spec.plan import parse_plan
 
 LAYERS, BATCH, MICRO_BATCH = 6, 64, 8
-PLAN = parse_plan({
-    "global_batch": BATCH, "seq_len": 8, "groups": [{"share": BATCH, "micro_batch": MICRO_BATCH, "stages": [
-        {"ranks": [0, 1], "layers": [[0, 3]]}, {"ranks": [2, 3], "layers": [[3, LAYERS]]},
-    ]}],
-})  # fmt: skip
+PLAN = parse_plan(
+    {
+        "global_batch": BATCH,
+        "seq_len": 8,
+        "groups": [
+            {
+                "share": BATCH,
+                "micro_batch": MICRO_BATCH,
+                "stages": [
+                    {"ranks": [0, 1], "layers": [[0, 3]]},
+                    {"ranks": [2, 3], "layers": [[3, LAYERS]]},
+                ],
+            }
+        ],
+    }
+)
 
 
 class World:
@@ -114,10 +125,14 @@ def test_readings_that_a_plan_does_not_have_are_refused(cases):
         world.controller(reading="dp_over_mp")
     with pytest.raises(SpecError, match="unknown reading"):
         world.controller(reading="both")
-    two = parse_plan({
-        "global_batch": BATCH, "seq_len": 8, "groups": [
-            {"share": 32, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]} for rank in range(2)
-        ],
-    })  # fmt: skip
+    two = parse_plan(
+        {
+            "global_batch": BATCH,
+            "seq_len": 8,
+            "groups": [
+                {"share": 32, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]} for rank in range(2)
+            ],
+        }
+    )
     with pytest.raises(SpecError, match="2 pipelines"):
         Controller(world.chain, world.state(), two, reading=MP_OVER_DP)

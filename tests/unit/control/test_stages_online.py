@@ -60,9 +60,15 @@ def played(cases):
     for at in drawn:
         time_weight, cost_weights = queues.weights()
         choice = solve_stages(
-            made, states[at], batch=BATCH, micro_batch=MICRO_BATCH, time_weight=time_weight,
-            cost_weights=cost_weights, budgets=(budget,), memo=memo,
-        )  # fmt: skip
+            made,
+            states[at],
+            batch=BATCH,
+            micro_batch=MICRO_BATCH,
+            time_weight=time_weight,
+            cost_weights=cost_weights,
+            budgets=(budget,),
+            memo=memo,
+        )
         queues.record(choice.time_s, {"money": choice.costs["usd"]})
         chosen.append(choice)
         backlog.append(queues.backlog["money"])

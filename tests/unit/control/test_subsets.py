@@ -14,10 +14,13 @@ from foreshard.errors import InfeasibleError, SpecError
 
 def chain_of(width, layers=3):
     return Chain(
-        layer_s=np.full((width, layers), 0.1), boundary_bytes=np.full(layers - 1, 1e3),
-        sync_bytes=np.array([1e6, 2e6, 3e6])[:layers], state_bytes=np.full(layers, 1e6),
-        saved_bytes=np.full(layers, 1e3), memory_bytes=np.full(width, 1e9),
-    )  # fmt: skip
+        layer_s=np.full((width, layers), 0.1),
+        boundary_bytes=np.full(layers - 1, 1e3),
+        sync_bytes=np.array([1e6, 2e6, 3e6])[:layers],
+        state_bytes=np.full(layers, 1e6),
+        saved_bytes=np.full(layers, 1e3),
+        memory_bytes=np.full(width, 1e9),
+    )
 
 
 def state_of(speed, price, *, sites=None, available=None):
@@ -27,10 +30,14 @@ def state_of(speed, price, *, sites=None, available=None):
     return State(
         speed=np.array(speed, float),
         available=np.ones(width, bool) if available is None else np.array(available),
-        bandwidth_bytes_per_s=np.where(apart, 1e6, 1e8), latency_s=np.where(apart, 1e-2, 1e-4),
-        usd_per_h=np.array(price, float), busy_w=np.full(width, 400.0), idle_w=np.full(width, 100.0),
-        usd_per_byte=np.where(apart, 1e-9, 0.0), kg_per_j=np.zeros(width),
-    )  # fmt: skip
+        bandwidth_bytes_per_s=np.where(apart, 1e6, 1e8),
+        latency_s=np.where(apart, 1e-2, 1e-4),
+        usd_per_h=np.array(price, float),
+        busy_w=np.full(width, 400.0),
+        idle_w=np.full(width, 100.0),
+        usd_per_byte=np.where(apart, 1e-9, 0.0),
+        kg_per_j=np.zeros(width),
+    )
 
 
 STATES = {
@@ -105,8 +112,9 @@ def test_balanced_shares_have_the_least_makespan():
         seconds, batch = rng.uniform(0.1, 1.0, 3), int(rng.integers(1, 12))
         least = min(
             max(a * seconds[0], b * seconds[1], (batch - a - b) * seconds[2])
-            for a in range(batch + 1) for b in range(batch + 1 - a)
-        )  # fmt: skip
+            for a in range(batch + 1)
+            for b in range(batch + 1 - a)
+        )
         shares = balanced_shares(seconds, batch)
         assert shares.sum() == batch and (shares >= 0).all()
         assert (shares * seconds).max() == pytest.approx(least)

@@ -111,7 +111,15 @@ def test_unfused_is_slower_than_flash_on_long_sequences():
 
 def test_rows_broadcast():
     times = flash_attention_forward_s(
-        1, 32, 8, [1024, 2048, 0], [1024, 2048, 0], 128, 128, FITTED,
-        causal=[True, False, True], window=[0, 0, 128],
-    )  # fmt: skip
+        1,
+        32,
+        8,
+        [1024, 2048, 0],
+        [1024, 2048, 0],
+        128,
+        128,
+        FITTED,
+        causal=[True, False, True],
+        window=[0, 0, 128],
+    )
     assert times.shape == (3,) and times[2] == 0 and times[1] > times[0] > 0

@@ -45,8 +45,18 @@ class Megatron:
     """
 
     # What every run adds: data, learning rate, and kernels that need no Transformer Engine.
-    ADDED = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "1",
-             "--transformer-impl", "local", "--no-rope-fusion")  # fmt: skip
+    ADDED = (
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--lr",
+        "1e-4",
+        "--train-iters",
+        "1",
+        "--transformer-impl",
+        "local",
+        "--no-rope-fusion",
+    )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         import torch

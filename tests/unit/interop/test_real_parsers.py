@@ -78,13 +78,24 @@ MEGATRON = (
     ("llama3-8b", {"tp": 4, "precision": "nvfp4"}),
     ("llama3-8b", {"precision": "fp32", "optimizer": "sgd", "zero": 0}),
     ("llama3-8b", {"tp": 2, "sp": False}),
-    ("llama3-8b", {"tp": 2, "pp": 4, "vpp": 2,
-                   "comm": {"tp_overlap": True, "grad_overlap": True, "param_gather_overlap": True,
-                            "p2p_overlap": False}}),
+    (
+        "llama3-8b",
+        {
+            "tp": 2,
+            "pp": 4,
+            "vpp": 2,
+            "comm": {
+                "tp_overlap": True,
+                "grad_overlap": True,
+                "param_gather_overlap": True,
+                "p2p_overlap": False,
+            },
+        },
+    ),
     ("mixtral-8x7b", {"tp": 2, "ep": 4, "etp": 2, "pp": 2}),
     ("mixtral-8x7b", {"ep": 8, "pp": 2, "vpp": 2, "comm": {"expert_overlap": True}}),
     ("deepseek-v2-lite", {"ep": 8, "pp": 2, "recompute": "selective:mla_up_proj+moe_act"}),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("name", "degrees"), MEGATRON)
@@ -138,9 +149,11 @@ def _megatron_has(made: Plan, model: Model, arguments, config) -> None:
     assert config.bf16 == (made.precision not in ("fp32", "tf32", "fp16"))
     assert config.fp16 == (made.precision == "fp16")
     assert bool(config.fp8) == (made.precision in ("fp8", "mxfp8"))
-    for option, read in (("grad_overlap", arguments.overlap_grad_reduce),
-                         ("param_gather_overlap", arguments.overlap_param_gather),
-                         ("expert_overlap", config.overlap_moe_expert_parallel_comm)):  # fmt: skip
+    for option, read in (
+        ("grad_overlap", arguments.overlap_grad_reduce),
+        ("param_gather_overlap", arguments.overlap_param_gather),
+        ("expert_overlap", config.overlap_moe_expert_parallel_comm),
+    ):
         if option in made.comm and (option != "expert_overlap" or degrees.ep > 1):
             assert read == made.comm[option], option
     if degrees.vpp > 1:
@@ -148,8 +161,17 @@ def _megatron_has(made: Plan, model: Model, arguments, config) -> None:
 
 
 DRAWN = ("llama3-8b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2-xl")
-RULES = ("none", "selective:core_attn", "selective:layernorm+mlp", "selective:moe_act", "selective:moe",
-         "selective:mla_up_proj", "full", "full:uniform:2", "full:block:1")  # fmt: skip
+RULES = (
+    "none",
+    "selective:core_attn",
+    "selective:layernorm+mlp",
+    "selective:moe_act",
+    "selective:moe",
+    "selective:mla_up_proj",
+    "full",
+    "full:uniform:2",
+    "full:block:1",
+)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -226,8 +248,12 @@ def test_torchtitan_02_reads_the_plan(name, degrees, tmp_path):
     stage = made.groups[0].stages[0]
     assert dims.dp_replicate * dims.dp_shard == stage.inner_dp
     rule = config.activation_checkpoint
-    said = {"none": ("none", None), "full": ("full", None), "selective:op": ("selective", "op"),
-            "every-2": ("selective", "2")}[stage.recompute]  # fmt: skip
+    said = {
+        "none": ("none", None),
+        "full": ("full", None),
+        "selective:op": ("selective", "op"),
+        "every-2": ("selective", "2"),
+    }[stage.recompute]
     assert rule.mode == said[0] and said[1] in (None, rule.selective_ac_option)
 
 
@@ -247,12 +273,15 @@ def test_torchtitan_03_reads_the_plan(name, degrees, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "degrees",
     [
-        {"zero": 0}, {"zero": 1, "precision": "fp16"},
+        {"zero": 0},
+        {"zero": 1, "precision": "fp16"},
         {"zero": 2, "micro_batch": 2, "comm": {"grad_overlap": False}},
-        {"zero": 3}, {"zero": 3, "offload": "all", "recompute": "full"},
-        {"zero": 1, "offload": "optimizer"}, {"zero": 2, "precision": "fp32"},
+        {"zero": 3},
+        {"zero": 3, "offload": "all", "recompute": "full"},
+        {"zero": 1, "offload": "optimizer"},
+        {"zero": 2, "precision": "fp32"},
     ],
-)  # fmt: skip
+)
 def test_deepspeed_reads_the_plan(degrees, tmp_path, monkeypatch):
     made = planned(load_model("llama3-8b"), **degrees)
     read = read_deepspeed(written("deepspeed", made, tmp_path), len(made.ranks), monkeypatch)
@@ -272,10 +301,14 @@ def test_deepspeed_reads_the_plan(degrees, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "degrees",
     [
-        {"zero": 3}, {"zero": 2, "recompute": "full"}, {"zero": 3, "shard_size": 8, "precision": "fp16"},
-        {"zero": 3, "cp": 2}, {"zero": 3, "tp": 2, "sp": False}, {"zero": 2, "precision": "fp32"},
+        {"zero": 3},
+        {"zero": 2, "recompute": "full"},
+        {"zero": 3, "shard_size": 8, "precision": "fp16"},
+        {"zero": 3, "cp": 2},
+        {"zero": 3, "tp": 2, "sp": False},
+        {"zero": 2, "precision": "fp32"},
     ],
-)  # fmt: skip
+)
 def test_accelerate_reads_the_plan(degrees, tmp_path, monkeypatch):
     made = planned(load_model("llama3-8b"), **degrees)
     path = written("fsdp", made, tmp_path)
@@ -308,8 +341,12 @@ def test_torchrun_reads_its_line(target):
     (file,) = export(planned(load_model("llama3-8b"), tp=2), target, cluster=CLUSTER).files
     (line,) = re.findall(r"torchrun --(?:.*\\\n)*.*", file.text)
     line = re.sub(r"\$\(.*?\)|\"\$MASTER_ADDR\"", "host0", line).replace('"$MASTER_PORT"', "29500")
-    for name, value in {"$SKYPILOT_NUM_NODES": "2", "$SKYPILOT_NUM_GPUS_PER_NODE": "8",
-                        "$SKYPILOT_NODE_RANK": "1", "$SLURM_PROCID": "1"}.items():  # fmt: skip
+    for name, value in {
+        "$SKYPILOT_NUM_NODES": "2",
+        "$SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "$SKYPILOT_NODE_RANK": "1",
+        "$SLURM_PROCID": "1",
+    }.items():
         line = line.replace(name, value)
     line = line.replace("$TRAIN", "train.py --lr 1").replace('"$@"', "train.py --lr 1").replace("\\\n", " ")
     read = read_torchrun(line)

@@ -280,7 +280,7 @@ def searched(plans=(), bound_s=0.1):
         evaluated=1,
         pruned=0,
         wall_s=1.0,
-    )  # fmt: skip
+    )
 
 
 def test_a_better_plan_of_another_planner_is_taken_in():

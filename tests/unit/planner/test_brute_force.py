@@ -86,11 +86,23 @@ def drawn_problem(
     domains = tuple(int(n) for n in rng.integers(1, 4, kinds)) if near else ()
     hops = np.zeros((options, options)) if rng.random() < 0.5 else rng.uniform(0.0, 0.3, (options, options))
     return Problem(
-        counts=counts, global_batch=int(rng.integers(2, 20)), max_stages=int(rng.integers(2, 5)), types=types,
-        takes=takes, micro_batch=micro, grain=grain, time_s=time_s, copies=(1, 2, 3), tail_s=tail_s,
-        max_in_flight=rooms, hop_s=hops, jitter=float(rng.choice([0.0, 0.01])), leave_s=leave,
-        leave_tail_s=leave_tail, domains=domains,
-    )  # fmt: skip
+        counts=counts,
+        global_batch=int(rng.integers(2, 20)),
+        max_stages=int(rng.integers(2, 5)),
+        types=types,
+        takes=takes,
+        micro_batch=micro,
+        grain=grain,
+        time_s=time_s,
+        copies=(1, 2, 3),
+        tail_s=tail_s,
+        max_in_flight=rooms,
+        hop_s=hops,
+        jitter=float(rng.choice([0.0, 0.01])),
+        leave_s=leave,
+        leave_tail_s=leave_tail,
+        domains=domains,
+    )
 
 
 def every_template(problem: Problem) -> list[Template]:

@@ -74,9 +74,13 @@ def test_contenders_hold_every_pipeline_worth_its_price(seed):
     goal = (problem.global_batch - prices @ np.array(problem.counts)) / number
     progress = Progress(problem=problem, deadline=np.inf, target_gap=0.0)
     contenders = Contenders(
-        pricing=progress.pricing((number, number), prices), seconds=seconds, goal=goal, num_pipelines=number,
-        room=room, deadline=np.inf,
-    )  # fmt: skip
+        pricing=progress.pricing((number, number), prices),
+        seconds=seconds,
+        goal=goal,
+        num_pipelines=number,
+        room=room,
+        deadline=np.inf,
+    )
     assert contenders.find_bargains() and contenders.find_all()
     table = contenders.table()
     listed = dict(zip(map(tuple, room.demands(table.codes).tolist()), table.samples, strict=True))

@@ -36,9 +36,14 @@ OBJECTIVES = ("time", "energy")
 
 def _request(model, cluster, framework, global_batch, seq_len, **options):
     return GridRequest(
-        model=load_model(model), cluster=load_cluster(cluster), framework=load_framework(framework),
-        constants=training_constants(), global_batch=global_batch, seq_len=seq_len, **options,
-    )  # fmt: skip
+        model=load_model(model),
+        cluster=load_cluster(cluster),
+        framework=load_framework(framework),
+        constants=training_constants(),
+        global_batch=global_batch,
+        seq_len=seq_len,
+        **options,
+    )
 
 
 def _divide(number):
@@ -78,9 +83,22 @@ def _rows(request):
                 groups = _divide(dp * cp)[1:-1] if zero in offers.in_groups else []
                 for shard, offload in product([0, *groups], offers.offload):
                     yield (
-                        dp, tp, pp, cp, ep, etp, vpp, micro_batch, rounds, zero, shard, sp, rule,
-                        MODELLED_SCHEDULES.index(schedule), OFFLOADS.index(offload),
-                    )  # fmt: skip
+                        dp,
+                        tp,
+                        pp,
+                        cp,
+                        ep,
+                        etp,
+                        vpp,
+                        micro_batch,
+                        rounds,
+                        zero,
+                        shard,
+                        sp,
+                        rule,
+                        MODELLED_SCHEDULES.index(schedule),
+                        OFFLOADS.index(offload),
+                    )
 
 
 def _everything(request):
@@ -96,9 +114,13 @@ def _priced(request):
     for start in range(0, len(table), 4096):
         some = table.take(slice(start, start + 4096))
         result = evaluate(
-            request.model, request.cluster, some, framework=request.framework,
-            constants=request.constants, **request.pricing,
-        )  # fmt: skip
+            request.model,
+            request.cluster,
+            some,
+            framework=request.framework,
+            constants=request.constants,
+            **request.pricing,
+        )
         busy = sum(result.parts[name] for name in BUSY_PARTS)
         watts = sum(nodes.device.tdp_w * nodes.num_devices for nodes in request.cluster.nodes)
         joules = watts * (busy + WAITING_POWER * (result.step_time_s - busy))

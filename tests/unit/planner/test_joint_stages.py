@@ -37,9 +37,12 @@ def short_model(num_layers: int) -> Model:
 
 def asked(cluster: str, batch: int, *, model: Model | None = None, precision: str = "bf16") -> Request:
     return checked_request(
-        model or load_model("gpt2-xl"), load_cluster(cluster), global_batch=batch, seq_len=1024,
+        model or load_model("gpt2-xl"),
+        load_cluster(cluster),
+        global_batch=batch,
+        seq_len=1024,
         precision=precision,
-    )  # fmt: skip
+    )
 
 
 def joint_of(problem: Problem) -> list[int]:
@@ -169,10 +172,15 @@ def every_plan(request: Request) -> float:
     return best
 
 
-@pytest.mark.parametrize(("layers", "batch", "cluster"), [
-    (2, 7, PAIR), (3, 12, PAIR), (4, 10, "1x1xa100-sxm-40gb+1x1xh100-sxm@400Gb/s"),
-    (3, 9, "1x1xrtx-3090+1x1xrtx-4090@1600Gb/s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "batch", "cluster"),
+    [
+        (2, 7, PAIR),
+        (3, 12, PAIR),
+        (4, 10, "1x1xa100-sxm-40gb+1x1xh100-sxm@400Gb/s"),
+        (3, 9, "1x1xrtx-3090+1x1xrtx-4090@1600Gb/s"),
+    ],
+)
 def test_the_best_of_every_plan_on_two_devices_is_found(layers, batch, cluster):
     pytest.importorskip("scipy")
     model = short_model(layers)

@@ -10,11 +10,11 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner import loading, mixed, mixed_phases
 from foreshard.planner.mixed_found import MixedFound
-from foreshard.planner.nearby import work_bound
 from foreshard.planner.node_sets import node_sets
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
 from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.work import work_bound
 
 MIXED = "1x4xa100-sxm-40gb+1x4xv100-sxm-16gb@100Gb/s"
 ASKED = {"global_batch": 32, "seq_len": 1024, "precision": "fp16"}

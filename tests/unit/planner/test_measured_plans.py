@@ -25,22 +25,39 @@ def costs(rng, layers, slow, tables=()):
     def table():
         return tuple(
             LayerCost(
-                forward_s=(f, e), backward_s=(f, 2 * e), backward_input_s=(f / 2, e),
-                optimizer_s=float(rng.uniform(0, 1e-3)), parameter_bytes=float(rng.uniform(0, 1e6)),
-                state_bytes=1e5, saved_bytes_per_sample=1e5, boundary_bytes_per_sample=1e4,
+                forward_s=(f, e),
+                backward_s=(f, 2 * e),
+                backward_input_s=(f / 2, e),
+                optimizer_s=float(rng.uniform(0, 1e-3)),
+                parameter_bytes=float(rng.uniform(0, 1e6)),
+                state_bytes=1e5,
+                saved_bytes_per_sample=1e5,
+                boundary_bytes_per_sample=1e4,
             )
             for f, e in rng.uniform(1e-4, 3e-3, (layers, 2)).tolist()
-        )  # fmt: skip
+        )
 
     return MeasuredCosts(
-        layers=table(), slow=slow, spread=(0.9, 1.1), clock="cpu", tokens_per_sample=1.0, path="c", largest=2,
+        layers=table(),
+        slow=slow,
+        spread=(0.9, 1.1),
+        clock="cpu",
+        tokens_per_sample=1.0,
+        path="c",
+        largest=2,
         tables={name: table() for name in tables},
-    )  # fmt: skip
+    )
 
 
 def lab(devices, memory=None, rate=1e9):
-    return Lab(clock="cpu", slow=(1.0,) * len(devices), devices=tuple(devices), bandwidth_bytes_per_s=rate,
-               latency_s=1e-5, memory_bytes=(memory,) * len(devices)).cluster()  # fmt: skip
+    return Lab(
+        clock="cpu",
+        slow=(1.0,) * len(devices),
+        devices=tuple(devices),
+        bandwidth_bytes_per_s=rate,
+        latency_s=1e-5,
+        memory_bytes=(memory,) * len(devices),
+    ).cluster()
 
 
 def pipelines(ranks, layers):
@@ -65,8 +82,12 @@ def every_plan(layers, batch):
     for share in range(1, batch):
         for a in (m for m in SIZES if m <= share):
             for b in (m for m in SIZES if m <= batch - share):
-                groups.append((Group(share=share, micro_batch=a, stages=alone[0]),
-                               Group(share=batch - share, micro_batch=b, stages=alone[1])))  # fmt: skip
+                groups.append(
+                    (
+                        Group(share=share, micro_batch=a, stages=alone[0]),
+                        Group(share=batch - share, micro_batch=b, stages=alone[1]),
+                    )
+                )
     for made in groups:
         yield Plan(global_batch=batch, seq_len=1, groups=made)
 
@@ -92,11 +113,12 @@ def test_one_table_and_the_program_over_tables_give_one_bound():
     cluster = lab("aab")
     b = tuple(
         replace(
-            layer, forward_s=tuple(3 * v for v in layer.forward_s),
+            layer,
+            forward_s=tuple(3 * v for v in layer.forward_s),
             backward_s=tuple(3 * v for v in layer.backward_s),
         )
         for layer in told.layers
-    )  # fmt: skip
+    )
     both = replace(told, tables={"b": b}, slow={"a": 1.0, "b": 1.0})
     assert work_bound_s(both, cluster, (2, 4), 12) == pytest.approx(work_bound_s(told, cluster, (2, 4), 12))
 
@@ -142,14 +164,16 @@ def with_parts(rng, told, efficiency):
     def halved(table):
         return tuple(
             replace(
-                layer, forward_s=tuple(v * efficiency for v in layer.forward_s),
+                layer,
+                forward_s=tuple(v * efficiency for v in layer.forward_s),
                 backward_s=tuple(v * efficiency for v in layer.backward_s),
-                parameter_bytes=layer.parameter_bytes * 0.6, optimizer_s=layer.optimizer_s * 0.6,
+                parameter_bytes=layer.parameter_bytes * 0.6,
+                optimizer_s=layer.optimizer_s * 0.6,
                 sums_forward=((float(rng.uniform(0, 1e4)), 1.0),),
                 sums_backward=((float(rng.uniform(0, 1e4)), 1.0),),
             )
             for layer in table
-        )  # fmt: skip
+        )
 
     parts = {name: {2: halved(table)} for name, table in {"": told.layers, **told.tables}.items()}
     return replace(told, parts=parts)
@@ -164,8 +188,10 @@ def units_of(layers, pair):
         for b in units:
             if not set(a) & set(b):
                 for cut in range(1, layers):
-                    yield (Stage(ranks=a, tp=len(a), layers=((0, cut),), zero=0),
-                           Stage(ranks=b, tp=len(b), layers=((cut, layers),), zero=0))  # fmt: skip
+                    yield (
+                        Stage(ranks=a, tp=len(a), layers=((0, cut),), zero=0),
+                        Stage(ranks=b, tp=len(b), layers=((cut, layers),), zero=0),
+                    )
 
 
 def beside(pipes, batch, taken=frozenset()):

@@ -68,9 +68,7 @@ def test_a_model_that_no_instance_holds():
 
 def test_spot_prices_and_what_is_available_decide(cheapest):
     name = cheapest.offers[-1].instance
-    spot = rent(
-        load_model("llama3-8b"), objective="cost", usd_per_h={name: 0.01}, max_nodes={name: 2}, **RUN
-    )  # fmt: skip
+    spot = rent(load_model("llama3-8b"), objective="cost", usd_per_h={name: 0.01}, max_nodes={name: 2}, **RUN)
     first = spot.offers[0]
     assert first.instance == name
     assert first.price_date is None

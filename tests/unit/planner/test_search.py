@@ -37,9 +37,15 @@ def test_the_fastest_plan_is_proven(fastest):
 def test_dictionary_has_the_keys_of_the_contract(fastest):
     made = fastest.to_dict()
     assert set(made) >= {
-        "schema_version", "plans", "lower_bound_step_time_s", "gap", "binding", "evaluated", "pruned",
+        "schema_version",
+        "plans",
+        "lower_bound_step_time_s",
+        "gap",
+        "binding",
+        "evaluated",
+        "pruned",
         "wall_s",
-    }  # fmt: skip
+    }
     assert set(made["plans"][0]) == {"plan", "prediction", "why"}
     assert made["plans"][0]["why"].startswith("chosen")
     assert all("slower" in one["why"] or "as fast" in one["why"] for one in made["plans"][1:])

@@ -53,10 +53,14 @@ def _least(space):
             some = table.take(_runnable(request, table, comm))
             for start in range(0, len(some), 8192):
                 result = evaluate(
-                    request.model, request.cluster, some.take(slice(start, start + 8192)),
-                    framework=replace(request.framework, **comm), constants=training_constants(),
-                    seq_len=seq_len, precision=precision,
-                )  # fmt: skip
+                    request.model,
+                    request.cluster,
+                    some.take(slice(start, start + 8192)),
+                    framework=replace(request.framework, **comm),
+                    constants=training_constants(),
+                    seq_len=seq_len,
+                    precision=precision,
+                )
                 least = min(least, result.step_time_s[result.fits].min(initial=np.inf))
     return least
 
@@ -65,9 +69,14 @@ def _least(space):
 def test_search_equals_pricing_every_setting(space):
     model, cluster, framework, batch, seq_len, precisions = space
     found = plan(
-        load_model(model), load_cluster(cluster), global_batch=batch, seq_len=seq_len, framework=framework,
-        precision=precisions, comm="all",
-    )  # fmt: skip
+        load_model(model),
+        load_cluster(cluster),
+        global_batch=batch,
+        seq_len=seq_len,
+        framework=framework,
+        precision=precisions,
+        comm="all",
+    )
     least = _least(space)
     assert found.plans[0].prediction.step_time_s == pytest.approx(least, rel=1e-9)
     assert found.lower_bound_step_time_s == pytest.approx(least, rel=1e-9)
@@ -79,9 +88,15 @@ def test_search_equals_pricing_every_setting(space):
 def test_the_file_of_a_plan_predicts_what_the_search_said(nodes, engine):
     model, cluster = load_model("gpt2-xl"), load_cluster(nodes)
     found = plan(
-        model, cluster, global_batch=8, seq_len=1024, precision=("bf16", "fp16"), engine=engine, budget_s=8.0,
+        model,
+        cluster,
+        global_batch=8,
+        seq_len=1024,
+        precision=("bf16", "fp16"),
+        engine=engine,
+        budget_s=8.0,
         comm=("grad_overlap", "param_gather_overlap", "tp_overlap"),
-    )  # fmt: skip
+    )
     assert any(one.plan.comm for one in found.plans)
     for one in found.plans:
         again = predict(model, cluster, one.plan, engine=engine)
@@ -198,9 +213,13 @@ def test_an_interrupt_keeps_what_other_settings_found():
 
 def test_what_no_setting_fits_says_why():
     found = plan(
-        load_model("gpt3-175b"), load_cluster("1x2xt4"), global_batch=2, seq_len=2048,
-        precision=("fp16", "fp32"), budget_s=20.0,
-    )  # fmt: skip
+        load_model("gpt3-175b"),
+        load_cluster("1x2xt4"),
+        global_batch=2,
+        seq_len=2048,
+        precision=("fp16", "fp32"),
+        budget_s=20.0,
+    )
     assert not found.plans
     assert found.infeasible is not None and found.infeasible.exit_code == 3
 

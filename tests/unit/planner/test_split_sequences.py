@@ -25,9 +25,12 @@ BATCH, LONG = 16, 65536
 
 def asked(seq_len: int = LONG, model: str = "llama3-8b", framework: str = "megatron-core") -> Request:
     return checked_request(
-        load_model(model), load_cluster(TWO), global_batch=BATCH, seq_len=seq_len,
+        load_model(model),
+        load_cluster(TWO),
+        global_batch=BATCH,
+        seq_len=seq_len,
         framework=framework,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("seq_len", "degrees"), [(8192, {1}), (16384, {1, 2}), (LONG, {1, 2, 4, 8})])

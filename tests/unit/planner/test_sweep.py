@@ -30,9 +30,13 @@ SPACES = (
 
 def _request(model, cluster, global_batch, seq_len):
     return GridRequest(
-        model=load_model(model), cluster=load_cluster(cluster), framework=load_framework("megatron-core"),
-        constants=training_constants(), global_batch=global_batch, seq_len=seq_len,
-    )  # fmt: skip
+        model=load_model(model),
+        cluster=load_cluster(cluster),
+        framework=load_framework("megatron-core"),
+        constants=training_constants(),
+        global_batch=global_batch,
+        seq_len=seq_len,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +177,14 @@ def test_a_search_of_mixed_devices_is_a_task(monkeypatch):
 def _rent(**options):
     instances = ("aws-p4d.24xlarge", "aws-p5.48xlarge", "gcp-a2-highgpu-8g")
     return rent(
-        load_model("llama3-8b"), global_batch=32, tokens=1e10, seq_len=2048, max_devices=16,
-        instances=instances, **options,
-    )  # fmt: skip
+        load_model("llama3-8b"),
+        global_batch=32,
+        tokens=1e10,
+        seq_len=2048,
+        max_devices=16,
+        instances=instances,
+        **options,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # ray's own

@@ -364,9 +364,15 @@ def test_replicas_on_different_nodes_sync_over_the_network():
 
 @pytest.mark.parametrize(
     ("cluster", "block"),
-    [("64x4xgb200-nvl72", 64), ("18x4xgb200-nvl72", 72), ("36x4xgb200-nvl72", 72), ("2x4xgb200-nvl72", 8),
-     ("3x8xh100-sxm", 8), ("2x4xt4", 4)],
-)  # fmt: skip
+    [
+        ("64x4xgb200-nvl72", 64),
+        ("18x4xgb200-nvl72", 72),
+        ("36x4xgb200-nvl72", 72),
+        ("2x4xgb200-nvl72", 8),
+        ("3x8xh100-sxm", 8),
+        ("2x4xt4", 4),
+    ],
+)
 def test_a_job_takes_equal_blocks_of_the_link_domains(cluster, block):
     assert domain_block(api.load_cluster(cluster).nodes[0]) == block
 

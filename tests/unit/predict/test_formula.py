@@ -299,8 +299,10 @@ def test_what_offload_moves_has_the_width_it_is_saved_in():
 
 def test_a_tpu_keeps_its_rate_beside_collectives_and_under_load():
     for cluster, precision, kept in (
-        ("1x4xtpu-v5p", "bf16", True), ("1x4xtpu-v6e", "fp8", False), ("1x4xh100-sxm", "bf16", False)
-    ):  # fmt: skip
+        ("1x4xtpu-v5p", "bf16", True),
+        ("1x4xtpu-v6e", "fp8", False),
+        ("1x4xh100-sxm", "bf16", False),
+    ):
         machine = batch_of("llama3-8b", cluster, "maxtext", precision=precision)[1].machine
         machine = replace(machine, constants=replace(CONSTANTS, gemm_derate=1.5, gemm_derate_8bit=1.5))
         assert np.all(contention(machine) == 0.0) is np.bool_(kept)

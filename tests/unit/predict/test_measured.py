@@ -24,25 +24,40 @@ RATE, LATENCY = 1e9, 1e-4
 
 def layer(fixed=1e-3, each=2e-3, **more):
     made = {
-        "forward_s": (fixed, each), "backward_s": (2 * fixed, 2 * each), "backward_input_s": (fixed, each),
-        "optimizer_s": 3e-4, "parameter_bytes": 4e6, "state_bytes": 8e6, "saved_bytes_per_sample": 1e6,
+        "forward_s": (fixed, each),
+        "backward_s": (2 * fixed, 2 * each),
+        "backward_input_s": (fixed, each),
+        "optimizer_s": 3e-4,
+        "parameter_bytes": 4e6,
+        "state_bytes": 8e6,
+        "saved_bytes_per_sample": 1e6,
         "boundary_bytes_per_sample": 1e5,
-    }  # fmt: skip
+    }
     return LayerCost(**(made | more))
 
 
 def costs(layers=4, **more):
     table = tuple(layer(each=2e-3 * (1 + i % 3)) for i in range(layers))
-    told = {"layers": table, "slow": {"a": 1.0, "b": 2.0, "c": 5.0}, "spread": (0.9, 1.2), "clock": "cpu",
-            "tokens_per_sample": 16.0, "path": "costs.json"}  # fmt: skip
+    told = {
+        "layers": table,
+        "slow": {"a": 1.0, "b": 2.0, "c": 5.0},
+        "spread": (0.9, 1.2),
+        "clock": "cpu",
+        "tokens_per_sample": 16.0,
+        "path": "costs.json",
+    }
     return MeasuredCosts(**(told | more))
 
 
 def lab(devices="abc", memory_bytes=None):
     return Lab(
-        clock="cpu", slow=(1.0,) * len(devices), devices=tuple(devices), bandwidth_bytes_per_s=RATE,
-        latency_s=LATENCY, memory_bytes=(memory_bytes,) * len(devices),
-    ).cluster()  # fmt: skip
+        clock="cpu",
+        slow=(1.0,) * len(devices),
+        devices=tuple(devices),
+        bandwidth_bytes_per_s=RATE,
+        latency_s=LATENCY,
+        memory_bytes=(memory_bytes,) * len(devices),
+    ).cluster()
 
 
 def pipeline(cuts, ranks, share=6, micro_batch=2, schedule="1f1b", chunks=1):
@@ -55,8 +70,14 @@ def pipeline(cuts, ranks, share=6, micro_batch=2, schedule="1f1b", chunks=1):
 
 
 def plan(*groups):
-    return Plan(global_batch=sum(g.share for g in groups), seq_len=16, groups=groups, precision="fp32",
-                optimizer="adamw", framework="foreshard")  # fmt: skip
+    return Plan(
+        global_batch=sum(g.share for g in groups),
+        seq_len=16,
+        groups=groups,
+        precision="fp32",
+        optimizer="adamw",
+        framework="foreshard",
+    )
 
 
 def played(told, cluster, group):
@@ -99,9 +120,11 @@ def played(told, cluster, group):
             )
             inputs = inputs if virtual else 0.0
             clock[s] += {
-                Op.FORWARD: told.work_s(device, span, "forward_s", sizes[m]), Op.BACKWARD: whole,
-                Op.BACKWARD_INPUT: inputs, Op.BACKWARD_WEIGHT: whole - inputs,
-            }[op]  # fmt: skip
+                Op.FORWARD: told.work_s(device, span, "forward_s", sizes[m]),
+                Op.BACKWARD: whole,
+                Op.BACKWARD_INPUT: inputs,
+                Op.BACKWARD_WEIGHT: whole - inputs,
+            }[op]
             if op == Op.FORWARD and virtual < last:
                 send(s, (s + 1) % count, "F", span, sizes[m], ("F", virtual + 1, m))
             elif op in (Op.BACKWARD, Op.BACKWARD_INPUT) and virtual > 0:
@@ -184,9 +207,12 @@ def test_recompute_runs_the_forward_again_and_keeps_less():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    cut=st.integers(1, 3), share=st.integers(2, 12), micro=st.integers(1, 4), slow=st.floats(1.0, 9.0),
+    cut=st.integers(1, 3),
+    share=st.integers(2, 12),
+    micro=st.integers(1, 4),
+    slow=st.floats(1.0, 9.0),
     schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
-)  # fmt: skip
+)
 def test_parts_sum_and_a_slower_device_never_helps(cut, share, micro, slow, schedule):
     groups = (
         pipeline([0, cut, 4], [0, 1], share=share, micro_batch=min(micro, share), schedule=schedule),
@@ -257,27 +283,47 @@ def test_an_unknown_device_is_refused_by_name():
 
 def good_file():
     row = {
-        "forward_s": [1e-3, 1e-3], "backward_s": [1e-3, 1e-3], "backward_input_s": [0, 0],
-        "optimizer_s": 1e-4, "parameter_bytes": 8, "frozen_bytes": 0, "state_bytes": 16,
-        "saved_bytes_per_sample": 4, "boundary_bytes_per_sample": 4,
-    }  # fmt: skip
+        "forward_s": [1e-3, 1e-3],
+        "backward_s": [1e-3, 1e-3],
+        "backward_input_s": [0, 0],
+        "optimizer_s": 1e-4,
+        "parameter_bytes": 8,
+        "frozen_bytes": 0,
+        "state_bytes": 16,
+        "saved_bytes_per_sample": 4,
+        "boundary_bytes_per_sample": 4,
+    }
     return {
-        "schema_version": 1, "kind": "measured costs", "layers": [row, row], "tables": {},
-        "devices": {"a": 1.0}, "spread": [0.9, 1.1], "clock": "cpu", "tokens_per_sample": 1, "links": None,
+        "schema_version": 1,
+        "kind": "measured costs",
+        "layers": [row, row],
+        "tables": {},
+        "devices": {"a": 1.0},
+        "spread": [0.9, 1.1],
+        "clock": "cpu",
+        "tokens_per_sample": 1,
+        "links": None,
         "samples": [1, 2],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": "profile"}, {"schema_version": 2}, {"layers": []}, {"layers": [{}]}, {"devices": {"a": 0}},
-        {"devices": []}, {"spread": [1]}, {"samples": []}, {"tables": {"b": []}},
+        {"kind": "profile"},
+        {"schema_version": 2},
+        {"layers": []},
+        {"layers": [{}]},
+        {"devices": {"a": 0}},
+        {"devices": []},
+        {"spread": [1]},
+        {"samples": []},
+        {"tables": {"b": []}},
         {"links": {"within": {"x": 1}}},
         {"layers": [good_file()["layers"][0] | {"optimizer_s": float("nan")}]},
         {"layers": [good_file()["layers"][0] | {"forward_s": [-1, 0]}]},
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_costs_are_refused(tmp_path, change):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(good_file()))

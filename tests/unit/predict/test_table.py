@@ -102,14 +102,17 @@ def test_drawn_plans_keep_every_rule(space):
         assert len(case.plan.ranks) == cluster.num_devices
 
 
-@pytest.mark.parametrize(("name", "column", "value"), [
-    ("tp does not divide the heads", "tp", 64),
-    ("more virtual stages than blocks", "vpp", 97),
-    ("devices left idle", "dp", 1),
-    ("experts of a dense model", "ep", 2),
-    ("virtual stages without interleaving", "schedule", 0),
-    ("shard group cuts a replica", "shard", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        ("tp does not divide the heads", "tp", 64),
+        ("more virtual stages than blocks", "vpp", 97),
+        ("devices left idle", "dp", 1),
+        ("experts of a dense model", "ep", 2),
+        ("virtual stages without interleaving", "schedule", 0),
+        ("shard group cuts a replica", "shard", 3),
+    ],
+)
 def test_a_broken_rule_is_seen(name, column, value):
     model, cluster = load_model("gpt3-175b"), load_cluster("512x8xa100-sxm-80gb")
     good = {"tp": 8, "pp": 8, "dp": 64, "vpp": 4, "micro_batch": 1, "num_micro_batches": 32, "schedule": 2}
@@ -198,9 +201,13 @@ def test_a_cluster_of_different_nodes_is_refused():
     table = PlanTable.from_columns({"tp": 8, "dp": 2, "num_micro_batches": 4})
     with pytest.raises(SpecError, match="kinds of nodes"):
         evaluate(
-            model, cluster, table, framework=load_framework("megatron-core"), constants=TrainingConstants(),
+            model,
+            cluster,
+            table,
+            framework=load_framework("megatron-core"),
+            constants=TrainingConstants(),
             seq_len=2048,
-        )  # fmt: skip
+        )
 
 
 def test_the_committed_plans_are_a_thousand_valid_ones():

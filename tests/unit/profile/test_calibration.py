@@ -23,17 +23,23 @@ CPU = torch.device("cpu")
 def job():
     widths = (6, 5, 4)
     return SimpleNamespace(
-        path="made.py", num_layers=2, tied=(), dataset=[torch.ones(6) * i for i in range(3)],
-        collate=torch.stack, inputs=lambda batch: batch, optimizer=lambda p: torch.optim.AdamW(p),
+        path="made.py",
+        num_layers=2,
+        tied=(),
+        dataset=[torch.ones(6) * i for i in range(3)],
+        collate=torch.stack,
+        inputs=lambda batch: batch,
+        optimizer=lambda p: torch.optim.AdamW(p),
         layer=lambda i: nn.Sequential(nn.Linear(widths[i], widths[i + 1]), nn.Tanh()),
         loss=lambda output, batch: (output.sum(), batch.shape[0] * 7),
-    )  # fmt: skip
+    )
 
 
 def measured(tmp_path, samples, out="profile.json", told=None):
     seen = [] if told is None else told
-    return profile_layers(job(), samples=samples, repeats=2, out=tmp_path / out, device=CPU, through=through,
-                          tell=seen.append)  # fmt: skip
+    return profile_layers(
+        job(), samples=samples, repeats=2, out=tmp_path / out, device=CPU, through=through, tell=seen.append
+    )
 
 
 def test_a_profile_holds_what_the_layers_are(tmp_path):
@@ -78,17 +84,28 @@ def made_up(lines=((1e-3, 2e-3), (0.0, 5e-3)), noise=(1.0,), job="j", device="cp
         return [[[n * part * (a + b * size) / 2, n * part * (a + b * size)] for a, b in lines] for n in noise]
 
     passes = {
-        str(size): {"forward": rows(1, size), "backward": rows(2, size), "backward_input": rows(1, size),
-                    "saved_bytes": [8.0 * size] * 2, "boundary_bytes": [4.0 * size] * 2}
+        str(size): {
+            "forward": rows(1, size),
+            "backward": rows(2, size),
+            "backward_input": rows(1, size),
+            "saved_bytes": [8.0 * size] * 2,
+            "boundary_bytes": [4.0 * size] * 2,
+        }
         for size in (1, 2, 4, 8)
-    }  # fmt: skip
+    }
     told = {"job": job, "layers": 2, "device": device, "processor": "p", "accelerator": ""}
     return {
-        "schema_version": 1, "kind": "profile", "complete": True, "date": "2026-01-01", "fingerprint": told,
-        "passes": passes, "bytes": [{"parameter_bytes": 4.0, "frozen_bytes": 0.0}] * 2,
-        "tokens_per_sample": 3.0, "tied": [],
+        "schema_version": 1,
+        "kind": "profile",
+        "complete": True,
+        "date": "2026-01-01",
+        "fingerprint": told,
+        "passes": passes,
+        "bytes": [{"parameter_bytes": 4.0, "frozen_bytes": 0.0}] * 2,
+        "tokens_per_sample": 3.0,
+        "tied": [],
         "optimizer": [{"seconds": [[1e-4, 2e-4]], "state_bytes": 8.0}] * 2,
-    } | more  # fmt: skip
+    } | more
 
 
 def test_lines_are_found_again_by_clock():

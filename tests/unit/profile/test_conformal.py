@@ -155,8 +155,12 @@ PARTS = {"compute": 1.0, "host": 0.0}
 def test_classes_say_what_a_prediction_rests_on(case):
     seen = case.model, case.plan, case.framework
     assert class_of(*seen, PARTS) == (
-        "dense:flash:wide:fitted", "dense:flash:wide", "dense:flash", "dense", "all",
-    )  # fmt: skip
+        "dense:flash:wide:fitted",
+        "dense:flash:wide",
+        "dense:flash",
+        "dense",
+        "all",
+    )
     assert class_of(*seen, {"compute": 1.0, "host": 1.0})[3] == "host"
     assert class_of(*seen[:2], load_framework("megatron-lm@2021"), PARTS)[2] == "dense:unfused"
     assert class_of(*seen, PARTS, fidelity="calibrated")[0] == "calibrated:dense"

@@ -116,11 +116,30 @@ def test_the_shape_of_the_contract():
     out = score([run(1, 1.0, 1.1, interval_s=(1.0, 1.2), predict_s=1e-3)])
     assert list(out) == ["schema_version", "rows", "summary"]
     assert list(out["rows"][0]) == [
-        "id", "family", "status", "reason", "measured_s", "predicted_s", "interval_s",
-        "measured_peak_bytes", "predicted_peak_bytes", "predict_s",
-    ]  # fmt: skip
+        "id",
+        "family",
+        "status",
+        "reason",
+        "measured_s",
+        "predicted_s",
+        "interval_s",
+        "measured_peak_bytes",
+        "predicted_peak_bytes",
+        "predict_s",
+    ]
     assert list(out["summary"]) == ["overall", "by_family"]
     assert list(out["summary"]["overall"]) == [
-        "rows", "skipped", "mape", "mape_all", "median_ape", "p90_ape", "bias", "coverage", "kendall_tau",
-        "regret_mean", "relative_width_median", "memory_median_ape", "feasibility",
-    ]  # fmt: skip
+        "rows",
+        "skipped",
+        "mape",
+        "mape_all",
+        "median_ape",
+        "p90_ape",
+        "bias",
+        "coverage",
+        "kendall_tau",
+        "regret_mean",
+        "relative_width_median",
+        "memory_median_ape",
+        "feasibility",
+    ]

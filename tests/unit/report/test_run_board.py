@@ -12,14 +12,25 @@ from foreshard.report.run_progress import progress
 
 def line_of(step, **more):
     return {
-        "step": step, "loss_metrics/global_avg_loss": 5.25, "time_metrics/end_to_end(s)": 0.2,
-        "n_tokens": 640.0, "generation": 1,
-        "shares": [48, 16], "pipelines": [[[0, 0, 5], [2, 5, 8]], [[1, 0, 8]]],
-        "controller/policy": "lyapunov", "controller/weight": 2.0, "controller/bound_s": 0.16,
-        "controller/reconfigurations": 1, "controller/order": "", "controller/orders": 0,
-        "budget/usd_per_h/backlog": 4.0, "budget/usd_per_h/over": 0.05, "budget/usd_per_h/limit": 6.0,
-        "budget/usd_per_h/mean": 6.3, **more,
-    }  # fmt: skip
+        "step": step,
+        "loss_metrics/global_avg_loss": 5.25,
+        "time_metrics/end_to_end(s)": 0.2,
+        "n_tokens": 640.0,
+        "generation": 1,
+        "shares": [48, 16],
+        "pipelines": [[[0, 0, 5], [2, 5, 8]], [[1, 0, 8]]],
+        "controller/policy": "lyapunov",
+        "controller/weight": 2.0,
+        "controller/bound_s": 0.16,
+        "controller/reconfigurations": 1,
+        "controller/order": "",
+        "controller/orders": 0,
+        "budget/usd_per_h/backlog": 4.0,
+        "budget/usd_per_h/over": 0.05,
+        "budget/usd_per_h/limit": 6.0,
+        "budget/usd_per_h/mean": 6.3,
+        **more,
+    }
 
 
 def drawn(board, width=100):

@@ -72,10 +72,19 @@ def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
 
     assert told({**LINE, "loss_metrics/global_avg_loss": None}).startswith("loss not finite")
     told_of = {
-        "out": "run", "steps": 5, "first_loss": 2.5, "last_loss": None,
-        "median_step_s": 0.1, "mean_step_s": 0.1,
-        "clock": "wall", "restarts": 0, "generations": 1, "samples": 10, "lost": 0, "repeated": 0,
-    }  # fmt: skip
+        "out": "run",
+        "steps": 5,
+        "first_loss": 2.5,
+        "last_loss": None,
+        "median_step_s": 0.1,
+        "mean_step_s": 0.1,
+        "clock": "wall",
+        "restarts": 0,
+        "generations": 1,
+        "samples": 10,
+        "lost": 0,
+        "repeated": 0,
+    }
     shown = render(run_screen(Outcome(**told_of)))
     assert "not finite" in shown and "--clip-norm" in shown
     fine = render(run_screen(Outcome(**{**told_of, "last_loss": 2.0})))

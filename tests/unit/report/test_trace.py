@@ -100,8 +100,18 @@ def test_the_file_is_gzip_of_utf8_json_and_the_same_each_time(answered, tmp_path
 
 
 def op(kind, stage, chunk, start, micro_batch=0, stream="compute"):
-    return Event(rank=stage, group=0, stage=stage, stream=stream, name=kind, part="compute", start_s=start,
-                 end_s=start + 1, micro_batch=micro_batch, chunk=chunk)  # fmt: skip
+    return Event(
+        rank=stage,
+        group=0,
+        stage=stage,
+        stream=stream,
+        name=kind,
+        part="compute",
+        start_s=start,
+        end_s=start + 1,
+        micro_batch=micro_batch,
+        chunk=chunk,
+    )
 
 
 def test_virtual_stages_wrap_round_the_pipeline():

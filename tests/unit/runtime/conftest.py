@@ -38,8 +38,13 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch):
     found, opened = Disk(), Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *how, **more: (
-        opened(path, *how, **more) if found.room is None or how[:1] != ("ab+",)
-        else Full(opened(path, *how, **more), found.room)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, *how, **more: (
+            opened(path, *how, **more)
+            if found.room is None or how[:1] != ("ab+",)
+            else Full(opened(path, *how, **more), found.room)
+        ),
+    )
     return found

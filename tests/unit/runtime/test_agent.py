@@ -9,17 +9,27 @@ from foreshard.runtime.agent import Agent
 from foreshard.runtime.work import Work
 from foreshard.spec.plan import parse_plan
 
-PLAN = parse_plan({"global_batch": 2, "seq_len": 8, "groups": [
-    {"share": 2, "stages": [{"ranks": [0], "layers": [[0, 2]]}]},
-]})  # fmt: skip
+PLAN = parse_plan(
+    {
+        "global_batch": 2,
+        "seq_len": 8,
+        "groups": [
+            {"share": 2, "stages": [{"ranks": [0], "layers": [[0, 2]]}]},
+        ],
+    }
+)
 
 
 def test_a_rank_that_is_started_again_in_a_folder_that_is_gone_ends_the_run_by_name(tmp_path):
     out = tmp_path / "removed"
     agent = Agent(
-        out=out, plan=PLAN, work=Work(job="job.py", out=str(out), steps=1), ranks=[0], expected=[0],
+        out=out,
+        plan=PLAN,
+        work=Work(job="job.py", out=str(out), steps=1),
+        ranks=[0],
+        expected=[0],
         secret_file=tmp_path / "secret",
-    )  # fmt: skip
+    )
     before = len(os.listdir("/proc/self/fd"))
     for start in (lambda: agent._spawn(0), agent._spawn_supervisor):
         with pytest.raises(ForeshardError, match="folder of the run is gone"):

@@ -9,21 +9,38 @@ from foreshard.runtime.lab import Lab
 from foreshard.spec.plan import parse_plan
 
 LAB = Lab(
-    clock="cpu", slow=(1.0, 2.0, 2.0), devices=("a", "b", "b"), bandwidth_bytes_per_s=1e9, latency_s=0.0,
-    usd_per_h=(4.0, 1.0, 1.0), busy_w=(300.0, 100.0, 100.0), idle_w=(60.0, 20.0, 20.0),
+    clock="cpu",
+    slow=(1.0, 2.0, 2.0),
+    devices=("a", "b", "b"),
+    bandwidth_bytes_per_s=1e9,
+    latency_s=0.0,
+    usd_per_h=(4.0, 1.0, 1.0),
+    busy_w=(300.0, 100.0, 100.0),
+    idle_w=(60.0, 20.0, 20.0),
     kg_per_kwh=(0.5, 0.1, 0.1),
-)  # fmt: skip
-PLAN = parse_plan({"global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [
-    {"share": 3, "stages": [{"ranks": [0], "layers": [[0, 4]]}]},
-    {"share": 1, "stages": [{"ranks": [2], "layers": [[0, 4]]}]},
-]})  # fmt: skip
+)
+PLAN = parse_plan(
+    {
+        "global_batch": 4,
+        "seq_len": 8,
+        "precision": "fp32",
+        "groups": [
+            {"share": 3, "stages": [{"ranks": [0], "layers": [[0, 4]]}]},
+            {"share": 1, "stages": [{"ranks": [2], "layers": [[0, 4]]}]},
+        ],
+    }
+)
 
 
 def test_names_say_what_and_per_what():
     assert NAMES == (
-        "usd_per_h", "usd_per_step", "energy_j_per_h", "energy_j_per_step", "carbon_kg_per_h",
+        "usd_per_h",
+        "usd_per_step",
+        "energy_j_per_h",
+        "energy_j_per_step",
+        "carbon_kg_per_h",
         "carbon_kg_per_step",
-    )  # fmt: skip
+    )
     assert budget_of("usd_per_h=3.5") == Budget(name="usd_per_h", kind="usd", limit=3.5, per="hour")
     found = budget_of("energy_j_per_step=900")
     assert (found.kind, found.limit, found.per) == ("joule", 900.0, "step")
@@ -31,22 +48,37 @@ def test_names_say_what_and_per_what():
     assert (duty.kind, duty.worker, duty.per, duty.limit) == ("duty", 2, "second", 0.5)
 
 
-@pytest.mark.parametrize("text", [
-    "euro_per_h=3", "usd_per_h=", "usd_per_h=much", "usd_per_h=-1", "usd_per_h", "duty=0.5", "duty:x=0.5",
-    "duty:1=2", "duty:1=0", "usd=3", "energy_j_per_h=nan",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "euro_per_h=3",
+        "usd_per_h=",
+        "usd_per_h=much",
+        "usd_per_h=-1",
+        "usd_per_h",
+        "duty=0.5",
+        "duty:x=0.5",
+        "duty:1=2",
+        "duty:1=0",
+        "usd=3",
+        "energy_j_per_h=nan",
+    ],
+)
 def test_what_is_no_budget_is_refused_with_the_names(text):
     with pytest.raises(SpecError) as told:
         budget_of(text)
     assert told.value.rule
 
 
-@pytest.mark.parametrize(("text", "field", "said"), [
-    ("usd_per_step=1", "usd_per_h", "no prices"),
-    ("energy_j_per_h=1", "busy_w", "no power"),
-    ("carbon_kg_per_h=1", "kg_per_kwh", "no carbon_kg_per_kwh"),
-    ("carbon_kg_per_h=1", "busy_w", "no power"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "field", "said"),
+    [
+        ("usd_per_step=1", "usd_per_h", "no prices"),
+        ("energy_j_per_h=1", "busy_w", "no power"),
+        ("carbon_kg_per_h=1", "kg_per_kwh", "no carbon_kg_per_kwh"),
+        ("carbon_kg_per_h=1", "busy_w", "no power"),
+    ],
+)
 def test_what_the_lab_does_not_state_has_no_budget(text, field, said):
     from dataclasses import replace
 

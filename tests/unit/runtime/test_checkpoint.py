@@ -183,10 +183,18 @@ def damage(place, **entry):
     (place / "index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("entry", [
-    {"file": "../../../etc/passwd"}, {"size": [1 << 40]}, {"dtype": "load"}, {"offset": -1},
-    {"length": 1 << 40}, {"size": "ab"}, {"size": [True, 4]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"file": "../../../etc/passwd"},
+        {"size": [1 << 40]},
+        {"dtype": "load"},
+        {"offset": -1},
+        {"length": 1 << 40},
+        {"size": "ab"},
+        {"size": [True, 4]},
+    ],
+)
 def test_an_index_that_lies_is_refused(tmp_path, entry):
     save(tmp_path, step=1, tensors=items(0), meta={})
     damage(tmp_path / "step-0000000001" / "rank-0", **entry)

@@ -12,12 +12,17 @@ from foreshard.runtime import comings
 from foreshard.runtime.lab import Change, Lab
 
 LAB = Lab(
-    clock="table", slow=(1.0,) * 3, devices=("x",) * 3, bandwidth_bytes_per_s=1e9, latency_s=0.0,
+    clock="table",
+    slow=(1.0,) * 3,
+    devices=("x",) * 3,
+    bandwidth_bytes_per_s=1e9,
+    latency_s=0.0,
     changes=(
-        Change(at_step=0, rank=2, there=False), Change(at_step=5, rank=2, there=True),
+        Change(at_step=0, rank=2, there=False),
+        Change(at_step=5, rank=2, there=True),
         Change(at_step=7, rank=1, there=False),
     ),
-)  # fmt: skip
+)
 
 
 class Door:

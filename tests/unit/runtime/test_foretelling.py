@@ -111,18 +111,27 @@ def test_budgets_are_counted_and_ours_keeps_them(files):
 DRAWS = 'power = "{} W"\nidle_power = "{} W"\ncarbon_kg_per_kwh = {}\n'
 
 
-@pytest.mark.parametrize("budget", [
-    "usd_per_h=0.5", "usd_per_step=1e-6", "energy_j_per_h=1e4", "energy_j_per_step=1", "carbon_kg_per_h=1e-4",
-    "carbon_kg_per_step=1e-9",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "budget",
+    [
+        "usd_per_h=0.5",
+        "usd_per_step=1e-6",
+        "energy_j_per_h=1e4",
+        "energy_j_per_step=1",
+        "carbon_kg_per_h=1e-4",
+        "carbon_kg_per_step=1e-9",
+    ],
+)
 def test_where_a_budget_cannot_be_kept_the_cheapest_plan_runs(files, budget):
     asked, name = files(), budget.partition("=")[0]
     lab = Path(asked["lab"])
     first, second = lab.read_text().split('device = "slow"\n')
     lab.write_text(
         first.replace("usd_per_h", DRAWS.format(300, 60, 0.4) + "usd_per_h")
-        + 'device = "slow"\n' + DRAWS.format(120, 30, 0.1) + second
-    )  # fmt: skip
+        + 'device = "slow"\n'
+        + DRAWS.format(120, 30, 0.1)
+        + second
+    )
     plan, least = json.loads(Path(asked["plan"]).read_text()), np.inf
     per = 1.0 if name.endswith("_step") else 3600.0
 
@@ -189,7 +198,7 @@ def test_layers_are_foretold_to_come_from_who_sends_them():
             {rank: frozenset(("value", n, "w") for n in layers) for rank, layers in held.items()},
             {rank: frozenset(("value", n, "w") for n in layers) for rank, layers in wanted.items()},
             lambda piece: size[piece[1]],
-        )  # fmt: skip
+        )
         told = {(one.source, one.target): [piece[1] for piece in one.pieces] for one in moves}
         assert moves_between(held, wanted, size) == told
 

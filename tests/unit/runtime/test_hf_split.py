@@ -18,17 +18,34 @@ from foreshard.runtime.hf_split import KNOWN, split
 from foreshard.runtime.randomness import sample_randomness
 
 SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MORE: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
-             "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2": {
+        "vocab_size": 64,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "mistral": {**SMALL, "sliding_window": 5, "head_dim": 8},
     "qwen2": {**SMALL, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
-}  # fmt: skip
+}
 IDS = torch.randint(3, 64, (3, 11), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones(3, 11, dtype=torch.int64)
 PADDED[1, 8:], PADDED[2, :3] = 0, 0
@@ -101,8 +118,11 @@ def test_a_layer_moves_with_everything_it_needs() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
 def test_dropout_belongs_to_the_sample(kind: str) -> None:
-    drops = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "llama": ("attention_dropout",),
-             "gpt_neox": ("attention_dropout", "hidden_dropout")}[kind]  # fmt: skip
+    drops = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "llama": ("attention_dropout",),
+        "gpt_neox": ("attention_dropout", "hidden_dropout"),
+    }[kind]
     layers = split(made(kind, **dict.fromkeys(drops, 0.3)))
 
     def run(rows: list[int]) -> Any:

@@ -155,10 +155,13 @@ FAULTS = {
     "no layers": (GOOD.replace("return [nn", "return []; [nn"), "no layers", "model"),
     "mixed": (GOOD.replace("nn.ReLU()", "lambda: nn.ReLU()"), "modules and callables mixed", "model"),
     "no model": (GOOD.replace("return [nn", "return 3; [nn"), "gave int", "model"),
-    "whole module": (GOOD.replace("return [nn", "return nn.TransformerEncoderLayer(4, 2); [nn"),
-                     "cannot be split by itself.*gpt2, gpt_neox, llama, mistral", "model"),
+    "whole module": (
+        GOOD.replace("return [nn", "return nn.TransformerEncoderLayer(4, 2); [nn"),
+        "cannot be split by itself.*gpt2, gpt_neox, llama, mistral",
+        "model",
+    ),
     "no dataset": (GOOD.replace("return [(", "return 3; [("), "gave int", "dataset"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

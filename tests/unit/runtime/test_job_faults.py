@@ -57,11 +57,15 @@ FAULTS = {
     "a count": ("loss", "def loss(output, batch): return output.sum(), 'eight'"),
     "no optimizer": ("optimizer", "def optimizer(params): return None"),
     "a learning rate": ("lr", "def lr(step): return 'warm'"),
-}  # fmt: skip
+}
 PLAN = parse_plan(
-    {"global_batch": 2, "seq_len": 1, "precision": "fp32",
-     "groups": [{"share": 2, "micro_batch": 1, "stages": [{"ranks": [0], "layers": [[0, 2]]}]}]}
-)  # fmt: skip
+    {
+        "global_batch": 2,
+        "seq_len": 1,
+        "precision": "fp32",
+        "groups": [{"share": 2, "micro_batch": 1, "stages": [{"ranks": [0], "layers": [[0, 2]]}]}],
+    }
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

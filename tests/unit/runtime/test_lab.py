@@ -20,12 +20,15 @@ def lab_of(tmp_path, text):
 
 
 def test_a_file_says_ranks_links_and_changes(tmp_path):
-    lab = lab_of(tmp_path, (
-        'name = "two kinds"\nclock = "cpu"\n'
-        '[[ranks]]\ncount = 2\ndevice = "big"\nmemory = "2 GiB"\nusd_per_h = 1.5\n[[ranks]]\nslow = 2.5\n'
-        '[network]\nbandwidth = "1 Gb/s"\nlatency = "1 ms"\n'
-        "[[change]]\nat_step = 9\nrank = 2\nslow = 1\n[[change]]\nat_step = 4\nrank = 0\nslow = 4\n"
-    ))  # fmt: skip
+    lab = lab_of(
+        tmp_path,
+        (
+            'name = "two kinds"\nclock = "cpu"\n'
+            '[[ranks]]\ncount = 2\ndevice = "big"\nmemory = "2 GiB"\nusd_per_h = 1.5\n[[ranks]]\nslow = 2.5\n'
+            '[network]\nbandwidth = "1 Gb/s"\nlatency = "1 ms"\n'
+            "[[change]]\nat_step = 9\nrank = 2\nslow = 1\n[[change]]\nat_step = 4\nrank = 0\nslow = 4\n"
+        ),
+    )
     assert (lab.name, lab.clock) == ("two kinds", "cpu")
     assert (lab.devices, lab.slow) == (("big", "big", "cpu-2.5x"), (1.0, 1.0, 2.5))
     assert (lab.bandwidth_bytes_per_s, lab.latency_s) == (1.25e8, 1e-3)
@@ -37,10 +40,16 @@ def test_a_file_says_ranks_links_and_changes(tmp_path):
 
 
 def test_ranks_come_and_go(tmp_path):
-    lab = lab_of(tmp_path, RANKS + (
-        "[[change]]\nat_step = 0\nrank = 2\nthere = false\n[[change]]\nat_step = 5\nrank = 2\nthere = true\n"
-        "[[change]]\nat_step = 8\nrank = 1\nthere = false\n[[change]]\nat_step = 9\nrank = 1\nthere = true\n"
-    ))  # fmt: skip
+    lab = lab_of(
+        tmp_path,
+        RANKS
+        + (
+            "[[change]]\nat_step = 0\nrank = 2\nthere = false\n"
+            "[[change]]\nat_step = 5\nrank = 2\nthere = true\n"
+            "[[change]]\nat_step = 8\nrank = 1\nthere = false\n"
+            "[[change]]\nat_step = 9\nrank = 1\nthere = true\n"
+        ),
+    )
     assert [lab.there_at(step, 2) for step in (0, 4, 5, 99)] == [False, False, True, True]
     assert [lab.there_at(step, 1) for step in (0, 7, 8, 9)] == [True, True, False, True]
     assert lab.there_at(8, 0)
@@ -48,10 +57,13 @@ def test_ranks_come_and_go(tmp_path):
 
 
 def test_power_and_carbon_of_a_rank(tmp_path):
-    lab = lab_of(tmp_path, (
-        '[[ranks]]\npower = "0.4 kW"\nidle_power = "100 W"\ncarbon_kg_per_kwh = 0.5\n'
-        '[[ranks]]\npower = "200 W"\n[[ranks]]\n'
-    ))  # fmt: skip
+    lab = lab_of(
+        tmp_path,
+        (
+            '[[ranks]]\npower = "0.4 kW"\nidle_power = "100 W"\ncarbon_kg_per_kwh = 0.5\n'
+            '[[ranks]]\npower = "200 W"\n[[ranks]]\n'
+        ),
+    )
     assert (lab.busy_w, lab.kg_per_kwh) == ((400, 200, None), (0.5, None, None))
     assert lab.idle_w[0] == 100 and 0 < lab.idle_w[1] < 200 and lab.idle_w[2] is None
     assert lab.to_dict()["ranks"][0]["busy_w"] == 400
@@ -59,13 +71,17 @@ def test_power_and_carbon_of_a_rank(tmp_path):
 
 def test_links_take_the_slower_of_their_ends_and_the_latest_change():
     lab = Lab(
-        clock="cpu", slow=(1.0,) * 3, devices=("a",) * 3, bandwidth_bytes_per_s=100.0, latency_s=1.0,
+        clock="cpu",
+        slow=(1.0,) * 3,
+        devices=("a",) * 3,
+        bandwidth_bytes_per_s=100.0,
+        latency_s=1.0,
         changes=(
             Change(at_step=1, rank=0, bandwidth_bytes_per_s=10.0),
             Change(at_step=2, latency_s=5.0, bandwidth_bytes_per_s=50.0),
             Change(at_step=3, rank=2, latency_s=7.0),
         ),
-    )  # fmt: skip
+    )
     assert lab.link_at(0, 0, 1) == (100.0, 1.0)
     assert lab.link_at(1, 0, 1) == lab.link_at(1, 1, 0) == (10.0, 1.0)
     assert lab.link_at(1, 1, 2) == (100.0, 1.0)
@@ -81,9 +97,12 @@ def test_a_table_tells_the_time_of_each_action(tmp_path):
     assert (clock.name, clock.virtual) == ("table", True)
     told = []
     for action, samples, layers in [
-        ("forward", 2, 5), ("backward", 2, 5), ("backward_input", 2, 5), ("backward_weight", 2, 5),
+        ("forward", 2, 5),
+        ("backward", 2, 5),
+        ("backward_input", 2, 5),
+        ("backward_weight", 2, 5),
         ("optimizer", 0, 5),
-    ]:  # fmt: skip
+    ]:
         before = clock.now()
         clock.begin()
         clock.end(action, samples, layers)
@@ -92,10 +111,13 @@ def test_a_table_tells_the_time_of_each_action(tmp_path):
 
 
 def test_messages_take_what_the_links_of_the_step_take(tmp_path):
-    lab = lab_of(tmp_path, (
-        RANKS + '[network]\nbandwidth = "8 kb/s"\nlatency = "1 s"\n'
-        '[[change]]\nat_step = 5\nbandwidth = "80 kb/s"\n'
-    ))  # fmt: skip
+    lab = lab_of(
+        tmp_path,
+        (
+            RANKS + '[network]\nbandwidth = "8 kb/s"\nlatency = "1 s"\n'
+            '[[change]]\nat_step = 5\nbandwidth = "80 kb/s"\n'
+        ),
+    )
     step = [0]
     clock = lab.make_clock(step)
     assert clock.sent(2000, 0, 1) == pytest.approx(3.0)
@@ -128,39 +150,42 @@ def test_the_mixed_labs_are_of_1_2_4_8():
     assert [(lab.slow, lab.clock) for lab in mixed] == [((1, 2, 4, 8), "cpu"), ((1, 2, 4, 8), "wall")]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "the file is empty"),
-    ("ranks = 3", "ranks is an array of tables"),
-    ("[[ranks]]\ncount = 0", "whole number, 1 to 1024"),
-    ("[[ranks]]\ncount = 1000000", "whole number"),
-    ("[[ranks]]\ncount = true", "whole number"),
-    ("[[ranks]]\ncount = 1.5", "whole number"),
-    ("[[ranks]]\nslow = 0", "at least 0.001"),
-    ("[[ranks]]\nslow = nan", "at least 0.001"),
-    ("[[ranks]]\nslow = '2'", "Must be a number"),
-    ("[[ranks]]\ndevice = 7", "A device has a name"),
-    ("[[ranks]]\nspeed = 2", "unknown key 'speed'"),
-    ("[[ranks]]\nmemory = 8", "has no unit"),
-    ("[[ranks]]\nmemory = '0 GiB'", "too little"),
-    ("frequency = 1\n" + RANKS, "unknown key 'frequency'"),
-    ("clock = 'sun'\n" + RANKS, "Clocks are wall, cpu, table"),
-    ("clock = 'table'\n" + RANKS, "The clock needs forward, backward, optimizer"),
-    (RANKS + TABLE, "Only the clock 'table' reads it"),
-    ("network = 4\n" + RANKS, "is a TOML table"),
-    (RANKS + "[network]\nbandwidth = '0 Gb/s'", "too little"),
-    (RANKS + "[network]\nlatency = '-1 us'", "out of range"),
-    ("change = 3\n" + RANKS, "change is an array of tables"),
-    (RANKS + "[[change]]\nat_step = 1", "nothing changes"),
-    (RANKS + "[[change]]\nslow = 2\nrank = 0", "change[0].at_step"),
-    (RANKS + "[[change]]\nat_step = 1\nslow = 2", "A change of slow names its rank"),
-    (RANKS + "[[change]]\nat_step = 1\nslow = 2\nrank = 3", "whole number, 0 to 2"),
-    (RANKS + "[[change]]\nat_step = 1\nthere = false", "A change of there names its rank"),
-    (RANKS + "[[change]]\nat_step = 1\nthere = 0\nrank = 0", "Must be true or false"),
-    ("[[ranks]]\n[[change]]\nat_step = 4\nthere = false\nrank = 0", "nobody is left"),
-    ("[[ranks]]\npower = 300", "has no unit"),
-    ("[[ranks]]\ncarbon_kg_per_kwh = -1", "at least 0"),
-    ("ranks = [", "not valid TOML"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the file is empty"),
+        ("ranks = 3", "ranks is an array of tables"),
+        ("[[ranks]]\ncount = 0", "whole number, 1 to 1024"),
+        ("[[ranks]]\ncount = 1000000", "whole number"),
+        ("[[ranks]]\ncount = true", "whole number"),
+        ("[[ranks]]\ncount = 1.5", "whole number"),
+        ("[[ranks]]\nslow = 0", "at least 0.001"),
+        ("[[ranks]]\nslow = nan", "at least 0.001"),
+        ("[[ranks]]\nslow = '2'", "Must be a number"),
+        ("[[ranks]]\ndevice = 7", "A device has a name"),
+        ("[[ranks]]\nspeed = 2", "unknown key 'speed'"),
+        ("[[ranks]]\nmemory = 8", "has no unit"),
+        ("[[ranks]]\nmemory = '0 GiB'", "too little"),
+        ("frequency = 1\n" + RANKS, "unknown key 'frequency'"),
+        ("clock = 'sun'\n" + RANKS, "Clocks are wall, cpu, table"),
+        ("clock = 'table'\n" + RANKS, "The clock needs forward, backward, optimizer"),
+        (RANKS + TABLE, "Only the clock 'table' reads it"),
+        ("network = 4\n" + RANKS, "is a TOML table"),
+        (RANKS + "[network]\nbandwidth = '0 Gb/s'", "too little"),
+        (RANKS + "[network]\nlatency = '-1 us'", "out of range"),
+        ("change = 3\n" + RANKS, "change is an array of tables"),
+        (RANKS + "[[change]]\nat_step = 1", "nothing changes"),
+        (RANKS + "[[change]]\nslow = 2\nrank = 0", "change[0].at_step"),
+        (RANKS + "[[change]]\nat_step = 1\nslow = 2", "A change of slow names its rank"),
+        (RANKS + "[[change]]\nat_step = 1\nslow = 2\nrank = 3", "whole number, 0 to 2"),
+        (RANKS + "[[change]]\nat_step = 1\nthere = false", "A change of there names its rank"),
+        (RANKS + "[[change]]\nat_step = 1\nthere = 0\nrank = 0", "Must be true or false"),
+        ("[[ranks]]\n[[change]]\nat_step = 4\nthere = false\nrank = 0", "nobody is left"),
+        ("[[ranks]]\npower = 300", "has no unit"),
+        ("[[ranks]]\ncarbon_kg_per_kwh = -1", "at least 0"),
+        ("ranks = [", "not valid TOML"),
+    ],
+)
 def test_what_is_no_lab_is_refused_with_its_rule(tmp_path, text, said):
     with pytest.raises(SpecError) as told:
         lab_of(tmp_path, text)

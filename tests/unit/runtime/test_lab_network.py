@@ -49,9 +49,13 @@ print(time.process_time() / (time.perf_counter() - began))
 
 def lab_of(*slow, rate=25e6, changes=(), clock="wall", latency=5e-5):
     return Lab(
-        clock=clock, slow=slow, devices=("cpu",) * len(slow), bandwidth_bytes_per_s=rate, latency_s=latency,
+        clock=clock,
+        slow=slow,
+        devices=("cpu",) * len(slow),
+        bandwidth_bytes_per_s=rate,
+        latency_s=latency,
         changes=changes,
-    )  # fmt: skip
+    )
 
 
 def start(bed, rank, program, **env):

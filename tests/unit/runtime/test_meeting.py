@@ -16,14 +16,28 @@ HELD = frozenset({("value", 0, "weight"), ("state", 0, "weight"), ("value", 1, "
 KEPT = frozenset({("value", 0, "weight"), ("state", 0, "weight")})
 VOTE = Vote(loss=6.0, count=3.0, square_norm=4.0)
 DONE = Status(
-    step=8, reduced=False, vote=VOTE, told=6, last=7, held=HELD, kept=KEPT, room_bytes=1e9,
+    step=8,
+    reduced=False,
+    vote=VOTE,
+    told=6,
+    last=7,
+    held=HELD,
+    kept=KEPT,
+    room_bytes=1e9,
     loss_scale=LossScale(value=8.0, good_steps=3),
-)  # fmt: skip
+)
 CUT_OFF = replace(DONE, step=7, reduced=True, vote=replace(VOTE, loss=9.0), last=6, loss_scale=None)
 FRESH = Status(
-    step=0, reduced=False, vote=None, told=-1, last=-1, held=frozenset(), kept=frozenset(), room_bytes=None,
+    step=0,
+    reduced=False,
+    vote=None,
+    told=-1,
+    last=-1,
+    held=frozenset(),
+    kept=frozenset(),
+    room_bytes=None,
     loss_scale=None,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("status", [DONE, CUT_OFF, FRESH])

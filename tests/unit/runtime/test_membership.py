@@ -9,12 +9,17 @@ from foreshard.runtime.supervisor import START_S, Supervisor
 from foreshard.runtime.suspicion import Suspicion
 from foreshard.spec.plan import parse_plan
 
-PLAN = parse_plan({
-    "global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [
-        {"share": 2, "stages": [{"ranks": [0], "layers": [[0, 4]]}, {"ranks": [1], "layers": [[4, 8]]}]},
-        {"share": 2, "stages": [{"ranks": [2], "layers": [[0, 8]]}]},
-    ],
-})  # fmt: skip
+PLAN = parse_plan(
+    {
+        "global_batch": 4,
+        "seq_len": 8,
+        "precision": "fp32",
+        "groups": [
+            {"share": 2, "stages": [{"ranks": [0], "layers": [[0, 4]]}, {"ranks": [1], "layers": [[4, 8]]}]},
+            {"share": 2, "stages": [{"ranks": [2], "layers": [[0, 8]]}]},
+        ],
+    }
+)
 
 
 class Told:

@@ -11,9 +11,13 @@ from foreshard.runtime import metrics as module
 from foreshard.runtime.metrics import Metrics
 
 TORCHTITAN = {
-    "loss_metrics/global_avg_loss", "grad_norm", "throughput(tps)", "time_metrics/end_to_end(s)",
-    "memory/max_reserved(GiB)", "n_tokens_seen",
-}  # fmt: skip
+    "loss_metrics/global_avg_loss",
+    "grad_norm",
+    "throughput(tps)",
+    "time_metrics/end_to_end(s)",
+    "memory/max_reserved(GiB)",
+    "n_tokens_seen",
+}
 
 
 def lines(path):
@@ -21,10 +25,19 @@ def lines(path):
 
 
 def write(metrics, step, **more):
-    metrics.step(**{
-        "step": step, "loss": 2.5, "count": 600.0, "gradient_norm": 0.5, "time_s": 1.5, "clock": "cpu",
-        "devices": 4, "samples": 10, **more,
-    })  # fmt: skip
+    metrics.step(
+        **{
+            "step": step,
+            "loss": 2.5,
+            "count": 600.0,
+            "gradient_norm": 0.5,
+            "time_s": 1.5,
+            "clock": "cpu",
+            "devices": 4,
+            "samples": 10,
+            **more,
+        }
+    )
 
 
 def test_a_line_has_torchtitan_s_names_and_tokens_per_second_and_device(tmp_path):
@@ -76,8 +89,12 @@ def test_a_full_disk_delays_lines_and_the_log_says_since_when(tmp_path, disk):
     assert [(line["step"], line["n_tokens_seen"]) for line in told] == [(0, 10), (1, 20), (2, 30), (3, 40)]
     events = lines(tmp_path / "events.jsonl")
     assert [line["kind"] for line in events] == [
-        "disk refuses", "disk refuses", "checkpoint failed", "disk takes again", "disk takes again",
-    ]  # fmt: skip
+        "disk refuses",
+        "disk refuses",
+        "checkpoint failed",
+        "disk takes again",
+        "disk takes again",
+    ]
     assert {Path(line["file"]).name for line in events if "file" in line} == {"metrics.jsonl", "events.jsonl"}
     assert "No space left" in events[0]["text"] and events[-1]["after_s"] >= 0
 
@@ -133,5 +150,6 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_one_event_each_time(tmp_pa
     assert [line["loss_metrics/global_avg_loss"] for line in kept] == [2.5, None, None, 2.0, None]
     assert [line["grad_norm"] for line in kept] == [2.5, None, None, 2.0, None]
     assert [(one["kind"], one["step"]) for one in lines(tmp_path / "events.jsonl")] == [
-        ("loss not finite", 1), ("loss not finite", 4),
-    ]  # fmt: skip
+        ("loss not finite", 1),
+        ("loss not finite", 4),
+    ]

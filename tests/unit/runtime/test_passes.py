@@ -11,28 +11,47 @@ from foreshard.runtime.passes import Passes
 from foreshard.spec.plan import parse_plan
 
 LAYER = {
-    "forward_s": [1e-3, 2e-3], "backward_s": [2e-3, 4e-3], "backward_input_s": [5e-4, 2e-3],
-    "optimizer_s": 0.0, "parameter_bytes": 1e5, "state_bytes": 2e5, "saved_bytes_per_sample": 1e4,
-    "boundary_bytes_per_sample": 1.0, "frozen_bytes": 0.0,
-}  # fmt: skip
+    "forward_s": [1e-3, 2e-3],
+    "backward_s": [2e-3, 4e-3],
+    "backward_input_s": [5e-4, 2e-3],
+    "optimizer_s": 0.0,
+    "parameter_bytes": 1e5,
+    "state_bytes": 2e5,
+    "saved_bytes_per_sample": 1e4,
+    "boundary_bytes_per_sample": 1.0,
+    "frozen_bytes": 0.0,
+}
 LAB = Lab(clock="cpu", slow=(1.0, 3.0), devices=("a", "b"), bandwidth_bytes_per_s=1e12, latency_s=0.0)
 
 
 @pytest.fixture
 def costs(tmp_path):
     told = {
-        "schema_version": 1, "kind": "measured costs", "clock": "cpu", "layers": [LAYER] * 4,
-        "devices": {"a": 1.0, "b": 3.0}, "spread": [1.0, 1.0], "tokens_per_sample": 8, "samples": [1, 8],
-    }  # fmt: skip
+        "schema_version": 1,
+        "kind": "measured costs",
+        "clock": "cpu",
+        "layers": [LAYER] * 4,
+        "devices": {"a": 1.0, "b": 3.0},
+        "spread": [1.0, 1.0],
+        "tokens_per_sample": 8,
+        "samples": [1, 8],
+    }
     (tmp_path / "costs.json").write_text(json.dumps(told))
     return load_costs(str(tmp_path / "costs.json"))
 
 
 def pipeline(share, size, cut=3):
     stages = [{"ranks": [0], "layers": [[0, cut]]}, {"ranks": [1], "layers": [[cut, 4]]}]
-    return parse_plan({"global_batch": share, "seq_len": 8, "precision": "fp32", "groups": [
-        {"share": share, "micro_batch": size, "stages": stages},
-    ]})  # fmt: skip
+    return parse_plan(
+        {
+            "global_batch": share,
+            "seq_len": 8,
+            "precision": "fp32",
+            "groups": [
+                {"share": share, "micro_batch": size, "stages": stages},
+            ],
+        }
+    )
 
 
 @pytest.mark.parametrize(("share", "size"), [(12, 4), (13, 4), (5, 8), (7, 1)])

@@ -44,7 +44,7 @@ BODIES = {
     "bernoulli": lambda n: torch.bernoulli(torch.full((n, ROW), 0.5)),
     "bernoulli_": lambda n: torch.empty(n, ROW).bernoulli_(0.5),
     "stochastic depth": lambda n: torch.ones(n, 64, 1).new_empty(n, 64, 1).bernoulli_(0.5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
@@ -57,9 +57,13 @@ def test_a_batch_cut_anywhere_draws_the_same(body) -> None:
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_seed_step_layer_position_and_call_all_matter(body) -> None:
     found = [
-        draw(body, [0]), draw(body, [1]), draw(body, [0], step=1), draw(body, [0], layer=1),
-        draw(body, [0], seed=1), draw(lambda n: (body(n), body(n))[1], [0]),
-    ]  # fmt: skip
+        draw(body, [0]),
+        draw(body, [1]),
+        draw(body, [0], step=1),
+        draw(body, [0], layer=1),
+        draw(body, [0], seed=1),
+        draw(lambda n: (body(n), body(n))[1], [0]),
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 

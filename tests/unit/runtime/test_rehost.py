@@ -13,10 +13,14 @@ from foreshard.runtime.work import Work
 from foreshard.spec.plan import parse_plan
 
 SECRET = b"of this test only"
-PLAN = parse_plan({
-    "global_batch": 2, "seq_len": 8, "precision": "fp32",
-    "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 2]]}]} for rank in range(2)],
-})  # fmt: skip
+PLAN = parse_plan(
+    {
+        "global_batch": 2,
+        "seq_len": 8,
+        "precision": "fp32",
+        "groups": [{"share": 1, "stages": [{"ranks": [rank], "layers": [[0, 2]]}]} for rank in range(2)],
+    }
+)
 
 
 def test_a_term_is_claimed_once(tmp_path):
@@ -75,9 +79,18 @@ def started(monkeypatch):
 def agent(folder):
     work = Work(job="job.py", out=str(folder), steps=1)
     made = Agent(
-        out=folder, plan=PLAN, work=work, ranks=[1], expected=[0, 1], secret_file=folder / "secret",
-        address="10.255.255.1", port=29501, supervises=False, own="127.0.0.1", rehost_s=-1.0,
-    )  # fmt: skip
+        out=folder,
+        plan=PLAN,
+        work=work,
+        ranks=[1],
+        expected=[0, 1],
+        secret_file=folder / "secret",
+        address="10.255.255.1",
+        port=29501,
+        supervises=False,
+        own="127.0.0.1",
+        rehost_s=-1.0,
+    )
     made._client, made._term, made._was_heard = Elsewhere(), 1, True
     return made
 

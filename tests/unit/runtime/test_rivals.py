@@ -18,19 +18,28 @@ LAYERS, BATCH = 4, 30
 
 def chain(sync_bytes=1e3):
     return Chain(
-        layer_s=np.full((3, LAYERS), 1e-2), boundary_bytes=np.full(LAYERS - 1, 1e2),
-        sync_bytes=np.full(LAYERS, sync_bytes), state_bytes=np.full(LAYERS, 1e3),
-        saved_bytes=np.zeros(LAYERS), memory_bytes=np.full(3, 1e9),
-    )  # fmt: skip
+        layer_s=np.full((3, LAYERS), 1e-2),
+        boundary_bytes=np.full(LAYERS - 1, 1e2),
+        sync_bytes=np.full(LAYERS, sync_bytes),
+        state_bytes=np.full(LAYERS, 1e3),
+        saved_bytes=np.zeros(LAYERS),
+        memory_bytes=np.full(3, 1e9),
+    )
 
 
 def stated(rate=1e9):
     nobody, apart = np.zeros(3), np.zeros((3, 3))
     return State(
-        speed=np.array([1.0, 0.5, 0.5]), available=np.ones(3, bool), latency_s=apart,
-        bandwidth_bytes_per_s=np.full((3, 3), rate), usd_per_h=np.array([4.0, 1.0, 1.0]), busy_w=nobody,
-        idle_w=nobody, usd_per_byte=apart, kg_per_j=nobody,
-    )  # fmt: skip
+        speed=np.array([1.0, 0.5, 0.5]),
+        available=np.ones(3, bool),
+        latency_s=apart,
+        bandwidth_bytes_per_s=np.full((3, 3), rate),
+        usd_per_h=np.array([4.0, 1.0, 1.0]),
+        busy_w=nobody,
+        idle_w=nobody,
+        usd_per_byte=apart,
+        kg_per_j=nobody,
+    )
 
 
 @pytest.fixture
@@ -38,7 +47,7 @@ def plan():
     groups = [
         {"share": 10, "micro_batch": 1, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]}
         for rank in range(3)
-    ]  # fmt: skip
+    ]
     return parse_plan({"global_batch": BATCH, "seq_len": 8, "precision": "fp32", "groups": groups})
 
 
@@ -127,9 +136,11 @@ def times(layers, state):
     ):
         for orders_ in itertools.product(*(itertools.permutations(group) for group in groups)):
             for chosen in itertools.product(*(cuts[len(group)] for group in groups)):
-                made = Structure(groups=tuple(
-                    Pipeline(workers=order, cuts=cut) for order, cut in zip(orders_, chosen, strict=True)
-                ))  # fmt: skip
+                made = Structure(
+                    groups=tuple(
+                        Pipeline(workers=order, cuts=cut) for order, cut in zip(orders_, chosen, strict=True)
+                    )
+                )
                 for split in splits(len(groups)):
                     yield evaluate(layers, state, made, split, micro_batch=1).time_s
 

@@ -27,8 +27,14 @@ def wheel(tmp_path, measured_job):
         'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nslow = 1.0\nusd_per_h = 4.0\n'
         '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
     )
-    return Wheel(plan=load_plan(plan), costs=costs, lab=str(tmp_path / "lab.toml"), budgets=(),
-                 steps=100, log=tmp_path / "controller.jsonl")  # fmt: skip
+    return Wheel(
+        plan=load_plan(plan),
+        costs=costs,
+        lab=str(tmp_path / "lab.toml"),
+        budgets=(),
+        steps=100,
+        log=tmp_path / "controller.jsonl",
+    )
 
 
 def lived(steering: Steering, orders: list, plan, steps: range, sample_s: dict[int, float], ranks=range(4)):
@@ -36,9 +42,13 @@ def lived(steering: Steering, orders: list, plan, steps: range, sample_s: dict[i
     for step in steps:
         by_rank = {rank: group.share for group in plan.groups for rank in group.stages[0].ranks}
         steering.stepped(
-            step=step, time_s=max(sample_s[r] * n for r, n in by_rank.items()), running=plan, ranks=ranks,
-            stage_s={r: sample_s[r] for r in by_rank}, generation=0,
-        )  # fmt: skip
+            step=step,
+            time_s=max(sample_s[r] * n for r, n in by_rank.items()),
+            running=plan,
+            ranks=ranks,
+            stage_s={r: sample_s[r] for r in by_rank},
+            generation=0,
+        )
         if orders:
             plan = orders[-1].plan
             orders.clear()
@@ -130,9 +140,13 @@ def test_steps_that_a_run_does_again_are_paid_again(wheel):
     steering = Steering(replace(wheel, budgets=("usd_per_h=3",)), lambda command: None)
     for step in (*range(6), *range(2, 8)):
         steering.stepped(
-            step=step, time_s=0.1, running=wheel.plan, ranks=range(4), generation=step,
+            step=step,
+            time_s=0.1,
+            running=wheel.plan,
+            ranks=range(4),
+            generation=step,
             stage_s=dict.fromkeys(wheel.plan.ranks, 0.026),
-        )  # fmt: skip
+        )
     assert steering.controller.queues.steps == 12 and steering.controller.ignored == 0
 
 
@@ -168,9 +182,13 @@ def test_samples_inside_a_stage_of_several_pipelines_follow_the_speeds_and_nothi
         mine = plan.groups[0].stages[0].rank_shares or (2, 2)
         sample_s = (0.078, 0.026)  # rank 0 takes three times what is stated
         steering.stepped(
-            step=step, time_s=12 * max(n * s for n, s in zip(mine, sample_s, strict=True)), running=plan,
-            ranks=(0, 1, 2), stage_s=dict(enumerate((*sample_s, 0.052))), generation=0,
-        )  # fmt: skip
+            step=step,
+            time_s=12 * max(n * s for n, s in zip(mine, sample_s, strict=True)),
+            running=plan,
+            ranks=(0, 1, 2),
+            stage_s=dict(enumerate((*sample_s, 0.052))),
+            generation=0,
+        )
         if orders:
             plan = orders[-1].plan
             orders.clear()
@@ -184,8 +202,14 @@ def test_a_stage_that_loses_a_rank_is_dealt_to_the_rest_until_it_is_back(wheel):
     steering = Steering(dealt(wheel, rank_shares=(3, 1)), orders.append)
     plan = dealt(wheel, rank_shares=(3, 1)).plan
     for step, ranks in enumerate([(0, 1, 2)] * 2 + [(0, 2)] * 3 + [(0, 1, 2)] * 3):
-        steering.stepped(step=step, time_s=1.0, running=plan, ranks=ranks, generation=0,
-                         stage_s=dict.fromkeys(plan.ranks, 0.026))  # fmt: skip
+        steering.stepped(
+            step=step,
+            time_s=1.0,
+            running=plan,
+            ranks=ranks,
+            generation=0,
+            stage_s=dict.fromkeys(plan.ranks, 0.026),
+        )
         plan = orders[-1].plan if orders else plan
         assert set(plan.ranks) <= set(ranks)
     assert plan.groups[0].stages[0].rank_shares == (2, 2)
@@ -220,8 +244,14 @@ def joint_lived(wheel, steps, *, slow=(1.0, 1.0, 2.0, 2.0), there=lambda step: r
                 sample_s[rank] = slow[rank] * passes.sample_s(rank, stage.layers[0], size, size)
             ends.append(max(sample_s[r] * n for r, n in zip(stage.ranks, sizes, strict=True)))
         time_s = sum(ends) + (group.num_micro_batches - 1) * max(ends)
-        steering.stepped(step=step, time_s=time_s, running=plan, ranks=tuple(there(step)), stage_s=sample_s,
-                         generation=int(there(step) != range(4)))  # fmt: skip
+        steering.stepped(
+            step=step,
+            time_s=time_s,
+            running=plan,
+            ranks=tuple(there(step)),
+            stage_s=sample_s,
+            generation=int(there(step) != range(4)),
+        )
         if orders:
             due[step + 2] = orders[-1].plan
             orders.clear()

@@ -86,9 +86,12 @@ def test_blocks_are_cut_each_by_itself() -> None:
 
 
 NO_CUTS = [
-    {"dim": 0, "blocks": []}, {"dim": -1, "blocks": [1]}, {"dim": 0, "blocks": [0]},
-    {"dim": True, "blocks": [1]}, {"dim": 0, "blocks": ["1"]},
-]  # fmt: skip
+    {"dim": 0, "blocks": []},
+    {"dim": -1, "blocks": [1]},
+    {"dim": 0, "blocks": [0]},
+    {"dim": True, "blocks": [1]},
+    {"dim": 0, "blocks": ["1"]},
+]
 
 
 @pytest.mark.parametrize("told", NO_CUTS)
@@ -118,8 +121,9 @@ def test_names_of_slices() -> None:
     grain = grains([("value", 0, "w@0/2"), ("value", 0, "w@2/3"), ("value", 0, "v")])
     assert grain == {(0, "w"): 6}
     assert list(finer([("value", 0, "w@1/2"), ("value", 0, "v")], grain)) == [
-        *(("value", 0, f"w@{i}/6") for i in (3, 4, 5)), ("value", 0, "v"),
-    ]  # fmt: skip
+        *(("value", 0, f"w@{i}/6") for i in (3, 4, 5)),
+        ("value", 0, "v"),
+    ]
 
 
 def test_moves_between_degrees_are_of_the_common_slices() -> None:
@@ -128,17 +132,19 @@ def test_moves_between_degrees_are_of_the_common_slices() -> None:
     moves, missing = moves_of(held, wanted)
     assert not missing
     assert {(m.source, m.target, m.pieces) for m in moves} == {
-        (0, 1, (("value", 0, "w@2/6"),)), (1, 2, (("value", 0, "w@4/6"), ("value", 0, "w@5/6"))),
-    }  # fmt: skip
+        (0, 1, (("value", 0, "w@2/6"),)),
+        (1, 2, (("value", 0, "w@4/6"), ("value", 0, "w@5/6"))),
+    }
 
 
 def test_a_plan_names_weights_of_the_layer() -> None:
     split = split_of(Block(PLAN), {})
     assert split is not None
     assert split.cuts == {
-        "qkv.weight": Cut(dim=0, blocks=(1, 1, 1)), "qkv.bias": Cut(dim=0, blocks=(1, 1, 1)),
+        "qkv.weight": Cut(dim=0, blocks=(1, 1, 1)),
+        "qkv.bias": Cut(dim=0, blocks=(1, 1, 1)),
         "out.weight": Cut(dim=1),
-    }  # fmt: skip
+    }
     assert split.shared == {"scale.weight", "scale.bias"}
     nested = split_of(nn.Sequential(nn.Identity(), Block()), PLAN)
     assert nested is not None
@@ -148,8 +154,12 @@ def test_a_plan_names_weights_of_the_layer() -> None:
 
 def test_plans_that_say_nothing_sensible() -> None:
     roles = ("columns", "column:0", "column:1,x", "row:2", "gather:3", "")
-    wrong = [*(({"qkv": role}, "no role") for role in roles), ({"nothing": "row"}, "no module 'nothing'"),
-             ({"scale": "row"}, "a LayerNorm"), ({"qkv": "words"}, "a Linear")]  # fmt: skip
+    wrong = [
+        *(({"qkv": role}, "no role") for role in roles),
+        ({"nothing": "row"}, "no module 'nothing'"),
+        ({"scale": "row"}, "a LayerNorm"),
+        ({"qkv": "words"}, "a Linear"),
+    ]
     for plan, text in wrong:
         with pytest.raises(SpecError, match=text):
             split_of(Block(plan), {})

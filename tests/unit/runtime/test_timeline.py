@@ -13,10 +13,14 @@ from foreshard.spec.plan import parse_plan
 
 def plan_of(*stages):
     told = [{"ranks": [rank], "layers": [list(layers)]} for rank, layers in enumerate(stages)]
-    return parse_plan({
-        "global_batch": 4, "seq_len": 8, "precision": "fp32",
-        "groups": [{"share": 4, "micro_batch": 2, "stages": told}],
-    })  # fmt: skip
+    return parse_plan(
+        {
+            "global_batch": 4,
+            "seq_len": 8,
+            "precision": "fp32",
+            "groups": [{"share": 4, "micro_batch": 2, "stages": told}],
+        }
+    )
 
 
 PLAN = plan_of((0, 3), (3, 8))
@@ -44,9 +48,18 @@ def test_an_action_is_a_kernel_with_its_place():
     forward, backward = spans(trace, "kernel")
     assert (forward["name"], forward["ts"], forward["dur"]) == ("forward", 2e6, 5e5)
     assert forward["args"] == {
-        "step": 0, "stream": 1, "device": 1, "correlation": forward["args"]["correlation"], "part": "compute",
-        "group": 0, "stage": 1, "chunk": 0, "micro_batch": 0, "layers": [3, 8], "virtual_stage": 1,
-    }  # fmt: skip
+        "step": 0,
+        "stream": 1,
+        "device": 1,
+        "correlation": forward["args"]["correlation"],
+        "part": "compute",
+        "group": 0,
+        "stage": 1,
+        "chunk": 0,
+        "micro_batch": 0,
+        "layers": [3, 8],
+        "virtual_stage": 1,
+    }
     assert backward["ts"] == 4e6
 
 

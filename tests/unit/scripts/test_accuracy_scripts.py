@@ -40,8 +40,15 @@ def made_up_rows():
     for tp in (1, 2, 4, 8):
         for seq_len in (2048, 8192, 32768):
             plan = plan_from_degrees(model.num_layers, 8, tp=tp, seq_len=seq_len, global_batch=8)
-            rows.append(SimpleNamespace(model=model, cluster=cluster, plan=plan, family=f"f{tp}",
-                                        framework=load_framework("megatron-core")))  # fmt: skip
+            rows.append(
+                SimpleNamespace(
+                    model=model,
+                    cluster=cluster,
+                    plan=plan,
+                    family=f"f{tp}",
+                    framework=load_framework("megatron-core"),
+                )
+            )
     return tuple(rows)
 
 
@@ -147,9 +154,18 @@ def row(i, family, key, **more):
 
 def run_of(i, measured, predicted, *, family="f", key="g", memory=(1.0, 1.0), fits=True, **more):
     mine = row(i, family, key, **more)
-    outcome = Outcome(id=str(i), family=family, measured_s=measured, predicted_s=predicted, config_key=(i,),
-                      rank_key=key, measured_peak_bytes=memory[0], predicted_peak_bytes=memory[1], fits=fits,
-                      oom=mine.oom)  # fmt: skip
+    outcome = Outcome(
+        id=str(i),
+        family=family,
+        measured_s=measured,
+        predicted_s=predicted,
+        config_key=(i,),
+        rank_key=key,
+        measured_peak_bytes=memory[0],
+        predicted_peak_bytes=memory[1],
+        fits=fits,
+        oom=mine.oom,
+    )
     return Run(row=mine, outcome=outcome, prediction=None)
 
 

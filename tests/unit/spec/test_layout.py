@@ -109,7 +109,7 @@ def test_an_unstated_batch_is_dp_x_pp_in_whole_micro_batches(degrees, global_bat
         ({"recompute": "some"}, "--recompute", "Must be none, selective"),
         ({"sp": "yes"}, "--sp", "Must be true or false"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_flag_names_key_value_rule_and_fix(degrees, key, words):
     with pytest.raises(SpecError) as caught:
         make(**degrees)

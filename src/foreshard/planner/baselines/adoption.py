@@ -79,12 +79,15 @@ def adopted(request: Request, result: PlanResult, judged: Sequence[Judged]) -> P
     searched = result.plans[0].prediction.step_time_s if result.plans else None
     alone = f"the search alone came to {format_seconds(searched)}" if searched else "the search found none"
     return replace(
-        result, plans=plans, infeasible=error, binding=best.bottleneck,
+        result,
+        plans=plans,
+        infeasible=error,
+        binding=best.bottleneck,
         lower_bound_step_time_s=min(bound, best_s),
         gap=max(0.0, best_s / bound - 1.0) if bound > 0 else float("inf"),
         notes=(*result.notes, f"The chosen plan is that of {name}: {alone}"),
         front=front_of([best, *(one.prediction for one in result.front)], request.limits),
-    )  # fmt: skip
+    )
 
 
 def _beats(request: Request, best: Prediction, result: PlanResult) -> bool:

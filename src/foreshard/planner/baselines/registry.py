@@ -110,7 +110,7 @@ _ALL = (
         decides="Nothing: the best of 200 plans drawn at random that fit",
         ignores="Everything",
     ),
-)  # fmt: skip
+)
 
 BASELINES: dict[str, Baseline] = {one.name: one for one in _ALL}
 """Every baseline by name."""

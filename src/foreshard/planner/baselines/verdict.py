@@ -92,9 +92,12 @@ def judge(
 def _named(name: str) -> Baseline:
     if name not in BASELINES:
         raise SpecError(
-            f"unknown baseline {name!r}", key="--against", value=name,
-            rule="Baselines have names", fix=f"Use all or some of {', '.join(BASELINES)}",
-        )  # fmt: skip
+            f"unknown baseline {name!r}",
+            key="--against",
+            value=name,
+            rule="Baselines have names",
+            fix=f"Use all or some of {', '.join(BASELINES)}",
+        )
     return BASELINES[name]
 
 
