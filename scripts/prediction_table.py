@@ -1,6 +1,6 @@
 """Predict every model of the catalog under five plans by both engines: python scripts/prediction_table.py.
 
-Prints one line a prediction, floats in hexadecimal, so that two versions of the code can be compared bit by bit.
+Prints a line a prediction with its floats in hexadecimal, so that two versions of the code compare bit by bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLANS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("4x8xh100-sxm", {"tp": 2, "pp": 2, "micro_batch": 1, "global_batch": 64}),
     ("4x8xa100-sxm-80gb@200Gb/s", {"tp": 4, "pp": 4, "recompute": "full", "global_batch": 64}),
     ("2x8xh100-sxm+2x8xa100-sxm-80gb", {"tp": 8, "pp": 2, "schedule": "gpipe", "global_batch": 32}),
-    ("8x8xmi300x", {"tp": 8, "zero": 2, "micro_batch": 2, "global_batch": 64, "seq": 1024}),
+    ("8x8xmi300x", {"tp": 8, "zero": 2, "micro_batch": 2, "global_batch": 64, "seq_len": 1024}),
 )
 
 
