@@ -1,6 +1,6 @@
 """Predict every model of the catalog under five plans by both engines: python scripts/prediction_table.py.
 
-Prints a line a prediction with its floats in hexadecimal, so that two versions of the code compare bit by bit.
+Prints a line a prediction with its floats in hexadecimal, so that two versions compare bit by bit.
 """
 
 from __future__ import annotations
