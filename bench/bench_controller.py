@@ -17,17 +17,17 @@ from functools import partial
 import numpy as np
 
 from foreshard.control.controller import Controller
-from foreshard.control.grouping import solve_slot
-from foreshard.control.landscape import Memo
 from foreshard.control.moves import spans_of
 from foreshard.control.orders import shares_of, structure_of
-from foreshard.control.pricing import evaluate
+from foreshard.control.search.grouping import solve_slot
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.state_cache import StructureMemo
 from foreshard.control.slots import Budget, Chain, State
-from foreshard.predict.measured_costs import LayerCost, MeasuredCosts
-from foreshard.runtime.lab import Lab
-from foreshard.runtime.passes import Passes
-from foreshard.runtime.timing import Timing
-from foreshard.runtime.wheel import chain_of
+from foreshard.lab.lab import Lab
+from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
+from foreshard.runtime.adaptive.controller_config import chain_of
+from foreshard.runtime.adaptive.layer_times import PassTimes
+from foreshard.runtime.adaptive.step_timing import StepTiming
 from foreshard.spec.online import StepMeasured
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -40,7 +40,7 @@ REPEATS = 3
 SPEEDS = {"fast": 4.0, "middling": 2.0, "slow": 1.0}
 
 
-def made(workers: int) -> tuple[Chain, np.ndarray, Timing]:
+def made(workers: int) -> tuple[Chain, np.ndarray, StepTiming]:
     """Return a chain on workers of speeds 1, 2 and 4, their speeds, and what times finalists."""
     names = tuple(list(SPEEDS)[rank % len(SPEEDS)] for rank in range(workers))
     lab = Lab(
@@ -63,7 +63,7 @@ def made(workers: int) -> tuple[Chain, np.ndarray, Timing]:
     )
     chain = chain_of(costs, lab.cluster(), MICRO_BATCH)
     speed = np.array([SPEEDS[name] for name in names])
-    return chain, speed, Timing(Passes(costs, lab.cluster()), chain, MICRO_BATCH, BATCH)
+    return chain, speed, StepTiming(PassTimes(costs, lab.cluster()), chain, MICRO_BATCH, BATCH)
 
 
 def layer(speed: float) -> LayerCost:
@@ -119,7 +119,7 @@ def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int
     budgets = [Budget(name="money", kind="usd", limit=1.0)]
     if energy:
         budgets.append(Budget(name="energy", kind="joule", limit=1e4))
-    memo, running, times, days = Memo(), None, [], Days(workers)
+    memo, running, times, days = StructureMemo(), None, [], Days(workers)
     for slot in range(STEPS + WARM_UP):
         days.turn()
         weights = {"money": float(days.rng.uniform(0, 300)), "energy": float(days.rng.uniform(0, 1e-3))}

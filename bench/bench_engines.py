@@ -17,11 +17,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_plans import PlanSet, load_sets
 
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.graph import graph_times
-from foreshard.predict.graph_lowering import lower
-from foreshard.predict.graph_prices import group_prices
+from foreshard.predict.graph.engine import graph_times
+from foreshard.predict.graph.lowering import lower
+from foreshard.predict.graph.prices import group_prices
 from foreshard.sim import critical_path
 
 

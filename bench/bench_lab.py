@@ -27,10 +27,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from foreshard.predict.measured import predict_measured
-from foreshard.predict.measured_costs import MeasuredCosts, load_costs
-from foreshard.runtime.lab import load_lab
-from foreshard.runtime.outcome import kept_steps
+from foreshard.lab.lab import load_lab
+from foreshard.predict.measured.costs import MeasuredCosts, load_costs
+from foreshard.predict.measured.engine import predict_measured
+from foreshard.runtime.records.outcome import kept_steps
 from foreshard.spec.plan import Plan, parse_plan
 
 ROOT = Path(__file__).parents[1]

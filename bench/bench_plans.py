@@ -25,9 +25,9 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.predict.analytical.table import TableResult, evaluate, table_memory
 from foreshard.predict.plan_table import COLUMNS, PlanTable
 from foreshard.predict.space import draw_plans
-from foreshard.predict.table import TableResult, evaluate, table_memory
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework

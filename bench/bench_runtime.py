@@ -62,8 +62,8 @@ def even(kind: str, layers: int):
 
 def ours(kind: str, store, rank: int):
     """A step of the runtime under an even plan."""
-    from foreshard.runtime.fixed import FixedMembership
-    from foreshard.runtime.job import load_job
+    from foreshard.runtime.job.job import load_job
+    from foreshard.runtime.membership.fixed_membership import FixedMembership
     from foreshard.runtime.trainer import Trainer
 
     job = load_job(str(Path(__file__).parents[1] / "examples" / "jobs" / "gpt_job.py"))
@@ -143,14 +143,14 @@ def overhead(store, rank: int, rounds: int) -> tuple[float, float]:
     """Processor time of this rank's thread in a step over that of the actions in it, and the part of it
     that writing down when each action began and ended takes; medians.
     """
-    from foreshard.runtime.clock import VirtualClock
-    from foreshard.runtime.fixed import FixedMembership
-    from foreshard.runtime.job import load_job
-    from foreshard.runtime.timeline import Timeline
+    from foreshard.runtime.engine.clock import VirtualClock
+    from foreshard.runtime.job.job import load_job
+    from foreshard.runtime.membership.fixed_membership import FixedMembership
+    from foreshard.runtime.records.trace_recorder import TraceRecorder
     from foreshard.runtime.trainer import Trainer
 
     job, spent = load_job(str(Path(__file__).parents[1] / "examples" / "jobs" / "gpt_job.py")), [0.0]
-    timeline, marking = Timeline(rank), [0.0]
+    timeline, marking = TraceRecorder(rank), [0.0]
     plan = even("pipeline", job.num_layers)
 
     class Counting(VirtualClock):
@@ -182,8 +182,8 @@ def overhead(store, rank: int, rounds: int) -> tuple[float, float]:
 
 def recut(store, rank: int, rounds: int) -> tuple[float, float]:
     """Seconds of a change of cuts that moves a quarter of the layers, and of a step, medians."""
-    from foreshard.runtime.fixed import FixedMembership
-    from foreshard.runtime.job import load_job
+    from foreshard.runtime.job.job import load_job
+    from foreshard.runtime.membership.fixed_membership import FixedMembership
     from foreshard.runtime.trainer import Trainer
     from foreshard.spec.online import Command
     from foreshard.spec.plan import parse_plan

@@ -24,10 +24,10 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import training_constants
-from foreshard.planner.grid import search_rows
-from foreshard.planner.grid_space import GridRequest, cells_of, chunks_of, passes_of, rows_of
+from foreshard.planner.grid.search import search_rows
+from foreshard.planner.grid.space import GridRequest, cells_of, chunks_of, passes_of, rows_of
 from foreshard.planner.search import plan
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
 
 CASES = (
     ("gpt3-175b", "512x8xa100-sxm-80gb", 4096, 2048),

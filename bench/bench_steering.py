@@ -29,10 +29,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from foreshard.runtime.foretelling import foretell
-from foreshard.runtime.lab import Lab, load_lab
-from foreshard.runtime.outcome import kept_steps
-from foreshard.runtime.wheel import passes_of
+from foreshard.lab.lab import Lab, load_lab
+from foreshard.lab.simulated_run import foretell
+from foreshard.runtime.adaptive.controller_config import passes_of
+from foreshard.runtime.records.outcome import kept_steps
 from foreshard.spec.plan import Plan, load_plan
 
 ROOT = Path(__file__).parents[1]

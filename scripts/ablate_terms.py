@@ -21,7 +21,7 @@ from fit_training import Runs, load_runs, training_tables
 from foreshard.catalog.training import TrainingConstants
 from foreshard.errors import ForeshardError
 from foreshard.predict.batch import Batch, Case, build_batch
-from foreshard.profile.tables import measured_folder
+from foreshard.validation.tables import measured_folder
 
 OUT = ROOT / "docs/accuracy_terms.md"
 ROUNDS = 10

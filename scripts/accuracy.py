@@ -58,14 +58,14 @@ from cross_validate import constants_digest
 from fit_training import NOT_FITTED, load_runs, training_tables
 
 from foreshard.predict.interval import residual_classes
-from foreshard.profile.rows import Row, Skipped
-from foreshard.profile.scoring import summarise
-from foreshard.profile.tables import measured_folder
+from foreshard.validation.rows import Skipped, TrainingRow
+from foreshard.validation.scoring import summarise
+from foreshard.validation.tables import measured_folder
 
 SEALED_FAMILIES = ("torchtitan", "torchtitan_2024")
 
 
-def predicted_sets(rows: Sequence[Row], engine: str) -> Sets:
+def predicted_sets(rows: Sequence[TrainingRow], engine: str) -> Sets:
     """Return every row by the shipped constants, by those that never saw its family, and by none."""
     return {
         "fit": run_all(rows, engine=engine),
@@ -74,7 +74,7 @@ def predicted_sets(rows: Sequence[Row], engine: str) -> Sets:
     }
 
 
-def with_intervals(rows: Sequence[Row], sets: Sets, engine: str) -> Sets:
+def with_intervals(rows: Sequence[TrainingRow], sets: Sets, engine: str) -> Sets:
     """Write the residual classes, then predict again what carries their intervals."""
     blind = unmeasured_rows(rows, engine)
     RESIDUALS.write_text(residuals_text(sets["out"], sets["datasheet"], blind), encoding="utf-8")
@@ -171,7 +171,7 @@ def sealed_part(sets: Sets) -> list[str]:
     return ["## The sealed family", "", text, ""]
 
 
-def intervals_part(sets: Sets, rows: Sequence[Row], engine: str) -> list[str]:
+def intervals_part(sets: Sets, rows: Sequence[TrainingRow], engine: str) -> list[str]:
     """Return how often intervals hold."""
     residuals = left_out_rows(sets["out"])
     return [
@@ -214,7 +214,11 @@ def constants_part(folder: Path) -> list[str]:
 
 
 def page(
-    rows: list[Row], skipped: list[Skipped], sets: Sets, crossed: Mapping[str, Any], args: argparse.Namespace
+    rows: list[TrainingRow],
+    skipped: list[Skipped],
+    sets: Sets,
+    crossed: Mapping[str, Any],
+    args: argparse.Namespace,
 ) -> str:
     """Return the whole page."""
     folder = measured_folder()

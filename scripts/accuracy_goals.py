@@ -11,7 +11,7 @@ from accuracy_kernels import KernelScores
 from accuracy_rows import SUBSETS, Run, counted, markdown, number, percent
 from accuracy_tables import MemoryScores, Sets, order_line
 
-from foreshard.profile.scoring import summarise
+from foreshard.validation.scoring import summarise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from accuracy_rows import TRIO, Row, Run, fitted_families, markdown, percent, ru
 from fit_training import takes_part
 
 from foreshard.predict.interval import MIN_CLASS, class_of, features_of
-from foreshard.profile.conformal import (
+from foreshard.validation.conformal import (
     LeftOut,
     build_classes,
     coverage,

@@ -12,10 +12,10 @@ import numpy as np
 from accuracy_rows import ROOT, markdown, pair, percent
 
 from foreshard.errors import SpecError
-from foreshard.profile.rows import Row
-from foreshard.profile.scoring import Outcome, distinct, summarise
-from foreshard.profile.tables import COLLECTIVE, Table, read_table
-from foreshard.profile.validation import table_outcomes
+from foreshard.validation.rows import TrainingRow
+from foreshard.validation.scoring import RowOutcome, distinct, summarise
+from foreshard.validation.tables import COLLECTIVE, MeasuredTable, read_table
+from foreshard.validation.validate import table_outcomes
 
 DATA = ROOT / "src/foreshard/catalog/data"
 TABLES = (
@@ -42,11 +42,11 @@ class KernelScores:
     attention: float | None = None
 
 
-def _no_training(row: Row) -> Any:
+def _no_training(row: TrainingRow) -> Any:
     raise SpecError("no training rows here", value=row.id)
 
 
-def _of_family(table: Table, family: str) -> Table:
+def _of_family(table: MeasuredTable, family: str) -> MeasuredTable:
     keep = [i for i, name in enumerate(table.families) if name == family]
     return replace(
         table,
@@ -56,11 +56,11 @@ def _of_family(table: Table, family: str) -> Table:
     )
 
 
-def _median(outcomes: Sequence[Outcome]) -> float | None:
+def _median(outcomes: Sequence[RowOutcome]) -> float | None:
     return summarise(outcomes)["median_ape"]
 
 
-def _pooled(parts: Sequence[Sequence[Outcome]]) -> float | None:
+def _pooled(parts: Sequence[Sequence[RowOutcome]]) -> float | None:
     rows = [row for part in parts for row in distinct(part) if row.measured_s and row.predicted_s]
     return float(np.median([abs(r.predicted_s / r.measured_s - 1.0) for r in rows])) if rows else None
 
@@ -94,7 +94,9 @@ def kernel_part(folder: Path) -> tuple[list[str], KernelScores]:
     return markdown(header, lines), KernelScores(**found)
 
 
-def _line(name: str, family: str, mine: Sequence[Outcome], left: Sequence[Outcome] | None) -> tuple[Any, ...]:
+def _line(
+    name: str, family: str, mine: Sequence[RowOutcome], left: Sequence[RowOutcome] | None
+) -> tuple[Any, ...]:
     scores = summarise(mine)
     return (
         name.partition(".")[0],
@@ -106,7 +108,7 @@ def _line(name: str, family: str, mine: Sequence[Outcome], left: Sequence[Outcom
     )
 
 
-def _left_out(table: Table) -> dict[str, list[Outcome]]:
+def _left_out(table: MeasuredTable) -> dict[str, list[RowOutcome]]:
     """Return the outcomes of each system by constants of collectives that never saw it."""
     if table.kind != COLLECTIVE:
         return {}
@@ -118,7 +120,7 @@ def _left_out(table: Table) -> dict[str, list[Outcome]]:
 
 
 def _collectives(
-    table: Table, outcomes: Sequence[Outcome], lines: list[tuple[Any, ...]]
+    table: MeasuredTable, outcomes: Sequence[RowOutcome], lines: list[tuple[Any, ...]]
 ) -> tuple[float | None, float | None]:
     """Add the lines of the table of collectives; return medians of fitted systems, in the fit and left."""
     left = _left_out(table)

@@ -14,12 +14,12 @@ from typing import Any
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.predict import predict
-from foreshard.profile.families import TRIO
-from foreshard.profile.mixed_rows import mixed_rows
-from foreshard.profile.rows import Row, Skipped, read_training_rows
-from foreshard.profile.scoring import APART, Outcome
-from foreshard.profile.tables import read_table
 from foreshard.spec.prediction import Prediction
+from foreshard.validation.families import TRIO
+from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.rows import Skipped, TrainingRow, read_training_rows
+from foreshard.validation.scoring import APART, RowOutcome
+from foreshard.validation.tables import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTANTS = ROOT / "src/foreshard/catalog/data/training_constants.json"
@@ -32,12 +32,12 @@ MIXED = ("hetero_sailor_validation.csv", "hetero_amp_trials.csv")
 class Run:
     """One row under one set of constants."""
 
-    row: Row
-    outcome: Outcome
+    row: TrainingRow
+    outcome: RowOutcome
     prediction: Prediction | None
 
 
-def read_all(folder: Path, open_sealed: bool) -> tuple[list[Row], list[Skipped]]:
+def read_all(folder: Path, open_sealed: bool) -> tuple[list[TrainingRow], list[Skipped]]:
     """Return the training rows and those of mixed clusters, and what is not predicted."""
     paths = sorted(p for p in folder.glob("llm_*.csv*") if open_sealed or p.name != SEALED)
     rows, skipped = read_training_rows(paths)
@@ -48,12 +48,14 @@ def read_all(folder: Path, open_sealed: bool) -> tuple[list[Row], list[Skipped]]
     return rows, skipped
 
 
-def outcome_of(row: Row, made: Prediction | None, reason: str | None, *, fits: bool | None = None) -> Outcome:
+def outcome_of(
+    row: TrainingRow, made: Prediction | None, reason: str | None, *, fits: bool | None = None
+) -> RowOutcome:
     """Return what was measured and predicted of one row; `fits` where memory alone was judged."""
     peak = None
     if made is not None:
         peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
-    return Outcome(
+    return RowOutcome(
         id=row.id,
         family=row.family,
         status="ok" if made or fits is not None else "skipped",
@@ -70,7 +72,7 @@ def outcome_of(row: Row, made: Prediction | None, reason: str | None, *, fits: b
     )
 
 
-def left_out_constants(row: Row) -> TrainingConstants:
+def left_out_constants(row: TrainingRow) -> TrainingConstants:
     """Return constants that never saw the row's family; families outside every fit use all constants."""
     family = SIBLING.get(row.family, row.family)
     return training_constants(family if family in fitted_families() else None)
@@ -82,7 +84,9 @@ def fitted_families() -> tuple[str, ...]:
     return tuple(json.loads(CONSTANTS.read_text(encoding="utf-8"))["without"])
 
 
-def run_row(row: Row, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot") -> Run:
+def run_row(
+    row: TrainingRow, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot"
+) -> Run:
     """Predict one row."""
     made, reason, refused = None, None, False
     try:
@@ -105,7 +109,7 @@ def run_row(row: Row, *, engine: str, constants: TrainingConstants, fidelity: st
 
 
 def run_all(
-    rows: Sequence[Row], *, engine: str, fidelity: str = "zero-shot", left_out: bool = False
+    rows: Sequence[TrainingRow], *, engine: str, fidelity: str = "zero-shot", left_out: bool = False
 ) -> list[Run]:
     """Predict every row; with `left_out` by constants that never saw its family."""
     whole = training_constants()
@@ -117,27 +121,27 @@ def run_all(
     ]
 
 
-def is_moe(row: Row) -> bool:
+def is_moe(row: TrainingRow) -> bool:
     """Whether any layer has experts."""
     return any(block.num_experts for block in row.model.blocks)
 
 
-def is_lora(row: Row) -> bool:
+def is_lora(row: TrainingRow) -> bool:
     """Whether any layer is adapted."""
     return any(block.lora_targets for block in row.model.blocks)
 
 
-def counted(row: Row) -> bool:
+def counted(row: TrainingRow) -> bool:
     """Quality-A rows and the rows of SC21, on devices other than TPUs."""
     return (row.quality == "A" or row.family == "sc21") and not row.raw["gpu"].startswith("TPU")
 
 
-def dense(row: Row) -> bool:
+def dense(row: TrainingRow) -> bool:
     """Counted rows without experts or adapters."""
     return counted(row) and not is_moe(row) and not is_lora(row)
 
 
-SUBSETS: dict[str, Callable[[Row], bool]] = {
+SUBSETS: dict[str, Callable[[TrainingRow], bool]] = {
     "dense pooled, without vTrain": lambda r: dense(r) and r.family != APART,
     "Korthikanti and SC21": lambda r: r.family in ("korthikanti", "sc21"),
     "llm-foundry A100": lambda r: r.family == "llmfoundry" and counted(r) and "A100" in r.raw["gpu"],

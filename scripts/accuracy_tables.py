@@ -13,8 +13,8 @@ from fit_part import all_names, from_unit, to_unit
 from fit_training import HOLD, SPREAD, Runs, weights
 
 from foreshard.catalog.training import term_metadata, training_constants
-from foreshard.profile.rows import Row, Skipped
-from foreshard.profile.scoring import LEAST_IN_GROUP, distinct, kendall_tau_b, summarise
+from foreshard.validation.rows import Skipped, TrainingRow
+from foreshard.validation.scoring import LEAST_IN_GROUP, distinct, kendall_tau_b, summarise
 
 MOVE = 0.2  # of a constant's range
 SAME = 1e-9  # log difference of predictions of one configuration
@@ -290,7 +290,7 @@ def _three(runs: Sequence[Run], family: str) -> str:
     return " / ".join(percent(float(v)) for v in (error.mean(), np.median(error), error.max()))
 
 
-def blank_table(rows: Sequence[Row]) -> list[str]:
+def blank_table(rows: Sequence[TrainingRow]) -> list[str]:
     """Return what blank cells were read as."""
     found = Counter((row.family, line) for row in rows for line in row.assumptions)
     return markdown(("family", "assumed", "rows"), [(f, line, n) for (f, line), n in sorted(found.items())])

@@ -24,9 +24,9 @@ from fit_training import Runs, fit, load_runs, training_tables
 
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import ForeshardError
-from foreshard.profile.rows import Row
-from foreshard.profile.scoring import Outcome, distinct, rank_regrets, rank_tau, summarise
-from foreshard.profile.tables import measured_folder
+from foreshard.validation.rows import TrainingRow
+from foreshard.validation.scoring import RowOutcome, distinct, rank_regrets, rank_tau, summarise
+from foreshard.validation.tables import measured_folder
 
 OUT = ROOT / "docs/data/cross_validation.json"
 FOLDS = 5
@@ -36,7 +36,7 @@ ROUNDS = 15
 ENGINE = "graph"
 
 
-def configuration(row: Row) -> Hashable:
+def configuration(row: TrainingRow) -> Hashable:
     """Return what rows of the trio share when they are one configuration in several releases."""
     stage = row.plan.groups[0].stages[0]
     return (
@@ -57,12 +57,14 @@ def configuration(row: Row) -> Hashable:
     )
 
 
-def cell(row: Row) -> Hashable:
+def cell(row: TrainingRow) -> Hashable:
     """Return the cell of a vTrain row."""
     return tuple(row.raw[name] for name in ("hidden", "tp", "pp", "micro_batch"))
 
 
-def folds_of(rows: Sequence[Row], key: Callable[[Row], Hashable], seed: int = 0) -> np.ndarray:
+def folds_of(
+    rows: Sequence[TrainingRow], key: Callable[[TrainingRow], Hashable], seed: int = 0
+) -> np.ndarray:
     """Return the fold of each row; rows with equal keys share one."""
     keys = sorted({key(row) for row in rows}, key=str)
     order = np.random.default_rng(seed).permutation(len(keys)) % FOLDS
@@ -71,8 +73,8 @@ def folds_of(rows: Sequence[Row], key: Callable[[Row], Hashable], seed: int = 0)
 
 
 def cross_validated(
-    runs: Runs, families: Sequence[str], key: Callable[[Row], Hashable], start: TrainingConstants
-) -> list[Outcome]:
+    runs: Runs, families: Sequence[str], key: Callable[[TrainingRow], Hashable], start: TrainingConstants
+) -> list[RowOutcome]:
     """Return every run of some families predicted by constants that saw neither it nor rows with its key."""
     places = np.flatnonzero(np.isin(runs.families, families))
     fold = folds_of([runs.rows[i] for i in places], key)
@@ -88,13 +90,13 @@ def cross_validated(
     return out
 
 
-def predicted(runs: Runs, places: np.ndarray, constants: TrainingConstants) -> list[Outcome]:
+def predicted(runs: Runs, places: np.ndarray, constants: TrainingConstants) -> list[RowOutcome]:
     """Return the outcomes of some runs, with the median of their repeats as measured."""
     made = [run_row(runs.rows[int(i)], engine=ENGINE, constants=constants).outcome for i in places]
     return [replace(one, measured_s=float(runs.measured_s[i])) for one, i in zip(made, places, strict=True)]
 
 
-def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def figures(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
     """Return rows, median and 90th percentile of the error, and bias."""
     scores = summarise(outcomes)
     return {
@@ -103,7 +105,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def order_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def order_figures(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
     """Return tau, and mean and largest regret over groups of at least 2 and of at least 3 inputs."""
     rows = distinct(outcomes)
     out: dict[str, Any] = {"kendall_tau": round(rank_tau(rows), 4)}
@@ -142,7 +144,7 @@ def vtrain_part(runs: Runs) -> dict[str, Any]:
     }
 
 
-def _counted(runs: Runs, outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _counted(runs: Runs, outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
     """Return the outcomes of rows of quality A; order is over all of them, as its groups are."""
     known = {row.id for row in runs.rows if counted(row)}
     return [one for one in outcomes if one.id in known]

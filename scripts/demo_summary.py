@@ -10,9 +10,9 @@ from statistics import median
 
 def trained(folder: Path, job: str) -> dict:
     """Return what was predicted and measured of the run on the lab, with the plan and with an even split."""
-    from foreshard.runtime.equality import gradient_error
-    from foreshard.runtime.job import load_job
-    from foreshard.runtime.outcome import kept_steps, settled_times
+    from foreshard.runtime.gradient_check import gradient_error
+    from foreshard.runtime.job.job import load_job
+    from foreshard.runtime.records.outcome import kept_steps, settled_times
     from foreshard.spec.plan import load_plan
 
     predicted = json.loads((folder / "job_prediction.json").read_text(encoding="utf-8"))

@@ -25,10 +25,10 @@ from scipy.optimize import least_squares
 
 from foreshard.catalog.training import TrainingConstants, term_metadata
 from foreshard.errors import ForeshardError
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Batch, Case, build_batch, with_constants
-from foreshard.profile.rows import Row, read_training_rows
-from foreshard.profile.tables import measured_folder
+from foreshard.validation.rows import TrainingRow, read_training_rows
+from foreshard.validation.tables import measured_folder
 
 OUT = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/training_constants.json"
 SEALED = "llm_torchtitan_2024.csv"
@@ -49,7 +49,7 @@ TOLERANCE = 1e-3  # of a constant's range: what `--check` lets pass
 class Runs:
     """Distinct configurations with their median measured step."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrainingRow, ...]
     measured_s: np.ndarray
     batch: Batch
 
@@ -73,13 +73,13 @@ class Runs:
         return np.log(step_times(with_constants(self.batch, constants)).total / self.measured_s)
 
 
-def batch_of(rows: Iterable[Row]) -> Batch:
+def batch_of(rows: Iterable[TrainingRow]) -> Batch:
     """Return the rows as one batch."""
     cases = [Case(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
     return build_batch(cases, TrainingConstants())
 
 
-def takes_part(row: Row) -> bool:
+def takes_part(row: TrainingRow) -> bool:
     """Whether a row takes part: it is timed, and neither its degrees nor its cost are an estimate of ours."""
     guessed = not (row.raw.get("tp") and row.raw.get("pp")) or "int8" in row.raw.get("dtype", "").lower()
     guessed = guessed or any(block.scan_state for block, _ in row.model.block_kinds())
@@ -88,7 +88,7 @@ def takes_part(row: Row) -> bool:
 
 def load_runs(paths: Sequence[Path]) -> Runs:
     """Return every timed run once; equal inputs are one row with the median time."""
-    groups: dict[tuple, list[Row]] = {}
+    groups: dict[tuple, list[TrainingRow]] = {}
     for row in read_training_rows(paths)[0]:
         if takes_part(row):
             groups.setdefault((row.family, *row.config_key), []).append(row)

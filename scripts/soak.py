@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreshard.runtime import checkpoint
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.outcome import Outcome, kept_steps, outcome_of
-from foreshard.runtime.secret import make_secret
-from foreshard.runtime.work import Work
+from foreshard.runtime.checkpoint import format
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.secret import make_secret
+from foreshard.runtime.records.outcome import RunOutcome, kept_steps, outcome_of
+from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan import Plan, parse_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -241,7 +241,7 @@ class Chaos:
 
 def trained(
     out: Path, *, steps: int, pace_s: float = 0.0, chaos: Callable[[Agent], Chaos] | None = None
-) -> tuple[Outcome, Chaos | None]:
+) -> tuple[RunOutcome, Chaos | None]:
     """Train to the end, hurt or in peace."""
     out.mkdir(parents=True)
     job = out / "job.py"
@@ -249,7 +249,7 @@ def trained(
     os.environ["SOAK_PACE_S"] = str(pace_s)
     os.environ.pop("FORESHARD_FAULT", None)
     plan = soak_plan()
-    work = Work(
+    work = RunSettings(
         job=str(job),
         out=str(out),
         steps=steps,
@@ -275,7 +275,7 @@ def trained(
 
 def worst_difference(one: Path, other: Path, step: int) -> float:
     """Return the largest difference of any tensor of two checkpoints, in norms of the tensor."""
-    mine, theirs = (checkpoint.load(place / "ckpt", step) for place in (one, other))
+    mine, theirs = (format.load(place / "ckpt", step) for place in (one, other))
     if mine.keys() != theirs.keys():
         raise SystemExit(f"checkpoints hold different tensors: {sorted(mine.keys() ^ theirs.keys())[:5]}")
     return max(float((mine[key] - theirs[key]).norm() / theirs[key].norm().clamp_min(1e-30)) for key in mine)

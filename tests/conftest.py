@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 
-from foreshard.report.request import Request
+from foreshard.advise.request import Request
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Money, Prediction
 from foreshard.spec.timeline import Event, Timeline
 

@@ -21,8 +21,11 @@ ORDER = [
     {"predict"},
     {"planner"},
     {"control"},
+    {"simulate"},
     {"profile"},
-    {"runtime"},
+    {"validation"},
+    {"runtime", "lab"},
+    {"advise"},
     {"report"},
     {"interop"},
     {"api"},
@@ -125,7 +128,7 @@ def test_the_public_surface_is_frozen():
 
 def test_layers_named_like_verbs_do_not_hide_them():
     code = (
-        "import foreshard; from foreshard.predict import predict; import foreshard.report.html\n"
+        "import foreshard; from foreshard.predict import predict; import foreshard.report.screen\n"
         "assert callable(foreshard.predict) and callable(foreshard.report)\n"
         "try: foreshard.predict(None)\n"
         "except TypeError as error: assert 'cluster' in str(error), error\n"

@@ -16,7 +16,7 @@ import judge
 import numpy as np
 from judge import GPU_BYTES, NUM_LAYERS, Group, Stage
 
-from foreshard.planner.problem import Arrangement, Problem, Template
+from foreshard.planner.solver.problem import Arrangement, Problem, Template
 
 GPUS = tuple(GPU_BYTES)
 GLOBAL_BATCH = 1024

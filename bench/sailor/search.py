@@ -12,8 +12,8 @@ import numpy as np
 from clusters import ALL_BYTES, Band, bands_of, groups_of, problem_of, slowest_kind
 from judge import Group
 
-from foreshard.planner.problem import Template, template_faults
-from foreshard.planner.solve import solve
+from foreshard.planner.solver.problem import Template, template_faults
+from foreshard.planner.solver.solve import solve
 
 _NARROWEST = 1.01
 """Bands whose limits are closer than this are not split."""

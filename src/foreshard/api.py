@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from foreshard.advise.change import Effect, apply, effect, rank
+from foreshard.advise.request import Request
 from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
-from foreshard.report.change import Effect, apply, effect, rank
-from foreshard.report.request import Request
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan, load_plan
@@ -17,7 +17,7 @@ from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Timeline
 
 if TYPE_CHECKING:
-    from foreshard.control.contest import Contest
+    from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
 
 ENGINES = ("analytical", "graph")
@@ -165,7 +165,7 @@ def advise(
     model: Model, cluster: Cluster, plan: Plan | None = None, *, top: int = 5, **choices: Any
 ) -> tuple[Effect, ...]:
     """Return the single changes that would win the most time."""
-    from foreshard.report.advice import improvements
+    from foreshard.advise.advice import improvements
 
     asked = request(model, cluster, plan, **choices)
     return improvements(asked, asked.predict(), top=top)
@@ -173,9 +173,9 @@ def advise(
 
 def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
-    from foreshard.report.advice import improvements
-    from foreshard.report.fit import nearest_fit
-    from foreshard.report.html import page, page_data, write_page
+    from foreshard.advise.advice import improvements
+    from foreshard.advise.fit import nearest_fit
+    from foreshard.report.pages.prediction_page import page, page_data, write_page
 
     asked = request(model, cluster, plan, **choices)
     prediction, timeline = asked.predict_timeline()
@@ -263,7 +263,7 @@ def simulate(
     policies: Iterable[str] | None = None,
     seeds: int = 1,
     slots: int | None = None,
-) -> Contest:
+) -> Evaluation:
     """Return how policies fare against a changing cluster, beside the clairvoyant bound.
 
     Parameters
@@ -275,7 +275,7 @@ def simulate(
     seeds, slots : int
         Paths, and slots of each; the scenario's slots by default.
     """
-    from foreshard.control.contest import contest
+    from foreshard.simulate.evaluation import contest
     from foreshard.spec.scenario import load_scenario
 
     found = load_scenario(scenario) if isinstance(scenario, str) else scenario
@@ -293,7 +293,7 @@ def _lab_or_cluster(text: str) -> Cluster:
         except (OSError, tomllib.TOMLDecodeError):
             is_lab = False
         if is_lab:
-            from foreshard.runtime.lab import load_lab
+            from foreshard.lab.lab import load_lab
 
             return load_lab(text).cluster()
     return load_cluster(text)
@@ -333,9 +333,9 @@ def profile(
     from pathlib import Path
 
     from foreshard.profile.record import record
-    from foreshard.runtime.executor import through
-    from foreshard.runtime.job import load_job
-    from foreshard.runtime.tensor_alone import TensorPart
+    from foreshard.runtime.engine.executor import through
+    from foreshard.runtime.job.job import load_job
+    from foreshard.runtime.tensor.single_rank import TensorPart
 
     made = load_job(job, seed=seed)
     parts = {degree: partial(TensorPart, made, degree, options.get("device", "cpu")) for degree in tp}
@@ -368,7 +368,7 @@ def calibrate(
     (name, first), *others = profiles.items()
     slow, table_s = dict(devices or {}) | ({name: 1.0} if name else {}), None
     if lab is not None:
-        from foreshard.runtime.lab import load_lab
+        from foreshard.lab.lab import load_lab
 
         bed = load_lab(lab)
         slow |= dict(zip(bed.devices, bed.slow, strict=True))
@@ -396,17 +396,15 @@ def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | No
     plan : Plan
     tokens : float, optional
     """
-    from foreshard.predict import measured
+    from foreshard.predict.measured import engine
 
-    return measured.predict_measured(
-        measured.load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens
-    )
+    return engine.predict_measured(engine.load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens)
 
 
 def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, Cluster]:
     """Return the best plans by measured costs, and the cluster: `planner.measured_plans.plan_measured`."""
-    from foreshard.planner.measured_plans import plan_measured as planned
-    from foreshard.predict.measured import load_costs
+    from foreshard.planner.measured.plans import plan_measured as planned
+    from foreshard.predict.measured.engine import load_costs
 
     target = _lab_or_cluster(cluster)
     return planned(load_costs(costs), target, **asked), target
@@ -430,12 +428,12 @@ def validate(
     """
     from foreshard.catalog.training import training_constants
     from foreshard.predict import predict
-    from foreshard.profile.rows import Row
-    from foreshard.profile.validation import validate
+    from foreshard.validation.rows import TrainingRow
+    from foreshard.validation.validate import validate
 
     constants = training_constants(exclude_calibration)
 
-    def predicted(row: Row) -> Any:
+    def predicted(row: TrainingRow) -> Any:
         return predict(
             row.model,
             row.cluster,

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from foreshard.report import html
-from foreshard.report.advice import improvements
+from foreshard.advise.advice import improvements
+from foreshard.report.pages import prediction_page
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -59,7 +59,9 @@ setTimeout(() => {
 def page(answered, tmp_path):
     asked, prediction, timeline = answered
     path = tmp_path / "report.html"
-    text = html.page(html.page_data(asked, prediction, timeline, improvements(asked, prediction)))
+    text = prediction_page.page(
+        prediction_page.page_data(asked, prediction, timeline, improvements(asked, prediction))
+    )
     path.write_text(text, encoding="utf-8")
     return path
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foreshard.runtime.membership import Membership
+from foreshard.runtime.membership.member import Membership
 
 
 def work(rank: int, port: int, secret: bytes, timeout_s: float, told: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foreshard.runtime.fixed import FixedMembership
-from foreshard.runtime.job import Job
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan, parse_plan

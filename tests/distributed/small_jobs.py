@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreshard.runtime.job import Job
+from foreshard.runtime.job.job import Job
 
 WORDS, WIDTH, HEADS = 32, 16, 4
 

@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 from rehearsal import plan_of
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.lines import whole_lines
-from foreshard.runtime.outcome import outcome_of
-from foreshard.runtime.secret import make_secret
-from foreshard.runtime.work import Work
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.secret import make_secret
+from foreshard.runtime.records.durable_jsonl import whole_lines
+from foreshard.runtime.records.outcome import outcome_of
+from foreshard.runtime.run_settings import RunSettings
 
 STEPS = 24
 JOB = """
@@ -45,7 +45,7 @@ def agent_of(out: Path, full: range, **more) -> Agent:
     out.mkdir()
     job = out / "job.py"
     job.write_text(JOB.format(first=full.start, last=full.stop))
-    work = Work(
+    work = RunSettings(
         job=str(job),
         out=str(out),
         steps=STEPS,

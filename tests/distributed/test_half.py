@@ -14,7 +14,7 @@ from rehearsal import gradients, rehearse, values, worst_error
 from small_jobs import gpt
 from small_plans import ALONE, PLANS
 
-from foreshard.runtime.loss_scale import GROWTH_STEPS, LossScale, first_scale
+from foreshard.runtime.engine.loss_scale import GROWTH_STEPS, LossScale, first_scale
 from foreshard.runtime.trainer import Options, Trainer
 
 

@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers", exc_type=ImportError)
 from rehearsal import plan_of
 from small_plans import PLANS
 
-from foreshard.runtime.equality import alone as alone_plan
-from foreshard.runtime.equality import gradient_error
-from foreshard.runtime.job import load_job
+from foreshard.runtime.gradient_check import alone as alone_plan
+from foreshard.runtime.gradient_check import gradient_error
+from foreshard.runtime.job.job import load_job
 from foreshard.runtime.launch import launch
 from foreshard.runtime.trainer import Trainer
 

@@ -17,10 +17,10 @@ pytest.importorskip("torch")
 from rehearsal import plan_of
 from small_files import SLOW_JOB
 
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.outcome import outcome_of
-from foreshard.runtime.secret import make_secret
-from foreshard.runtime.work import Work
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.secret import make_secret
+from foreshard.runtime.records.outcome import outcome_of
+from foreshard.runtime.run_settings import RunSettings
 
 STEPS, BATCH = 400, 3
 GROUPS = [{"share": 1, "micro_batch": 1, "stages": [([rank], [[0, 2]])]} for rank in range(BATCH)]
@@ -36,7 +36,7 @@ def free_port() -> int:
 class FirstHost:
     """The host of rank 0: `foreshard run` as torchrun starts it, the same way every time."""
 
-    def __init__(self, folder: Path, work: Work, secret: Path, port: int):
+    def __init__(self, folder: Path, work: RunSettings, secret: Path, port: int):
         self._words = [
             sys.executable,
             "-m",
@@ -95,7 +95,9 @@ def test_another_host_takes_over_the_rendezvous_and_takes_the_lost_one_back(tmp_
     out, plan, port = tmp_path / "run", plan_of(GROUPS, global_batch=BATCH), free_port()
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
     secret = make_secret(tmp_path / "secret")
-    work = Work(job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=5.0, interface="127.0.0.1")
+    work = RunSettings(
+        job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=5.0, interface="127.0.0.1"
+    )
     agent = Agent(
         out=out,
         plan=plan,

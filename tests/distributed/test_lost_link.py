@@ -7,12 +7,12 @@ import time
 import pytest
 from small_files import SLOW_JOB
 
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.lab import Lab
-from foreshard.runtime.lab_network import LabNetwork, missing
-from foreshard.runtime.outcome import outcome_of
-from foreshard.runtime.secret import make_secret
-from foreshard.runtime.work import Work
+from foreshard.lab.lab import Lab
+from foreshard.lab.network import LabNetwork, missing
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.secret import make_secret
+from foreshard.runtime.records.outcome import outcome_of
+from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan import parse_plan
 
 LACKS = missing()
@@ -37,7 +37,7 @@ def test_one_end_of_a_lost_link_stays_out(tmp_path):
     lab = Lab(clock="wall", slow=(1.0,) * 3, devices=("cpu",) * 3, bandwidth_bytes_per_s=1e8, latency_s=1e-4)
     cut_s = []
     with LabNetwork(lab) as bed:
-        work = Work(
+        work = RunSettings(
             job=str(tmp_path / "job.py"), out=str(out), steps=STEPS, detect_s=DETECT_S, interface=bed.address
         )
         agent = Agent(

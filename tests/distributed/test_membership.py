@@ -10,8 +10,8 @@ import time
 import pytest
 from member import work
 
-from foreshard.runtime.store import Client, StoreServer
-from foreshard.runtime.supervisor import Supervisor
+from foreshard.runtime.membership.store import Client, StoreServer
+from foreshard.runtime.membership.supervisor import Supervisor
 from foreshard.spec.plan import parse_plan
 
 SECRET = b"of this test only"
@@ -32,7 +32,7 @@ class Host:
     def __init__(self, folder):
         self.folder, self.made, self.told = folder, multiprocessing.get_context("forkserver"), []
         self.made.set_forkserver_preload(
-            ["foreshard.runtime.membership"]
+            ["foreshard.runtime.membership.member"]
         )  # torch is loaded once for all ranks
         self.pipes, self.ranks, self.port, self.since = {}, {}, 0, 0
         self.open = True

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from foreshard.runtime.equality import gradient_error
-from foreshard.runtime.job import Job
+from foreshard.runtime.gradient_check import gradient_error
+from foreshard.runtime.job.job import Job
 
 WORDS = 16
 
@@ -149,7 +149,7 @@ def test_lines_weigh_by_their_words() -> None:
     """The loss is the mean over words, not over micro-batches or lines."""
     losses = rehearse(job(Lines(40), mixing), PLANS["uneven replicas"], steps=1)[0][0]
     made = job(Lines(40), mixing)
-    from foreshard.runtime.data import Feed
+    from foreshard.runtime.job.data import Feed
 
     batch = Feed(made.dataset, made.collate, global_batch=12, prefetch=0).batch(range(12))
     x = made.inputs(batch)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from rehearsal import plan_of
 
-from foreshard.runtime import checkpoint
+from foreshard.runtime.checkpoint import format
 from foreshard.runtime.launch import launch
 
 JOB = """
@@ -51,7 +51,7 @@ def test_a_run_is_in_the_precision_asked_for(dtype, kept, seen, tmp_path: Path) 
     )
     assert found is not None and (found.steps, found.lost, found.misread) == (2, 0, 0)
     assert set((tmp_path / "seen").read_text().split()) == {f"torch.{seen}"}
-    tensors = checkpoint.load(out / "ckpt", 2, lambda key: key.startswith("layers."))
+    tensors = format.load(out / "ckpt", 2, lambda key: key.startswith("layers."))
     assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{kept}"}
     events = [json.loads(text) for text in (out / "events.jsonl").read_text().splitlines()]
     warned = [line["text"] for line in events if line["kind"] == "warning"]

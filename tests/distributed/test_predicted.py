@@ -13,14 +13,14 @@ from small_jobs import gpt
 from small_plans import PLANS
 
 from foreshard.errors import SpecError
-from foreshard.predict.measured import predict_measured, rank_times
-from foreshard.predict.measured_costs import load_costs
+from foreshard.lab.lab import Lab
+from foreshard.predict.measured.costs import load_costs
+from foreshard.predict.measured.engine import predict_measured, rank_times
 from foreshard.profile.calibration import calibrate
 from foreshard.profile.layer_times import profile_layers, write_profile
-from foreshard.runtime.executor import through
-from foreshard.runtime.fixed import FixedMembership
-from foreshard.runtime.lab import Lab
-from foreshard.runtime.tensor_alone import TensorPart
+from foreshard.runtime.engine.executor import through
+from foreshard.runtime.membership.fixed_membership import FixedMembership
+from foreshard.runtime.tensor.single_rank import TensorPart
 from foreshard.runtime.trainer import Trainer
 
 LAB = Lab(

@@ -14,7 +14,7 @@ from small_jobs import JOBS
 from small_plans import ALONE, PLANS
 
 from foreshard.errors import SpecError
-from foreshard.runtime.fixed import FixedMembership
+from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
 
 BEFORE_AND_AFTER = [

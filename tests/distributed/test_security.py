@@ -10,8 +10,8 @@ import time
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.runtime.secret import awaited_secret, checked_secret, make_secret
-from foreshard.runtime.store import MAX_MESSAGE_BYTES, MAX_STRANGERS, Client, Refused, StoreServer
+from foreshard.runtime.membership.secret import awaited_secret, checked_secret, make_secret
+from foreshard.runtime.membership.store import MAX_MESSAGE_BYTES, MAX_STRANGERS, Client, Refused, StoreServer
 
 SECRET = b"known to the ranks of the run"
 
@@ -64,7 +64,7 @@ def test_strangers_who_say_nothing_do_not_keep_ranks_out(server):
 
 
 def test_more_silent_strangers_than_there_are_places_delay_a_rank_but_do_not_stop_it(server, monkeypatch):
-    monkeypatch.setattr("foreshard.runtime.store.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("foreshard.runtime.membership.store.HANDSHAKE_S", 0.5)
     silent = [socket.create_connection((server.address, server.port)) for _ in range(MAX_STRANGERS + 20)]
     client = Client((server.address, server.port), SECRET, patience_s=10)
     began = time.monotonic()

@@ -16,16 +16,16 @@ from rehearsal import plan_of, rehearse, values, worst_error
 from test_tensor import parts, whole
 from test_tensor_hf import Lines, job
 
-from foreshard.predict.measured import predict_measured
-from foreshard.predict.measured_costs import MeasuredCosts, load_costs
+from foreshard.lab.lab import Lab
+from foreshard.predict.measured.costs import MeasuredCosts, load_costs
+from foreshard.predict.measured.engine import predict_measured
 from foreshard.profile.calibration import calibrate
 from foreshard.profile.layer_times import profile_layers, write_profile
-from foreshard.runtime import hf_split
-from foreshard.runtime.equality import gradient_error
-from foreshard.runtime.executor import through
-from foreshard.runtime.hf_tensor import CUT
-from foreshard.runtime.lab import Lab
-from foreshard.runtime.tensor_alone import TensorPart
+from foreshard.runtime.engine.executor import through
+from foreshard.runtime.gradient_check import gradient_error
+from foreshard.runtime.job import hf_split
+from foreshard.runtime.job.hf_tensor import CUT
+from foreshard.runtime.tensor.single_rank import TensorPart
 from foreshard.spec.plan import Plan
 
 

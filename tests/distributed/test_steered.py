@@ -12,10 +12,10 @@ from small_jobs import gpt
 
 from foreshard.control.controller import Controller
 from foreshard.control.slots import MP_OVER_DP, Budget, Chain, State
-from foreshard.runtime.dealer import Dealer
-from foreshard.runtime.fixed import FixedMembership
-from foreshard.runtime.lab import PROBED_LAYERS, Change, Lab
-from foreshard.runtime.probe import MESSAGE_BYTES
+from foreshard.lab.lab import PROBED_LAYERS, Change, Lab
+from foreshard.runtime.adaptive.idle_probe import MESSAGE_BYTES
+from foreshard.runtime.adaptive.stage_balancer import StageBalancer
+from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.plan import parse_plan
 
@@ -180,7 +180,7 @@ def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
     dealt, still = (
         trained(plan, 7, policy_of, slow=slow)
         for policy_of in (
-            lambda job: Dealer(*world_of(job), plan),
+            lambda job: StageBalancer(*world_of(job), plan),
             None,
         )
     )

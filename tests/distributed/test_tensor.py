@@ -15,12 +15,12 @@ from small_jobs import gpt
 from small_plans import ALONE
 
 from foreshard.errors import SpecError
-from foreshard.runtime.checkpoint import load
-from foreshard.runtime.equality import joined
-from foreshard.runtime.lab import Lab
-from foreshard.runtime.layout import layout_of
-from foreshard.runtime.parameters import parameters_of
-from foreshard.runtime.tensor_checks import check_split
+from foreshard.lab.lab import Lab
+from foreshard.runtime.checkpoint.format import load
+from foreshard.runtime.gradient_check import joined
+from foreshard.runtime.state.layout import layout_of
+from foreshard.runtime.state.parameters import parameters_of
+from foreshard.runtime.tensor.checks import check_split
 from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
 

@@ -15,10 +15,10 @@ from rehearsal import plan_of
 from torch.nn.functional import cross_entropy
 
 from foreshard.errors import SpecError
-from foreshard.runtime.equality import gradient_error
-from foreshard.runtime.hf_split import KNOWN
-from foreshard.runtime.hf_tensor import CUT
-from foreshard.runtime.job import Job
+from foreshard.runtime.gradient_check import gradient_error
+from foreshard.runtime.job.hf_split import KNOWN
+from foreshard.runtime.job.hf_tensor import CUT
+from foreshard.runtime.job.job import Job
 
 WORDS = 32
 SMALL = {

@@ -15,7 +15,7 @@ from small_plans import ALONE
 from test_tensor import PLANS, parts
 from theatre import Theatre
 
-from foreshard.runtime.equality import joined
+from foreshard.runtime.gradient_check import joined
 
 STEPS = 6
 FAULTS = {

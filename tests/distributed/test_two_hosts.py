@@ -20,10 +20,10 @@ torch = pytest.importorskip("torch")
 
 from rehearsal import plan_of
 
-from foreshard.runtime.checkpoint import load
-from foreshard.runtime.job import load_job
-from foreshard.runtime.outcome import Outcome, outcome_of
-from foreshard.runtime.secret import make_secret
+from foreshard.runtime.checkpoint.format import load
+from foreshard.runtime.job.job import load_job
+from foreshard.runtime.membership.secret import make_secret
+from foreshard.runtime.records.outcome import RunOutcome, outcome_of
 from foreshard.runtime.trainer import Trainer
 
 JOB = """
@@ -221,7 +221,7 @@ def generations(hosts: Hosts) -> list[list[int]]:
     return [line["ranks"] for line in lines if line["kind"] == "generation"]
 
 
-def check(hosts: Hosts, steps: int) -> Outcome:
+def check(hosts: Hosts, steps: int) -> RunOutcome:
     """Check the loss of every step, the samples and the last parameters against one process alone."""
     from foreshard.runtime.trainer import Options
 

@@ -17,9 +17,9 @@ from small_jobs import JOBS
 from small_plans import ALONE, PLANS
 from theatre import Killed, Theatre
 
-from foreshard.runtime import checkpoint
 from foreshard.runtime import trainer as trainer_module
-from foreshard.runtime.checkpoint_folders import latest
+from foreshard.runtime.checkpoint import format
+from foreshard.runtime.checkpoint.folders import latest
 
 STEPS = 8
 FAULTS = {
@@ -112,7 +112,7 @@ def test_killed_around_the_rename_of_a_checkpoint(
     when: str, tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then all die: they begin again from a whole checkpoint, or from the one before."""
-    name_it, lives = checkpoint._name_it, []
+    name_it, lives = format._name_it, []
 
     def naming(*given: Any) -> None:
         lives.append(1)
@@ -122,7 +122,7 @@ def test_killed_around_the_rename_of_a_checkpoint(
         if len(lives) == 2 and when == "after":
             raise Killed
 
-    monkeypatch.setattr(checkpoint, "_name_it", naming)
+    monkeypatch.setattr(format, "_name_it", naming)
     faults = {(rank, 0): ("forward", 24) for rank in range(1, 4)}
     check(run_of(tmp_path, "uneven replicas", faults), alone)
 

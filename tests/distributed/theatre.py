@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from foreshard.runtime import membership as membership_module
-from foreshard.runtime.job import Job
-from foreshard.runtime.ledger import Audit, Ledger, audit
-from foreshard.runtime.membership import Membership
-from foreshard.runtime.store import StoreServer
-from foreshard.runtime.supervisor import Supervisor
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.membership import member as membership_module
+from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.membership.store import StoreServer
+from foreshard.runtime.membership.supervisor import Supervisor
+from foreshard.runtime.records.ledger import Audit, Ledger, audit
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.plan import Plan
 

@@ -15,9 +15,9 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.errors import SpecError
 from foreshard.predict import predict
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.graph import graph_times
+from foreshard.predict.graph.engine import graph_times
 from foreshard.spec.plan import Group, Plan, parse_plan
 from foreshard.spec.prediction import TIME_PARTS
 

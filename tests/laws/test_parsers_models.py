@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foreshard.catalog.hf import FAMILIES, model_from_config, read_config
+from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
 from foreshard.catalog.models import load_model, resolve_row_model
 from foreshard.catalog.row_dimensions import DIMENSIONS
 from foreshard.errors import SpecError

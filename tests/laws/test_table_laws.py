@@ -13,10 +13,10 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants
+from foreshard.predict.analytical.table import evaluate
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import draw_plans, valid_plans
 from foreshard.predict.stage_rows import extra_chunks, stage_rows_of
-from foreshard.predict.table import evaluate
 from foreshard.spec.checks import check_plan
 from foreshard.spec.layout import block_cuts
 

@@ -16,11 +16,11 @@ import simpy
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.graph import graph_times
-from foreshard.predict.graph_buckets import bucket_sync_s
-from foreshard.predict.graph_prices import group_prices
+from foreshard.predict.graph.buckets import bucket_sync_s
+from foreshard.predict.graph.engine import graph_times
+from foreshard.predict.graph.prices import group_prices
 from foreshard.spec.plan import Group, Plan, Stage
 
 CONSTANTS = replace(TrainingConstants(), jitter=0.0)

@@ -9,9 +9,9 @@ import pytest
 
 from foreshard.predict.batch import Case
 from foreshard.predict.memory import plan_memory
-from foreshard.profile.rows import Row, read_training_rows
-from foreshard.profile.tables import measured_folder
 from foreshard.spec.prediction import Memory
+from foreshard.validation.rows import TrainingRow, read_training_rows
+from foreshard.validation.tables import measured_folder
 
 TABLES = (
     "simumax_b200",
@@ -26,7 +26,7 @@ ALLOCATED_LIMIT, OTHER_LIMIT, WRONG_LIMIT = 0.03, 0.10, 0.10
 
 
 @cache
-def cases_of(table: str) -> tuple[tuple[Row, Memory], ...]:
+def cases_of(table: str) -> tuple[tuple[TrainingRow, Memory], ...]:
     """Rows of a table with what is predicted for them."""
     path = measured_folder() / f"llm_{table}.csv"
     if not path.exists():
@@ -36,7 +36,7 @@ def cases_of(table: str) -> tuple[tuple[Row, Memory], ...]:
     return tuple((row, plan_memory(case)[0]) for row, case in zip(rows, cases, strict=True))
 
 
-def error(row: Row, memory: Memory) -> float:
+def error(row: TrainingRow, memory: Memory) -> float:
     """Relative error of the quantity the source reports."""
     assert row.measured_peak_bytes is not None
     made = memory.peak_bytes if row.memory_kind == "reserved" else memory.peak_allocated_bytes

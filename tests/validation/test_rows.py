@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.profile.rows import read_training_rows
-from foreshard.profile.tables import measured_folder, read_table
 from foreshard.spec.plan import check_recompute
+from foreshard.validation.rows import read_training_rows
+from foreshard.validation.tables import measured_folder, read_table
 
 SEALED = "llm_torchtitan_2024.csv"  # opened once, at the very end
 FOLDER = Path(__file__).resolve().parents[2] / measured_folder()

@@ -11,7 +11,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from foreshard.catalog.hf import model_from_config
+from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.hybrids import hybrid_model
 from foreshard.catalog.model_dims import model_from_dims
 from foreshard.errors import SpecError

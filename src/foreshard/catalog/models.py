@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from foreshard.catalog.hf import model_from_config, read_config
+from foreshard.catalog.hf.load import model_from_config, read_config
 from foreshard.catalog.model_dims import model_from_dims
 from foreshard.catalog.model_names import find_model, models
 from foreshard.catalog.model_rows import resolve_row_model

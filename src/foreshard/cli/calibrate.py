@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import click
 
-from foreshard.cli.answer import answering, give
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import SpecError
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, give
-from foreshard.cli.options import describing_a_run, to_request
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.request import describing_a_run, to_request
+from foreshard.cli.options.sources import configurable
 from foreshard.report import quantity
 from foreshard.report.screen import Screen, table
 from foreshard.spec.prediction import TIME_PARTS

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from foreshard import __version__
-from foreshard.cli.answer import answering, give
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.sources import configurable
 from foreshard.report.screen import Screen, table
 
 _EXTRAS = {
@@ -128,7 +128,7 @@ def _one_prediction() -> dict[str, str]:
 
 
 def _measurements() -> dict[str, str]:
-    from foreshard.profile.tables import measured_folder
+    from foreshard.validation.tables import measured_folder
 
     folder = measured_folder()
     found = sorted(folder.glob("*.csv*")) if folder.is_dir() else []

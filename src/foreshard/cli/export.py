@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from foreshard.cli.answer import cannot_write, dump, say, write_text
-from foreshard.cli.options import Amount, Word
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import cannot_write, dump, say, write_text
+from foreshard.cli.options.request import Amount, Word
+from foreshard.cli.options.sources import configurable
 from foreshard.interop import TARGETS
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.cli import run
-from foreshard.cli.answer import answering, give, say
-from foreshard.cli.extras import needs_torch
-from foreshard.cli.resumable import resumable
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give, say
+from foreshard.cli.options.extras import needs_torch
+from foreshard.cli.options.resumable import resumable
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import SpecError
 from foreshard.report.lab_screen import lab_screen
 
 if TYPE_CHECKING:
-    from foreshard.runtime.lab import Lab
+    from foreshard.lab.lab import Lab
 
 _LIKE_RUN = (
     "steps",
@@ -56,7 +56,7 @@ def command(lab_file: str, job: str | None, plan_file: str | None, **options: An
     foreshard lab examples/labs/mixed4.toml
     foreshard lab examples/labs/mixed4.toml --plan plan.json examples/jobs/gpt_job.py
     """  # noqa: D301 - a lone backslash-b keeps lines apart
-    from foreshard.runtime.lab import load_lab
+    from foreshard.lab.lab import load_lab
 
     lab = load_lab(lab_file)
     if job is None and plan_file is None:
@@ -74,7 +74,7 @@ def command(lab_file: str, job: str | None, plan_file: str | None, **options: An
 
 def show(lab: Lab) -> None:
     """Print what the lab is, and whether this machine can enforce it."""
-    from foreshard.runtime.lab_network import missing
+    from foreshard.lab.network import missing
 
     lacks = missing() if lab.clock == "wall" else None
     data = {"schema_version": 1, "lab": lab.to_dict(), "missing": lacks}
@@ -84,7 +84,7 @@ def show(lab: Lab) -> None:
 def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, Any]) -> None:
     """Run the job on the lab and print what came of it."""
     needs_torch("lab", "Training")
-    from foreshard.runtime.lab_network import LabNetwork, missing
+    from foreshard.lab.network import LabNetwork, missing
     from foreshard.runtime.launch import launch
 
     run.check(options)

@@ -7,18 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, cannot_write, dump, give, must_be_writable, say, write_text
-from foreshard.cli.options import Amount, Count, Word
-from foreshard.cli.settings import configurable
-from foreshard.cli.watched import watched
+from foreshard.cli.options.answer import (
+    answering,
+    cannot_write,
+    dump,
+    give,
+    must_be_writable,
+    say,
+    write_text,
+)
+from foreshard.cli.options.progress import watched
+from foreshard.cli.options.request import Amount, Count, Word
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
+    from foreshard.advise.baseline_comparison import ComparedPlanner
+    from foreshard.advise.sensitivity import Gain
     from foreshard.planner.result import PlanResult
-    from foreshard.report.rivals import Rival
     from foreshard.report.screen import Screen
-    from foreshard.report.sensitivity import Gain
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
@@ -147,7 +155,7 @@ def command(
     with watched(asked.get("budget_s")) as pressed:
         result = api.plan(source, target, **asked)
     gains = _gains(source, target, asked, result) if explain and result.plans and not pressed else ()
-    rivals: tuple[Rival, ...] = ()
+    rivals: tuple[ComparedPlanner, ...] = ()
     if against and not pressed:
         result, rivals = _rivals(source, target, asked, result, against)
     _write_plan(ctx, [one.plan for one in result.plans[:1]])
@@ -165,7 +173,7 @@ def _measured(
     ctx: click.Context, model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
 ) -> None:
     """Answer from measured costs; they are of one model, which MODEL names."""
-    from foreshard.cli import measured
+    from foreshard.cli.options import measured
 
     with watched(asked.get("budget_s")) as pressed:
         result, target = measured.plan(model, cluster, asked, others)
@@ -189,7 +197,7 @@ def _limits_need_tokens(values: dict[str, Any]) -> None:
 def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult) -> tuple[Gain, ...]:
     """Return what other hardware would gain, each searched with a part of the budget."""
     from foreshard import api
-    from foreshard.report.sensitivity import sensitivity
+    from foreshard.advise.sensitivity import sensitivity
 
     budget_s = min(_EXPLAIN_S, asked.get("budget_s") or _EXPLAIN_S)
     again = {**asked, "top": 1, "budget_s": budget_s}
@@ -198,10 +206,10 @@ def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanRe
 
 def _rivals(
     model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult, names: tuple[str, ...]
-) -> tuple[PlanResult, tuple[Rival, ...]]:
+) -> tuple[PlanResult, tuple[ComparedPlanner, ...]]:
     """Return what other planners come to, and the result with the best of their plans if it is better."""
+    from foreshard.advise.baseline_comparison import rival
     from foreshard.planner.baselines import beside_others
-    from foreshard.report.rivals import rival
 
     result, judged = beside_others(model, cluster, result, names, **asked)
     ours_s = result.plans[0].prediction.step_time_s if result.plans else None
@@ -251,7 +259,7 @@ def _screen(
     model: str,
     cluster: Cluster,
     gains: tuple[Gain, ...],
-    rivals: tuple[Rival, ...],
+    rivals: tuple[ComparedPlanner, ...],
     pressed: bool,
 ) -> Callable[[], Screen]:
     def made() -> Screen:
@@ -268,10 +276,10 @@ def _write_report(
     cluster: Cluster,
     screen: Callable[[], Screen],
     gains: tuple[Gain, ...],
-    rivals: tuple[Rival, ...],
+    rivals: tuple[ComparedPlanner, ...],
 ) -> None:
-    from foreshard.report.html import write_page
-    from foreshard.report.plan_html import plan_page
+    from foreshard.report.pages.plan_page import plan_page
+    from foreshard.report.pages.prediction_page import write_page
 
     if not result.plans:
         say(f"report: no plan to draw, {path} not written")

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli import measured
-from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
-from foreshard.cli.options import describing_a_run, to_request
-from foreshard.cli.settings import configurable
+from foreshard.cli.options import measured
+from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
+from foreshard.cli.options.request import describing_a_run, to_request
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.report.change import Effect
-    from foreshard.report.fit import Fit
-    from foreshard.report.request import Request
+    from foreshard.advise.change import Effect
+    from foreshard.advise.fit import Fit
+    from foreshard.advise.request import Request
     from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.timeline import Timeline
@@ -63,19 +63,19 @@ def command(
 
 
 def _advice(request: Request, prediction: Prediction) -> tuple[Effect, ...]:
-    from foreshard.report.advice import improvements
+    from foreshard.advise.advice import improvements
 
     return improvements(request, prediction)
 
 
 def _nearest(request: Request, prediction: Prediction) -> Fit:
-    from foreshard.report.fit import nearest_fit
+    from foreshard.advise.fit import nearest_fit
 
     return nearest_fit(request, prediction)
 
 
 def _verdict(prediction: Prediction, fit: Fit) -> str:
-    from foreshard.report.fit import verdict
+    from foreshard.advise.fit import verdict
 
     return verdict(prediction, fit)
 
@@ -92,7 +92,7 @@ def _screen(
     advice: tuple[Effect, ...] | None,
     explained: dict[str, str] | None,
 ) -> Screen:
-    from foreshard.report.shares import group_times
+    from foreshard.advise.group_times import group_times
     from foreshard.report.summary import prediction_screen
 
     return prediction_screen(prediction, advice, explained, group_times(request, prediction.plan))
@@ -147,7 +147,7 @@ def _write_report(
     advice: tuple[Effect, ...],
     fit: Fit | None,
 ) -> None:
-    from foreshard.report.html import page, page_data, write_page
+    from foreshard.report.pages.prediction_page import page, page_data, write_page
 
     made = page(page_data(request, prediction, timeline, advice, fit))
     _save(path, "report", lambda: write_page(path, made))

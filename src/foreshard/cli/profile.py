@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from foreshard.cli.answer import answering, give, say
-from foreshard.cli.extras import needs_torch
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give, say
+from foreshard.cli.options.extras import needs_torch
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import SpecError
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from foreshard import __version__
-from foreshard.cli.answer import dump
-from foreshard.cli.settings import name_source
+from foreshard.cli.options.answer import dump
+from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import ForeshardError, SpecError
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, cannot_write, give, say, wants_json
-from foreshard.cli.extras import needs_torch
-from foreshard.cli.options import Word
-from foreshard.cli.resumable import resumable
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
+from foreshard.cli.options.extras import needs_torch
+from foreshard.cli.options.request import Word
+from foreshard.cli.options.resumable import resumable
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.units import format_seconds
 
 if TYPE_CHECKING:
-    from foreshard.runtime.outcome import Outcome
+    from foreshard.runtime.records.outcome import RunOutcome
 
 
 @answering
@@ -181,7 +181,7 @@ def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | Non
 
 def changes_of(lab: str | None) -> bool:
     """Return whether a lab changes during a run: predictions are of what it is at first."""
-    from foreshard.runtime.lab import load_lab
+    from foreshard.lab.lab import load_lab
 
     return lab is not None and bool(load_lab(lab).changes)
 
@@ -193,7 +193,7 @@ def progress_of(steps: int, predicted_s: float | None) -> AbstractContextManager
     return nullcontext() if wants_json() else progress(steps, predicted_s)
 
 
-def tell(outcome: Outcome, predicted_s: float | None, lab: str | None) -> None:
+def tell(outcome: RunOutcome, predicted_s: float | None, lab: str | None) -> None:
     """Print what came of a run, beside what was predicted."""
     from foreshard.report.run_screen import run_screen
 

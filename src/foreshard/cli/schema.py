@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from foreshard.cli.answer import answering, give
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.sources import configurable
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen, table

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, cannot_write, give, must_be_writable, say
-from foreshard.cli.options import Count
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, cannot_write, give, must_be_writable, say
+from foreshard.cli.options.request import Count
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.control.contest import Contest
     from foreshard.report.screen import Screen
+    from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
 
 
@@ -117,9 +117,9 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
                 rule="A lab is played with measured costs, from a plan",
                 fix=f"Add --{name} FILE",
             )
-    from foreshard.report.foretold_screen import foretold_screen
-    from foreshard.runtime.foretelling import foretell
-    from foreshard.runtime.steering import POLICIES
+    from foreshard.lab.simulated_run import foretell
+    from foreshard.report.simulated_run_screen import foretold_screen
+    from foreshard.runtime.adaptive.steering import POLICIES
 
     found = foretell(
         file,
@@ -133,10 +133,10 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
     give({"schema_version": 1, "lab": file, "policies": policies}, lambda: foretold_screen(file, policies))
 
 
-def _write(path: str, found: Contest) -> None:
-    from foreshard.control.sweeps import sweeps
-    from foreshard.report.html import write_page
-    from foreshard.report.online_page import online_page
+def _write(path: str, found: Evaluation) -> None:
+    from foreshard.report.pages.prediction_page import write_page
+    from foreshard.report.pages.simulation_page import online_page
+    from foreshard.simulate.sweeps import sweeps
 
     try:
         size = write_page(path, online_page(found, sweeps(found.scenario, found.slots)))
@@ -145,7 +145,7 @@ def _write(path: str, found: Contest) -> None:
     say(f"report: {path} ({size / 1e6:.2f} MB)")
 
 
-def _screen(found: Contest) -> Screen:
-    from foreshard.report.online_table import online_screen
+def _screen(found: Evaluation) -> Screen:
+    from foreshard.report.simulation_table import online_screen
 
     return online_screen(found)

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from foreshard.cli.answer import answering, give, say
-from foreshard.cli.options import Amount
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give, say
+from foreshard.cli.options.request import Amount
+from foreshard.cli.options.sources import configurable
 from foreshard.errors import AccuracyError
 from foreshard.report import quantity
 from foreshard.report.screen import Screen, table
@@ -50,7 +50,7 @@ def command(
     A bare file name that is not here is looked for in FORESHARD_MEASURED (default ../shared/measured/dev).
     """
     from foreshard import api
-    from foreshard.profile.validation import check_mape
+    from foreshard.validation.validate import check_mape
 
     found = [find(name) for name in files]
     result = api.validate(found, engine=engine, costs=costs, exclude_calibration=exclude_calibration)
@@ -67,7 +67,7 @@ def find(name: str) -> str:
     """Return the path of a table: as given, else in the folder of measurements."""
     if os.path.exists(name) or os.path.basename(name) != name:
         return name
-    from foreshard.profile.tables import measured_folder
+    from foreshard.validation.tables import measured_folder
 
     known = Path(measured_folder()) / name
     return str(known) if known.exists() else name

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.answer import answering, give
-from foreshard.cli.options import describing_a_run, to_request
-from foreshard.cli.settings import configurable
+from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.request import describing_a_run, to_request
+from foreshard.cli.options.sources import configurable
 from foreshard.report import quantity
 from foreshard.report.screen import Screen, table
 
 if TYPE_CHECKING:
-    from foreshard.report.change import Effect
+    from foreshard.advise.change import Effect
     from foreshard.spec.prediction import Prediction
 
 

@@ -13,20 +13,20 @@ from typing import Any, TextIO
 import numpy as np
 
 from foreshard.control import journal, orders
-from foreshard.control.belief import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
-from foreshard.control.calm import Calm
-from foreshard.control.dual import allowances
-from foreshard.control.estimates import Estimates
-from foreshard.control.finalists import Finalists, Timed
-from foreshard.control.lessons import Lessons, weight_for
+from foreshard.control.budgets.dual import allowances
+from foreshard.control.budgets.dual_learning import DualLearning, weight_for
+from foreshard.control.budgets.end_of_horizon import EndOfHorizon, Partner
+from foreshard.control.budgets.objective import reshare, worth_of
+from foreshard.control.budgets.queues import Queues
+from foreshard.control.estimation.cooldown import Cooldown
+from foreshard.control.estimation.cost_correction import CostCorrection
+from foreshard.control.estimation.estimates import Estimates
+from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
 from foreshard.control.moves import move, move_costs, spans_of
-from foreshard.control.pricing import evaluate
-from foreshard.control.queues import Queues
-from foreshard.control.ran import Ran
-from foreshard.control.replicas import Compared, slots_of
-from foreshard.control.rest import Partner, Rest
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.shortlist import Shortlist, Timed
+from foreshard.control.search.slot_search import Compared, slots_of
 from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure
-from foreshard.control.worth import reshare, worth_of
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
     CarbonChanged,
@@ -112,12 +112,12 @@ class Controller:
         self.budgets = tuple(budgets)
         self._pause_s, self._patience = pause_s, patience
         self._horizon, self._late = horizon, late_steps
-        self._calm, self._partner, self._ran = Calm(quiet_steps), Partner(), Ran(late_steps)
+        self._calm, self._partner, self._ran = Cooldown(quiet_steps), Partner(), CostCorrection(late_steps)
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
         self.reading = orders.reading_of(plan) if reading is None else reading
         self._slots = slots_of(self.reading, chain, budgets, max_stages=max_stages, **self._asked)
         plain = max_stages > 1 and self.reading != MP_OVER_DP
-        self._finalists = Finalists(self._slots, budgets, timed=timed, plain=plain, **self._asked)
+        self._finalists = Shortlist(self._slots, budgets, timed=timed, plain=plain, **self._asked)
         self.estimates = Estimates(stated)
         self.choice = self._running(orders.structure_of(plan, self.reading), plan, stated)
         free = dict.fromkeys((one.name for one in budgets), 0.0)
@@ -126,7 +126,7 @@ class Controller:
         if weight is None:
             weight = max(weight_for(violation, horizon), _LEAST_DWELLS * _LONGEST_DWELL)
         self.queues = Queues(budgets, weight=weight, step_s=step_s)
-        self.lessons = Lessons(budgets, horizon)
+        self.lessons = DualLearning(budgets, horizon)
         self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
         self.ignored = 0
@@ -305,7 +305,7 @@ class Controller:
         """
         if not self._calm.is_open(self.queues.steps):
             return None, why
-        rest = Rest.of(self.queues, self._horizon)
+        rest = EndOfHorizon.of(self.queues, self._horizon)
         if rest is None or not self._calm.may_last(rest.steps, self.queues.steps):
             return best, why
         if best is None and rest.steps > _NEAR * self._calm.quiet_steps:
@@ -327,7 +327,7 @@ class Controller:
             return best, why
         return None, why
 
-    def _is_last(self, rest: Rest, other: Choice, running: Choice, state: State) -> bool:
+    def _is_last(self, rest: EndOfHorizon, other: Choice, running: Choice, state: State) -> bool:
         """Return whether it is time for the plan that runs to the end."""
         time_s, costs = self._change_of(other.structure, state)
         left = rest.less(time_s, {one.name: costs.get(one.key, 0.0) for one in self.budgets})

@@ -12,7 +12,7 @@ from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class LayerMove:
     """A change of structure without its pause.
 
     Attributes
@@ -26,7 +26,7 @@ class Move:
     egress_usd: float
 
 
-def move(chain: Chain, state: State, old: Structure, new: Structure) -> Move:
+def move(chain: Chain, state: State, old: Structure, new: Structure) -> LayerMove:
     """Return what it takes to send every worker the states of layers that it lacks.
 
     Each takes them over its fastest link from a worker that held any and is there; when none of those is
@@ -51,7 +51,7 @@ def move(chain: Chain, state: State, old: Structure, new: Structure) -> Move:
         best = int(rates.argmax())
         slowest_s = max(slowest_s, lacks / float(rates[best]))
         egress += lacks * float(state.usd_per_byte[sources[best], worker]) if left else 0.0
-    return Move(time_s=slowest_s, egress_usd=egress)
+    return LayerMove(time_s=slowest_s, egress_usd=egress)
 
 
 def spans_of(structure: Structure) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -63,7 +63,7 @@ def spans_of(structure: Structure) -> Iterator[tuple[int, tuple[int, int]]]:
             yield from zip(group.workers, itertools.pairwise(group.cuts), strict=True)
 
 
-def move_costs(state: State, new: Structure, done: Move, *, pause_s: float) -> dict[str, float]:
+def move_costs(state: State, new: Structure, done: LayerMove, *, pause_s: float) -> dict[str, float]:
     """Return costs of a change by kind: everybody in use waits for it and is paid, bytes are billed."""
     who, time_s = np.array(new.workers), pause_s + done.time_s
     rent = float(state.usd_per_h[who].sum()) / 3600.0 * time_s

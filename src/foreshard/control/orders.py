@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from foreshard.control.slots import DP_OVER_MP, MP_OVER_DP, Choice, Pipeline, Structure
+from foreshard.control.slots import DP_OVER_MP, MP_OVER_DP, Choice, Structure, WorkerPipeline
 from foreshard.errors import SpecError
-from foreshard.predict.measured_memory import counts_of
+from foreshard.predict.measured.memory import counts_of
 from foreshard.spec.plan import Group, Plan, Stage
 
 KINDS = ("keep", "re-share", "re-cut", "regroup", "idle", "activate")
@@ -49,7 +49,7 @@ def structure_of(plan: Plan, reading: str | None = None) -> Structure:
                     rule="Every stage is one rank, or several that all have samples of a micro-batch",
                 )
         return Structure(
-            groups=tuple(Pipeline(workers=stage.ranks, cuts=_span(stage)) for stage in group.stages),
+            groups=tuple(WorkerPipeline(workers=stage.ranks, cuts=_span(stage)) for stage in group.stages),
             reading=MP_OVER_DP,
         )
     groups = []
@@ -58,7 +58,7 @@ def structure_of(plan: Plan, reading: str | None = None) -> Structure:
         if any(len(stage.ranks) > 1 for stage in group.stages):
             raise _not_controlled(max(group.stages, key=lambda stage: len(stage.ranks)))
         cuts = (spans[0][0], *(stop for _, stop in spans))
-        groups.append(Pipeline(workers=tuple(stage.ranks[0] for stage in group.stages), cuts=cuts))
+        groups.append(WorkerPipeline(workers=tuple(stage.ranks[0] for stage in group.stages), cuts=cuts))
     return Structure(groups=tuple(groups))
 
 
@@ -133,7 +133,7 @@ def plan_of(
     return replace(running, groups=groups)
 
 
-def _stages(stage: Stage, group: Pipeline) -> tuple[Stage, ...]:
+def _stages(stage: Stage, group: WorkerPipeline) -> tuple[Stage, ...]:
     return tuple(
         replace(stage, ranks=(worker,), layers=(span,))
         for worker, span in zip(group.workers, pairwise(group.cuts), strict=True)

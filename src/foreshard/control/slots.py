@@ -147,7 +147,7 @@ STATE_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class WorkerPipeline:
     """Workers of a group, and its cuts.
 
     Attributes
@@ -167,7 +167,7 @@ class Pipeline:
 class Structure:
     """Groups of workers; those in no group are idle."""
 
-    groups: tuple[Pipeline, ...]
+    groups: tuple[WorkerPipeline, ...]
     reading: str = DP_OVER_MP
 
     @property

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import InfeasibleError
-from foreshard.planner.found import Found
-from foreshard.planner.grid import search_rows
-from foreshard.planner.grid_space import GridRequest
-from foreshard.planner.request import Request
+from foreshard.planner.grid.found import Found
+from foreshard.planner.grid.search import search_rows
+from foreshard.planner.grid.space import GridRequest
+from foreshard.planner.request import PlanRequest
 from foreshard.spec.cluster import Cluster
 from foreshard.units import number_of
 
@@ -26,7 +26,7 @@ _ONE_S, _ALL_S = 2.0, 12.0
 
 
 def infeasible(
-    request: Request,
+    request: PlanRequest,
     searched: Sequence[tuple[Cluster, Found]],
     *,
     exhaustive: bool = True,
@@ -73,7 +73,7 @@ def _words(table: PlanTable) -> str:
     return f"{text}, recompute {table.rules[int(table.recompute[0])]}"
 
 
-def _grid(request: Request, cluster: Cluster) -> GridRequest:
+def _grid(request: PlanRequest, cluster: Cluster) -> GridRequest:
     return GridRequest(
         model=request.model,
         cluster=cluster,
@@ -87,7 +87,7 @@ def _grid(request: Request, cluster: Cluster) -> GridRequest:
     )
 
 
-def _fits(request: Request, cluster: Cluster | None = None) -> bool:
+def _fits(request: PlanRequest, cluster: Cluster | None = None) -> bool:
     """Return whether a search finds any plan within a moment."""
     grid = _grid(request, cluster or request.cluster)
     found = search_rows(grid, keep=1, deadline=time.perf_counter(), patience_s=_ONE_S)
@@ -96,10 +96,10 @@ def _fits(request: Request, cluster: Cluster | None = None) -> bool:
     return len(found.score) > 0
 
 
-def _changes(request: Request) -> str | None:
+def _changes(request: PlanRequest) -> str | None:
     """Return the nearest change of each kind that fits, as far as the user waits for it."""
     stop = time.perf_counter() + _ALL_S
-    kinds: tuple[Callable[[Request], Iterator[tuple[str, Request]]], ...] = (
+    kinds: tuple[Callable[[PlanRequest], Iterator[tuple[str, PlanRequest]]], ...] = (
         _batches,
         _devices,
         _frameworks,
@@ -123,7 +123,7 @@ def _changes(request: Request) -> str | None:
     return f"It fits with {', or '.join(found)}"
 
 
-def _batches(request: Request) -> Iterator[tuple[str, Request]]:
+def _batches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Yield the nearest global batches that all devices divide, below and above."""
     devices = request.cluster.num_devices
     for batch in (
@@ -134,7 +134,7 @@ def _batches(request: Request) -> Iterator[tuple[str, Request]]:
             yield f"--global-batch {batch}", replace(request, global_batch=batch)
 
 
-def _devices(request: Request) -> Iterator[tuple[str, Request]]:
+def _devices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     nodes = request.cluster.nodes[0]
     counts = sorted({nodes.count + 1} | {int(nodes.count * times) for times in _GROW} - {nodes.count})
     for count in counts:
@@ -143,19 +143,19 @@ def _devices(request: Request) -> Iterator[tuple[str, Request]]:
         yield text, replace(request, cluster=larger, max_devices=None)
 
 
-def _frameworks(request: Request) -> Iterator[tuple[str, Request]]:
+def _frameworks(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     for label in _FRAMEWORKS:
         if label != request.framework.label:
             yield f"--framework {label}", replace(request, framework=load_framework(label))
 
 
-def _optimizers(request: Request) -> Iterator[tuple[str, Request]]:
+def _optimizers(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     for name in ("adamw-8bit", "adafactor"):
         if name != request.optimizer:
             yield f"--optimizer {name}", replace(request, optimizer=name)
 
 
-def _sequences(request: Request) -> Iterator[tuple[str, Request]]:
+def _sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     for divisor in _SHORTER:
         if request.seq_len // divisor:
             yield f"--seq {request.seq_len // divisor}", replace(request, seq_len=request.seq_len // divisor)

@@ -10,10 +10,10 @@ from typing import Any
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.instances import instances as catalog_instances
 from foreshard.errors import InfeasibleError, LimitError, SpecError
-from foreshard.planner.homogeneous import search_homogeneous
-from foreshard.planner.over_settings import search_settings
+from foreshard.planner.grid.equal_nodes import search_homogeneous
+from foreshard.planner.grid.ray_sweep import each_in_tasks, num_at_once
 from foreshard.planner.ranking import Limits, ranked
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.settings import (
     AS_SHIPPED,
@@ -23,7 +23,7 @@ from foreshard.planner.settings import (
     settings,
     switches,
 )
-from foreshard.planner.sweep import each_in_tasks, num_at_once
+from foreshard.planner.settings_search import search_settings
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 
@@ -103,7 +103,7 @@ class _Part:
     """The search of one instance."""
 
     name: str
-    request: Request
+    request: PlanRequest
     chosen: tuple[Setting, ...]
 
 
@@ -133,8 +133,8 @@ def rent(
 ) -> RentResult:
     """Return which instances to rent, how many, and the plan to run on them.
 
-    Every instance is searched at all numbers of nodes of :func:`foreshard.planner.sizes.sizes_of`; plans are
-    then ordered over all of them.
+    Every instance is searched at all numbers of nodes of
+    :func:`foreshard.planner.grid.node_counts.sizes_of`; plans are then ordered over all of them.
 
     Parameters
     ----------
@@ -316,7 +316,7 @@ def _clusters(
 
 
 def _offers(
-    search: _Search, clusters: Mapping[str, Cluster], request: Request | None, objectives: tuple[str, ...]
+    search: _Search, clusters: Mapping[str, Cluster], request: PlanRequest | None, objectives: tuple[str, ...]
 ) -> tuple[tuple[Offer, ...], InfeasibleError | LimitError | None]:
     """Return the offers in order, one for each instance and number of nodes."""
     limits = request.limits if request else Limits()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import SpecError
+from foreshard.planner.grid.ray_sweep import check_executor
 from foreshard.planner.ranking import OBJECTIVES, Limits
-from foreshard.planner.sweep import check_executor
 from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -19,7 +19,7 @@ from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS, invalid, on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """A search: what to train, on what, what to make small, and how long to look.
 
     comm : what the plans hide otherwise than the framework does by default; `framework` has it too
@@ -72,7 +72,7 @@ def checked_request(
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
     executor: str = "local",
-) -> Request:
+) -> PlanRequest:
     """Return the request, or raise SpecError naming the flag that is wrong."""
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
     for name in objectives:
@@ -94,7 +94,7 @@ def checked_request(
     ):
         if value is not None and not 0 < value < 1e30:
             raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
-    return Request(
+    return PlanRequest(
         model=model,
         cluster=cluster,
         global_batch=whole(global_batch, key="--global-batch", name="global-batch"),

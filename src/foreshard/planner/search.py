@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from foreshard.errors import SpecError
-from foreshard.planner.over_settings import search_settings
 from foreshard.planner.rental import rent
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.settings import AS_SHIPPED, checked_precisions, left_out, settings, switches
+from foreshard.planner.settings_search import search_settings
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import PRECISIONS
@@ -57,19 +57,19 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
 
 
 def _search_of(
-    request: Request,
-) -> tuple[Callable[[Request], PlanResult], Callable[[Request], float] | None]:
+    request: PlanRequest,
+) -> tuple[Callable[[PlanRequest], PlanResult], Callable[[PlanRequest], float] | None]:
     """Return what searches this kind of cluster, and what bounds it without a search."""
     if len(request.cluster.nodes) == 1:
-        from foreshard.planner.homogeneous import least_step_s, search_homogeneous
+        from foreshard.planner.grid.equal_nodes import least_step_s, search_homogeneous
 
         return search_homogeneous, least_step_s
-    from foreshard.planner.mixed import search_mixed
+    from foreshard.planner.mixed.search import search_mixed
 
     return search_mixed, None
 
 
-def _precision_known(request: Request) -> None:
+def _precision_known(request: PlanRequest) -> None:
     devices = [nodes.device for nodes in request.cluster.nodes]
     if any(device.supports(request.precision) for device in devices):
         return

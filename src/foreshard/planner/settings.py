@@ -14,8 +14,8 @@ from itertools import product
 
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
-from foreshard.planner.request import Request
-from foreshard.planner.stage_options import splits_sequences
+from foreshard.planner.pricing.stage_options import splits_sequences
+from foreshard.planner.request import PlanRequest
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS, Plan, one_of
 
@@ -32,7 +32,7 @@ class Setting:
     precision: str
     comm: Mapping[str, bool] = field(default_factory=dict)
 
-    def of(self, request: Request) -> Request:
+    def of(self, request: PlanRequest) -> PlanRequest:
         """Return the request under this setting."""
         if not self.comm:
             return replace(request, precision=self.precision)
@@ -85,12 +85,12 @@ def switches(asked: Sequence[str] | str, framework: Framework) -> tuple[str, ...
     return tuple(name for name in COMM_OPTIONS if name in names)
 
 
-def settings(request: Request, precisions: Sequence[str], may: Sequence[str]) -> Iterator[Setting]:
+def settings(request: PlanRequest, precisions: Sequence[str], may: Sequence[str]) -> Iterator[Setting]:
     """Yield what has to be searched so that no other setting holds a better plan, the likeliest first.
 
     Parameters
     ----------
-    request : Request
+    request : PlanRequest
     precisions : sequence of str
     may : sequence of str
         Switches of communication that may be set, see `switches`.
@@ -113,7 +113,7 @@ def settings(request: Request, precisions: Sequence[str], may: Sequence[str]) ->
             yield Setting(precision=precision, comm=always | dict(zip(either, values, strict=True)))
 
 
-def left_out(request: Request, precisions: Sequence[str]) -> dict[str, str]:
+def left_out(request: PlanRequest, precisions: Sequence[str]) -> dict[str, str]:
     """Return the precisions that cannot be searched, each with the reason."""
     found = {}
     for name in precisions:

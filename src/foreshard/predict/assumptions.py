@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import Case
-from foreshard.predict.host_tasks import HOST_MEMORY_BYTES_PER_S
 from foreshard.predict.rates import watts_of
+from foreshard.predict.tasks.host import HOST_MEMORY_BYTES_PER_S
 from foreshard.spec.plan import Group
 
 _ROUTING = {

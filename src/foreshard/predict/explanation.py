@@ -10,7 +10,7 @@ import numpy as np
 
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import Batch, Case
-from foreshard.predict.collective_tasks import expert_replicas
+from foreshard.predict.tasks.collectives import expert_replicas
 from foreshard.spec.plan import COMM_OPTIONS, Group, Stage
 from foreshard.units import format_bytes as size
 from foreshard.units import format_seconds as lasting

@@ -14,7 +14,7 @@ from foreshard.catalog.kernels import kernel_evidence
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
-from foreshard.predict.analytical import StepTimes, step_times
+from foreshard.predict.analytical.engine import StepTimes, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
 from foreshard.predict.explanation import explanations
@@ -152,7 +152,7 @@ def _times(case: Case, batch: Batch, engine: str, timeline: bool) -> tuple[dict[
     if engine == "analytical":
         return _longest(step_times(batch)), None
     _check_size(case.plan)
-    from foreshard.predict.graph import graph_times
+    from foreshard.predict.graph.engine import graph_times
 
     return graph_times(case, batch, timeline=timeline)
 

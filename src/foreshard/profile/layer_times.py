@@ -67,7 +67,7 @@ Through = Callable[[nn.Module, int, tuple[Any, ...], range], tuple[Any, ...]]
 """(module, layer, values, positions) -> values: how the runtime runs a layer."""
 
 
-class Part(Protocol):
+class TimedPart(Protocol):
     """The layers as one of several ranks holds that compute them together, without the others."""
 
     modules: list[nn.Module]
@@ -107,7 +107,7 @@ def profile_layers(
     beside: int = 1,
     busy: AbstractContextManager[None] | None = None,
     tell: Callable[[str], None] = lambda text: None,
-    parts: Mapping[int, Callable[[], Part]] | None = None,
+    parts: Mapping[int, Callable[[], TimedPart]] | None = None,
 ) -> dict[str, Any]:
     """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
@@ -308,7 +308,7 @@ def _of_degree(tell: Callable[[str], None], degree: int) -> Callable[[str], None
     return lambda text: tell(f"tp {degree}: {text}")
 
 
-def _sums(job: Trainable, part: Part, number: int, device: torch.device) -> dict[str, Any]:
+def _sums(job: Trainable, part: TimedPart, number: int, device: torch.device) -> dict[str, Any]:
     """Return, by layer, what ranks sum in a forward and in a backward: bytes a sample, part of a ring."""
     forward: list[Any] = []
     backward: list[Any] = []

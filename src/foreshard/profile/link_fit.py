@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.predict.measured_links import LinkCost
+from foreshard.predict.measured.links import LinkCost
 
 
 def fitted_links(links: Mapping[str, Any] | None) -> dict[str, Any] | None:

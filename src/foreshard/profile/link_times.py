@@ -37,7 +37,7 @@ _TIMEOUT = timedelta(minutes=10)
 Tell = Callable[[str], None]
 
 
-class Ranks:
+class TimedRanks:
     """The ranks at hand, as one of them sees them.
 
     Parameters
@@ -78,13 +78,13 @@ class Ranks:
 
 
 def time_links(
-    ranks: Ranks, *, repeats: int, sizes: Sequence[int] = SIZES, tell: Tell = lambda text: None
+    ranks: TimedRanks, *, repeats: int, sizes: Sequence[int] = SIZES, tell: Tell = lambda text: None
 ) -> dict[str, Any]:
     """Return the seconds of messages and sums between the ranks; all of them call it and get the same.
 
     Parameters
     ----------
-    ranks : Ranks
+    ranks : TimedRanks
     repeats : int
         Of each small message.
     sizes : sequence of int, bytes
@@ -116,7 +116,7 @@ def time_links(
     return found
 
 
-def _row(ranks: Ranks, members: list[int], size: int, seconds: list[float]) -> dict[str, Any]:
+def _row(ranks: TimedRanks, members: list[int], size: int, seconds: list[float]) -> dict[str, Any]:
     return {"ranks": members, "apart": ranks.apart(members), "bytes": size, "seconds": seconds}
 
 
@@ -148,7 +148,9 @@ def _times(size: int, repeats: int) -> int:
     return max(5, min(repeats, _MOST_BYTES // max(size, 1)))
 
 
-def _there_and_back(ranks: Ranks, world: Any, pair: Sequence[int], size: int, repeats: int) -> list[float]:
+def _there_and_back(
+    ranks: TimedRanks, world: Any, pair: Sequence[int], size: int, repeats: int
+) -> list[float]:
     """Return the seconds of one way, half of there and back as the first of the pair sees it."""
     data = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
     spans = torch.zeros(repeats, dtype=torch.float64, device=ranks.device)
@@ -166,7 +168,7 @@ def _there_and_back(ranks: Ranks, world: Any, pair: Sequence[int], size: int, re
     return _largest(world, spans)
 
 
-def _sums(ranks: Ranks, world: Any, group: Any, size: int, repeats: int) -> list[float]:
+def _sums(ranks: TimedRanks, world: Any, group: Any, size: int, repeats: int) -> list[float]:
     """Return the seconds of an all-reduce of so many bytes, of the slowest member each time."""
     data = torch.zeros(max(size // 4, 1), dtype=torch.float32, device=ranks.device)
     spans = torch.zeros(repeats, dtype=torch.float64, device=ranks.device)
@@ -189,7 +191,7 @@ def _largest(world: Any, spans: torch.Tensor) -> list[float]:
     return [float(span) for span in spans.tolist()]
 
 
-def _together(ranks: Ranks, group: Any) -> None:
+def _together(ranks: TimedRanks, group: Any) -> None:
     group.allreduce([torch.zeros(1, device=ranks.device)]).wait()
     _wait(ranks.device)
 
@@ -241,10 +243,10 @@ def _met_in(
     store = dist.FileStore(str(Path(folder) / "meet"), count)
     store.set_timeout(_TIMEOUT)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    return time_links(Ranks(store, rank, count, here, address="127.0.0.1"), repeats=repeats, tell=tell)
+    return time_links(TimedRanks(store, rank, count, here, address="127.0.0.1"), repeats=repeats, tell=tell)
 
 
-def torchrun_ranks(device: str) -> Ranks | None:
+def torchrun_ranks(device: str) -> TimedRanks | None:
     """Return the ranks that torchrun started, None if it did not start several."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return None
@@ -254,7 +256,7 @@ def torchrun_ranks(device: str) -> Ranks | None:
     here = torch.device(device, place) if device == "cuda" else torch.device(device)
     same_host = size <= int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     address = "127.0.0.1" if same_host else own_address(os.environ["MASTER_ADDR"])
-    return Ranks(store, rank, size, here, address=address)
+    return TimedRanks(store, rank, size, here, address=address)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import torch
 from foreshard.errors import SpecError
 from foreshard.profile.companion import companions
 from foreshard.profile.heap import keep_heap
-from foreshard.profile.layer_times import Part, Through, Trainable, profile_layers, write_profile
-from foreshard.profile.link_times import Ranks, local_links, time_links, torchrun_ranks
+from foreshard.profile.layer_times import Through, TimedPart, Trainable, profile_layers, write_profile
+from foreshard.profile.link_times import TimedRanks, local_links, time_links, torchrun_ranks
 
 Tell = Callable[[str], None]
 
@@ -31,7 +31,7 @@ def record(
     links: bool = True,
     threads: int = 1,
     tell: Tell = lambda text: None,
-    parts: Mapping[int, Callable[[], Part]] | None = None,
+    parts: Mapping[int, Callable[[], TimedPart]] | None = None,
 ) -> dict[str, Any] | None:
     """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that write none.
 
@@ -112,5 +112,5 @@ def _busy(
     return companions(job.path, count, samples=str(max(samples)), threads=threads)
 
 
-def _own(out: Path, ranks: Ranks | None) -> Path:
+def _own(out: Path, ranks: TimedRanks | None) -> Path:
     return out if ranks is None or ranks.rank == 0 else out.with_suffix(f".rank{ranks.rank}{out.suffix}")

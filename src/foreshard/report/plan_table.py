@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from foreshard.advise.baseline_comparison import beyond
 from foreshard.report import quantity
-from foreshard.report.rivals import beyond
 from foreshard.report.screen import Box, Screen, Table, spans, table, without_empty
 from foreshard.report.summary import rank_samples
 from foreshard.spec.cluster import Cluster
@@ -16,9 +16,9 @@ from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
+    from foreshard.advise.baseline_comparison import ComparedPlanner
+    from foreshard.advise.sensitivity import Gain
     from foreshard.planner.result import PlanResult, Ranked
-    from foreshard.report.rivals import Rival
-    from foreshard.report.sensitivity import Gain
 
 _SHOWN_STAGES = 24
 _CLOSED = 0.01
@@ -33,7 +33,7 @@ def plan_screen(
     cluster: Cluster,
     *,
     gains: Sequence[Gain] = (),
-    rivals: Sequence[Rival] = (),
+    rivals: Sequence[ComparedPlanner] = (),
     pressed: bool = False,
 ) -> Screen:
     """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn.
@@ -42,7 +42,7 @@ def plan_screen(
     ----------
     gains : sequence of Gain
         What other hardware would gain.
-    rivals : sequence of Rival
+    rivals : sequence of ComparedPlanner
         Other planners under the same judge.
     pressed : bool
         Whether Ctrl-C ended the search.
@@ -261,7 +261,7 @@ def front_table(plans: Sequence[Ranked]) -> Table:
     return without_empty(table("The trade-off", columns, rows, spare=spare))
 
 
-def rivals_table(rivals: Sequence[Rival]) -> Table:
+def rivals_table(rivals: Sequence[ComparedPlanner]) -> Table:
     """Return other planners under the same judge."""
     rows = [
         (

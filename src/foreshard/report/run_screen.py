@@ -9,7 +9,7 @@ from foreshard.report.screen import Box, Screen
 from foreshard.units import format_seconds, number_of
 
 if TYPE_CHECKING:
-    from foreshard.runtime.outcome import Outcome
+    from foreshard.runtime.records.outcome import RunOutcome
 
 
 _BROKEN = (
@@ -36,12 +36,12 @@ def _loss(value: float | None) -> str:
     return "" if value is None else digits(value, _LOSS_DIGITS)
 
 
-def run_screen(outcome: Outcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
+def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
     """Return the screen of a run that has ended, its step beside the predicted one where there is one.
 
     Parameters
     ----------
-    outcome : Outcome
+    outcome : RunOutcome
     predicted_s : float, optional
     changes : bool
         Whether the lab has changed during the run, of which the prediction knows nothing.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from foreshard.advise.change import Effect
+from foreshard.advise.group_times import GroupTime, uneven
+from foreshard.advise.unstated import SPLIT_EVENLY
 from foreshard.report import quantity
-from foreshard.report.change import Effect
 from foreshard.report.screen import Box, Screen, Table, spans, table
-from foreshard.report.shares import GroupTime, uneven
-from foreshard.report.unstated import SPLIT_EVENLY
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
 

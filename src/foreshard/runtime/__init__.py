@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_PUBLIC = {"Trainer": "foreshard.runtime.trainer", "Job": "foreshard.runtime.job"}
+_PUBLIC = {"Trainer": "foreshard.runtime.trainer", "Job": "foreshard.runtime.job.job"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from foreshard.errors import SpecError
+from foreshard.lab.lab import Lab, load_lab
+from foreshard.lab.network import LabNetwork
 from foreshard.profile.address import own_address
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.decided import holds_run, reopen
-from foreshard.runtime.lab import Lab, load_lab
-from foreshard.runtime.lab_network import LabNetwork
-from foreshard.runtime.outcome import Outcome, outcome_of
-from foreshard.runtime.rehost import goes_on
-from foreshard.runtime.secret import VARIABLE, awaited_secret, checked_secret, make_secret
-from foreshard.runtime.sound import check_sound
-from foreshard.runtime.steering import wheel_of
-from foreshard.runtime.timeline import merge
-from foreshard.runtime.work import Work
+from foreshard.runtime.adaptive.steering import wheel_of
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.leader_failover import goes_on
+from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
+from foreshard.runtime.membership.supervisor_state import holds_run, reopen
+from foreshard.runtime.records.outcome import RunOutcome, outcome_of
+from foreshard.runtime.records.trace_recorder import merge
+from foreshard.runtime.run_checks import check_sound
+from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan import Plan, load_plan
 
 Watch = Callable[[Path], None]
@@ -53,7 +53,7 @@ def launch(
     budgets: Sequence[str] = (),
     costs: str | None = None,
     dtype: str | None = None,
-) -> Outcome | None:
+) -> RunOutcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
 
     Raises
@@ -82,7 +82,7 @@ def launch(
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if local is not None:
         _open(folder, resume, plan, ranks)
-    work = Work(
+    work = RunSettings(
         job=str(Path(job).resolve()),
         out=str(folder),
         steps=steps,
@@ -154,7 +154,7 @@ def _steering(
 
 def _local(
     plan: Plan,
-    work: Work,
+    work: RunSettings,
     local: int,
     interface: str | None,
     port: int,
@@ -180,7 +180,7 @@ def _local(
 
 
 def _under_torchrun(
-    plan: Plan, work: Work, interface: str | None, port: int, secret_file: str | None, max_starts: int
+    plan: Plan, work: RunSettings, interface: str | None, port: int, secret_file: str | None, max_starts: int
 ) -> Agent:
     """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -15,28 +15,28 @@ from typing import Any
 import torch
 
 from foreshard.errors import SpecError
-from foreshard.runtime.clock import Clock, WallClock
-from foreshard.runtime.company import Company
-from foreshard.runtime.data import Feed
-from foreshard.runtime.deal import Deal
-from foreshard.runtime.executor import StepSums
-from foreshard.runtime.fixed import FixedMembership, Generation
-from foreshard.runtime.holding import Holding
-from foreshard.runtime.job import Job
-from foreshard.runtime.layout import Layout, layout_of
-from foreshard.runtime.meeting import Meeting, Status
-from foreshard.runtime.migrate import Moved, migrate, moves_of
-from foreshard.runtime.parameters import parameters_of
-from foreshard.runtime.pieces import Held
-from foreshard.runtime.probe import Probe
-from foreshard.runtime.proposals import Proposals
-from foreshard.runtime.saving import Saving
-from foreshard.runtime.setting import Options, Setting
-from foreshard.runtime.step_done import Progress, StepDone
-from foreshard.runtime.tensor_checks import check_split
-from foreshard.runtime.update import Update
-from foreshard.runtime.vote import Vote, cast
-from foreshard.runtime.workplace import Workplace
+from foreshard.runtime.adaptive.idle_probe import Probe
+from foreshard.runtime.checkpoint.saving import Saving
+from foreshard.runtime.committed_step import StepDone, TrainingProgress
+from foreshard.runtime.engine.clock import Clock, WallClock
+from foreshard.runtime.engine.executor import StepSums
+from foreshard.runtime.engine.update import Update
+from foreshard.runtime.engine.vote import Vote, cast
+from foreshard.runtime.job.data import Feed
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.membership.fixed_membership import FixedMembership, Generation
+from foreshard.runtime.membership.recovery import Recovery, Status
+from foreshard.runtime.membership.world_group import WorldGroup
+from foreshard.runtime.plan_proposals import Proposals
+from foreshard.runtime.stage_runtime import StageRuntime
+from foreshard.runtime.state.layout import RankLayout, layout_of
+from foreshard.runtime.state.migration import Moved, migrate, moves_of
+from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
+from foreshard.runtime.state.parameters import parameters_of
+from foreshard.runtime.state.rank_state import RankState
+from foreshard.runtime.state.shard_keys import Held
+from foreshard.runtime.tensor.checks import check_split
+from foreshard.runtime.trainer_context import Options, TrainerContext
 from foreshard.spec.online import Command, Event, Policy, StepMeasured
 from foreshard.spec.plan import Plan
 
@@ -87,7 +87,7 @@ class Trainer:
         before_step: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepDone], None] = lambda done: None,
     ):
-        setting = self.setting = Setting(
+        setting = self.setting = TrainerContext(
             job=job,
             membership=_alone(plan) if membership is None else membership,
             options=options or Options(),
@@ -105,19 +105,19 @@ class Trainer:
         )
         self.rank: int = setting.membership.rank
         self.parameters = parameters_of(job)
-        self.holding = Holding(job, self.rank, setting.device, self.parameters)
+        self.holding = RankState(job, self.rank, setting.device, self.parameters)
         self.update = Update(job, setting.options, setting.clock)
         self.last_moved: Moved | None = None
-        self._progress = Progress()
+        self._progress = TrainingProgress()
         self._saving = Saving(setting)
         self._probe = Probe(job, self.rank, setting.clock, setting.device)
         self._feed: Feed | None = None
         self._rooms: dict[int, float | None] = {}
         self._generation: Generation | None = None
-        self._layout: Layout
-        self._company: Company
+        self._layout: RankLayout
+        self._company: WorldGroup
         self._proposals: Proposals
-        self._place: Workplace
+        self._place: StageRuntime
 
     @property
     def step(self) -> int:
@@ -282,10 +282,10 @@ class Trainer:
         """
         self.setting.phase("rebuild")
         first, self._generation = self._generation is None, generation
-        company = self._company = Company(self.setting.membership, generation)
+        company = self._company = WorldGroup(self.setting.membership, generation)
         self._proposals = Proposals(company)
         self._check(generation.plan)
-        met = Meeting(company.statuses(self._status()))
+        met = Recovery(company.statuses(self._status()))
         self._rooms = met.rooms
         held = self._roll_forward(met)
         self._tell_late(met)
@@ -321,7 +321,7 @@ class Trainer:
             )
         check_split(layout, self.parameters)
 
-    def _roll_forward(self, met: Meeting) -> dict[int, Held]:
+    def _roll_forward(self, met: Recovery) -> dict[int, Held]:
         """Finish a step that others have committed, and return what every rank holds then."""
         held, vote = met.held(), met.cut_off(self.rank)
         if vote is not None:
@@ -331,7 +331,7 @@ class Trainer:
             self._forget()
         return held
 
-    def _tell_late(self, met: Meeting) -> None:
+    def _tell_late(self, met: Recovery) -> None:
         """Tell the last step if who conducted it was lost before it could."""
         late = met.late_teller()
         if self._progress.last is not None and late is not None and late[0] == self.rank:
@@ -340,7 +340,7 @@ class Trainer:
 
     def _forget(self) -> None:
         """Drop everything held: it is of another step than the run goes on from."""
-        self.holding = Holding(self.setting.job, self.rank, self.setting.device, self.parameters)
+        self.holding = RankState(self.setting.job, self.rank, self.setting.device, self.parameters)
         self._progress.reduced = False
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
@@ -375,18 +375,18 @@ class Trainer:
             self._layout = layout
             self.holding.arrange(layout, deal)
             self.update.arrange(self.holding, plan)
-            self._place = Workplace(self.setting, company, layout, deal, self.holding, self._feed)
+            self._place = StageRuntime(self.setting, company, layout, deal, self.holding, self._feed)
             self._feed = self._place.feed
 
     @contextmanager
-    def _at_work(self, name: str, layout: Layout) -> Iterator[None]:
+    def _at_work(self, name: str, layout: RankLayout) -> Iterator[None]:
         """Count work between steps: a change of plan takes the rank's time too."""
         self.setting.clock.begin()
         yield
         self.setting.clock.end(name, 0, len(layout.layers_of(self.rank)))
 
-    def _deal(self, layout: Layout) -> Deal:
-        return Deal(layout, self.parameters, self._rooms)
+    def _deal(self, layout: RankLayout) -> OptimizerSharding:
+        return OptimizerSharding(layout, self.parameters, self._rooms)
 
 
 def _alone(plan: Plan | None) -> FixedMembership:

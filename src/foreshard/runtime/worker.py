@@ -16,25 +16,25 @@ from typing import Any
 import torch
 
 from foreshard.errors import ForeshardError
+from foreshard.lab.fault_schedule import await_turn, come_and_go
+from foreshard.lab.lab import Lab, load_lab
 from foreshard.profile.heap import keep_heap
-from foreshard.runtime.clock import Clock, WallClock
-from foreshard.runtime.comings import await_turn, come_and_go
-from foreshard.runtime.data import Feed
-from foreshard.runtime.job import load_job
-from foreshard.runtime.lab import Lab, load_lab
-from foreshard.runtime.ledger import Ledger
-from foreshard.runtime.lines import settle, whole_lines
-from foreshard.runtime.membership import Membership
-from foreshard.runtime.metrics import Metrics
-from foreshard.runtime.pace import Pace, slow_in
-from foreshard.runtime.rehost import located
-from foreshard.runtime.setting import Options
-from foreshard.runtime.spare import Spare
-from foreshard.runtime.steering import PROBE_EVERY, Steering, wheel_of
-from foreshard.runtime.step_done import StepDone
-from foreshard.runtime.timeline import Timeline, wall_epoch_s
+from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, wheel_of
+from foreshard.runtime.adaptive.straggler_detector import StragglerDetector, slow_in
+from foreshard.runtime.committed_step import StepDone
+from foreshard.runtime.engine.clock import Clock, WallClock
+from foreshard.runtime.job.data import Feed
+from foreshard.runtime.job.job import load_job
+from foreshard.runtime.membership.leader_failover import located
+from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.records.durable_jsonl import settle, whole_lines
+from foreshard.runtime.records.ledger import Ledger
+from foreshard.runtime.records.ledger_backup import LedgerBackup
+from foreshard.runtime.records.metrics import Metrics
+from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
+from foreshard.runtime.run_settings import JOB_FAULT, TELL_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
-from foreshard.runtime.work import JOB_FAULT, TELL_FD, Work
+from foreshard.runtime.trainer_context import Options
 from foreshard.spec.plan import load_plan
 
 _LAST_LINES_S = 60.0
@@ -42,18 +42,18 @@ _LAST_LINES_S = 60.0
 _TOLD_BYTES = 60_000  # a pipe holds 64 KiB without a reader
 
 
-class Worker:
+class RankWorker:
     """A rank at work.
 
     Parameters
     ----------
-    work : Work
+    work : RunSettings
     rank : int
     store : (host, port)
     secret : bytes
     """
 
-    def __init__(self, work: Work, rank: int, store: tuple[str, int], secret: bytes):
+    def __init__(self, work: RunSettings, rank: int, store: tuple[str, int], secret: bytes):
         self.work, self.rank, self.out = work, rank, Path(work.out)
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
@@ -62,10 +62,10 @@ class Worker:
         self.job = job.in_double() if work.double else job
         await_turn(self.lab, rank, self.out / "metrics.jsonl", work.steps)
         self._at = [0]
-        self._pace, self._paced_in = Pace(), -1
+        self._pace, self._paced_in = StragglerDetector(), -1
         self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
         self.timeline = (
-            Timeline(rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s())
+            TraceRecorder(rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s())
             if work.trace
             else None
         )
@@ -126,7 +126,7 @@ class Worker:
                 index.index,
                 size=index.size,
                 tell=self._event,
-                copies=Spare(self.membership.client, self.rank),
+                copies=LedgerBackup(self.membership.client, self.rank),
                 kept_bytes=work.kept_bytes,
             ),
             room_bytes=self._room_bytes(),
@@ -242,7 +242,7 @@ class Worker:
         generation = self.membership.generation
         if generation.number != self._paced_in:
             self._paced_in = generation.number
-            self._pace = Pace(slow_in(whole_lines(self.metrics.events_path), generation.pids))
+            self._pace = StragglerDetector(slow_in(whole_lines(self.metrics.events_path), generation.pids))
         under, vote = self.trainer.plan.to_dict(), done.vote
         for change in self._pace.stepped(done.step, json.dumps(under), vote.work_s, vote.samples):
             self._event(
@@ -313,10 +313,10 @@ def main() -> int:
     rank = int(os.environ["FORESHARD_RANK"])
     host, _, port = os.environ["FORESHARD_STORE"].rpartition(":")
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
-    work = Work(**json.loads(os.environ["FORESHARD_JOB"]))
+    work = RunSettings(**json.loads(os.environ["FORESHARD_JOB"]))
     keep_heap()
     try:
-        Worker(work, rank, (host, int(port)), secret).run()
+        RankWorker(work, rank, (host, int(port)), secret).run()
     except ForeshardError as error:
         _tell(error)
         return JOB_FAULT

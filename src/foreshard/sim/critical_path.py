@@ -14,7 +14,7 @@ from foreshard.sim import _kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timeline:
+class TaskTimes:
     """Times of the tasks of a program.
 
     Attributes
@@ -34,7 +34,7 @@ class Timeline:
         return float(self.end_s.max(initial=0.0))
 
 
-def run(program: Program, *, compiled: bool = False) -> Timeline:
+def run(program: Program, *, compiled: bool = False) -> TaskTimes:
     """Return the earliest times at which every task can run.
 
     A task starts when its resource has finished the task before it and every dependency has ended and its
@@ -74,10 +74,10 @@ def run(program: Program, *, compiled: bool = False) -> Timeline:
     done = _call("execute", inputs, [start_s, end_s, order, head], state, compiled=compiled)
     if done < num_tasks:
         raise ForeshardError(_circle(program, head))
-    return Timeline(start_s=start_s, end_s=end_s, order=order)
+    return TaskTimes(start_s=start_s, end_s=end_s, order=order)
 
 
-def critical_path(program: Program, timeline: Timeline) -> np.ndarray:
+def critical_path(program: Program, timeline: TaskTimes) -> np.ndarray:
     """Return the tasks of one longest chain, first to last.
 
     Each task starts at the moment the one before it lets it; of several that do, the one before it on the
@@ -103,7 +103,7 @@ def critical_path(program: Program, timeline: Timeline) -> np.ndarray:
     return np.array(path[::-1], dtype=np.int64)
 
 
-def slack(program: Program, timeline: Timeline, *, compiled: bool = False) -> np.ndarray:
+def slack(program: Program, timeline: TaskTimes, *, compiled: bool = False) -> np.ndarray:
     """Return how much later each task could end without a later end of the whole, in seconds.
 
     Zero exactly on every critical chain.

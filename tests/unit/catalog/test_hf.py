@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.catalog.hf import FAMILIES, model_from_config, read_config
+from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
 from foreshard.errors import SpecError
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))

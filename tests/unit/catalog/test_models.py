@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.catalog.hf import FAMILIES
+from foreshard.catalog.hf.load import FAMILIES
 from foreshard.catalog.model_names import _data, _key
 from foreshard.catalog.models import load_model, model_from_dims, models, resolve_row_model
 from foreshard.errors import SpecError

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from foreshard.cli.answer import say
+from foreshard.cli.options.answer import say
 
 TEXT = "ranks: measured are cpu-1x, cpu-2x and cpu-4x\n" + "x" * 30
 

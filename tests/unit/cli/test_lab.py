@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.runtime import lab, lab_network
+from foreshard.lab import lab, network
 
 LABS = Path(__file__).parents[3] / "examples" / "labs"
 JOB = LABS.parent / "jobs" / "gpt_job.py"
@@ -34,7 +34,7 @@ def test_the_schema_lists_exactly_the_keys_of_the_parser(shell):
 
 
 def test_a_machine_that_cannot_enforce_a_lab_says_why(shell, monkeypatch, tmp_path):
-    monkeypatch.setattr(lab_network, "missing", lambda: "only root may")
+    monkeypatch.setattr(network, "missing", lambda: "only root may")
     assert "cannot enforce it: only root may" in shell("lab", LABS / "mixed4_wall.toml").out
     (tmp_path / "plan.json").write_text(PLAN)
     refused = shell("lab", LABS / "mixed4_wall.toml", "--plan", tmp_path / "plan.json", JOB)

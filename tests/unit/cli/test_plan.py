@@ -135,7 +135,7 @@ def test_a_budget_that_ends_is_not_an_interruption(shell):
 
 
 def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
-    from foreshard.planner import solve
+    from foreshard.planner.solver import solve
 
     vary, before = solve.vary, signal.getsignal(signal.SIGINT)
 

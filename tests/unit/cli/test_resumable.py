@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("torch", reason="torch is in the extra `run`")
 
 from foreshard.cli import run
-from foreshard.cli.resumable import how_to_resume
+from foreshard.cli.options.resumable import how_to_resume
 from foreshard.report.run_screen import run_screen
 from foreshard.runtime import launch
-from foreshard.runtime.outcome import Outcome
+from foreshard.runtime.records.outcome import RunOutcome
 
 LABS = Path(__file__).parents[3] / "examples" / "labs"
 JOB = LABS.parent / "jobs" / "gpt_job.py"
-OUTCOME = Outcome(
+OUTCOME = RunOutcome(
     out="run",
     steps=4,
     first_loss=1.0,

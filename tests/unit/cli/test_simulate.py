@@ -49,7 +49,7 @@ def test_people_see_who_kept_the_budget(capsys):
     ("over", "said"), [(0.12, "exceeded by 12.00 %"), (0.004, "kept, 0.40 %"), (0.0, "kept")]
 )
 def test_a_budget_that_is_broken_is_not_said_to_be_kept(over, said):
-    from foreshard.report.online_table import budget_words
+    from foreshard.report.simulation_table import budget_words
 
     assert said in budget_words(over) and ("kept" in budget_words(over)) == (over <= 0.01)
 
@@ -76,7 +76,7 @@ def test_a_budget_of_a_policy_that_needs_one_is_refused(capsys, tmp_path):
 
 
 def test_the_report_holds_the_figures_and_loads_nothing(capsys, tmp_path, monkeypatch):
-    from foreshard.control import sweeps
+    from foreshard.simulate import sweeps
 
     monkeypatch.setattr(sweeps, "_LONGEST", 30)
     file = tmp_path / "r.html"

@@ -6,12 +6,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from foreshard.control.arena import Arena
-from foreshard.control.clairvoyant import bound_of
+from foreshard.control.search.subsets import even_shares
 from foreshard.control.slots import Budget, Chain, State
-from foreshard.control.subsets import even_shares
-from foreshard.control.workload import Workload
-from foreshard.sim.dynamics import Path
+from foreshard.simulate.clairvoyant_bound import bound_of
+from foreshard.simulate.dynamics import Path
+from foreshard.simulate.environment import Environment
+from foreshard.simulate.workload import Workload
 
 WIDTH = 4
 
@@ -49,7 +49,7 @@ def arena_of(seed=0, slots=200):
         available=np.array([[True] * WIDTH, [True, False, True, True]]),
     )
     work = Workload(chain=chain, state=state, link_of=np.full((WIDTH, WIDTH), -1), batch=64, micro_batch=1)
-    return Arena(work=work, path=path, pause_s=0.5)
+    return Environment(work=work, path=path, pause_s=0.5)
 
 
 def program(arena, budgets):

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreshard.control import dual
+from foreshard.control.budgets import dual
 from foreshard.control.controller import Controller
 from foreshard.control.journal import command_line, replay
 from foreshard.control.orders import structure_of
-from foreshard.control.pricing import evaluate
-from foreshard.control.slots import Budget, Pipeline, Structure
-from foreshard.control.subsets import Kinds
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.subsets import SubsetClasses
+from foreshard.control.slots import Budget, Structure, WorkerPipeline
 from foreshard.errors import SpecError
 from foreshard.spec.online import (
     CarbonChanged,
@@ -264,7 +264,7 @@ def test_a_budget_that_binds_is_kept(cases):
     run(world, controller, 900, budgets=budget)
     assert controller.queues.violation <= 0.02
     # Rent in proportion to speed: the best mean time is between the fastest plan and the cheapest.
-    cheap = Structure(groups=tuple(Pipeline(workers=(rank,), cuts=(0, LAYERS)) for rank in (2, 3)))
+    cheap = Structure(groups=tuple(WorkerPipeline(workers=(rank,), cuts=(0, LAYERS)) for rank in (2, 3)))
     least = evaluate(world.chain, world.state(), cheap, (32, 32), micro_batch=2)
     part = (budget[0].limit - least.costs["usd"]) / (real.costs["usd"] - least.costs["usd"])
     line_s = part * real.time_s + (1 - part) * least.time_s
@@ -416,7 +416,7 @@ def played(cases, steps, seed, noise, budgets, longest):
 
 def best_mean_s(world, budgets):
     """Return the least mean step of all mixtures of subsets that keep the budgets."""
-    kinds = Kinds.of(world.chain, world.state(), 64)
+    kinds = SubsetClasses.of(world.chain, world.state(), 64)
     table = dual.table_of([(kinds.time_s, kinds.column(budgets))], [1.0], budgets)
     found = dual.solve(table, budgets)
     assert found.feasible

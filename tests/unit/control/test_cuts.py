@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from foreshard.control.cuts import Kinds, front
+from foreshard.control.search.cuts import DeviceClasses, front
 
 
 def random_kinds(rng, num_kinds, layers, *, tight=False, extra=False):
@@ -24,7 +24,7 @@ def random_kinds(rng, num_kinds, layers, *, tight=False, extra=False):
     def room(kind, depth):
         return span * (1 + 0.2 * depth) <= memory[kind]
 
-    return Kinds(seconds=seconds, hop_s=hop, room=room, hop_extra=more)
+    return DeviceClasses(seconds=seconds, hop_s=hop, room=room, hop_extra=more)
 
 
 def stages(kinds, order, cuts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreshard.control import dual
+from foreshard.control.budgets import dual
 from foreshard.control.slots import Budget
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreshard.control.estimates import Estimates, Level
+from foreshard.control.estimation.estimates import Estimates, Level
 
 
 def test_noise_is_averaged_and_seldom_shown():

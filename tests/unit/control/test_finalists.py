@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foreshard.control.finalists import Finalists
-from foreshard.control.replicas import Pipelines
+from foreshard.control.search.shortlist import Shortlist
+from foreshard.control.search.slot_search import PipelineSearch
 from foreshard.control.slots import Budget
 
 BATCH, UPDATE_S = 24, 3.0
@@ -22,8 +22,8 @@ def compared(cases, speed, update_s):
         seconds = zip(workers, shares, strict=True)
         return max((update_s + 4.0 * share) / state.speed[worker] for worker, share in seconds)
 
-    slots = Pipelines(chain, budgets, max_stages=1, **asked)
-    finalists = Finalists(slots, budgets, timed=timed, plain=False, **asked)
+    slots = PipelineSearch(chain, budgets, max_stages=1, **asked)
+    finalists = Shortlist(slots, budgets, timed=timed, plain=False, **asked)
     running = slots.compare(state, 1.0, {"money": 0.0}, None).best
     return finalists.compare(state, 1.0, {"money": 0.0}, running)
 

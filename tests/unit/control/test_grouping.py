@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.grouping import solve_slot
-from foreshard.control.landscape import Memo, Weights
+from foreshard.control.budgets.objective import reshare, worth_of
 from foreshard.control.moves import move
-from foreshard.control.pricing import evaluate, pace_of, runs
-from foreshard.control.shares import whole_shares
-from foreshard.control.slots import Budget, Pipeline, Structure
-from foreshard.control.worth import reshare, worth_of
+from foreshard.control.search.grouping import solve_slot
+from foreshard.control.search.pricing import evaluate, pace_of, runs
+from foreshard.control.search.shares import whole_shares
+from foreshard.control.search.state_cache import StructureMemo, Weights
+from foreshard.control.slots import Budget, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError
 
 RENT = (Budget(name="money", kind="usd", limit=1.0),)
@@ -35,7 +35,7 @@ def partitions(items):
 def pipelines(group, layers):
     for order in itertools.permutations(group):
         for inner in itertools.combinations(range(1, layers), len(group) - 1):
-            yield Pipeline(workers=order, cuts=(0, *inner, layers))
+            yield WorkerPipeline(workers=order, cuts=(0, *inner, layers))
 
 
 def least(made, now, batch, micro_batch, time_weight, cost_weights, budgets):
@@ -106,7 +106,7 @@ def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monk
         asked = {"batch": 48, "micro_batch": 2, "time_weight": 1.0, "cost_weights": weight, "budgets": RENT}
         worth = []
         for limit in (10_000, 0):
-            monkeypatch.setattr("foreshard.control.candidates._EXHAUSTIVE", limit)
+            monkeypatch.setattr("foreshard.control.search.candidates._EXHAUSTIVE", limit)
             try:
                 worth.append(worth_of(solve_slot(made, now, **asked), 1.0, weight, RENT))
             except InfeasibleError:
@@ -120,7 +120,7 @@ def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monk
 def test_a_walk_over_many_slots_gets_no_worse_and_uses_what_it_knows(cases):
     rng = np.random.default_rng(8)
     made, now = cases.random_case(rng, 10, kinds=6, layers=6)
-    memo, start, worths = Memo(), None, []
+    memo, start, worths = StructureMemo(), None, []
     for _ in range(12):
         start = solve_slot(
             made,
@@ -173,7 +173,7 @@ def test_duty_is_weighed_for_its_worker_only(cases):
 def test_running_structure_is_kept_where_change_weighs_more(cases):
     made = cases.chain(np.ones(4) * 0.1, 2, boundary=0.01, states=100.0, sync=50.0)
     now = cases.state([1.0, 1.0])
-    running = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 1, 4)),))
+    running = Structure(groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 1, 4)),))
     asked = {"batch": 64, "micro_batch": 2, "time_weight": 1.0, "running": running}
     moved = solve_slot(made, now, **asked).structure
     assert moved != running and move(made, now, running, moved).time_s > 0.0
@@ -182,15 +182,17 @@ def test_running_structure_is_kept_where_change_weighs_more(cases):
 
 def test_change_is_what_each_worker_lacks_over_its_fastest_link(cases):
     made, now = cases.chain(np.ones(4), 3, states=[1.0, 2.0, 4.0, 8.0]), cases.state([1.0] * 3)
-    old = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 2, 4)),))
-    new = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 3, 4)), Pipeline(workers=(2,), cuts=(0, 4))))
+    old = Structure(groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 2, 4)),))
+    new = Structure(
+        groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 3, 4)), WorkerPipeline(workers=(2,), cuts=(0, 4)))
+    )
     assert move(made, now, old, new).time_s == pytest.approx(15.0 / 10.0)
     assert move(made, now, old, old).time_s == 0.0
 
 
 def test_reshare_keeps_every_group(cases):
     made = cases.chain(np.ones(4) * 0.1, 2)
-    structure = Structure(groups=tuple(Pipeline(workers=(w,), cuts=(0, 4)) for w in (0, 1)))
+    structure = Structure(groups=tuple(WorkerPipeline(workers=(w,), cuts=(0, 4)) for w in (0, 1)))
     choice = reshare(made, cases.state([1.0, 1e-3]), structure, batch=64, micro_batch=2, time_weight=1.0)
     assert choice.shares == (62, 2)
     assert evaluate(made, cases.state([1.0, 1e-3]), structure, (62, 2), micro_batch=2).time_s == choice.time_s

@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreshard.control import dual
-from foreshard.control.lessons import MARGIN, UNKEPT_GROWTH, UNKEPT_WORTH, Lessons, weight_for
-from foreshard.control.queues import Queues
+from foreshard.control.budgets import dual
+from foreshard.control.budgets.dual_learning import (
+    MARGIN,
+    UNKEPT_GROWTH,
+    UNKEPT_WORTH,
+    DualLearning,
+    weight_for,
+)
+from foreshard.control.budgets.queues import Queues
 from foreshard.control.slots import Budget
 
 TIMES, COSTS = np.array([1.0, 1.5, 4.0]), np.array([[4.0], [2.5], [1.0]])
@@ -15,7 +21,7 @@ TIMES, COSTS = np.array([1.0, 1.5, 4.0]), np.array([[4.0], [2.5], [1.0]])
 
 def taught(limit=2.0, horizon=1000, steps=0, cost=2.0, weight=100.0, per="step"):
     budgets = (Budget(name="b", kind="usd", limit=limit, per=per),)
-    queues, lessons = Queues(budgets, weight=weight, step_s=1.0), Lessons(budgets, horizon)
+    queues, lessons = Queues(budgets, weight=weight, step_s=1.0), DualLearning(budgets, horizon)
     if steps:
         queues.record(1.0, {"b": cost}, steps)
     lessons.rows(b"one", TIMES, COSTS)
@@ -65,7 +71,7 @@ def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_be
 
 def test_a_budget_that_can_be_kept_gives_way_to_one_that_cannot():
     budgets = (Budget(name="lost", kind="usd", limit=0.1), Budget(name="kept", kind="joule", limit=9.0))
-    queues, lessons = Queues(budgets, weight=10.0, step_s=1.0), Lessons(budgets, 1000)
+    queues, lessons = Queues(budgets, weight=10.0, step_s=1.0), DualLearning(budgets, 1000)
     lessons.rows(b"one", TIMES, np.hstack([COSTS, COSTS[::-1]]))
     for _ in range(3):
         while not lessons.due:
@@ -84,7 +90,7 @@ def test_budgets_per_time_are_placed_by_the_mean_step():
 
 
 def test_rows_are_looked_at_again_less_and_less_often():
-    lessons = Lessons((Budget(name="b", kind="usd", limit=1.0),), 100)
+    lessons = DualLearning((Budget(name="b", kind="usd", limit=1.0),), 100)
     looked = 0
     for _ in range(100):
         if lessons.needs(b"x"):

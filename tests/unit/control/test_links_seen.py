@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foreshard.control.estimates import Links
+from foreshard.control.estimation.estimates import Links
 from foreshard.control.slots import State
 
 FAST, SLOW = 1e8, 5e6

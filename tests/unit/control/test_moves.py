@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from foreshard.control.moves import move, move_costs, spans_of
-from foreshard.control.slots import MP_OVER_DP, Pipeline, Structure
+from foreshard.control.slots import MP_OVER_DP, Structure, WorkerPipeline
 
 
 def pair(*groups):
-    return Structure(groups=tuple(Pipeline(workers=w, cuts=c) for w, c in groups))
+    return Structure(groups=tuple(WorkerPipeline(workers=w, cuts=c) for w, c in groups))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_only_what_is_missing_moves_and_nothing_when_nothing_is(world):
 
 def test_stages_of_several_workers_hold_what_their_group_holds():
     stages = Structure(
-        groups=(Pipeline(workers=(0, 1), cuts=(0, 2)), Pipeline(workers=(2,), cuts=(2, 4))),
+        groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 2)), WorkerPipeline(workers=(2,), cuts=(2, 4))),
         reading=MP_OVER_DP,
     )
     assert dict(spans_of(stages)) == {0: (0, 2), 1: (0, 2), 2: (2, 4)}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from foreshard.control.landscape import Memo
-from foreshard.control.queues import drift
+from foreshard.control.budgets.queues import drift
+from foreshard.control.search.state_cache import StructureMemo
 
 TOY = json.loads((Path(__file__).parent / "online_toy.json").read_text())
 EXPECTED = TOY["expected"]
@@ -45,7 +45,7 @@ def structures(cases, state):
         bandwidth_bytes_per_s=np.full((4, 4), state["bandwidth"]),
         usd_per_h=3600.0 * np.array(state["price"]),
     )
-    land = Memo().landscape(
+    land = StructureMemo().landscape(
         chain,
         now,
         batch=TOY["global_batch"],

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from tests.unit.control.test_clairvoyant import WIDTH, arena_of
 
-from foreshard.control.clairvoyant import bound_of
-from foreshard.control.hindsight import best_subset, violation
-from foreshard.control.policies import BY_SHARES, Banked, EqualShare, Fleet, Greedy, on_subset
+from foreshard.control.search.subsets import COSTS
 from foreshard.control.slots import MP_OVER_DP, Budget
-from foreshard.control.subsets import COSTS
-from foreshard.control.told import controller_rule
-from foreshard.sim.online import Seen, play
+from foreshard.simulate.clairvoyant_bound import bound_of
+from foreshard.simulate.hindsight import best_subset, violation
+from foreshard.simulate.policies import BY_SHARES, Banked, EqualShare, Fleet, Greedy, on_subset
+from foreshard.simulate.policy_adapter import controller_rule
+from foreshard.simulate.slot_loop import Seen, play
 from foreshard.spec.scenario import Scenario
 
 

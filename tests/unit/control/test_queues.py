@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshard.control.queues import Queues
+from foreshard.control.budgets.queues import Queues
 from foreshard.control.slots import Budget
 from foreshard.errors import SpecError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from foreshard.control.shares import linear_shares, water_filling, whole_shares
+from foreshard.control.search.shares import linear_shares, water_filling, whole_shares
 from foreshard.errors import InfeasibleError
 
 

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.pricing import evaluate
-from foreshard.control.slots import MP_OVER_DP, Pipeline, Structure
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.slots import MP_OVER_DP, Structure, WorkerPipeline
 from foreshard.errors import SpecError
 
 
 def one_group(*workers, cuts):
-    return Structure(groups=(Pipeline(workers=workers, cuts=cuts),))
+    return Structure(groups=(WorkerPipeline(workers=workers, cuts=cuts),))
 
 
 def test_a_pipeline_by_hand(cases):
@@ -30,7 +30,7 @@ def test_a_pipeline_by_hand(cases):
 
 def test_replicas_wait_for_the_ring(cases):
     chain = cases.chain([1.0, 1.0], 3, sync=[6.0, 3.0])
-    structure = Structure(groups=tuple(Pipeline(workers=(w,), cuts=(0, 2)) for w in range(3)))
+    structure = Structure(groups=tuple(WorkerPipeline(workers=(w,), cuts=(0, 2)) for w in range(3)))
     choice = evaluate(chain, cases.state([1.0, 1.0, 2.0]), structure, (2, 2, 6), micro_batch=1)
     assert choice.time_s == pytest.approx(6.0 + 2 * 2 / 3 * 9.0 / 10.0)
 
@@ -42,7 +42,9 @@ def test_bytes_between_sites_are_paid_by_who_sends(cases):
     pipe = evaluate(chain, state, one_group(0, 1, cuts=(0, 1, 2)), (4,), micro_batch=2)
     assert pipe.costs["egress_usd"] == pytest.approx(4 * 4.0 * 0.1 + 4 * 4.0 * 0.3)
     assert pipe.costs["egress_usd:1"] == pytest.approx(4 * 4.0 * 0.3)
-    both = Structure(groups=(Pipeline(workers=(0,), cuts=(0, 2)), Pipeline(workers=(1,), cuts=(0, 2))))
+    both = Structure(
+        groups=(WorkerPipeline(workers=(0,), cuts=(0, 2)), WorkerPipeline(workers=(1,), cuts=(0, 2)))
+    )
     ring = evaluate(chain, state, both, (2, 2), micro_batch=2)
     assert ring.costs["egress_usd"] == pytest.approx(12.0 * 0.4)
     assert ring.costs["usd"] == pytest.approx(ring.costs["rent_usd"] + ring.costs["egress_usd"])
@@ -65,7 +67,7 @@ def test_what_does_not_fit_or_is_not_there_takes_for_ever(cases):
 def test_what_takes_for_ever_costs_without_end_also_where_a_worker_is_free(cases):
     chain, state = cases.chain([1.0], 1, saved=10.0, memory=1.0), cases.state([1.0], usd_per_h=np.zeros(1))
     found = evaluate(
-        chain, state, Structure(groups=(Pipeline(workers=(0,), cuts=(0, 1)),)), (1,), micro_batch=1
+        chain, state, Structure(groups=(WorkerPipeline(workers=(0,), cuts=(0, 1)),)), (1,), micro_batch=1
     )
     assert math.isinf(found.costs["rent_usd"]) and math.isinf(found.costs["usd"])
 
@@ -73,7 +75,7 @@ def test_what_takes_for_ever_costs_without_end_also_where_a_worker_is_free(cases
 def test_stages_of_several_workers_by_hand(cases):
     chain = cases.chain([2.0, 2.0], 3, boundary=10.0, sync=5.0)
     structure = Structure(
-        groups=(Pipeline(workers=(0, 1), cuts=(0, 1)), Pipeline(workers=(2,), cuts=(1, 2))),
+        groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 1)), WorkerPipeline(workers=(2,), cuts=(1, 2))),
         reading=MP_OVER_DP,
     )
     choice = evaluate(chain, cases.state([3.0, 1.0, 4.0]), structure, (3, 1, 4), micro_batch=4, batch=16)
@@ -87,8 +89,8 @@ def test_stages_of_several_workers_by_hand(cases):
 def test_one_stage_of_equal_workers_is_data_parallel_in_both_readings(cases):
     chain = cases.chain([1.0, 2.0], 2, sync=3.0)
     state = cases.state([1.0, 1.0])
-    wide = Structure(groups=(Pipeline(workers=(0, 1), cuts=(0, 2)),), reading=MP_OVER_DP)
-    apart = Structure(groups=tuple(Pipeline(workers=(w,), cuts=(0, 2)) for w in range(2)))
+    wide = Structure(groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 2)),), reading=MP_OVER_DP)
+    apart = Structure(groups=tuple(WorkerPipeline(workers=(w,), cuts=(0, 2)) for w in range(2)))
     one = evaluate(chain, state, wide, (2, 2), micro_batch=4, batch=16)
     other = evaluate(chain, state, apart, (8, 8), micro_batch=2)
     assert one.time_s == pytest.approx(other.time_s) and dict(one.costs) == pytest.approx(dict(other.costs))

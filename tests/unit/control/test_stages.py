@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from foreshard.control.orders import plan_of
-from foreshard.control.pricing import evaluate
-from foreshard.control.slots import MP_OVER_DP, Budget, Pipeline, Structure
-from foreshard.control.stages import solve_stages
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.stage_search import solve_stages
+from foreshard.control.slots import MP_OVER_DP, Budget, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError
 from foreshard.spec.plan import parse_plan
 
@@ -41,7 +41,7 @@ def everything(made, now, batch, micro_batch):
                 continue
             for inner in itertools.combinations(range(1, layers), count - 1):
                 ends = (0, *inner, layers)
-                groups = tuple(Pipeline(workers=s, cuts=ends[k : k + 2]) for k, s in enumerate(stages))
+                groups = tuple(WorkerPipeline(workers=s, cuts=ends[k : k + 2]) for k, s in enumerate(stages))
                 made_of = Structure(groups=groups, reading=MP_OVER_DP)
                 for shares in itertools.product(*(splits(micro_batch, len(stage)) for stage in stages)):
                     flat = tuple(itertools.chain(*shares))

@@ -11,7 +11,7 @@ from foreshard.control.controller import Controller
 from foreshard.control.journal import replay
 from foreshard.control.moves import spans_of
 from foreshard.control.orders import shares_of, structure_of
-from foreshard.control.pricing import evaluate
+from foreshard.control.search.pricing import evaluate
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.errors import SpecError
 from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured

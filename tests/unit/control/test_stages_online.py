@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tests.unit.control.test_stages import everything
 
-from foreshard.control.queues import Queues
+from foreshard.control.budgets.queues import Queues
+from foreshard.control.search.stage_cache import StageMemo
+from foreshard.control.search.stage_search import solve_stages
 from foreshard.control.slots import Budget
-from foreshard.control.stage_landscape import StageMemo
-from foreshard.control.stages import solve_stages
 
 BATCH, MICRO_BATCH, SLOTS, WEIGHT = 24, 4, 1200, 10.0
 CHANCE = np.array([0.5, 0.3, 0.2])

@@ -6,9 +6,16 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from foreshard.control.pricing import evaluate
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.subsets import (
+    COSTS,
+    SubsetClasses,
+    balanced_shares,
+    data_parallel,
+    even_shares,
+    sample_s,
+)
 from foreshard.control.slots import Chain, State
-from foreshard.control.subsets import COSTS, Kinds, balanced_shares, data_parallel, even_shares, sample_s
 from foreshard.errors import InfeasibleError, SpecError
 
 
@@ -53,7 +60,7 @@ STATES = {
 def test_every_subset_of_devices_is_in_the_list_at_its_price(name):
     state, batch = STATES[name], 60
     chain = chain_of(len(state.speed))
-    kinds = Kinds.of(chain, state, batch)
+    kinds = SubsetClasses.of(chain, state, batch)
     seconds = sample_s(chain, state)
     there = np.flatnonzero(state.available).tolist()
     seen = set()
@@ -72,18 +79,21 @@ def test_every_subset_of_devices_is_in_the_list_at_its_price(name):
 
 def test_devices_of_a_subset_are_a_subset_and_prefer_those_in_use():
     state = STATES["uneven"]
-    kinds = Kinds.of(chain_of(4), state, 60)
+    kinds = SubsetClasses.of(chain_of(4), state, 60)
     for at in range(len(kinds.counts)):
         assert kinds.subset(kinds.devices(at)) == at
-    alike = Kinds.of(chain_of(4), STATES["alike"], 60)
+    alike = SubsetClasses.of(chain_of(4), STATES["alike"], 60)
     assert alike.devices(alike.subset((0, 1)), prefer=(3, 1)) == (1, 3)
-    assert alike.subset(()) is None and Kinds.of(chain_of(4), STATES["one gone"], 60).subset((0, 1)) is None
+    assert (
+        alike.subset(()) is None
+        and SubsetClasses.of(chain_of(4), STATES["one gone"], 60).subset((0, 1)) is None
+    )
 
 
 def test_the_floor_of_energy_holds_at_any_shares():
     state = replace(STATES["uneven"], busy_w=np.array([400.0, 300.0, 900.0, 120.0]))
     chain, rng = chain_of(4), np.random.default_rng(0)
-    kinds = Kinds.of(chain, state, 60)
+    kinds = SubsetClasses.of(chain, state, 60)
     joule = COSTS.index("joule")
     for _ in range(300):
         shares = rng.dirichlet(np.ones(4)) * 60
@@ -94,16 +104,16 @@ def test_the_floor_of_energy_holds_at_any_shares():
 def test_a_device_that_cannot_hold_the_model_is_in_no_subset():
     state = STATES["alike"]
     small = replace(chain_of(4), memory_bytes=np.array([1e9, 1.0, 1e9, 1.0]))
-    kinds = Kinds.of(small, state, 60)
+    kinds = SubsetClasses.of(small, state, 60)
     assert {rank for kind in kinds.members for rank in kind} == {0, 2}
     with pytest.raises(InfeasibleError, match="holds the model"):
-        Kinds.of(replace(small, memory_bytes=np.ones(4)), state, 60)
+        SubsetClasses.of(replace(small, memory_bytes=np.ones(4)), state, 60)
 
 
 def test_too_many_kinds_are_refused():
     state = state_of(np.linspace(0.5, 1.0, 20), np.ones(20))
     with pytest.raises(SpecError, match="subsets"):
-        Kinds.of(chain_of(20), state, 60)
+        SubsetClasses.of(chain_of(20), state, 60)
 
 
 def test_balanced_shares_have_the_least_makespan():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from foreshard.catalog.models import load_model
-from foreshard.control.workload import cluster_of, model_of, workload
 from foreshard.errors import SpecError
+from foreshard.simulate.workload import cluster_of, model_of, workload
 from foreshard.spec.scenario import Scenario
 
 # fmt: off

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
-from foreshard.catalog.hf import model_from_config
+from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop import TARGETS, export

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from foreshard.planner import whole
+from foreshard.planner.solver import integer_heuristic
 
 TICK_S = 2e-3
 
@@ -18,6 +18,8 @@ def even_clock(monkeypatch):
 
     The clock goes on by as much each time it is asked, and integer programs are solved to their end.
     """
-    asked, solved = count(), whole.whole_mix
+    asked, solved = count(), integer_heuristic.whole_mix
     monkeypatch.setattr(time, "perf_counter", lambda: next(asked) * TICK_S)
-    monkeypatch.setattr(whole, "whole_mix", lambda *rows, limit_s, **how: solved(*rows, limit_s=60.0, **how))
+    monkeypatch.setattr(
+        integer_heuristic, "whole_mix", lambda *rows, limit_s, **how: solved(*rows, limit_s=60.0, **how)
+    )

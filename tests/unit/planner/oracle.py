@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from foreshard.planner.problem import Problem
+from foreshard.planner.solver.problem import Problem
 
 
 def least_seconds(problem: Problem) -> float:

@@ -13,10 +13,10 @@ from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.planner.baselines import BASELINES, adopted, judge
 from foreshard.planner.baselines.grid import best_chain, even_cuts
-from foreshard.planner.problem import Problem, faults, pace_of, step_seconds
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
-from foreshard.planner.solve import solve
+from foreshard.planner.solver.problem import Problem, faults, pace_of, step_seconds
+from foreshard.planner.solver.solve import solve
 from foreshard.spec.checks import check_plan
 
 NAMES = tuple(BASELINES)

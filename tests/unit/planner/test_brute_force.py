@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from tests.unit.planner.oracle import least_seconds
 
-from foreshard.planner import pricing
-from foreshard.planner import solve as solving
-from foreshard.planner.enumeration import all_templates, undominated
-from foreshard.planner.problem import (
+from foreshard.planner.solver import pricing
+from foreshard.planner.solver import solve as solving
+from foreshard.planner.solver.enumeration import all_templates, undominated
+from foreshard.planner.solver.problem import (
     Arrangement,
-    Pace,
-    Part,
+    PipelineRate,
     Problem,
+    StageSpan,
     Template,
     faults,
     pace_of,
@@ -28,7 +28,7 @@ from foreshard.planner.problem import (
     takes_of,
     template_faults,
 )
-from foreshard.planner.shares import balance
+from foreshard.planner.solver.shares import balance
 
 CASES = 120  # runs over 560 seeds (506 of them solvable), also of the general search alone, found no mismatch
 LARGER = int(os.environ.get("FORESHARD_BRUTE_FORCE", "6"))
@@ -109,14 +109,14 @@ def every_template(problem: Problem) -> list[Template]:
     """All pipelines, found without the code under test."""
     found: list[Template] = []
 
-    def extend(parts: tuple[Part, ...]) -> None:
+    def extend(parts: tuple[StageSpan, ...]) -> None:
         start = parts[-1].stop if parts else 0
         if start == problem.num_layers:
             found.append(parts)
         elif len(parts) < problem.max_stages:
             for option in range(len(problem.takes)):
                 for stop in range(start + 1, problem.num_layers + 1):
-                    extend((*parts, Part(option=option, start=start, stop=stop)))
+                    extend((*parts, StageSpan(option=option, start=start, stop=stop)))
 
     extend(())
     counts = np.array(problem.counts)
@@ -265,7 +265,7 @@ def test_shares_are_the_best_of_all(seed):
     for _ in range(count):
         grain = int(rng.choice([1, 2]))
         paces.append(
-            Pace(
+            PipelineRate(
                 fill_s=float(rng.random()),
                 bottleneck_s=float(rng.uniform(0.1, 2.0)),
                 micro_batch=grain * int(rng.choice([1, 2, 4])),

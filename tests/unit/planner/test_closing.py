@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tests.unit.planner.test_brute_force import best_by_force, every_template, random_problem
 
-from foreshard.planner import solve as solving
-from foreshard.planner.closing import longest_step_s
-from foreshard.planner.combination import combine
-from foreshard.planner.contenders import Contenders, room_for
-from foreshard.planner.problem import pace_of, tail_seconds, takes_of
-from foreshard.planner.progress import Progress
+from foreshard.planner.solver import solve as solving
+from foreshard.planner.solver.bound_raising import longest_step_s
+from foreshard.planner.solver.column_enumeration import ColumnEnumeration, room_for
+from foreshard.planner.solver.integer_combination import combine
+from foreshard.planner.solver.problem import pace_of, tail_seconds, takes_of
+from foreshard.planner.solver.search_state import SearchState
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -72,8 +72,8 @@ def test_contenders_hold_every_pipeline_worth_its_price(seed):
     )
     prices = rng.random(len(problem.counts)) * problem.global_batch / sum(problem.counts)
     goal = (problem.global_batch - prices @ np.array(problem.counts)) / number
-    progress = Progress(problem=problem, deadline=np.inf, target_gap=0.0)
-    contenders = Contenders(
+    progress = SearchState(problem=problem, deadline=np.inf, target_gap=0.0)
+    contenders = ColumnEnumeration(
         pricing=progress.pricing((number, number), prices),
         seconds=seconds,
         goal=goal,

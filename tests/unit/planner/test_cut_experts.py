@@ -7,13 +7,13 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.judge import engine_seconds
-from foreshard.planner.mapping import plan_of
-from foreshard.planner.problem import Arrangement, Part, faults, step_seconds
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.pricing.engine_times import engine_seconds
+from foreshard.planner.pricing.mapping import plan_of
+from foreshard.planner.pricing.stage_options import stage_options
+from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.search import plan
-from foreshard.planner.stage_options import stage_options
-from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.solver.problem import Arrangement, StageSpan, faults, step_seconds
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 
@@ -21,7 +21,7 @@ TWO = "1x8xa100-sxm-80gb+1x8xh100-sxm@400Gb/s"
 BATCH = 64
 
 
-def asked(cluster: str = TWO, model: str = "mixtral-8x7b") -> Request:
+def asked(cluster: str = TWO, model: str = "mixtral-8x7b") -> PlanRequest:
     return checked_request(load_model(model), load_cluster(cluster), global_batch=BATCH, seq_len=4096)
 
 
@@ -51,8 +51,8 @@ def test_no_plan_with_cut_experts_is_faster_by_the_engine(pipelines):
             same = own[problem.micro_batch[own] == problem.micro_batch[first]]
             second, at = int(rng.choice(same)), int(rng.integers(middle - 3, middle + 4))
             ends = (
-                Part(option=first, start=0, stop=at),
-                Part(option=second, start=at, stop=problem.num_layers),
+                StageSpan(option=first, start=0, stop=at),
+                StageSpan(option=second, start=at, stop=problem.num_layers),
             )
             templates.append(ends)
         shares = (BATCH,) if pipelines == 1 else (BATCH // 2, BATCH // 2)
@@ -86,7 +86,7 @@ def test_ranks_of_several_nodes_with_the_same_experts_join_over_the_network(pipe
             if (one.node_group, one.tp, one.inner_dp, one.micro_batch, one.ep) == (kind, 4, 4, 1, 8)
             and one.recompute == "none"
         ]
-        templates.append((Part(option=wide[0], start=0, stop=problem.num_layers),))
+        templates.append((StageSpan(option=wide[0], start=0, stop=problem.num_layers),))
     shares = (BATCH // pipelines,) * pipelines
     arrangement = Arrangement(templates=tuple(templates), shares=shares)
     made = plan_of(request, problem, arrangement)

@@ -11,14 +11,14 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
 from foreshard.catalog.training import training_constants
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
-from foreshard.planner.found import Found
-from foreshard.planner.grid import search_rows
-from foreshard.planner.grid_bounds import cell_bounds, device_seconds_floor
-from foreshard.planner.grid_space import GridRequest, cells_of, least_memory_rows, passes_of, rows_of
+from foreshard.planner.grid.bounds import cell_bounds, device_seconds_floor
+from foreshard.planner.grid.found import Found
+from foreshard.planner.grid.search import search_rows
+from foreshard.planner.grid.space import GridRequest, cells_of, least_memory_rows, passes_of, rows_of
+from foreshard.predict.analytical.table import evaluate
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.space import RULES, valid_plans
 from foreshard.predict.step import predict
-from foreshard.predict.table import evaluate
 from foreshard.spec.checks import MODELLED_SCHEDULES, check_plan
 
 # Model, cluster, framework, global batch, sequence: pipelines, experts, unlike blocks, tight memory.

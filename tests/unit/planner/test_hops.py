@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.unit.planner.test_brute_force import best_by_force, every_template, random_problem
 
-from foreshard.planner import solve as solving
-from foreshard.planner.hops import least_hops_in_times, recut
-from foreshard.planner.problem import pace_of, tail_seconds, template_faults
+from foreshard.planner.solver import solve as solving
+from foreshard.planner.solver.hops import least_hops_in_times, recut
+from foreshard.planner.solver.problem import pace_of, tail_seconds, template_faults
 
 WITH_HOPS = [seed for seed in range(60) if random_problem(seed).hop_s.any()]
 

@@ -9,15 +9,28 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.interleaving import chunk_counts, in_rounds, interleaved, interleaved_plans, scaled
-from foreshard.planner.judge import engine_seconds
-from foreshard.planner.mapping import plan_of
-from foreshard.planner.mixed import INTERLEAVED
-from foreshard.planner.over_settings import shared_space
-from foreshard.planner.problem import Arrangement, Part, Problem, Template, step_seconds, template_faults
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.mixed.interleaving import (
+    chunk_counts,
+    in_rounds,
+    interleaved,
+    interleaved_plans,
+    scaled,
+)
+from foreshard.planner.mixed.search import INTERLEAVED
+from foreshard.planner.pricing.engine_times import engine_seconds
+from foreshard.planner.pricing.mapping import plan_of
+from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.search import plan
-from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.settings_search import shared_space
+from foreshard.planner.solver.problem import (
+    Arrangement,
+    Problem,
+    StageSpan,
+    Template,
+    step_seconds,
+    template_faults,
+)
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 
@@ -25,7 +38,7 @@ TWO = "1x4xl4+1x4xa100-sxm-40gb@100Gb/s"
 BATCH = 48
 
 
-def asked(model: str = "gpt2-xl", framework: str = "megatron-core") -> Request:
+def asked(model: str = "gpt2-xl", framework: str = "megatron-core") -> PlanRequest:
     return checked_request(
         load_model(model), load_cluster(TWO), global_batch=BATCH, seq_len=1024, framework=framework
     )
@@ -40,7 +53,7 @@ def _template(problem: Problem, rng: np.random.Generator, left: np.ndarray) -> T
         return None
     cuts = [0, *sorted(rng.choice(np.arange(5, 46), stages - 1, replace=False).tolist()), problem.num_layers]
     made = tuple(
-        Part(option=int(option), start=start, stop=stop)
+        StageSpan(option=int(option), start=start, stop=stop)
         for option, start, stop in zip(rng.choice(options, stages), cuts[:-1], cuts[1:], strict=True)
     )
     used = problem.takes[[part.option for part in made]].sum(0)

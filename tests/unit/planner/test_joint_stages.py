@@ -10,16 +10,24 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner import mixed_phases, stage_prices
-from foreshard.planner.interleaving import interleaved_plans
-from foreshard.planner.judge import engine_seconds, predicted, short_bytes
-from foreshard.planner.mapping import plan_of
-from foreshard.planner.problem import Arrangement, Part, Problem, faults, step_seconds, tail_seconds
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.mixed import phases
+from foreshard.planner.mixed.interleaving import interleaved_plans
+from foreshard.planner.pricing import stage_prices
+from foreshard.planner.pricing.engine_times import engine_seconds, predicted, short_bytes
+from foreshard.planner.pricing.mapping import plan_of
+from foreshard.planner.pricing.stage_options import MOST_JOINED, joint_options, stage_options
+from foreshard.planner.pricing.stage_prices import price_stages, without
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.search import plan
-from foreshard.planner.stage_options import MOST_JOINED, joint_options, stage_options
-from foreshard.planner.stage_prices import price_stages, without
-from foreshard.predict.analytical import stage_times
+from foreshard.planner.solver.problem import (
+    Arrangement,
+    Problem,
+    StageSpan,
+    faults,
+    step_seconds,
+    tail_seconds,
+)
+from foreshard.predict.analytical.engine import stage_times
 from foreshard.predict.batch import Case, build_batch, stage_workers
 from foreshard.spec.checks import check_plan
 from foreshard.spec.model import Model
@@ -35,7 +43,7 @@ def short_model(num_layers: int) -> Model:
     return replace(model, blocks=model.blocks[:num_layers])
 
 
-def asked(cluster: str, batch: int, *, model: Model | None = None, precision: str = "bf16") -> Request:
+def asked(cluster: str, batch: int, *, model: Model | None = None, precision: str = "bf16") -> PlanRequest:
     return checked_request(
         model or load_model("gpt2-xl"),
         load_cluster(cluster),
@@ -50,7 +58,7 @@ def joint_of(problem: Problem) -> list[int]:
 
 
 def whole(problem: Problem, option: int, batch: int) -> Arrangement:
-    part = Part(option=option, start=0, stop=problem.num_layers)
+    part = StageSpan(option=option, start=0, stop=problem.num_layers)
     return Arrangement(templates=((part,),), shares=(batch,))
 
 
@@ -85,7 +93,7 @@ def test_no_plan_with_joint_stages_is_faster_by_the_engine():
         cuts = sorted(rng.choice(np.arange(1, problem.num_layers), len(options) - 1, replace=False).tolist())
         bounds = zip([0, *cuts], [*cuts, problem.num_layers], strict=True)
         template = tuple(
-            Part(option=o, start=int(a), stop=int(b)) for o, (a, b) in zip(options, bounds, strict=True)
+            StageSpan(option=o, start=int(a), stop=int(b)) for o, (a, b) in zip(options, bounds, strict=True)
         )
         arrangement = Arrangement(templates=(template,), shares=(64,))
         made = None if faults(problem, arrangement) else plan_of(request, problem, arrangement)
@@ -144,7 +152,7 @@ def test_a_problem_without_joint_stages_is_that_priced_without_them():
         assert np.allclose(getattr(less, name), getattr(plain, name), rtol=1e-12), name
 
 
-def every_plan(request: Request) -> float:
+def every_plan(request: PlanRequest) -> float:
     """The least step time by the engine over every plan of two devices that fits."""
     problem = price_stages(request, (0, 1), by_domain=True, every=True)
     batch, end, options = request.global_batch, problem.num_layers, range(len(problem.names))
@@ -153,10 +161,10 @@ def every_plan(request: Request) -> float:
         if (problem.takes[one] + problem.takes[other]).max() > 1:
             continue
         for cut in range(1, end):
-            parts = Part(option=one, start=0, stop=cut), Part(option=other, start=cut, stop=end)
+            parts = StageSpan(option=one, start=0, stop=cut), StageSpan(option=other, start=cut, stop=end)
             found.append(Arrangement(templates=(parts,), shares=(batch,)))
         for share in range(1, batch) if problem.takes[one][0] else ():
-            pair = tuple((Part(option=option, start=0, stop=end),) for option in (one, other))
+            pair = tuple((StageSpan(option=option, start=0, stop=end),) for option in (one, other))
             if share >= problem.micro_batch[one] and batch - share >= problem.micro_batch[other]:
                 found.append(Arrangement(templates=pair, shares=(share, batch - share)))
     best = np.inf
@@ -192,7 +200,7 @@ def test_the_best_of_every_plan_on_two_devices_is_found(layers, batch, cluster):
     assert found.plans[0].prediction.step_time_s <= best * (1 + max(found.gap, 1e-9))
 
 
-def engine_alone(request: Request, g: int) -> float:
+def engine_alone(request: PlanRequest, g: int) -> float:
     """The least step time by the engine on one device."""
     problem = price_stages(request, (g,), by_domain=True)
     made = [whole(problem, option, request.global_batch) for option in range(len(problem.names))]
@@ -203,7 +211,7 @@ def engine_alone(request: Request, g: int) -> float:
 def test_a_joint_stage_is_chosen_where_it_is_faster(monkeypatch):
     pytest.importorskip("scipy")
     model, cluster = load_model("gpt2-xl"), load_cluster(ODD)
-    monkeypatch.setattr(mixed_phases, "interleaved_plans", lambda *_: [])
+    monkeypatch.setattr(phases, "interleaved_plans", lambda *_: [])
     made = {"global_batch": 64, "seq_len": 1024, "budget_s": 30.0}  # it ends as soon as the gap is small
     joined = plan(model, cluster, **made)
     best = joined.plans[0]

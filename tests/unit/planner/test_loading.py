@@ -8,13 +8,13 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner import loading, mixed, mixed_phases
-from foreshard.planner.mixed_found import MixedFound
-from foreshard.planner.node_sets import node_sets
+from foreshard.planner.mixed import loading, phases, search
+from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.mixed.node_sets import node_sets
+from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
-from foreshard.planner.stage_prices import price_stages
-from foreshard.planner.work import work_bound
+from foreshard.planner.solver.work_bounds import work_bound
 
 MIXED = "1x4xa100-sxm-40gb+1x4xv100-sxm-16gb@100Gb/s"
 ASKED = {"global_batch": 32, "seq_len": 1024, "precision": "fp16"}
@@ -33,12 +33,12 @@ def test_nothing_to_load_is_no_haste(monkeypatch):
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_a_hasty_answer_is_a_plan_with_a_bound_that_says_so(monkeypatch, objective):
-    monkeypatch.setattr(mixed, "is_hasty", lambda budget_s: budget_s < 1.0)
+    monkeypatch.setattr(search, "is_hasty", lambda budget_s: budget_s < 1.0)
 
     def never(*arguments, **options):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(mixed_phases, "solve", never)
+    monkeypatch.setattr(phases, "solve", never)
     found = plan(load_model("gpt2-xl"), load_cluster(MIXED), budget_s=0.3, objective=(objective,), **ASKED)
     best = found.plans[0].prediction.step_time_s
     assert 0.0 < found.lower_bound_step_time_s <= best and found.gap > 0.0
@@ -48,7 +48,7 @@ def test_a_hasty_answer_is_a_plan_with_a_bound_that_says_so(monkeypatch, objecti
 
 def test_a_part_of_a_long_search_is_not_hasty(monkeypatch):
     asked = []
-    monkeypatch.setattr(mixed, "is_hasty", lambda budget_s: asked.append(budget_s) or False)
+    monkeypatch.setattr(search, "is_hasty", lambda budget_s: asked.append(budget_s) or False)
     model, cluster = load_model("gpt2-xl"), load_cluster(MIXED)
     plan(model, cluster, budget_s=1.5, **{**ASKED, "precision": ("fp16", "fp32")})
     assert asked and set(asked) == {1.5}

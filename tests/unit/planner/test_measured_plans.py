@@ -8,14 +8,14 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from foreshard.planner.measured_places import Places, kinds_of
-from foreshard.planner.measured_plans import plan_measured
-from foreshard.planner.measured_prices import priced, work_bound_s
-from foreshard.planner.problem import Arrangement, Part
-from foreshard.planner.problem import step_seconds as abstract_s
-from foreshard.predict.measured import step_seconds
-from foreshard.predict.measured_costs import LayerCost, MeasuredCosts
-from foreshard.runtime.lab import Lab
+from foreshard.lab.lab import Lab
+from foreshard.planner.measured.places import Places, kinds_of
+from foreshard.planner.measured.plans import plan_measured
+from foreshard.planner.measured.prices import priced, work_bound_s
+from foreshard.planner.solver.problem import Arrangement, StageSpan
+from foreshard.planner.solver.problem import step_seconds as abstract_s
+from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
+from foreshard.predict.measured.engine import step_seconds
 from foreshard.spec.plan import Group, Plan, Stage
 
 SIZES = (1, 2, 4)
@@ -128,7 +128,7 @@ def test_prices_are_those_of_the_engine_where_nothing_overlaps():
     told, cluster = costs(rng, 4, {"a": 1.0, "b": 2.0}), lab("ab")
     problem = priced(told, cluster, kinds_of(cluster), SIZES, 8)
     option = problem.names.index((1, 2, 1))
-    made = Arrangement(templates=((Part(option=option, start=0, stop=4),),), shares=(6,))
+    made = Arrangement(templates=((StageSpan(option=option, start=0, stop=4),),), shares=(6,))
     stage = Stage(ranks=(1,), layers=((0, 4),), zero=0)
     plan = Plan(global_batch=6, seq_len=1, groups=(Group(share=6, micro_batch=2, stages=(stage,)),))
     assert abstract_s(problem, made) == pytest.approx(step_seconds(told, cluster, plan))

@@ -11,12 +11,12 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
-from foreshard.planner.mixed_infeasible import least_devices
-from foreshard.planner.node_sets import capped, node_sets
+from foreshard.planner.mixed.infeasible import least_devices
+from foreshard.planner.mixed.node_sets import capped, node_sets
+from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.search import plan
-from foreshard.planner.stage_prices import price_stages
 from foreshard.spec.checks import check_plan
 
 pytest.importorskip("scipy", reason="planning mixed devices needs the extra `plan`")
@@ -42,8 +42,8 @@ def search(model: str, cluster: str, batch: int = 32, seq_len: int = 2048, **ask
 
 def test_late_predictions_are_of_the_plans_that_cost_least(monkeypatch):
     """Plans judged in time are not lost to the clock, which would leave the fastest, dearest one alone."""
-    from foreshard.planner import mixed
-    from foreshard.planner.mixed_found import MixedFound
+    from foreshard.planner.mixed import search
+    from foreshard.planner.mixed.found import MixedFound
 
     request = checked_request(
         load_model("llama3.2-1b"),
@@ -56,14 +56,14 @@ def test_late_predictions_are_of_the_plans_that_cost_least(monkeypatch):
     plans = [SimpleNamespace(ranks=tuple(range(n))) for n in (16, 8, 4, 1)]
     found = MixedFound(judged=list(zip((1.0, 1.5, 2.5, 20.0), plans, strict=True)))
     monkeypatch.setattr(
-        mixed,
+        search,
         "predicted",
         lambda request, plan: SimpleNamespace(plan=plan, memory=SimpleNamespace(fits=True)),
     )
-    made = mixed._predictions(request, found, deadline=-1.0)
+    made = search._predictions(request, found, deadline=-1.0)
     assert [len(one.plan.ranks) for one in made] == [4, 8]
     by_time = replace(request, objectives=("time",))
-    assert [len(one.plan.ranks) for one in mixed._predictions(by_time, found, deadline=-1.0)] == [16]
+    assert [len(one.plan.ranks) for one in search._predictions(by_time, found, deadline=-1.0)] == [16]
 
 
 def test_slow_device_beside_a_fast_one_is_used_or_left_idle_whichever_is_faster(even_clock):
@@ -196,25 +196,25 @@ NEAR = "1x2xh100-sxm+1x2xa100-sxm-80gb"
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_interrupt_ends_every_part_of_the_search(monkeypatch, at):
-    from foreshard.planner import mixed_phases
+    from foreshard.planner.mixed import phases
 
-    calls, solve = [], mixed_phases.solve
+    calls, solve = [], phases.solve
 
     def interrupted(problem, *, budget_s, **options):
         calls.append(0)
         found = solve(problem, budget_s=0.3, **options)
         return replace(found, interrupted=len(calls) == at)  # as one that Ctrl-C ended
 
-    monkeypatch.setattr(mixed_phases, "solve", interrupted)
+    monkeypatch.setattr(phases, "solve", interrupted)
     whole = search("gpt2-xl", NEAR, batch=16, seq_len=1024, budget_s=60.0)
     assert whole.plans and whole.stopped and whole.interrupted
     assert len(calls) == at
 
 
 def test_an_interrupt_outside_a_solver_keeps_the_plans_found(monkeypatch):
-    from foreshard.planner import mixed_phases
+    from foreshard.planner.mixed import phases
 
-    calls, ended, price, judge = [], [], mixed_phases.price_stages, mixed_phases.judge_plans
+    calls, ended, price, judge = [], [], phases.price_stages, phases.judge_plans
 
     def judged(*arguments, **options):
         calls.append(0)
@@ -226,22 +226,22 @@ def test_an_interrupt_outside_a_solver_keeps_the_plans_found(monkeypatch):
             raise KeyboardInterrupt
         return price(*arguments, **options)
 
-    monkeypatch.setattr(mixed_phases, "judge_plans", judged)
-    monkeypatch.setattr(mixed_phases, "price_stages", interrupted)
+    monkeypatch.setattr(phases, "judge_plans", judged)
+    monkeypatch.setattr(phases, "price_stages", interrupted)
     found = search("gpt2-xl", NEAR, batch=16, seq_len=1024)
     assert found.plans and found.stopped
 
 
 def test_plans_a_little_over_the_memory_are_looked_for_with_more_room(monkeypatch):
-    from foreshard.planner import mixed_found, mixed_phases
+    from foreshard.planner.mixed import found, phases
 
-    reserves, price = [0.0], mixed_phases.price_stages
+    reserves, price = [0.0], phases.price_stages
 
     def priced(*arguments, reserve_bytes=0.0, **options):
         reserves.append(reserve_bytes)
         return price(*arguments, reserve_bytes=reserve_bytes, **options)
 
-    monkeypatch.setattr(mixed_phases, "price_stages", priced)
-    monkeypatch.setattr(mixed_found, "short_bytes", lambda *_: 0.0 if max(reserves) >= 3e8 else 1e8)
+    monkeypatch.setattr(phases, "price_stages", priced)
+    monkeypatch.setattr(found, "short_bytes", lambda *_: 0.0 if max(reserves) >= 3e8 else 1e8)
     found = search("gpt2-xl", NEAR, batch=16, seq_len=1024)
     assert found.plans and max(reserves) == pytest.approx(3e8)

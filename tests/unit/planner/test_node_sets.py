@@ -9,19 +9,19 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed_found import MixedFound
-from foreshard.planner.node_sets import faster_by_s
-from foreshard.planner.problem import (
+from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.mixed.node_sets import faster_by_s
+from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.request import checked_request
+from foreshard.planner.solver.problem import (
     Arrangement,
-    Part,
     Problem,
+    StageSpan,
     Template,
     faults,
     spread_factor,
     step_seconds,
 )
-from foreshard.planner.request import checked_request
-from foreshard.planner.stage_prices import price_stages
 
 SLOWER = "1x8xa100-sxm-40gb+2x8xh100-sxm"  # links of 200 Gb/s a device, and of 400
 
@@ -44,7 +44,7 @@ def drawn(problem: Problem, rng: np.random.Generator) -> Arrangement | None:
         cuts = [0, *sorted(rng.choice(np.arange(1, problem.num_layers), stages - 1, replace=False))]
         stops = [*cuts[1:], problem.num_layers]
         places = zip(options, cuts, stops, strict=True)
-        templates.append(tuple(Part(option=int(o), start=int(a), stop=int(b)) for o, a, b in places))
+        templates.append(tuple(StageSpan(option=int(o), start=int(a), stop=int(b)) for o, a, b in places))
     first = problem.global_batch // len(templates)
     shares = (problem.global_batch - first * (len(templates) - 1), *[first] * (len(templates) - 1))
     made = Arrangement(templates=tuple(templates), shares=shares)

@@ -7,9 +7,9 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError, LimitError, SpecError
+from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
-from foreshard.planner.sizes import part_of, sizes_of
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 

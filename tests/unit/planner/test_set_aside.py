@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from foreshard.planner import mixed_phases
-from foreshard.planner.mixed_found import MixedFound
+from foreshard.planner.mixed import phases
+from foreshard.planner.mixed.found import MixedFound
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ from foreshard.planner.mixed_found import MixedFound
 def test_an_interleaved_plan_is_taken_for_a_large_gain_or_a_close_bound(
     monkeypatch, plain_s, made_s, bound_s, taken
 ):
-    monkeypatch.setattr(mixed_phases, "interleaved_plans", lambda *asked: [(made_s, "interleaved")])
-    monkeypatch.setattr(mixed_phases, "interleaved_bound", lambda *asked: bound_s)
+    monkeypatch.setattr(phases, "interleaved_plans", lambda *asked: [(made_s, "interleaved")])
+    monkeypatch.setattr(phases, "interleaved_bound", lambda *asked: bound_s)
     found = MixedFound(judged=[(plain_s, "1f1b")], bounds=[9.9])
     now = time.perf_counter()
-    mixed_phases.search_interleaved(SimpleNamespace(budget_s=10.0), [(0,)], found, now, now + 60.0)
+    phases.search_interleaved(SimpleNamespace(budget_s=10.0), [(0,)], found, now, now + 60.0)
     assert ((made_s, "interleaved") in found.judged) is taken
     assert found.set_aside_s == (0.0 if taken else made_s)

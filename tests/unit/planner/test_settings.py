@@ -13,16 +13,16 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
 from foreshard.catalog.training import training_constants
 from foreshard.errors import SpecError
-from foreshard.planner.grid_space import experts_overlap
-from foreshard.planner.homogeneous import least_step_s, search_homogeneous
-from foreshard.planner.over_settings import search_settings
+from foreshard.planner.grid.equal_nodes import least_step_s, search_homogeneous
+from foreshard.planner.grid.node_counts import part_of, sizes_of
+from foreshard.planner.grid.space import experts_overlap
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
 from foreshard.planner.settings import Setting, acting, left_out, settings, switches
-from foreshard.planner.sizes import part_of, sizes_of
+from foreshard.planner.settings_search import search_settings
+from foreshard.predict.analytical.table import evaluate
 from foreshard.predict.space import draw_plans
 from foreshard.predict.step import predict
-from foreshard.predict.table import evaluate
 from foreshard.spec.plan import COMM_OPTIONS
 
 SPACES = (
@@ -226,9 +226,9 @@ def test_what_no_setting_fits_says_why():
 
 @pytest.mark.parametrize("at", [2, 4])
 def test_an_interrupt_ends_the_search_at_once(monkeypatch, at):
-    from foreshard.planner import grid
+    from foreshard.planner.grid import search
 
-    calls, priced = [], grid._search_cells
+    calls, priced = [], search._search_cells
 
     def interrupted(*arguments):
         calls.append(0)
@@ -236,19 +236,19 @@ def test_an_interrupt_ends_the_search_at_once(monkeypatch, at):
             raise KeyboardInterrupt
         priced(*arguments)
 
-    monkeypatch.setattr(grid, "_search_cells", interrupted)
+    monkeypatch.setattr(search, "_search_cells", interrupted)
     found = search_homogeneous(_asked())
     assert found.stopped and found.interrupted and found.plans
     assert len(calls) == at
 
 
 def test_an_interrupt_before_any_plan_looks_for_no_change_that_fits(monkeypatch):
-    from foreshard.planner import grid
+    from foreshard.planner.grid import search
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grid, "_search_cells", interrupted)
+    monkeypatch.setattr(search, "_search_cells", interrupted)
     found = search_homogeneous(_asked())
     assert found.stopped and not found.plans
     assert found.infeasible is not None and found.infeasible.fix is None

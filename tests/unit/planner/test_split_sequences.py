@@ -8,14 +8,14 @@ from tests.unit.planner.test_cut_experts import stages_of_best
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.judge import engine_seconds
-from foreshard.planner.mapping import plan_of
-from foreshard.planner.problem import Arrangement, Part, Problem, faults, step_seconds
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.pricing.engine_times import engine_seconds
+from foreshard.planner.pricing.mapping import plan_of
+from foreshard.planner.pricing.stage_options import context_degrees, stage_options
+from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.search import plan
 from foreshard.planner.settings import settings
-from foreshard.planner.stage_options import context_degrees, stage_options
-from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.solver.problem import Arrangement, Problem, StageSpan, faults, step_seconds
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 
@@ -23,7 +23,7 @@ TWO = "2x8xa100-sxm-80gb+2x8xh100-sxm@400Gb/s"
 BATCH, LONG = 16, 65536
 
 
-def asked(seq_len: int = LONG, model: str = "llama3-8b", framework: str = "megatron-core") -> Request:
+def asked(seq_len: int = LONG, model: str = "llama3-8b", framework: str = "megatron-core") -> PlanRequest:
     return checked_request(
         load_model(model),
         load_cluster(TWO),
@@ -54,19 +54,21 @@ def test_how_keys_are_brought_is_searched_where_sequences_may_be_split(seq_len, 
     assert len(found) == both
 
 
-def _template(problem: Problem, rng: np.random.Generator, left: np.ndarray) -> tuple[Part, ...]:
+def _template(problem: Problem, rng: np.random.Generator, left: np.ndarray) -> tuple[StageSpan, ...]:
     """Draw a pipeline of one or two stages of one micro-batch, the first of split sequences."""
     split = np.array([kind.cp > 1 for kind in problem.names])
     first = int(rng.choice(np.flatnonzero(split & np.all(problem.takes <= left, axis=1))))
     rest = left - problem.takes[first]
     same = (problem.micro_batch == problem.micro_batch[first]) & np.all(problem.takes <= rest, axis=1)
     if rng.random() < 0.5 or not same.any():
-        return (Part(option=first, start=0, stop=problem.num_layers),)
+        return (StageSpan(option=first, start=0, stop=problem.num_layers),)
     second, at = int(rng.choice(np.flatnonzero(same))), int(rng.integers(8, problem.num_layers - 8))
-    return Part(option=first, start=0, stop=at), Part(option=second, start=at, stop=problem.num_layers)
+    return StageSpan(option=first, start=0, stop=at), StageSpan(
+        option=second, start=at, stop=problem.num_layers
+    )
 
 
-def _in_space(problem: Problem, templates: list[tuple[Part, ...]]) -> bool:
+def _in_space(problem: Problem, templates: list[tuple[StageSpan, ...]]) -> bool:
     """Return whether pipelines fill link domains of their own and are as wide as each other, to a half."""
     kinds = [problem.names[part.option] for template in templates for part in template]
     widths = [kind.inner_dp for kind in kinds]

@@ -7,19 +7,19 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.judge import engine_seconds, engine_shares
-from foreshard.planner.mapping import plan_of
-from foreshard.planner.problem import (
+from foreshard.planner.pricing.engine_times import engine_seconds, engine_shares
+from foreshard.planner.pricing.mapping import plan_of
+from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.request import PlanRequest, checked_request
+from foreshard.planner.solver.problem import (
     Arrangement,
-    Part,
     Problem,
+    StageSpan,
     faults,
     step_seconds,
     takes_of,
     template_faults,
 )
-from foreshard.planner.request import Request, checked_request
-from foreshard.planner.stage_prices import price_stages
 from foreshard.predict.batch import domain_block, link_domains, stage_strides
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-def asked(model: str, cluster: str, seq_len: int, precision: str) -> Request:
+def asked(model: str, cluster: str, seq_len: int, precision: str) -> PlanRequest:
     return checked_request(
         load_model(model),
         load_cluster(cluster),
@@ -57,7 +57,8 @@ def some_arrangement(problem: Problem, rng: np.random.Generator) -> Arrangement 
         inner = sorted(rng.choice(np.arange(1, problem.num_layers), stages - 1, replace=False).tolist())
         cuts = [0, *inner, problem.num_layers]
         template = tuple(
-            Part(option=int(o), start=a, stop=b) for o, a, b in zip(chosen, cuts[:-1], cuts[1:], strict=True)
+            StageSpan(option=int(o), start=a, stop=b)
+            for o, a, b in zip(chosen, cuts[:-1], cuts[1:], strict=True)
         )
         if np.all(takes_of(problem, template) <= left) and not template_faults(problem, template):
             templates.append(template)
@@ -70,7 +71,7 @@ def some_arrangement(problem: Problem, rng: np.random.Generator) -> Arrangement 
     return Arrangement(templates=tuple(templates), shares=shares)
 
 
-def in_space(plan: Plan, request: Request) -> bool:
+def in_space(plan: Plan, request: PlanRequest) -> bool:
     """Return whether a plan keeps the last three terms of the stated space."""
     nodes, domains = request.cluster.nodes, link_domains(request.cluster)
     ends = np.cumsum([group.num_devices for group in nodes])
@@ -92,7 +93,7 @@ def in_space(plan: Plan, request: Request) -> bool:
     return True
 
 
-def _waited_for(stage: Stage, request: Request, ends: np.ndarray) -> int:
+def _waited_for(stage: Stage, request: PlanRequest, ends: np.ndarray) -> int:
     """Return the node group of the ranks with most samples over peak."""
     where = np.searchsorted(ends, stage.ranks, side="right")
     if stage.rank_shares is None:

@@ -12,14 +12,14 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import training_constants
 from foreshard.errors import ExtraMissingError, InfeasibleError, SpecError
-from foreshard.planner.grid import search_rows
-from foreshard.planner.grid_space import GridRequest
-from foreshard.planner.homogeneous import search_homogeneous
-from foreshard.planner.over_settings import search_settings
+from foreshard.planner.grid.equal_nodes import search_homogeneous
+from foreshard.planner.grid.ray_sweep import check_executor, num_at_once
+from foreshard.planner.grid.search import search_rows
+from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan, rent
 from foreshard.planner.settings import settings
-from foreshard.planner.sweep import check_executor, num_at_once
+from foreshard.planner.settings_search import search_settings
 from foreshard.predict.plan_table import COLUMNS
 
 SPACES = (
@@ -218,7 +218,7 @@ def test_an_interrupt_before_any_task_ended_is_passed_on(monkeypatch):
 
 
 def test_an_error_of_a_task_is_the_error_of_the_search(tasks):
-    from foreshard.planner.sweep import each_in_tasks
+    from foreshard.planner.grid.ray_sweep import each_in_tasks
 
     with pytest.raises(SpecError, match="executor") as caught:
         list(each_in_tasks(check_executor, [("dask",)], "ray"))

@@ -8,19 +8,19 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.planner.cuts import best_cuts
-from foreshard.planner.problem import (
+from foreshard.planner.solver.cuts import best_cuts
+from foreshard.planner.solver.problem import (
     Arrangement,
-    Part,
     Problem,
+    StageSpan,
     pace_of,
     stage_seconds,
     step_seconds,
     tail_seconds,
     template_faults,
 )
-from foreshard.planner.shares import balance
-from foreshard.planner.work import work_bound
+from foreshard.planner.solver.shares import balance
+from foreshard.planner.solver.work_bounds import work_bound
 
 
 def test_cuts_are_as_good_as_any():
@@ -64,19 +64,20 @@ def _small(rng: np.random.Generator) -> Problem:
     )
 
 
-def _all_cuts(problem: Problem, options) -> list[tuple[Part, ...]]:
+def _all_cuts(problem: Problem, options) -> list[tuple[StageSpan, ...]]:
     made = []
     for inner in itertools.combinations(range(1, problem.num_layers), len(options) - 1):
         cuts = (0, *inner, problem.num_layers)
         template = tuple(
-            Part(option=int(o), start=a, stop=b) for o, a, b in zip(options, cuts[:-1], cuts[1:], strict=True)
+            StageSpan(option=int(o), start=a, stop=b)
+            for o, a, b in zip(options, cuts[:-1], cuts[1:], strict=True)
         )
         if not template_faults(problem, template):
             made.append(template)
     return made
 
 
-def _seconds(problem: Problem, template: tuple[Part, ...], passes: float) -> float:
+def _seconds(problem: Problem, template: tuple[StageSpan, ...], passes: float) -> float:
     times = stage_seconds(problem, template)
     return float(times.sum() + (passes - 1.0) * times.max())
 

@@ -10,7 +10,7 @@ import pytest
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.predict.analytical import stage_times, step_times
+from foreshard.predict.analytical.engine import stage_times, step_times
 from foreshard.predict.batch import Case, build_batch, with_constants
 
 CONSTANTS = replace(TrainingConstants(), jitter=0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from foreshard import api
 from foreshard.errors import SpecError
-from foreshard.predict.measured_costs import load_costs
+from foreshard.predict.measured.costs import load_costs
 
 
 def test_an_unknown_cost_source_leads_to_the_file_of_calibrate():

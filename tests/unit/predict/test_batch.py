@@ -290,7 +290,7 @@ def _eight_cuts():
 
 def test_states_of_experts_are_cut_inside_a_group_only():
     """Two groups of 4 ranks, 2 expert ranks each: 4 replicas of an expert in all, 2 of them in a group."""
-    from foreshard.predict.collective_tasks import expert_replicas, shards_of
+    from foreshard.predict.tasks.collectives import expert_replicas, shards_of
 
     model = api.load_model("mixtral-8x7b")
     last = model.num_layers + 2

@@ -13,12 +13,12 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.collective_tasks import contention, message_s, region_s, shard_times, sync_times
 from foreshard.predict.flops import model_flops, recomputed_flops
-from foreshard.predict.formula import end_times, layer_times
-from foreshard.predict.host_tasks import offload_s, optimizer_s
-from foreshard.predict.kernel_tasks import attention_times, linear_sizes
 from foreshard.predict.machine import sustained
+from foreshard.predict.tasks.collectives import contention, message_s, region_s, shard_times, sync_times
+from foreshard.predict.tasks.formula import end_times, layer_times
+from foreshard.predict.tasks.host import offload_s, optimizer_s
+from foreshard.predict.tasks.kernels import attention_times, linear_sizes
 
 CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
 MODELS = ("llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3", "falcon-7b")

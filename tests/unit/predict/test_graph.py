@@ -12,11 +12,11 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.graph.program import Kind
-from foreshard.predict import graph
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.graph import graph_times
-from foreshard.predict.graph_lowering import lower
-from foreshard.predict.graph_prices import group_prices
+from foreshard.predict.graph import engine
+from foreshard.predict.graph.engine import graph_times
+from foreshard.predict.graph.lowering import lower
+from foreshard.predict.graph.prices import group_prices
 from foreshard.spec.plan import Group
 from foreshard.spec.prediction import TIME_PARTS
 
@@ -281,8 +281,8 @@ def test_folding_the_steady_state_changes_nothing(choices, monkeypatch):
     case = case_of(**choices)
     whole = parts_of(case)
     lowered = []
-    monkeypatch.setattr(graph, "MAX_TASKS", 0)
-    monkeypatch.setattr(graph, "lower", lambda prices, *rest: lowered.append(prices) or lower(prices, *rest))
+    monkeypatch.setattr(engine, "MAX_TASKS", 0)
+    monkeypatch.setattr(engine, "lower", lambda prices, *rest: lowered.append(prices) or lower(prices, *rest))
     folded = parts_of(case)
     assert len(lowered) == 3
     assert sum(folded.values()) == pytest.approx(sum(whole.values()), rel=1e-6)

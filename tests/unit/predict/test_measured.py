@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from foreshard.errors import SpecError
 from foreshard.graph.schedules import Op, stage_order
-from foreshard.predict.measured import predict_measured, rank_times, step_seconds
-from foreshard.predict.measured_costs import LayerCost, MeasuredCosts, load_costs
-from foreshard.predict.measured_links import LinkCost, MeasuredLinks
-from foreshard.runtime.lab import Lab
+from foreshard.lab.lab import Lab
+from foreshard.predict.measured.costs import LayerCost, MeasuredCosts, load_costs
+from foreshard.predict.measured.engine import predict_measured, rank_times, step_seconds
+from foreshard.predict.measured.links import LinkCost, MeasuredLinks
 from foreshard.spec.plan import Group, Plan, Stage
 
 RATE, LATENCY = 1e9, 1e-4

@@ -15,13 +15,13 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.cost.memory import stage_memory
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.errors import SpecError
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
+from foreshard.predict.analytical.table import evaluate, table_loads, table_memory
 from foreshard.predict.batch import Case, build_batch, layer_counts
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import RULES, draw_plans, valid_plans
 from foreshard.predict.stage_rows import recompute_columns, stage_rows_of
-from foreshard.predict.table import evaluate, table_loads, table_memory
 from foreshard.spec.checks import check_plan
 from foreshard.spec.layout import layer_spans
 

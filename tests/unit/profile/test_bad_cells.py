@@ -2,10 +2,10 @@
 
 import pytest
 
-from foreshard.profile.collective_cases import collective_cases
-from foreshard.profile.kernel_cases import kernel_cases
-from foreshard.profile.mixed_rows import mixed_rows
-from foreshard.profile.tables import read_table
+from foreshard.validation.collective_cases import collective_cases
+from foreshard.validation.kernel_cases import kernel_cases
+from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.tables import read_table
 
 GEMM = "system,framework,device,dtype,m,n,k,latency_ms\n"
 COLLECTIVE = "system,collective,gpu,num_gpus,num_nodes,size_bytes,time_us\n"

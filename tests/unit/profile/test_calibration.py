@@ -15,7 +15,7 @@ from foreshard.profile.calibration import calibrate, load_profile
 from foreshard.profile.layer_times import profile_layers
 from foreshard.profile.link_fit import fitted_links, floor_and_rate
 from foreshard.profile.link_times import counts_of, pairs_of
-from foreshard.runtime.executor import through
+from foreshard.runtime.engine.executor import through
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,8 @@ from foreshard.predict.interval import (
     step_interval,
     widening,
 )
-from foreshard.profile.conformal import (
+from foreshard.spec.layout import plan_from_degrees
+from foreshard.validation.conformal import (
     LeftOut,
     build_classes,
     class_entry,
@@ -29,7 +30,6 @@ from foreshard.profile.conformal import (
     interval_of,
     judged_by_others,
 )
-from foreshard.spec.layout import plan_from_degrees
 
 
 def interval(predicted, residuals, level=0.9, factor=1.0):

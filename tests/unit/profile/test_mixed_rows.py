@@ -1,8 +1,8 @@
 import pytest
 
-from foreshard.profile.mixed_rows import mixed_rows
-from foreshard.profile.tables import read_table
-from foreshard.profile.validation import validate
+from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.tables import read_table
+from foreshard.validation.validate import validate
 
 SAILOR = (
     "cluster,model,gpu_mix,num_gpus,pp_stages,dp_per_stage,tp_per_stage,layers_per_stage,micro_batch,global_batch,"

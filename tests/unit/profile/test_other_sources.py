@@ -4,8 +4,8 @@ import pytest
 
 from foreshard.errors import SpecError
 from foreshard.predict import predict
-from foreshard.profile.cells import COLUMNS, cleaned, truth
-from foreshard.profile.rows import read_row, read_training_rows
+from foreshard.validation.cells import COLUMNS, cleaned, truth
+from foreshard.validation.rows import read_row, read_training_rows
 
 RUN = {
     "id": "elsewhere-1",

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreshard.errors import SpecError
-from foreshard.profile.rows import Row, read_row
+from foreshard.validation.rows import TrainingRow, read_row
 
 NUMBERS = (
     "0",
@@ -46,7 +46,7 @@ def test_a_row_is_read_or_refused(cells, data):
         row = read_row(changed, "t")
     except SpecError:
         return
-    assert isinstance(row, Row)
+    assert isinstance(row, TrainingRow)
     assert row.measured_s is None or 0 < row.measured_s < float("inf")
     spans = sorted(span for stage in row.plan.groups[0].stages for span in stage.layers)
     assert spans[0][0] == 0

@@ -7,11 +7,11 @@ from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.model_dims import model_from_dims
 from foreshard.errors import SpecError
-from foreshard.profile.facts import precision_of, recompute_of, sharding_of, stated
-from foreshard.profile.families import Family, family_of, framework_of
-from foreshard.profile.row_cluster import nic_rate
-from foreshard.profile.row_cuts import cost_cuts
-from foreshard.profile.rows import measured_memory, measured_step_s, read_row, read_training_rows
+from foreshard.validation.facts import precision_of, recompute_of, sharding_of, stated
+from foreshard.validation.families import Family, family_of, framework_of
+from foreshard.validation.row_cluster import nic_rate
+from foreshard.validation.row_cuts import cost_cuts
+from foreshard.validation.rows import measured_memory, measured_step_s, read_row, read_training_rows
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from foreshard.profile.scoring import (
-    Outcome,
+from foreshard.validation.scoring import (
+    RowOutcome,
     distinct,
     kendall_tau_b,
     rank_regrets,
@@ -14,7 +14,7 @@ from foreshard.profile.scoring import (
 
 
 def run(i, measured, predicted, **more):
-    return Outcome(id=f"f-{i}", family="f", measured_s=measured, predicted_s=predicted, **more)
+    return RowOutcome(id=f"f-{i}", family="f", measured_s=measured, predicted_s=predicted, **more)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -38,7 +38,7 @@ def test_errors_by_hand():
 
 
 def test_a_skipped_row_counts_one_in_mape_all_only():
-    rows = [run(1, 1.0, 1.1), Outcome(id="f-2", family="f", status="skipped", reason="no", measured_s=3.0)]
+    rows = [run(1, 1.0, 1.1), RowOutcome(id="f-2", family="f", status="skipped", reason="no", measured_s=3.0)]
     s = summarise(rows)
     assert s["mape"] == pytest.approx(0.1)
     assert s["mape_all"] == pytest.approx(0.55)
@@ -78,11 +78,11 @@ def test_coverage_and_width():
 
 def test_feasibility_counts_does_not_fit_as_positive():
     rows = [
-        Outcome(id="1", family="f", oom=True, fits=False),
-        Outcome(id="2", family="f", oom=True, fits=True),
-        Outcome(id="3", family="f", measured_peak_bytes=1.0, predicted_peak_bytes=1.1, fits=True),
-        Outcome(id="4", family="f", measured_peak_bytes=1.0, predicted_peak_bytes=0.8, fits=False),
-        Outcome(id="5", family="f", measured_s=1.0, predicted_s=1.0, fits=False),
+        RowOutcome(id="1", family="f", oom=True, fits=False),
+        RowOutcome(id="2", family="f", oom=True, fits=True),
+        RowOutcome(id="3", family="f", measured_peak_bytes=1.0, predicted_peak_bytes=1.1, fits=True),
+        RowOutcome(id="4", family="f", measured_peak_bytes=1.0, predicted_peak_bytes=0.8, fits=False),
+        RowOutcome(id="5", family="f", measured_s=1.0, predicted_s=1.0, fits=False),
     ]
     s = summarise(rows)
     assert s["feasibility"] == {"tp": 1, "fp": 1, "tn": 1, "fn": 1}
@@ -91,7 +91,7 @@ def test_feasibility_counts_does_not_fit_as_positive():
 
 
 def test_an_oom_row_has_no_time_error():
-    s = summarise([Outcome(id="1", family="f", oom=True, fits=False, predicted_s=3.0)])
+    s = summarise([RowOutcome(id="1", family="f", oom=True, fits=False, predicted_s=3.0)])
     assert s["mape"] is None
     assert s["mape_all"] is None
     assert s["skipped"] == 0
@@ -99,11 +99,11 @@ def test_an_oom_row_has_no_time_error():
 
 def test_vtrain_order_is_stated_apart():
     others = [
-        Outcome(id=str(i), family="a", measured_s=t, predicted_s=t, rank_key="a")
+        RowOutcome(id=str(i), family="a", measured_s=t, predicted_s=t, rank_key="a")
         for i, t in enumerate((1.0, 2.0, 3.0))
     ]
     vtrain = [
-        Outcome(id=str(i), family="vtrain_single", measured_s=t, predicted_s=9 - t, rank_key="v")
+        RowOutcome(id=str(i), family="vtrain_single", measured_s=t, predicted_s=9 - t, rank_key="v")
         for i, t in enumerate((1.0, 2.0, 3.0))
     ]
     summary = score(others + vtrain)["summary"]

@@ -3,7 +3,7 @@ import gzip
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.profile.tables import COLLECTIVE, KERNEL, layout_of, read_table
+from foreshard.validation.tables import COLLECTIVE, KERNEL, layout_of, read_table
 
 GEMM = "system,device,framework,dtype,m,n,k,latency_ms\nb200_sxm,NVIDIA B200,vllm,bfloat16,128,128,128,0.01\n"
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from foreshard.errors import AccuracyError, SpecError
-from foreshard.profile.validation import check_mape, validate
+from foreshard.validation.validate import check_mape, validate
 
 HEADER = (
     "collective,library,system,gpu,num_gpus,num_nodes,size_bytes,time_us,algbw_GBps,busbw_GBps,"

@@ -1,13 +1,13 @@
 import pytest
 
 from foreshard import api
+from foreshard.advise import advice, fit
+from foreshard.advise.advice import improvements
+from foreshard.advise.change import apply, effect
+from foreshard.advise.fit import nearest_fit, verdict
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
-from foreshard.report import advice, fit
-from foreshard.report.advice import improvements
-from foreshard.report.change import apply, effect
-from foreshard.report.fit import nearest_fit, verdict
 from foreshard.spec.plan import COMM_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("stand_in")

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from foreshard.report import html
-from foreshard.report.advice import improvements
+from foreshard.advise.advice import improvements
+from foreshard.report.pages import prediction_page
 from foreshard.spec.timeline import Event, Timeline
 
 BUDGET_BYTES = 1_500_000
@@ -13,7 +13,7 @@ BUDGET_BYTES = 1_500_000
 @pytest.fixture
 def data(answered):
     asked, prediction, timeline = answered
-    return html.page_data(asked, prediction, timeline, improvements(asked, prediction))
+    return prediction_page.page_data(asked, prediction, timeline, improvements(asked, prediction))
 
 
 def embedded(page):
@@ -21,21 +21,21 @@ def embedded(page):
 
 
 def test_nothing_is_loaded_from_anywhere(data):
-    page = html.page(data)
+    page = prediction_page.page(data)
     rest = page.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)|@import|url\((?!#)|fetch\(|XMLHttp", rest)
     assert "default-src 'none'" in page
 
 
 def test_embedded_data_survive_and_cannot_break_out(data, answered):
-    page = html.page(data)
+    page = prediction_page.page(data)
     found = embedded(page)
     assert found["prediction"]["assumptions"] == list(answered[1].assumptions)
     assert page.count("</script>") == 2, "one data block and one script, whatever the data say"
 
 
 def test_template_slots_in_the_data_stay_text(data):
-    page = html.page({**data, "title": "{{script}}"})
+    page = prediction_page.page({**data, "title": "{{script}}"})
     assert embedded(page)["title"] == "{{script}}"
 
 
@@ -89,10 +89,10 @@ def test_a_very_long_step_keeps_its_ends_and_its_budget(answered):
         for i in range(25_000)
         for r in (0, 4, 8, 12)
     )
-    data = html.page_data(asked, prediction, Timeline(events=events, step_time_s=0.25))
+    data = prediction_page.page_data(asked, prediction, Timeline(events=events, step_time_s=0.25))
     hidden = data["timeline"]["hidden"]
-    assert hidden["count"] == 100_000 - html.MAX_DRAWN and 0 < hidden["from"] < hidden["to"] < 0.25
-    assert len(html.page(data)) < BUDGET_BYTES
+    assert hidden["count"] == 100_000 - prediction_page.MAX_DRAWN and 0 < hidden["from"] < hidden["to"] < 0.25
+    assert len(prediction_page.page(data)) < BUDGET_BYTES
 
 
 def test_equal_groups_are_drawn_once(answered, fake):
@@ -104,11 +104,11 @@ def test_equal_groups_are_drawn_once(answered, fake):
         group, stages=tuple(replace(s, ranks=tuple(r + 16 for r in s.ranks)) for s in group.stages)
     )
     plan = replace(prediction.plan, groups=(group, other, replace(other, share=7)))
-    assert [one["count"] for one in html._folded(plan)] == [2, 1]
+    assert [one["count"] for one in prediction_page._folded(plan)] == [2, 1]
 
 
 def test_without_scripts_there_is_the_text(data):
-    page = html.page(data)
+    page = prediction_page.page(data)
     assert "Where the time goes" in re.search(r"<noscript>(.*?)</noscript>", page, re.S)[1]
 
 
@@ -116,4 +116,4 @@ def test_without_scripts_there_is_the_text(data):
     ("numbers", "text"), [((0, 1, 2, 3), "0-3"), ((5,), "5"), ((0, 1, 4, 8, 9), "0-1, 4, 8-9")]
 )
 def test_spans(numbers, text):
-    assert html.spans(numbers) == text
+    assert prediction_page.spans(numbers) == text

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from foreshard.report.online_chart import Line, chart
+from foreshard.report.pages.line_chart import Line, chart
 
 
 def labels(svg, anchor):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from foreshard.advise.baseline_comparison import beyond
 from foreshard.catalog.clusters import load_cluster
-from foreshard.report import plan_drawing
+from foreshard.report.pages import plan_drawing
 from foreshard.report.plan_table import degrees, drawn, idle_words, told_apart
-from foreshard.report.rivals import beyond
 from foreshard.report.summary import plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 

@@ -68,7 +68,7 @@ def test_steps_after_the_last_look_are_drawn_in_the_end(monkeypatch, tmp_path, c
 def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
     from foreshard.report.plain import render
     from foreshard.report.run_screen import run_screen
-    from foreshard.runtime.outcome import Outcome
+    from foreshard.runtime.records.outcome import RunOutcome
 
     assert told({**LINE, "loss_metrics/global_avg_loss": None}).startswith("loss not finite")
     told_of = {
@@ -85,18 +85,20 @@ def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
         "lost": 0,
         "repeated": 0,
     }
-    shown = render(run_screen(Outcome(**told_of)))
+    shown = render(run_screen(RunOutcome(**told_of)))
     assert "not finite" in shown and "--clip-norm" in shown
-    fine = render(run_screen(Outcome(**{**told_of, "last_loss": 2.0})))
+    fine = render(run_screen(RunOutcome(**{**told_of, "last_loss": 2.0})))
     assert "--clip-norm" not in fine and "2.0000  (from 2.5000)" in fine
     steered = {**told_of, "last_loss": 2.0, "budgets": {"usd_per_h": {"limit": 8.0, "mean": 7.4952}}}
-    assert "usd_per_h, mean" in (kept := render(run_screen(Outcome(**steered)))) and "budget 8, kept" in kept
+    assert (
+        "usd_per_h, mean" in (kept := render(run_screen(RunOutcome(**steered)))) and "budget 8, kept" in kept
+    )
     steered["budgets"] = {"usd_per_h": {"limit": 8.0, "mean": 10.0}}
-    assert "exceeded by 25.0 %" in render(run_screen(Outcome(**steered)))
+    assert "exceeded by 25.0 %" in render(run_screen(RunOutcome(**steered)))
 
 
 def test_budgets_of_a_run_are_read_from_its_last_line():
-    from foreshard.runtime.outcome import _budgets
+    from foreshard.runtime.records.outcome import _budgets
 
     line = {"budget/duty:0/limit": 0.7, "budget/duty:0/mean": 0.5, "budget/duty:0/backlog": 3.0, "step": 4}
     assert _budgets(line) == {"duty:0": {"limit": 0.7, "mean": 0.5}} and _budgets({"step": 4}) == {}

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from foreshard.advise.sensitivity import changes, sensitivity
 from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import InfeasibleError
-from foreshard.report.sensitivity import changes, sensitivity
 
 
 def result(step, **more):

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshard import api
+from foreshard.advise.advice import improvements
+from foreshard.advise.change import apply
+from foreshard.advise.group_times import apportioned, better_shares, group_times, uneven
 from foreshard.errors import SpecError
-from foreshard.report.advice import improvements
-from foreshard.report.change import apply
 from foreshard.report.plain import render
-from foreshard.report.shares import apportioned, better_shares, group_times, uneven
 from foreshard.report.summary import prediction_screen
 from foreshard.spec.plan import parse_plan
 

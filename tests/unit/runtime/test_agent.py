@@ -5,8 +5,8 @@ import os
 import pytest
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.work import Work
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan import parse_plan
 
 PLAN = parse_plan(
@@ -25,7 +25,7 @@ def test_a_rank_that_is_started_again_in_a_folder_that_is_gone_ends_the_run_by_n
     agent = Agent(
         out=out,
         plan=PLAN,
-        work=Work(job="job.py", out=str(out), steps=1),
+        work=RunSettings(job="job.py", out=str(out), steps=1),
         ranks=[0],
         expected=[0],
         secret_file=tmp_path / "secret",

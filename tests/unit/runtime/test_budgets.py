@@ -4,8 +4,8 @@ import pytest
 
 from foreshard.control.slots import Budget
 from foreshard.errors import SpecError
-from foreshard.runtime.budgets import NAMES, budget_of, check_budgets, spent
-from foreshard.runtime.lab import Lab
+from foreshard.lab.lab import Lab
+from foreshard.runtime.adaptive.budgets import NAMES, budget_of, check_budgets, spent
 from foreshard.spec.plan import parse_plan
 
 LAB = Lab(

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from foreshard.errors import SpecError
-from foreshard.runtime import checkpoint
-from foreshard.runtime.checkpoint import CheckpointFault, load, read_meta, save
-from foreshard.runtime.checkpoint_folders import latest, prune
+from foreshard.runtime.checkpoint import format
+from foreshard.runtime.checkpoint.folders import latest, prune
+from foreshard.runtime.checkpoint.format import CheckpointFault, load, read_meta, save
 
 
 def items(*layers, seed=0):
@@ -120,7 +120,7 @@ def test_no_checkpoint_is_none(tmp_path):
 def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(tmp_path, monkeypatch):
     """The disk of one rank is full: all hear of it, the checkpoint before is kept, the next one works."""
     save(tmp_path, step=1, tensors=items(0), meta={})
-    written = checkpoint.dcp.save
+    written = format.dcp.save
 
     def full(state, *, storage_writer, no_dist):
         if "layers.1.weight" in state:
@@ -130,12 +130,12 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(tmp_path, monkeyp
     def body(rank, group):
         save(tmp_path, step=2, tensors=items(rank), meta={}, rank=rank, group=group, lead=rank == 0)
 
-    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    monkeypatch.setattr(format.dcp, "save", full)
     told = on_ranks(2, body)
     assert all(isinstance(error, CheckpointFault) for error in told.values())
     assert "No space left" in str(told[1]) and "another rank" in str(told[0])
     assert [p.name for p in tmp_path.iterdir()] == ["step-0000000001"]
-    monkeypatch.setattr(checkpoint.dcp, "save", written)
+    monkeypatch.setattr(format.dcp, "save", written)
     assert on_ranks(2, body) == {0: None, 1: None}
     assert latest(tmp_path) == 2
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from foreshard.runtime import clock as clocks
+from foreshard.runtime.engine import clock as clocks
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from foreshard.runtime import comings
-from foreshard.runtime.lab import Change, Lab
+from foreshard.lab import fault_schedule
+from foreshard.lab.lab import Change, Lab
 
 LAB = Lab(
     clock="table",
@@ -43,13 +43,13 @@ def told(tmp_path, steps):
 
 
 def test_the_steps_of_a_run_are_read_from_the_end_of_its_metrics(tmp_path):
-    assert comings.steps_told(tmp_path / "none.jsonl") == 0
-    assert comings.steps_told(told(tmp_path, 0)) == 0
+    assert fault_schedule.steps_told(tmp_path / "none.jsonl") == 0
+    assert fault_schedule.steps_told(told(tmp_path, 0)) == 0
     path = told(tmp_path, 400)
-    assert comings.steps_told(path) == 400
+    assert fault_schedule.steps_told(path) == 400
     with path.open("a") as file:
         file.write('{"step": 400, "pa')
-    assert comings.steps_told(path) == 400, "half a line is none"
+    assert fault_schedule.steps_told(path) == 400, "half a line is none"
 
 
 def test_a_rank_waits_for_the_step_before_it_is_there(tmp_path, monkeypatch):
@@ -59,34 +59,34 @@ def test_a_rank_waits_for_the_step_before_it_is_there(tmp_path, monkeypatch):
         slept.append(seconds)
         told(tmp_path, 2 + len(slept))
 
-    monkeypatch.setattr(comings.time, "sleep", sleep)
-    comings.await_turn(LAB, 2, path, 50)
-    assert comings.steps_told(path) == 4, "step 4 runs, it is there from step 5 on"
-    comings.await_turn(LAB, 0, path, 50)
-    comings.await_turn(None, 2, path, 50)
+    monkeypatch.setattr(fault_schedule.time, "sleep", sleep)
+    fault_schedule.await_turn(LAB, 2, path, 50)
+    assert fault_schedule.steps_told(path) == 4, "step 4 runs, it is there from step 5 on"
+    fault_schedule.await_turn(LAB, 0, path, 50)
+    fault_schedule.await_turn(None, 2, path, 50)
 
 
 def test_a_rank_that_never_comes_back_ends_with_the_run(tmp_path):
     with pytest.raises(SystemExit) as ended:
-        comings.await_turn(LAB, 1, told(tmp_path, 20), 20)
+        fault_schedule.await_turn(LAB, 1, told(tmp_path, 20), 20)
     assert ended.value.code == 0
 
 
 def test_a_step_waits_for_who_is_due_at_the_next(monkeypatch):
-    monkeypatch.setattr(comings.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(fault_schedule.time, "sleep", lambda seconds: None)
     door = Door(after=3)
-    assert comings.come_and_go(LAB, 0, 4, door, waits=True) and door.asked == 4
+    assert fault_schedule.come_and_go(LAB, 0, 4, door, waits=True) and door.asked == 4
     for step, waits in ((3, True), (5, True), (4, False)):
         door = Door(after=3)
-        assert comings.come_and_go(LAB, 0, step, door, waits=waits) and door.asked == 0
-    monkeypatch.setattr(comings, "PATIENCE_S", 0.0)
-    assert not comings.come_and_go(LAB, 0, 4, Door(after=10**9), waits=True)
+        assert fault_schedule.come_and_go(LAB, 0, step, door, waits=waits) and door.asked == 0
+    monkeypatch.setattr(fault_schedule, "PATIENCE_S", 0.0)
+    assert not fault_schedule.come_and_go(LAB, 0, 4, Door(after=10**9), waits=True)
 
 
 def test_a_rank_kills_itself_where_the_lab_says_so(monkeypatch):
     killed = []
-    monkeypatch.setattr(comings.os, "kill", lambda pid, how: killed.append((pid, how)))
-    comings.come_and_go(LAB, 1, 6, Door(0), waits=True)
+    monkeypatch.setattr(fault_schedule.os, "kill", lambda pid, how: killed.append((pid, how)))
+    fault_schedule.come_and_go(LAB, 1, 6, Door(0), waits=True)
     assert killed == []
-    comings.come_and_go(LAB, 1, 7, Door(0), waits=True)
+    fault_schedule.come_and_go(LAB, 1, 7, Door(0), waits=True)
     assert killed == [(os.getpid(), signal.SIGKILL)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, default_collate
 
 from foreshard.errors import SpecError
-from foreshard.runtime.data import Feed, shuffled
+from foreshard.runtime.job.data import Feed, shuffled
 
 SIZES = st.integers(1, 700)
 SEEDS = st.integers(0, 2**64 - 1)

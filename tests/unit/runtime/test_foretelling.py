@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.predict.measured import rank_times, step_seconds
-from foreshard.predict.measured_costs import load_costs
-from foreshard.runtime.foretelling import foretell
-from foreshard.runtime.foretold_lab import moves_between
-from foreshard.runtime.lab import load_lab
-from foreshard.runtime.migrate import moves_of
-from foreshard.runtime.repair import repaired, taken_over
+from foreshard.lab.lab import load_lab
+from foreshard.lab.lab_simulator import moves_between
+from foreshard.lab.simulated_run import foretell
+from foreshard.predict.measured.costs import load_costs
+from foreshard.predict.measured.engine import rank_times, step_seconds
+from foreshard.runtime.membership.plan_repair import repaired, taken_over
+from foreshard.runtime.state.migration import moves_of
 from foreshard.spec.plan import load_plan
 
 RANKS = (

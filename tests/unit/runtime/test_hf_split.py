@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 from foreshard.errors import SpecError
-from foreshard.runtime.builders import tied_parameters
-from foreshard.runtime.hf_split import KNOWN, split
-from foreshard.runtime.randomness import sample_randomness
+from foreshard.runtime.engine.randomness import sample_randomness
+from foreshard.runtime.job.hf_split import KNOWN, split
+from foreshard.runtime.job.layer_builders import tied_parameters
 
 SMALL = {
     "vocab_size": 64,

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from foreshard.errors import SpecError
-from foreshard.runtime.job import Job, first_input, load_job
+from foreshard.runtime.job.job import Job, first_input, load_job
 
 GOOD = """
 import torch

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
-from foreshard.runtime.job import load_job
+from foreshard.runtime.job.job import load_job
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import parse_plan
 

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from foreshard.runtime.hf_split import KNOWN
-from foreshard.runtime.job import OPTIONAL, REQUIRED, load_job
+from foreshard.runtime.job.hf_split import KNOWN
+from foreshard.runtime.job.job import OPTIONAL, REQUIRED, load_job
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import parse_plan
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.runtime.clock import WallClock
-from foreshard.runtime.lab import Change, Lab, load_lab
+from foreshard.lab.lab import Change, Lab, load_lab
+from foreshard.runtime.engine.clock import WallClock
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "labs").glob("*.toml"))
 RANKS = "[[ranks]]\ncount = 2\n[[ranks]]\nslow = 3\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.runtime import lab_network
-from foreshard.runtime.lab import Change, Lab
-from foreshard.runtime.lab_network import LabNetwork, missing, remove_stale, unit_cores
+from foreshard.lab import network
+from foreshard.lab.lab import Change, Lab
+from foreshard.lab.network import LabNetwork, missing, remove_stale, unit_cores
 
 LACKS = missing()
 enforced = pytest.mark.skipif(LACKS is not None, reason=f"no lab in the wall clock here: {LACKS}")
@@ -81,8 +81,8 @@ def rate_of(bed, blocks):
 
 def left_behind():
     mine = f"fs{os.getpid()}x*"
-    tops = (lab_network._GROUPS_V1, lab_network._GROUPS_V2)
-    return [*lab_network._NAMES.glob(mine), *(p for top in tops for p in top.glob(f"foreshard-{mine}"))]
+    tops = (network._GROUPS_V1, network._GROUPS_V2)
+    return [*network._NAMES.glob(mine), *(p for top in tops for p in top.glob(f"foreshard-{mine}"))]
 
 
 def test_portions_leave_a_fifth_of_the_cores_and_keep_the_ratios():
@@ -167,8 +167,8 @@ def test_nothing_is_left_behind_by_a_lab_that_fails(monkeypatch):
 def test_the_next_lab_removes_what_a_killed_one_left():
     program = (
         "import os, signal, sys\n"
-        "from foreshard.runtime.lab import Lab\n"
-        "from foreshard.runtime.lab_network import LabNetwork\n"
+        "from foreshard.lab.lab import Lab\n"
+        "from foreshard.lab.network import LabNetwork\n"
         "lab = Lab(clock='wall', slow=(1.0, 2.0), devices=('a', 'a'),\n"
         "          bandwidth_bytes_per_s=1e7, latency_s=0)\n"
         "LabNetwork(lab).__enter__()\n"
@@ -178,12 +178,12 @@ def test_the_next_lab_removes_what_a_killed_one_left():
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     pid = done.stdout.strip()
-    left = [p.name for p in lab_network._NAMES.glob(f"fs{pid}x*")]
+    left = [p.name for p in network._NAMES.glob(f"fs{pid}x*")]
     assert len(left) == 3
     until = time.monotonic() + 5
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.01)
     remove_stale()
-    assert not [p.name for p in lab_network._NAMES.glob(f"fs{pid}x*")]
-    tops = (lab_network._GROUPS_V1, lab_network._GROUPS_V2)
+    assert not [p.name for p in network._NAMES.glob(f"fs{pid}x*")]
+    tops = (network._GROUPS_V1, network._GROUPS_V2)
     assert not [p for top in tops for p in top.glob(f"foreshard-fs{pid}x*")]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.ledger import Ledger, audit, counting_lines, merge
+from foreshard.runtime.records.ledger import Ledger, audit, counting_lines, merge
 
 BATCH, RANKS, STEPS = 6, 3, 5
 SPANS = (range(0, 1), range(1, 4), range(4, 6))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.lines import Lines, settle, whole_lines
+from foreshard.runtime.records.durable_jsonl import DurableJsonl, settle, whole_lines
 
 
 def numbers(path):
@@ -14,7 +14,7 @@ def numbers(path):
 
 def test_lines_wait_in_order_and_nothing_torn_is_left(tmp_path, disk):
     told, now_s = [], [0.0]
-    lines = Lines(
+    lines = DurableJsonl(
         tmp_path / "a.jsonl", lambda kind, text, **facts: told.append((kind, facts)), now=lambda: now_s[0]
     )
     assert lines.add({"n": 0})
@@ -33,7 +33,7 @@ def test_lines_wait_in_order_and_nothing_torn_is_left(tmp_path, disk):
 
 def test_a_disk_that_refuses_is_not_asked_for_every_line(tmp_path, disk):
     now_s = [0.0]
-    lines = Lines(tmp_path / "a.jsonl", now=lambda: now_s[0])
+    lines = DurableJsonl(tmp_path / "a.jsonl", now=lambda: now_s[0])
     disk.room = 0
     lines.add({"n": 0})
     disk.room = None
@@ -44,7 +44,7 @@ def test_a_disk_that_refuses_is_not_asked_for_every_line(tmp_path, disk):
 
 def test_a_line_that_another_process_left_torn_takes_no_other_with_it(tmp_path):
     path = tmp_path / "events.jsonl"
-    lines = Lines(path)
+    lines = DurableJsonl(path)
     lines.add({"n": 1})
     with path.open("ab") as file:
         file.write(b'{"n": ')
@@ -55,12 +55,12 @@ def test_a_line_that_another_process_left_torn_takes_no_other_with_it(tmp_path):
 def test_a_file_torn_by_a_kill_is_gone_on_with(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 0}\n{"n"')
-    assert Lines(path).add({"n": 1})
+    assert DurableJsonl(path).add({"n": 1})
     assert numbers(path) == [0, 1]
 
 
 def test_the_end_waits_for_the_disk_and_says_what_is_missing(tmp_path, disk):
-    lines = Lines(tmp_path / "a.jsonl")
+    lines = DurableJsonl(tmp_path / "a.jsonl")
     disk.room = 0
     for n in range(3):
         lines.add({"n": n})

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from foreshard.runtime.loss_scale import LossScale
-from foreshard.runtime.meeting import Meeting, Status, heard_status
-from foreshard.runtime.vote import Vote
+from foreshard.runtime.engine.loss_scale import LossScale
+from foreshard.runtime.engine.vote import Vote
+from foreshard.runtime.membership.recovery import Recovery, Status, heard_status
 
 HELD = frozenset({("value", 0, "weight"), ("state", 0, "weight"), ("value", 1, "weight")})
 KEPT = frozenset({("value", 0, "weight"), ("state", 0, "weight")})
@@ -46,7 +46,7 @@ def test_a_status_is_heard_as_it_was_told(status: Status) -> None:
 
 
 def test_who_was_cut_off_in_the_vote_finishes_with_the_sums_of_another() -> None:
-    met = Meeting({0: CUT_OFF, 1: DONE, 2: FRESH})
+    met = Recovery({0: CUT_OFF, 1: DONE, 2: FRESH})
     assert met.step == 8 and met.vote == VOTE and not met.is_first
     assert met.held() == {0: KEPT, 1: HELD}, "a fresh rank has nothing at that step"
     assert [met.cut_off(rank) for rank in range(3)] == [VOTE, None, None]
@@ -56,17 +56,17 @@ def test_who_was_cut_off_in_the_vote_finishes_with_the_sums_of_another() -> None
 
 @pytest.mark.parametrize("behind", [replace(CUT_OFF, reduced=False), replace(CUT_OFF, step=6)])
 def test_who_cannot_finish_the_step_holds_nothing(behind: Status) -> None:
-    met = Meeting({0: behind, 1: DONE})
+    met = Recovery({0: behind, 1: DONE})
     assert met.held() == {1: HELD} and met.cut_off(0) is None
 
 
 def test_no_vote_is_left_where_all_come_from_a_checkpoint() -> None:
-    met = Meeting({0: replace(CUT_OFF), 1: replace(DONE, vote=None)})
+    met = Recovery({0: replace(CUT_OFF), 1: replace(DONE, vote=None)})
     assert met.vote is None and met.held() == {1: HELD} and met.cut_off(0) is None
 
 
 def test_the_last_step_is_told_by_the_least_rank_that_knows_it() -> None:
-    assert Meeting({0: CUT_OFF, 1: DONE, 2: DONE}).late_teller() == (1, 7)
-    assert Meeting({0: CUT_OFF, 1: DONE, 2: replace(DONE, told=7)}).late_teller() is None
-    assert Meeting({0: replace(CUT_OFF, told=7), 1: FRESH}).late_teller() is None, "nobody knows it better"
-    assert Meeting({0: FRESH, 1: FRESH}).late_teller() is None and Meeting({0: FRESH}).is_first
+    assert Recovery({0: CUT_OFF, 1: DONE, 2: DONE}).late_teller() == (1, 7)
+    assert Recovery({0: CUT_OFF, 1: DONE, 2: replace(DONE, told=7)}).late_teller() is None
+    assert Recovery({0: replace(CUT_OFF, told=7), 1: FRESH}).late_teller() is None, "nobody knows it better"
+    assert Recovery({0: FRESH, 1: FRESH}).late_teller() is None and Recovery({0: FRESH}).is_first

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from foreshard.runtime.decided import recalled, reopen
-from foreshard.runtime.supervisor import START_S, Supervisor
-from foreshard.runtime.suspicion import Suspicion
+from foreshard.runtime.membership.link_blame import LinkBlame
+from foreshard.runtime.membership.supervisor import START_S, Supervisor
+from foreshard.runtime.membership.supervisor_state import recalled, reopen
 from foreshard.spec.plan import parse_plan
 
 PLAN = parse_plan(
@@ -61,7 +61,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    monkeypatch.setattr("foreshard.runtime.supervisor._ASK_S", 0.0)
+    monkeypatch.setattr("foreshard.runtime.membership.supervisor._ASK_S", 0.0)
     return Told(tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_under_the_supervisor_is_not_the_end(told, monkeypatch):
     def full(folder, decided):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("foreshard.runtime.supervisor.remember", full)
+    monkeypatch.setattr("foreshard.runtime.membership.supervisor.remember", full)
     assert all(generation["number"] == 0 for generation in told.all_join([0, 1, 2]))
 
 
@@ -259,7 +259,7 @@ def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
 
 
 def test_a_loaded_machine_is_not_a_lost_link():
-    suspicion = Suspicion(2.0)
+    suspicion = LinkBlame(2.0)
     suspicion.began(0, [0, 1], 0.0)
     suspicion.left(1, 0, "timed out")
     suspicion.began(1, [0, 1], 2.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from foreshard.errors import ExtraMissingError
-from foreshard.runtime import metrics as module
-from foreshard.runtime.metrics import Metrics
+from foreshard.runtime.records import metrics as module
+from foreshard.runtime.records.metrics import Metrics
 
 TORCHTITAN = {
     "loss_metrics/global_avg_loss",

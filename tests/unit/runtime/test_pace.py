@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from foreshard.runtime.pace import WINDOW_STEPS, Pace, slow_in
+from foreshard.runtime.adaptive.straggler_detector import WINDOW_STEPS, StragglerDetector, slow_in
 
 SAMPLES = {0: 4.0, 1: 2.0, 2: 1.0, 3: 0.0}
 WELL_S = {0: 0.4, 1: 0.6, 2: 0.5, 3: 0.0}
@@ -24,7 +24,7 @@ def told(pace, steps, under="plan", **more):
 
 @pytest.fixture
 def pace():
-    made = Pace()
+    made = StragglerDetector()
     assert told(made, range(30)) == []
     return made
 
@@ -54,14 +54,14 @@ def test_noise_is_no_slow_rank(seed):
     """Each step of each rank takes up to twice as long, now and then ten times."""
     drawn = random.Random(seed)
     noise = lambda: drawn.uniform(1.0, 2.0) * (10.0 if drawn.random() < 0.05 else 1.0)  # noqa: E731
-    assert told(Pace(), range(400), noise=noise) == []
+    assert told(StragglerDetector(), range(400), noise=noise) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_rank_is_found_in_noise(seed):
     drawn = random.Random(seed)
     noise = lambda: drawn.uniform(1.0, 1.6)  # noqa: E731
-    pace = Pace()
+    pace = StragglerDetector()
     assert told(pace, range(50), noise=noise) == []
     found = told(pace, range(50, 150), noise=noise, r2=2.5)
     assert [(change.rank, change.slow) for change in found] == [(2, True)]
@@ -95,14 +95,14 @@ def test_who_begins_to_conduct_goes_on_from_the_log():
         {"kind": "rank_slow", "who": 0, "pid": 10, "factor": 4.0},
     ]
     assert slow_in(events, {0: 99, 1: 11, 2: 12}) == {1: 2.0}
-    pace = Pace({1: 2.0})
+    pace = StragglerDetector({1: 2.0})
     assert told(pace, range(30), r1=2.0) == []
     (well,) = told(pace, range(30, 60))
     assert (well.rank, well.slow) == (1, False)
 
 
 def test_of_two_ranks_one_may_become_slow_and_recover():
-    pace, samples = Pace(), {0: 1.0, 1: 1.0}
+    pace, samples = StragglerDetector(), {0: 1.0, 1: 1.0}
     found = []
     for step in range(120):
         found += pace.stepped(step, "plan", {0: 1.0, 1: 3.0 if 40 <= step < 80 else 1.0}, samples)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from foreshard.errors import SpecError
-from foreshard.runtime.draws import at_least, bits, key_of, normal, uniform
-from foreshard.runtime.randomness import sample_randomness
+from foreshard.runtime.engine.counter_rng import at_least, bits, key_of, normal, uniform
+from foreshard.runtime.engine.randomness import sample_randomness
 
 
 def draw(body, positions, *, seed: int = 0, step: int = 0, layer: int = 0):
@@ -197,7 +197,7 @@ def test_bits_are_those_of_splitmix64() -> None:
 
 def test_large_rows_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bits([1, 2, 3], (7, 5))
-    monkeypatch.setattr("foreshard.runtime.draws._AT_ONCE", 8)
+    monkeypatch.setattr("foreshard.runtime.engine.counter_rng._AT_ONCE", 8)
     assert torch.equal(bits([1, 2, 3], (7, 5)), whole)
 
 

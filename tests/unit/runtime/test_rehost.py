@@ -6,10 +6,18 @@ import pytest
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.address import own_address
-from foreshard.runtime.agent import Agent
-from foreshard.runtime.rehost import Place, announce, claim, goes_on, located, place_of, term_of
-from foreshard.runtime.store import Client, StoreServer
-from foreshard.runtime.work import Work
+from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.leader_failover import (
+    Place,
+    announce,
+    claim,
+    goes_on,
+    located,
+    place_of,
+    term_of,
+)
+from foreshard.runtime.membership.store import Client, StoreServer
+from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan import parse_plan
 
 SECRET = b"of this test only"
@@ -77,7 +85,7 @@ def started(monkeypatch):
 
 
 def agent(folder):
-    work = Work(job="job.py", out=str(folder), steps=1)
+    work = RunSettings(job="job.py", out=str(folder), steps=1)
     made = Agent(
         out=folder,
         plan=PLAN,

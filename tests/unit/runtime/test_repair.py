@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshard.errors import InfeasibleError, SpecError
-from foreshard.runtime.layout import layout_of
-from foreshard.runtime.repair import repaired, taken_over
-from foreshard.runtime.sound import check_sound
+from foreshard.runtime.membership.plan_repair import repaired, taken_over
+from foreshard.runtime.run_checks import check_sound
+from foreshard.runtime.state.layout import layout_of
 from foreshard.spec.plan import parse_plan
 
 

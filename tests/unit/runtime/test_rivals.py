@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from foreshard.control import orders
-from foreshard.control.pricing import evaluate
-from foreshard.control.slots import Budget, Chain, Pipeline, State, Structure
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError
-from foreshard.runtime.rivals import Greedy, LastSpeeds
+from foreshard.runtime.adaptive.baseline_policies import GreedyReplanning, LbBsp
 from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured
 from foreshard.spec.plan import parse_plan
 
@@ -66,7 +66,7 @@ def shares(plan):
 
 
 def test_shares_follow_the_last_speeds_at_once(plan):
-    rule = LastSpeeds(chain(), stated(), plan)
+    rule = LbBsp(chain(), stated(), plan)
     (order,) = measured(rule, 0, (1.0, 0.5, 0.5))
     assert order.kind == "re-share"
     assert (
@@ -79,7 +79,7 @@ def test_shares_follow_the_last_speeds_at_once(plan):
 
 
 def test_who_is_lost_gets_nothing_until_it_is_back(plan):
-    rule = LastSpeeds(chain(), stated(), plan)
+    rule = LbBsp(chain(), stated(), plan)
     (order,) = rule.on(RankLost(step=1, rank=0))
     assert shares(order.plan) == {1: 15, 2: 15}
     (order,) = rule.on(DeviceSeen(step=2, rank=0))
@@ -88,7 +88,7 @@ def test_who_is_lost_gets_nothing_until_it_is_back(plan):
 
 def test_a_budget_rents_no_more_than_it_allows(plan):
     budget = Budget(name="usd_per_h", kind="usd", limit=5.0, per="hour")
-    for kind in (LastSpeeds, Greedy):
+    for kind in (LbBsp, GreedyReplanning):
         rule = kind(chain(), stated(), plan, budgets=(budget,))
         measured(rule, 0, (1.0, 0.5, 0.5), {"usd_per_h": 1e-3})
         used = rule.plan.ranks
@@ -99,20 +99,20 @@ def test_a_budget_rents_no_more_than_it_allows(plan):
 def test_other_budgets_are_refused(plan):
     for budget in (Budget(name="x", kind="joule", limit=1.0), Budget(name="y", kind="usd", limit=1.0)):
         with pytest.raises(SpecError, match="does not know"):
-            Greedy(chain(), stated(), plan, budgets=(budget,))
+            GreedyReplanning(chain(), stated(), plan, budgets=(budget,))
 
 
 def test_allowed_sets_are_all_that_are_largest(plan):
     budget = Budget(name="usd_per_h", kind="usd", limit=2.5, per="hour")
-    rule = LastSpeeds(chain(), stated(), plan, budgets=(budget,))
+    rule = LbBsp(chain(), stated(), plan, budgets=(budget,))
     assert rule._allowed() == [(1, 2)]
-    assert LastSpeeds(chain(), stated(), plan)._allowed() == [(0, 1, 2)]
+    assert LbBsp(chain(), stated(), plan)._allowed() == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize(("sync_bytes", "speeds"), [(1e3, (1.0, 0.5, 0.25)), (1e7, (1.0, 1.0, 1.0))])
 def test_the_greedy_plan_is_the_fastest_of_all(plan, sync_bytes, speeds):
     """Against every structure of three ranks with every split of the batch into thirds of micro-batches."""
-    rule = Greedy(chain(sync_bytes), stated(2e7), plan, max_stages=3)
+    rule = GreedyReplanning(chain(sync_bytes), stated(2e7), plan, max_stages=3)
     measured(rule, 0, speeds)
     measured(rule, 1, speeds)
     state = rule._seen((0, 1, 2))
@@ -138,7 +138,8 @@ def times(layers, state):
             for chosen in itertools.product(*(cuts[len(group)] for group in groups)):
                 made = Structure(
                     groups=tuple(
-                        Pipeline(workers=order, cuts=cut) for order, cut in zip(orders_, chosen, strict=True)
+                        WorkerPipeline(workers=order, cuts=cut)
+                        for order, cut in zip(orders_, chosen, strict=True)
                     )
                 )
                 for split in splits(len(groups)):

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from foreshard.runtime.split_backward import input_half, weight_half
+from foreshard.runtime.engine.split_backward import input_half, weight_half
 
 WIDTH = 4
 

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
-from foreshard.runtime.lines import Lines
-from foreshard.runtime.repair import repaired
-from foreshard.runtime.steering import Steering, Wheel, chain_of
-from foreshard.runtime.wheel import passes_of
+from foreshard.runtime.adaptive.controller_config import passes_of
+from foreshard.runtime.adaptive.steering import ControllerConfig, Steering, chain_of
+from foreshard.runtime.membership.plan_repair import repaired
+from foreshard.runtime.records.durable_jsonl import DurableJsonl
 from foreshard.spec.plan import load_plan
 
 
@@ -27,7 +27,7 @@ def wheel(tmp_path, measured_job):
         'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nslow = 1.0\nusd_per_h = 4.0\n'
         '[[ranks]]\ncount = 2\ndevice = "slow"\nslow = 2.0\nusd_per_h = 1.0\n'
     )
-    return Wheel(
+    return ControllerConfig(
         plan=load_plan(plan),
         costs=costs,
         lab=str(tmp_path / "lab.toml"),
@@ -88,12 +88,12 @@ def test_a_full_disk_delays_the_log_and_stops_nothing(wheel, tmp_path, monkeypat
     orders: list = []
     lived(Steering(undisturbed, orders.append), orders, wheel.plan, range(12), sample_s)
 
-    def write(self, file, write=Lines._write_first):
+    def write(self, file, write=DurableJsonl._write_first):
         if full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, file)
 
-    monkeypatch.setattr(Lines, "_write_first", write)
+    monkeypatch.setattr(DurableJsonl, "_write_first", write)
     orders.clear()
     steering = Steering(wheel, orders.append, lambda kind, text, **facts: told.append(kind))
     plan = lived(steering, orders, wheel.plan, range(3), sample_s)
@@ -109,8 +109,8 @@ def test_a_full_disk_delays_the_log_and_stops_nothing(wheel, tmp_path, monkeypat
 
 def test_a_log_that_waits_for_too_long_has_no_gap(wheel, monkeypatch):
     told: list = []
-    monkeypatch.setattr("foreshard.runtime.steering._KEPT_BYTES", 300)
-    monkeypatch.setattr(Lines, "flush", lambda self: False)
+    monkeypatch.setattr("foreshard.runtime.adaptive.steering._KEPT_BYTES", 300)
+    monkeypatch.setattr(DurableJsonl, "flush", lambda self: False)
     steering = Steering(wheel, lambda command: None, lambda kind, text, **facts: told.append(kind))
     lived(steering, [], wheel.plan, range(20), dict.fromkeys(range(4), 0.03))
     assert told == ["log given up"]
@@ -151,8 +151,8 @@ def test_steps_that_a_run_does_again_are_paid_again(wheel):
 
 
 def test_the_chain_is_the_measured_layers(wheel):
-    from foreshard.predict.measured_costs import load_costs
-    from foreshard.runtime.lab import load_lab
+    from foreshard.lab.lab import load_lab
+    from foreshard.predict.measured.costs import load_costs
 
     chain = chain_of(load_costs(wheel.costs), load_lab(wheel.lab).cluster(), 4)
     assert chain.layer_s.shape == (4, 4)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from foreshard.errors import SpecError
-from foreshard.runtime.rank_store import RankStore
-from foreshard.runtime.store import Client, StoreServer
+from foreshard.runtime.membership.rank_store import RankStore
+from foreshard.runtime.membership.store import Client, StoreServer
 
 SECRET = b"a secret of this test"
 

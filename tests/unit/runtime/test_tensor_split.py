@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from foreshard.errors import SpecError
-from foreshard.runtime.deal import Deal
-from foreshard.runtime.job import Job
-from foreshard.runtime.layout import layout_of
-from foreshard.runtime.migrate import moves_of
-from foreshard.runtime.parameters import parameters_of
-from foreshard.runtime.slices import Cut, common, cut_of, finer, grains, parsed, sliced, within
-from foreshard.runtime.tensor_checks import check_split
-from foreshard.runtime.tensor_split import check_by_element, split_of
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.state.layout import layout_of
+from foreshard.runtime.state.migration import moves_of
+from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
+from foreshard.runtime.state.parameters import parameters_of
+from foreshard.runtime.state.slices import SliceCut, common, cut_of, finer, grains, parsed, sliced, within
+from foreshard.runtime.tensor.checks import check_split
+from foreshard.runtime.tensor.split import check_by_element, split_of
 from foreshard.spec.plan import parse_plan
 
 PLAN = {"qkv": "column:3", "out": "row", "scale": "shared"}
@@ -66,7 +66,7 @@ def refused(plan: Any, *layers: Any, **more: Any) -> str:
 @pytest.mark.parametrize("blocks", [(1,), (1, 1, 1), (4, 1, 1)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_slices_of_a_weight_are_the_weight(dim: int, blocks: tuple[int, ...]) -> None:
-    cut, whole = Cut(dim=dim, blocks=blocks), torch.arange(24 * 24).view(24, 24)
+    cut, whole = SliceCut(dim=dim, blocks=blocks), torch.arange(24 * 24).view(24, 24)
     for num in (1, 2, 4):
         assert cut.divides(whole.shape, num)
         parts = [cut.taken(whole, i, i + 1, num) for i in range(num)]
@@ -81,8 +81,8 @@ def test_slices_of_a_weight_are_the_weight(dim: int, blocks: tuple[int, ...]) ->
 
 
 def test_blocks_are_cut_each_by_itself() -> None:
-    assert Cut(dim=0, blocks=(2, 1, 1)).taken(torch.arange(8), 1, 2, 2).tolist() == [2, 3, 5, 7]
-    assert not Cut(dim=0, blocks=(2, 1, 1)).divides((8,), 4)
+    assert SliceCut(dim=0, blocks=(2, 1, 1)).taken(torch.arange(8), 1, 2, 2).tolist() == [2, 3, 5, 7]
+    assert not SliceCut(dim=0, blocks=(2, 1, 1)).divides((8,), 4)
 
 
 NO_CUTS = [
@@ -141,9 +141,9 @@ def test_a_plan_names_weights_of_the_layer() -> None:
     split = split_of(Block(PLAN), {})
     assert split is not None
     assert split.cuts == {
-        "qkv.weight": Cut(dim=0, blocks=(1, 1, 1)),
-        "qkv.bias": Cut(dim=0, blocks=(1, 1, 1)),
-        "out.weight": Cut(dim=1),
+        "qkv.weight": SliceCut(dim=0, blocks=(1, 1, 1)),
+        "qkv.bias": SliceCut(dim=0, blocks=(1, 1, 1)),
+        "out.weight": SliceCut(dim=1),
     }
     assert split.shared == {"scale.weight", "scale.bias"}
     nested = split_of(nn.Sequential(nn.Identity(), Block()), PLAN)
@@ -203,7 +203,7 @@ def test_optimizers_that_look_at_shapes_are_refused() -> None:
 def test_every_slice_is_summed_and_updated_where_it_is_held(zero: int) -> None:
     """Groups of tp 2 (two parts of the data), 1 and 3: six slices, held once a part of the data."""
     plan = plan_of(([0, 1, 2, 3], 2), ([4], 1), ([5, 6, 7], 3), zero=zero)
-    deal = Deal(layout_of(plan), parameters(Block(PLAN), Block(PLAN)))
+    deal = OptimizerSharding(layout_of(plan), parameters(Block(PLAN), Block(PLAN)))
     held: dict[Any, list[int]] = {}
     for rank in plan.ranks:
         for kind, *name in deal.pieces(rank):

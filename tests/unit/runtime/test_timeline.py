@@ -7,7 +7,7 @@ import time
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.runtime.timeline import Timeline, merge
+from foreshard.runtime.records.trace_recorder import TraceRecorder, merge
 from foreshard.spec.plan import parse_plan
 
 
@@ -26,8 +26,8 @@ def plan_of(*stages):
 PLAN = plan_of((0, 3), (3, 8))
 
 
-def filled(rank: int, *, epoch_s: float = 0.0, clock: str = "cpu") -> Timeline:
-    timeline = Timeline(rank, clock=clock, epoch_s=epoch_s)
+def filled(rank: int, *, epoch_s: float = 0.0, clock: str = "cpu") -> TraceRecorder:
+    timeline = TraceRecorder(rank, clock=clock, epoch_s=epoch_s)
     timeline.begin_step(0, PLAN, 1.0)
     timeline.phase("forward", 1.0)
     timeline.add("forward", 0, 0, 1.0 + rank, 1.5 + rank)
@@ -77,7 +77,7 @@ def test_a_change_of_plan_changes_the_place_of_later_actions_only():
 
 
 def test_a_full_ring_keeps_the_latest_and_says_what_it_dropped():
-    timeline = Timeline(0, capacity=3)
+    timeline = TraceRecorder(0, capacity=3)
     timeline.begin_step(0, PLAN, 0.0)
     for batch in range(5):
         timeline.add("forward", 0, batch, float(batch), batch + 0.5)
@@ -120,7 +120,7 @@ def test_different_clocks_do_not_join(tmp_path):
 
 def test_an_addition_costs_microseconds_at_most():
     """0.3 us on a quiet machine; the bound leaves room for a busy one, the best of five counts."""
-    timeline = Timeline(0, capacity=1000)
+    timeline = TraceRecorder(0, capacity=1000)
     best_s = float("inf")
     for _ in range(5):
         began_s = time.perf_counter()

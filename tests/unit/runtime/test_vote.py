@@ -1,7 +1,7 @@
 """What ranks tell in the vote of links, without any network."""
 
-from foreshard.runtime.clock import VirtualClock, WallClock
-from foreshard.runtime.vote import MOST_LINKS, cast
+from foreshard.runtime.engine.clock import VirtualClock, WallClock
+from foreshard.runtime.engine.vote import MOST_LINKS, cast
 
 SAID = {
     "loss": 1.0,

@@ -8,25 +8,25 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from foreshard.runtime.deal import Deal
-from foreshard.runtime.job import Job
-from foreshard.runtime.layout import layout_of
-from foreshard.runtime.parameters import parameters_of
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.state.layout import layout_of
+from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
+from foreshard.runtime.state.parameters import parameters_of
 from foreshard.spec.plan import parse_plan
 
 GIB = 2.0**30
 LAYERS = [nn.Linear(8, 8, bias=False) for _ in range(60)]
 
 
-def deal_of(rooms: dict | None, ranks: tuple[int, ...] = (0, 1, 2), tp: int = 1) -> Deal:
+def deal_of(rooms: dict | None, ranks: tuple[int, ...] = (0, 1, 2), tp: int = 1) -> OptimizerSharding:
     stage = {"ranks": list(ranks), "layers": [[0, 60]], "tp": tp}
     group = {"share": 6, "micro_batch": 3, "zero": 1, "stages": [stage]}
     plan = parse_plan({"global_batch": 6, "seq_len": 8, "precision": "fp32", "groups": [group]})
     job = Job.of(LAYERS, [0], lambda out, batch: (out, 1), lambda params: None)
-    return Deal(layout_of(plan), parameters_of(job), rooms)
+    return OptimizerSharding(layout_of(plan), parameters_of(job), rooms)
 
 
-def counts(deal: Deal) -> list[int]:
+def counts(deal: OptimizerSharding) -> list[int]:
     return [len(deal.updated(rank)) for rank in sorted(deal.layout.seats)]
 
 

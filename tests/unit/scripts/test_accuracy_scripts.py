@@ -25,10 +25,10 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants
-from foreshard.predict.analytical import step_times
+from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import with_constants
-from foreshard.profile.scoring import Outcome
 from foreshard.spec.layout import plan_from_degrees
+from foreshard.validation.scoring import RowOutcome
 
 TRUTH = replace(TrainingConstants(), gemm_derate=1.35, host_eager=900e-6, flash_forward=1.0)
 NAMES = ["gemm_derate", "flash_forward"]
@@ -121,7 +121,7 @@ def test_folds_keep_configurations_whole():
 
 def test_order_of_groups_of_two_and_three():
     def one(i, measured, predicted, key):
-        return Outcome(id=str(i), family="v", measured_s=measured, predicted_s=predicted, rank_key=key)
+        return RowOutcome(id=str(i), family="v", measured_s=measured, predicted_s=predicted, rank_key=key)
 
     rows = [one(0, 1.0, 2.0, "a"), one(1, 2.0, 1.0, "a")]
     rows += [one(2, 1.0, 1.0, "b"), one(3, 2.0, 2.0, "b"), one(4, 3.0, 3.0, "b")]
@@ -154,7 +154,7 @@ def row(i, family, key, **more):
 
 def run_of(i, measured, predicted, *, family="f", key="g", memory=(1.0, 1.0), fits=True, **more):
     mine = row(i, family, key, **more)
-    outcome = Outcome(
+    outcome = RowOutcome(
         id=str(i),
         family=family,
         measured_s=measured,
@@ -198,7 +198,7 @@ def test_no_order_is_found_among_equal_predictions():
 
 
 def test_residuals_name_each_point_once():
-    from foreshard.profile.conformal import LeftOut
+    from foreshard.validation.conformal import LeftOut
 
     names = ("dense:flash:wide:fitted", "dense:flash:wide", "dense:flash", "dense", "all")
     rows = [

@@ -9,7 +9,7 @@ from foreshard.errors import ExtraMissingError, ForeshardError
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_program, pipeline_shape
 from foreshard.graph.program import Kind, ProgramBuilder
 from foreshard.sim import critical_path
-from foreshard.sim.critical_path import Timeline
+from foreshard.sim.critical_path import TaskTimes
 
 
 def diamond():
@@ -135,7 +135,7 @@ def test_one_prediction_never_imports_numba():
 def test_timeline_of_a_program_with_another_duration():
     program = diamond()
     slower = replace(program, duration_s=program.duration_s * [1, 1, 4, 1])
-    assert isinstance(critical_path.run(slower), Timeline)
+    assert isinstance(critical_path.run(slower), TaskTimes)
     assert critical_path.run(slower).makespan_s == 1.0 + 8.0 + 1.0
     assert critical_path.run(program).makespan_s == 7.0
 

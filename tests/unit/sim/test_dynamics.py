@@ -5,7 +5,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
-from foreshard.sim.dynamics import CO_LOCATED, describe, draw, read_trace
+from foreshard.simulate.dynamics import CO_LOCATED, describe, draw, read_trace
 from foreshard.spec.scenario import Process, Scenario
 
 

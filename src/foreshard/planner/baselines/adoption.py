@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from foreshard.planner.baselines.verdict import Judged, judge
-from foreshard.planner.judge import predicted
+from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.ranking import front_of, ranked, score
-from foreshard.planner.request import Request, checked_request
+from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -47,12 +47,12 @@ def beside_others(
     return adopted(checked_request(model, cluster, **comparable), result, judged), judged
 
 
-def adopted(request: Request, result: PlanResult, judged: Sequence[Judged]) -> PlanResult:
+def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[Judged]) -> PlanResult:
     """Return the result with the best plan of other planners first, if it beats all plans found.
 
     Parameters
     ----------
-    request : Request
+    request : PlanRequest
         What was asked; the plan keeps its limits and its number of devices.
     result : PlanResult
     judged : sequence of Judged
@@ -90,7 +90,7 @@ def adopted(request: Request, result: PlanResult, judged: Sequence[Judged]) -> P
     )
 
 
-def _beats(request: Request, best: Prediction, result: PlanResult) -> bool:
+def _beats(request: PlanRequest, best: Prediction, result: PlanResult) -> bool:
     """Return whether a plan within the limits is better than the one chosen, or that breaks a limit."""
     if not result.plans or not request.limits.keeps(result.plans[0].prediction):
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from foreshard.planner.baselines.grid import Best, Grid, Step
-from foreshard.planner.problem import Arrangement, Problem, Template
+from foreshard.planner.solver.problem import Arrangement, Problem, Template
 
 _TRIES = 200
 

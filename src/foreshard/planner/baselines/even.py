@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreshard.planner.baselines.grid import Best, Grid, Shape, promising
-from foreshard.planner.problem import Arrangement, Problem, Template, pace_of
+from foreshard.planner.solver.problem import Arrangement, Problem, Template, pace_of
 
 
 def even(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:

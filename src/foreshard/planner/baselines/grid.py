@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.planner.problem import (
+from foreshard.planner.solver.problem import (
     Arrangement,
-    Pace,
-    Part,
+    PipelineRate,
     Problem,
+    StageSpan,
     Template,
     faults,
     pace_of,
@@ -22,7 +22,7 @@ from foreshard.planner.problem import (
     takes_of,
     template_faults,
 )
-from foreshard.planner.shares import balance
+from foreshard.planner.solver.shares import balance
 
 _BISECTIONS = 40
 _STRETCH = (1.0, 1.02, 1.08)
@@ -114,7 +114,7 @@ class Grid:
             type_ = self.problem.types[start, stop]
             if type_ < 0 or not np.isfinite(seconds[type_]):
                 return None
-            parts.append(Part(option=int(option[type_]), start=int(start), stop=int(stop)))
+            parts.append(StageSpan(option=int(option[type_]), start=int(start), stop=int(stop)))
         made = tuple(parts)
         return None if template_faults(self.problem, made) else made
 
@@ -215,7 +215,7 @@ class Best:
     arrangement: Arrangement | None = None
     seconds: float = np.inf
     by_number: dict[int, tuple[float, Arrangement]] = field(default_factory=dict)
-    _known: dict[Template, tuple[Pace, np.ndarray]] = field(default_factory=dict)
+    _known: dict[Template, tuple[PipelineRate, np.ndarray]] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
@@ -243,7 +243,7 @@ class Best:
             if exact < self.seconds:
                 self.arrangement, self.seconds = made, exact
 
-    def _of(self, template: Template) -> tuple[Pace, np.ndarray]:
+    def _of(self, template: Template) -> tuple[PipelineRate, np.ndarray]:
         if template not in self._known:
             self._known[template] = (pace_of(self.problem, template), takes_of(self.problem, template))
         return self._known[template]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from foreshard.planner.baselines.grid import Best, Grid, Shape, Step, promising
-from foreshard.planner.problem import Arrangement, Problem
+from foreshard.planner.solver.problem import Arrangement, Problem
 
 
 def malleus(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:

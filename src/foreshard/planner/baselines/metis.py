@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from foreshard.planner.baselines.grid import Best, Grid, Step, even_cuts, numbers
-from foreshard.planner.problem import Arrangement, Problem, Template, pace_of
+from foreshard.planner.solver.problem import Arrangement, Problem, Template, pace_of
 
 _MOVES = 64
 _CHOICES = 64

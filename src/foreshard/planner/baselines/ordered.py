@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from foreshard.planner.baselines.grid import Best, Grid, Shape, Step, numbers, promising
-from foreshard.planner.problem import Arrangement, Problem
+from foreshard.planner.solver.problem import Arrangement, Problem
 
 
 def amp(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from foreshard.planner.baselines.grid import Best, Grid, Step, numbers
-from foreshard.planner.problem import Arrangement, Problem, Template
+from foreshard.planner.solver.problem import Arrangement, Problem, Template
 
 
 def pipedream(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:

@@ -13,7 +13,7 @@ from foreshard.planner.baselines.metis import metis
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.baselines.sailor import sailor
-from foreshard.planner.problem import Arrangement, Problem
+from foreshard.planner.solver.problem import Arrangement, Problem
 
 
 class Planner(Protocol):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from foreshard.planner.baselines.grid import Best, Grid, Step, even_cuts, numbers
-from foreshard.planner.problem import Arrangement, Problem
+from foreshard.planner.solver.problem import Arrangement, Problem
 
 
 def sailor(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:

@@ -12,11 +12,11 @@ import numpy as np
 from foreshard.errors import SpecError
 from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.registry import BASELINES, Baseline
-from foreshard.planner.judge import engine_seconds, predicted
-from foreshard.planner.mapping import plan_of
-from foreshard.planner.problem import Arrangement, Problem
-from foreshard.planner.request import Request, checked_request
-from foreshard.planner.stage_prices import price_stages
+from foreshard.planner.pricing.engine_times import engine_seconds, predicted
+from foreshard.planner.pricing.mapping import plan_of
+from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.request import PlanRequest, checked_request
+from foreshard.planner.solver.problem import Arrangement, Problem
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
@@ -101,7 +101,7 @@ def _named(name: str) -> Baseline:
     return BASELINES[name]
 
 
-def _together(request: Request) -> tuple[int, ...]:
+def _together(request: PlanRequest) -> tuple[int, ...]:
     """Return the node groups that can train together: of the vendor with most devices, in the precision."""
     nodes = request.cluster.nodes
     able = [g for g, group in enumerate(nodes) if group.device.supports(request.precision)]
@@ -113,7 +113,7 @@ def _together(request: Request) -> tuple[int, ...]:
 
 
 def _judged(
-    request: Request, problem: Problem | None, one: Baseline, bound_s: float | None, seed: int
+    request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None, seed: int
 ) -> Judged:
     started = time.perf_counter()
     found: list[Arrangement] = []
@@ -135,7 +135,7 @@ def _judged(
 
 
 def _fastest(
-    request: Request, problem: Problem | None, found: Sequence[Arrangement]
+    request: PlanRequest, problem: Problem | None, found: Sequence[Arrangement]
 ) -> tuple[Plan | None, Prediction | None, str]:
     """Return the plan that is fastest by the engine, its prediction, and why there is none."""
     if problem is None:

@@ -1,0 +1,1 @@
+"""Requests and changes to them: what would help, what fits, what other hardware would gain."""

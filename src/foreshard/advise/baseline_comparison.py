@@ -1,0 +1,74 @@
+"""Other planners beside ours: what each comes to under the same judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foreshard.planner.baselines import Judged
+    from foreshard.spec.cluster import Cluster
+    from foreshard.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPlanner:
+    """What another planner comes to.
+
+    Attributes
+    ----------
+    name : str
+    step_time_s : float or None
+    ratio : float or None
+        Its step time over ours.
+    gap : float or None
+        (its step time - bound) / bound.
+    wall_s : float
+    note : str
+        Why it has no plan.
+    """
+
+    name: str
+    step_time_s: float | None
+    ratio: float | None
+    gap: float | None
+    wall_s: float
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that ``plan --against --json`` prints for one planner."""
+        return {
+            "name": self.name,
+            "step_time_s": self.step_time_s,
+            "ratio": self.ratio,
+            "gap": self.gap,
+            "wall_s": self.wall_s,
+            "note": self.note,
+        }
+
+
+def rival(judged: Judged, ours_s: float | None) -> ComparedPlanner:
+    """Return a judged planner beside the step time of ours."""
+    known = judged.step_time_s is not None and ours_s
+    return ComparedPlanner(
+        name=judged.name,
+        step_time_s=judged.step_time_s,
+        ratio=judged.step_time_s / ours_s if known else None,  # type: ignore[operator]
+        gap=judged.gap_to_bound,
+        wall_s=judged.wall_s,
+        note=judged.why_none,
+    )
+
+
+def beyond(plan: Plan, cluster: Cluster) -> str:
+    """Return in a sentence what a plan has that other planners do not choose from, empty where nothing."""
+    stages = [stage for group in plan.groups for stage in group.stages]
+    kinds = [{cluster.device_of(rank).name for rank in stage.ranks} for stage in stages]
+    has = {
+        "stages on two kinds of devices": any(len(names) > 1 for names in kinds),
+        "experts cut over ranks": any(stage.ep > 1 for stage in stages),
+        "sequences split over ranks": any(stage.cp > 1 for stage in stages),
+        "interleaved stages": any(group.num_chunks > 1 for group in plan.groups),
+    }
+    some = " and ".join(name for name, present in has.items() if present)
+    return f"Not among what the other planners choose from: {some}." if some else ""

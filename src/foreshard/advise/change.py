@@ -1,0 +1,227 @@
+"""One change to a Request, written `KEY=VALUE`, and what it does to the prediction.
+
+Keys are the flags of `predict` without dashes, and `device`, `nic`, `nodes`. Several joined by a comma
+happen together: `tp=4,pp=4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from foreshard.advise.request import DEGREES, Request
+from foreshard.errors import ForeshardError, SpecError
+from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
+from foreshard.spec.prediction import Prediction
+
+_COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
+_CHOICES = {
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "schedule": MODELLED_SCHEDULES,
+    "offload": OFFLOADS,
+}
+_HARDWARE = ("device", "nic", "nodes")
+_FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
+_SWITCHES = ("sp", *COMM_OPTIONS)
+_OTHERS = ("zero", "recompute", "framework", "lora", "shares")
+KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
+_ON = {"on": True, "true": True, "off": False, "false": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """A change and the prediction under it; `error` says why there is none.
+
+    `gain` is the fraction of the tokens per second won, negative when the change loses.
+    """
+
+    change: str
+    prediction: Prediction | None
+    gain: float | None
+    error: str | None = None
+
+
+def apply(request: Request, change: str) -> Request:
+    """Return the request with `KEY=VALUE[,KEY=VALUE]*` applied.
+
+    Raises
+    ------
+    SpecError
+        For an unknown key or a value the key does not take.
+    """
+    for part in change.split(","):
+        key, equals, value = part.partition("=")
+        key = key.strip().removeprefix("--").replace("-", "_")
+        if not equals and key in KEYS:
+            raise SpecError(
+                f"{part.strip()!r} has no value",
+                key="--change",
+                value=part.strip(),
+                rule="A change is KEY=VALUE",
+                fix=f"Write --change {part.strip()}=VALUE",
+            )
+        if not equals or key not in KEYS:
+            near = get_close_matches(key, KEYS, n=1)
+            raise SpecError(
+                f"unknown change {part!r}",
+                key="--change",
+                value=part,
+                rule=f"A change is KEY=VALUE with KEY one of {', '.join(_spelled(KEYS))}",
+                fix=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
+    return request
+
+
+def _apply_one(request: Request, key: str, value: str) -> Request:
+    if key in _HARDWARE:
+        return _resize(replace(request, cluster=_change_cluster(request.cluster, key, value)), key)
+    if key in _COUNTS:
+        return request.with_choice(key, _whole(key, value, 1, 2**31))
+    if key == "zero":
+        return request.with_choice(key, _whole(key, value, 0, 3))
+    if key in _SWITCHES:
+        return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
+    if key == "lora":
+        changed = replace(request, lora=None if value == "none" else value)
+        assert changed.trained
+        return changed
+    if key == "shares":
+        return _reshare(request, value)
+    if key == "recompute":
+        return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
+    if key in _CHOICES:
+        return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
+    return request.with_choice(key, value)
+
+
+def _resize(request: Request, key: str) -> Request:
+    """Let data parallelism follow the number of devices, unless the user stated it alone."""
+    if key != "nodes":
+        return request
+    if request.plan is not None:
+        raise SpecError(
+            "the number of nodes cannot be changed under a plan file",
+            key="nodes",
+            rule="A plan file names every rank",
+            fix="State the run with --tp, --pp, ... instead of --plan",
+        )
+    return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
+
+
+def _spelled(keys: Sequence[str]) -> list[str]:
+    """Return the keys as flags spell them, each once."""
+    names = {name: flag for flag, name in _FLAG_NAMES.items()}
+    return list(dict.fromkeys(names.get(key, key).replace("_", "-") for key in keys))
+
+
+def _reshare(request: Request, value: str) -> Request:
+    """Return the request with other samples per group of its plan file, written 24:8."""
+    if request.plan is None:
+        raise SpecError(
+            "shares without a plan file",
+            key="--change shares",
+            value=value,
+            rule="Only a plan file has groups; flags split the work evenly",
+            fix="Give --plan",
+        )
+    shares = [_whole("shares", text.strip(), 1, 2**31) for text in value.split(":")]
+    plan = request.plan
+    if len(shares) != len(plan.groups) or sum(shares) != plan.global_batch:
+        raise SpecError(
+            f"{value} does not split {plan.global_batch} samples over {len(plan.groups)} groups",
+            key="--change shares",
+            value=value,
+            rule="shares has one number per group and sums to the global batch",
+        )
+    groups = tuple(replace(group, share=n) for group, n in zip(plan.groups, shares, strict=True))
+    return replace(request, plan=replace(plan, groups=groups))
+
+
+def _whole(key: str, value: str, low: int, high: int) -> int:
+    if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
+        return int(value)
+    flag = _spelled((key,))[0]
+    raise SpecError(
+        f"{value[:40]!r} is not a valid {flag}",
+        key=f"--change {flag}",
+        value=value,
+        rule=f"Must be a whole number from {low} to {high}",
+    )
+
+
+def _one_of(key: str, value: str, known: Sequence[str]) -> str:
+    if value in known:
+        return value
+    near = get_close_matches(value[:40], known, n=1)
+    flag = _spelled((key,))[0]
+    raise SpecError(
+        f"unknown {flag} {value[:40]!r}",
+        key=f"--change {flag}",
+        value=value,
+        rule=f"Must be one of {', '.join(known)}",
+        fix=f"Did you mean {near[0]!r}?" if near else None,
+    )
+
+
+def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
+    if key == "nodes":
+        if len(cluster.nodes) != 1:
+            raise SpecError(
+                "a cluster of several node groups has no one number of nodes",
+                key="--change nodes",
+                value=value,
+                rule="nodes= needs a cluster of equal nodes",
+            )
+        count = _whole(key, value, 1, 2**20)
+        resized = replace(cluster.nodes[0], count=count)
+        return replace(cluster, nodes=(resized,), name=f"{cluster.name} with {count} nodes")
+    nodes = tuple(_change_node(group, key, value) for group in cluster.nodes)
+    return replace(cluster, nodes=nodes, name=f"{cluster.name} with {key} {value}")
+
+
+def _change_node(group: NodeGroup, key: str, value: str) -> NodeGroup:
+    """Return the nodes with another device (its own board, NIC and price) or another NIC rate."""
+    from foreshard.catalog.clusters import load_cluster
+
+    size = f"{group.count}x{group.per_node}x"
+    if key == "device":
+        return replace(load_cluster(size + value).nodes[0], rack=group.rack)
+    fresh = load_cluster(f"{size}{group.device.name}@{value}").nodes[0]
+    return replace(group, nic_bytes_per_s=fresh.nic_bytes_per_s)
+
+
+def effect(request: Request, base: Prediction, change: str, *, engine: str | None = None) -> Effect:
+    """Return what one change does, against a base prediction of the same engine."""
+    try:
+        prediction = _predicted(request, apply(request, change), engine)
+    except ForeshardError as error:
+        return Effect(change=change, prediction=None, gain=None, error=str(error))
+    gain = prediction.tokens_per_s / base.tokens_per_s - 1
+    return Effect(change=change, prediction=prediction, gain=gain)
+
+
+def _predicted(request: Request, changed: Request, engine: str | None) -> Prediction:
+    """Return the prediction of the changed run; what one measured step taught holds for it too."""
+    if request.observed_step_s is None:
+        return changed.predict(engine)
+    before, after = (replace(one, observed_step_s=None).predict(engine) for one in (request, changed))
+    ratio = request.observed_step_s / before.step_time_s
+    made = replace(changed, observed_step_s=ratio * after.step_time_s).predict(engine)
+    said = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
+    return replace(made, assumptions=(said, *made.assumptions[1:]))
+
+
+def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:
+    """Return the effects, best first: what fits by gain, then what does not fit, then what is invalid."""
+
+    def order(one: Effect) -> tuple[int, float]:
+        if one.prediction is None or one.gain is None:
+            return 2, 0.0
+        return (0 if one.prediction.memory.fits else 1), -one.gain
+
+    return tuple(sorted(effects, key=order))

@@ -1,0 +1,265 @@
+"""What the user asked to have predicted, before it is a Plan, so that one thing in it can be changed.
+
+A Request holds either degree flags or a plan file's Plan, never both. Changes (`report.change`), advice
+and reports all start from one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import COMM_OPTIONS, Plan
+from foreshard.spec.prediction import MEMORY_PARTS, Prediction
+from foreshard.spec.timeline import Timeline
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
+OPTIONS = (
+    "sp",
+    "zero",
+    "shard_size",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+    "recompute",
+    "offload",
+    "schedule",
+    "precision",
+    "optimizer",
+    "framework",
+    *COMM_OPTIONS,
+)
+_FLAGS = {"seq_len": "--seq", "precision": "--dtype"}
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a degree or option.
+
+    Examples
+    --------
+    >>> flag_of("seq_len"), flag_of("micro_batch")
+    ('--seq', '--micro-batch')
+    """
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A run to predict: model, cluster, and how it is trained.
+
+    `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
+    what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
+    RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen.
+    """
+
+    model: Model
+    cluster: Cluster
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    plan_file: str | None = None
+    lora: str | None = None
+    engine: str = "graph"
+    costs: str = "formula"
+    fidelity: str = "zero-shot"
+    tokens: float | None = None
+    usd_per_device_hour: float | None = None
+    observed_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a plan together with what the plan already states."""
+        stated = sorted(name for name, value in self.choices.items() if value is not None)
+        if self.plan is not None and stated:
+            raise SpecError(
+                f"a plan and {', '.join(map(flag_of, stated))} together",
+                key=flag_of(stated[0]),
+                value=self.choices[stated[0]],
+                rule="A plan file states degrees and options itself",
+                fix="Leave out the plan or the degrees and options",
+            )
+        unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
+        if unknown:
+            raise SpecError(
+                f"unknown option {unknown[0]!r}",
+                key=unknown[0],
+                rule=f"Options are {', '.join((*DEGREES, *OPTIONS))}",
+            )
+
+    @property
+    def trained(self) -> Model:
+        """The model as it is trained: with its adapters, if any."""
+        return self.model if self.lora is None else _with_adapters(self.model, self.lora)
+
+    def to_plan(self) -> Plan:
+        """Return the plan the request means: the plan file's, or the one its degrees and options spell.
+
+        Raises
+        ------
+        SpecError
+            When a degree or option does not fit the model or the cluster.
+        """
+        if self.plan is not None:
+            return self.plan
+        from foreshard.spec.layout import plan_from_degrees
+
+        choices = {name: value for name, value in self.choices.items() if value is not None}
+        comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
+        choices.setdefault("seq_len", self.model.max_seq_len)
+        if "zero" not in choices and "framework" in choices:
+            from foreshard.catalog.frameworks import load_framework
+
+            choices["zero"] = load_framework(choices["framework"]).default_zero
+        if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
+            raise SpecError(
+                f"vpp {choices['vpp']} without a pipeline",
+                key="--vpp",
+                value=choices["vpp"],
+                rule="Virtual stages divide the stages of a pipeline",
+                fix="Add --pp, or leave out --vpp",
+            )
+        made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
+        return replace(made, comm=comm) if comm else made
+
+    def with_choice(self, name: str, value: Any) -> Request:
+        """Return the request with one degree or option set, in the flags or in every group of the plan."""
+        if self.plan is None:
+            return replace(self, choices={**self.choices, name: value})
+        return replace(self, plan=_set_in_plan(self.plan, name, value))
+
+    def predict(self, engine: str | None = None) -> Prediction:
+        """Return the prediction, under another engine when one is named."""
+        from foreshard.predict import predict
+
+        asked = {**self._asked(), "engine": engine or self.engine}
+        plan = self._checked_plan()
+        made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
+        return self._with_assumptions(made)
+
+    def predict_timeline(self) -> tuple[Prediction, Timeline | None]:
+        """Return the prediction and when each task of its step runs, None from an engine without tasks."""
+        from foreshard.predict import predict_timeline
+
+        made: Prediction
+        made, timeline = predict_timeline(self.trained, self.cluster, self._checked_plan(), **self._asked())
+        return self._with_assumptions(made), timeline
+
+    def _checked_plan(self) -> Plan:
+        """Return the plan; what is wrong in a plan file names that file."""
+        plan = self.to_plan()
+        if self.plan_file is not None:
+            from foreshard.catalog.frameworks import load_framework
+            from foreshard.spec.checks import check_plan
+
+            try:
+                load_framework(plan.framework)
+            except SpecError as error:
+                error.file = self.plan_file
+                raise
+            check_plan(plan, self.trained, self.cluster, file=self.plan_file)
+        return plan
+
+    def _with_assumptions(self, made: Prediction) -> Prediction:
+        from foreshard.advise.unstated import unstated
+
+        return replace(made, assumptions=(*made.assumptions, *unstated(self, made.plan)))
+
+    def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
+        """Return the parts of the peak memory of each stage of each group, bytes."""
+        from foreshard.catalog.frameworks import load_framework
+        from foreshard.predict.batch import Case
+        from foreshard.predict.memory import plan_memory
+
+        plan = self.to_plan()
+        case = Case(
+            model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+        )
+        _, parts = plan_memory(case)
+        columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
+        rows = iter(range(len(parts.peak)))
+        return tuple(
+            tuple(
+                {name: float(column[i]) for name, column in columns.items()}
+                for _, i in zip(group.stages, rows, strict=False)
+            )
+            for group in plan.groups
+        )
+
+    def _asked(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "costs": self.costs,
+            "fidelity": self.fidelity,
+            "tokens": self.tokens,
+            "usd_per_device_hour": self.usd_per_device_hour,
+            "observed_step_s": self.observed_step_s,
+        }
+
+
+def _with_adapters(model: Model, text: str) -> Model:
+    """Return the model with the adapters that RANK[:TARGET(+TARGET)*] describes."""
+    from foreshard.spec.model import LORA_TARGETS, lora
+
+    rank, colon, names = text.partition(":")
+    targets = re.split(r"[+,]", names) if colon else ["q", "k", "v", "o"]
+    wrong = [name for name in targets if name not in LORA_TARGETS]
+    if wrong or not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 65536):
+        raise SpecError(
+            f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank",
+            key="--lora",
+            value=text[:80],
+            rule=f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'",
+            fix="Write it like 16 or 16:q+v",
+        )
+    try:
+        return lora(model, int(rank), tuple(dict.fromkeys(targets)))
+    except SpecError as error:
+        raise SpecError(
+            error.what, key="--lora", value=text[:80], rule=error.rule, fix=error.fix or "Leave out --lora"
+        ) from None
+
+
+def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
+    """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
+    if name in COMM_OPTIONS:
+        return replace(plan, comm={**plan.comm, name: value})
+    if name in ("precision", "optimizer", "framework", "seq_len"):
+        return replace(plan, **{name: value})
+    if name == "micro_batch":  # as the flag: samples per data-parallel rank
+        groups = tuple(replace(group, micro_batch=value * group.stages[0].inner_dp) for group in plan.groups)
+        return replace(plan, groups=groups)
+    if name in ("schedule", "sp"):
+        return replace(plan, groups=tuple(replace(group, **{name: value}) for group in plan.groups))
+    if name in ("zero", "shard_size", "recompute", "offload"):
+        groups = tuple(
+            replace(group, stages=tuple(replace(stage, **{name: value}) for stage in group.stages))
+            for group in plan.groups
+        )
+        return replace(plan, groups=groups)
+    raise SpecError(
+        f"{name} cannot be changed in a plan file",
+        key=name,
+        value=value,
+        rule="A plan file writes degrees, ranks and shares out",
+        fix="State the run with --tp, --pp, ... instead of --plan",
+    )
+
+
+def stated_degrees(plan: Plan) -> dict[str, int]:
+    """Return the degrees of the plan's first stage and its pipeline, as flags would state them."""
+    group = plan.groups[0]
+    stage = group.stages[0]
+    return {
+        "dp": stage.inner_dp * len(plan.groups),
+        "tp": stage.tp,
+        "pp": len(group.stages),
+        "cp": stage.cp,
+        "ep": stage.ep,
+        "etp": stage.etp,
+        "vpp": group.num_chunks,
+    }

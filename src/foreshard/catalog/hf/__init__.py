@@ -1,0 +1,1 @@
+"""Readers of Hugging Face configurations, one file per family of architectures."""

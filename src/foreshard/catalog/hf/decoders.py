@@ -1,0 +1,181 @@
+"""Decoders with RMS norms and gated MLPs: llama, mistral, qwen2, qwen3, gemma 1-3, phi3 (and nemotron)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foreshard.catalog.hf.reader import Reader
+from foreshard.spec.model import Block, Model, decoder
+
+
+def attention_sizes(reader: Reader, head_dim: int | None = None) -> dict[str, Any]:
+    """Return hidden, heads, key/value heads and head size; `head_dim` is the family's default."""
+    hidden = reader.size("hidden_size")
+    if head_dim is None and reader.config.get("head_dim") is None:
+        heads = reader.heads(hidden, "num_attention_heads")
+    else:
+        heads = reader.size("num_attention_heads")
+    width = reader.size("head_dim", default=head_dim or hidden // heads)
+    return {
+        "hidden": hidden,
+        "num_heads": heads,
+        "num_kv_heads": reader.kv_heads(heads, "num_key_value_heads"),
+        "head_dim": width,
+        "value_head_dim": width,
+    }
+
+
+def windowed_blocks(block: dict[str, Any], windows: Sequence[int]) -> tuple[Block, ...]:
+    """Return one block per window, equal ones shared."""
+    kinds = {window: Block(window=window, **block) for window in set(windows)}
+    return tuple(kinds[window] for window in windows)
+
+
+def finish(reader: Reader, blocks: tuple[Block, ...], *, tied: bool, **kwargs: Any) -> Model:
+    """Return the decoder; `tied` is the family's default of tie_word_embeddings."""
+    kwargs.setdefault("max_seq_len", reader.positions("max_position_embeddings", default=2048))
+    return decoder(
+        name=reader.name,
+        blocks=blocks,
+        vocab=reader.size("vocab_size"),
+        tied_embeddings=reader.flag("tie_word_embeddings", tied),
+        source=reader.file or "",
+        assumptions=tuple(reader.assumptions),
+        **kwargs,
+    )
+
+
+def _sliding_window(reader: Reader, unstated: int = 0) -> int:
+    """Return the window: null means full attention, an absent key the default of transformers."""
+    default = 0 if "sliding_window" in reader.config else unstated
+    return reader.size("sliding_window", default=default, minimum=0, maximum=2**31)
+
+
+def llama_block(reader: Reader) -> dict[str, Any]:
+    """Return the sizes of a block of Llama, which may have biases."""
+    bias = reader.flag("attention_bias", False)
+    return dict(
+        attention_sizes(reader),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        qkv_bias=bias,
+        proj_bias=bias,
+        mlp_bias=reader.flag("mlp_bias", False),
+    )
+
+
+def llama(reader: Reader) -> Model:
+    """Llama 1 to 3.x."""
+    block = Block(**llama_block(reader))
+    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+
+
+def mistral(reader: Reader) -> Model:
+    """Mistral: llama with a sliding window in every layer."""
+    block = Block(
+        **attention_sizes(reader),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        window=_sliding_window(reader, 4096),
+    )
+    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+
+
+def qwen_windows(reader: Reader, num_layers: int) -> Sequence[int]:
+    """Return the windows of Qwen layers: those from max_window_layers on slide, if the switch is on."""
+    window = _sliding_window(reader, 4096) if reader.flag("use_sliding_window", False) else 0
+    first = reader.layers("max_window_layers", default=28, minimum=0)
+    return reader.layer_windows(num_layers, window, [layer >= first for layer in range(num_layers)])
+
+
+def qwen2(reader: Reader) -> Model:
+    """Qwen2 and 2.5: biases on query, key and value only."""
+    layers = reader.layers("num_hidden_layers")
+    block = dict(attention_sizes(reader), ffn=reader.size("intermediate_size"), gated=True, qkv_bias=True)
+    return finish(reader, windowed_blocks(block, qwen_windows(reader, layers)), tied=False)
+
+
+def qwen3(reader: Reader) -> Model:
+    """Qwen3 dense: norms on queries and keys."""
+    layers = reader.layers("num_hidden_layers")
+    bias = reader.flag("attention_bias", False)
+    block = dict(
+        attention_sizes(reader, head_dim=128),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        qk_norm=True,
+        qkv_bias=bias,
+        proj_bias=bias,
+    )
+    return finish(reader, windowed_blocks(block, qwen_windows(reader, layers)), tied=False)
+
+
+def _gemma(reader: Reader, *, norms: int, qk_norm: bool, pattern: int) -> Model:
+    """Gemma; every `pattern`-th layer has full attention, the others slide (0: all full)."""
+    layers = reader.layers("num_hidden_layers")
+    bias = reader.flag("attention_bias", False)
+    block = dict(
+        attention_sizes(reader, head_dim=256),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        qkv_bias=bias,
+        proj_bias=bias,
+        num_norms=norms,
+        qk_norm=qk_norm,
+    )
+    sliding = [bool(pattern and (layer + 1) % pattern) for layer in range(layers)]
+    window = reader.size("sliding_window", default=4096, minimum=0, maximum=2**31) if pattern else 0
+    return finish(reader, windowed_blocks(block, reader.layer_windows(layers, window, sliding)), tied=True)
+
+
+def gemma(reader: Reader) -> Model:
+    """Gemma 1."""
+    return _gemma(reader, norms=2, qk_norm=False, pattern=0)
+
+
+def gemma2(reader: Reader) -> Model:
+    """Gemma 2: four norms, windows in every other layer."""
+    return _gemma(reader, norms=4, qk_norm=False, pattern=2)
+
+
+_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def gemma3(reader: Reader) -> Model:
+    """Gemma 3 text: four norms, query/key norms, five windowed layers to one full.
+
+    Published files leave out what equals the defaults of transformers' Gemma3TextConfig.
+    """
+    left_out = {key: value for key, value in _GEMMA3_DEFAULTS.items() if reader.config.get(key) is None}
+    stated = Reader({**reader.config, **left_out}, reader.name, reader.file)
+    stated.assumptions = [*reader.assumptions, *(f"{key} not stated: {n}" for key, n in left_out.items())]
+    reader = stated
+    pattern = reader.layers("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return _gemma(reader, norms=4, qk_norm=True, pattern=pattern)
+
+
+def phi3(reader: Reader) -> Model:
+    """Phi-3: fused projections, same counts as llama."""
+    block = Block(
+        **attention_sizes(reader),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        window=_sliding_window(reader),
+    )
+    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+
+
+def nemotron(reader: Reader) -> Model:
+    """Nemotron 3 and 4: squared ReLU (two matrices), layer norms, rotary positions."""
+    bias = reader.flag("attention_bias", False)
+    block = Block(
+        **attention_sizes(reader),
+        ffn=reader.size("intermediate_size"),
+        gated=False,
+        norm_params=2,
+        qkv_bias=bias,
+        proj_bias=bias,
+        mlp_bias=reader.flag("mlp_bias", False),
+    )
+    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)

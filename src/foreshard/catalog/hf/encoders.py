@@ -1,0 +1,144 @@
+"""Models with an encoder: bert (masked language model), t5 (encoder-decoder), vit (image classifier)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from foreshard.catalog.hf.reader import Reader
+from foreshard.spec.model import Block, Model
+
+
+def bert(reader: Reader) -> Model:
+    """BERT with the masked-language-model head: a dense layer, a norm, and the tied table with a bias."""
+    hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
+    heads = reader.heads(hidden, "num_attention_heads")
+    positions = reader.positions("max_position_embeddings")
+    block = Block(
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        value_head_dim=hidden // heads,
+        ffn=reader.size("intermediate_size"),
+        gated=False,
+        causal=False,
+        norm_params=2,
+        qkv_bias=True,
+        proj_bias=True,
+        mlp_bias=True,
+        dropout=reader.fraction("hidden_dropout_prob", default=0.1),
+    )
+    tied = reader.flag("tie_word_embeddings", True)
+    bias = vocab * (2 - tied)  # transformers keeps a second bias when the table is not tied
+    tables = (vocab + positions + reader.size("type_vocab_size", default=2)) * hidden
+    return Model(
+        name=reader.name,
+        blocks=(block,) * reader.layers("num_hidden_layers"),
+        hidden=hidden,
+        vocab=vocab,
+        tied_embeddings=tied,
+        max_seq_len=positions,
+        learned_positions=positions,
+        embedding_params=tables + 2 * hidden,
+        head_params=vocab * hidden + bias + hidden * hidden + hidden + 2 * hidden,
+        head_matmul_params=vocab * hidden + hidden * hidden,
+        final_norm_params=0,
+        kind="encoder",
+        source=reader.file or "",
+        assumptions=tuple(reader.assumptions),
+    )
+
+
+def t5(reader: Reader) -> Model:
+    """T5: blocks of the encoder, then of the decoder; relative positions in the first block of each."""
+    hidden, vocab = reader.size("d_model", "hidden_size"), reader.size("vocab_size")
+    heads, width = reader.size("num_heads", "num_attention_heads"), reader.size("d_kv")
+    encoder = Block(
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width,
+        value_head_dim=width,
+        ffn=reader.size("d_ff"),
+        gated=reader.text("feed_forward_proj", "relu").startswith("gated"),
+        causal=False,
+        dropout=reader.fraction("dropout_rate", default=0.1),
+    )
+    decoder = replace(encoder, causal=True, cross_attention=True, num_norms=3)
+    table = reader.size("relative_attention_num_buckets", default=32) * heads
+    layers = reader.layers("num_layers", "num_hidden_layers")
+    if not reader.flag("tie_word_embeddings", True):
+        reader.assumptions.append("embedding and head are tied, as transformers 5 does with every T5")
+    decoder_layers = reader.layers("num_decoder_layers", default=layers)
+    blocks = (
+        replace(encoder, other_params=table),
+        *(encoder,) * (layers - 1),
+        replace(decoder, other_params=table),
+        *(decoder,) * (decoder_layers - 1),
+    )
+    return Model(
+        name=reader.name,
+        blocks=blocks,
+        hidden=hidden,
+        vocab=vocab,
+        tied_embeddings=True,
+        max_seq_len=reader.positions("n_positions", default=512),
+        embedding_params=vocab * hidden,
+        head_params=vocab * hidden,
+        head_matmul_params=vocab * hidden,
+        final_norm_params=2 * hidden,
+        kind="encoder-decoder",
+        source=reader.file or "",
+        assumptions=(*reader.assumptions, "encoder and decoder sequences are equally long"),
+    )
+
+
+def vit(reader: Reader) -> Model:
+    """ViT with a linear classifier on the class token."""
+    hidden = reader.size("hidden_size")
+    heads = reader.heads(hidden, "num_attention_heads")
+    side, patch = reader.size("image_size"), reader.size("patch_size")
+    patches = (side // patch) ** 2
+    if not patches:
+        raise reader.error("patch_size", patch, f"patches of {patch} pixels", f"The image has {side}")
+    block = Block(
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        value_head_dim=hidden // heads,
+        ffn=reader.size("intermediate_size"),
+        gated=False,
+        causal=False,
+        norm_params=2,
+        qkv_bias=reader.flag("qkv_bias", True),
+        proj_bias=True,
+        mlp_bias=True,
+        dropout=reader.fraction("hidden_dropout_prob"),
+    )
+    projection = reader.size("num_channels", default=3) * patch * patch * hidden
+    labels = _num_labels(reader)
+    return Model(
+        name=reader.name,
+        blocks=(block,) * reader.layers("num_hidden_layers"),
+        hidden=hidden,
+        vocab=labels,
+        tied_embeddings=False,
+        max_seq_len=patches + 1,
+        learned_positions=patches + 1,
+        embedding_params=projection + hidden + hidden + (patches + 1) * hidden,
+        embedding_matmul_params=projection,
+        head_params=labels * hidden + labels,
+        head_matmul_params=labels * hidden,
+        head_rows=1,
+        final_norm_params=2 * hidden,
+        kind="vision",
+        source=reader.file or "",
+        assumptions=tuple(reader.assumptions),
+    )
+
+
+def _num_labels(reader: Reader) -> int:
+    """Return the classes: the labels listed, else num_labels, else 2 as in transformers."""
+    labels = reader.nested("id2label").config
+    return len(labels) or reader.size("num_labels", default=2)

@@ -1,0 +1,1 @@
+"""Parsing of options and printing of answers, shared by the verbs."""

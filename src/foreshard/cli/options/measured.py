@@ -1,0 +1,124 @@
+"""`--costs FILE`: predict and plan a model by what was measured of it, without a catalog entry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from foreshard.cli.options.answer import give, say
+from foreshard.errors import SpecError
+
+_PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
+_PLANS = {
+    "global_batch",
+    "seq_len",
+    "precision",
+    "optimizer",
+    "top",
+    "budget_s",
+    "tokens",
+    "costs",
+    "engine",
+    "objective",
+}
+_RULE = "Measured costs price the plan as the runtime runs it"
+NOTHING_FITS = 3
+
+
+def is_file(costs: str | None) -> bool:
+    """Return whether a cost source is a file of measured costs rather than a name."""
+    return costs is not None and ("/" in costs or costs.endswith(".json"))
+
+
+def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) -> None:
+    """Answer `predict` from measured costs."""
+    from foreshard import api
+    from foreshard.report.summary import prediction_screen
+
+    _refuse({**values, **others}, _PREDICTS)
+    _same_model(values["model"], values["costs"])
+    if not values.get("plan"):
+        raise SpecError(
+            "no plan", key="--plan", rule=_RULE, fix="Give --plan FILE, or find one with foreshard plan"
+        )
+    prediction = api.predict_measured(
+        values["costs"], values["cluster"], api.load_plan(values["plan"]), tokens=values.get("tokens")
+    )
+    give({"schema_version": 1} | prediction.to_dict(), lambda: prediction_screen(prediction, None, None, ()))
+    if not prediction.memory.fits:
+        ctx.exit(NOTHING_FITS)
+
+
+def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Any:
+    """Return the result of `plan` from measured costs, and the cluster."""
+    from foreshard import api
+
+    _refuse({**asked, **others}, _PLANS)
+    _same_model(model, asked["costs"])
+    if asked.get("objective", ("time",)) != ("time",):
+        raise SpecError(
+            "another objective than time",
+            key="--objective",
+            value=",".join(asked["objective"]),
+            rule=_RULE,
+            fix="Leave --objective out",
+        )
+    if isinstance(asked.get("precision"), tuple):
+        raise SpecError(
+            "several precisions",
+            key="--dtype",
+            value=",".join(asked["precision"]),
+            rule=_RULE,
+            fix="Give the one that was measured",
+        )
+    chosen = {
+        name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
+    }
+    length = _length(asked.get("seq_len"), asked["costs"])
+    return api.plan_measured(
+        asked["costs"], cluster, global_batch=asked["global_batch"], seq_len=length, **chosen
+    )
+
+
+def _length(asked: int | None, costs: str) -> int:
+    """Return the length that the plan notes: costs hold for samples as they were measured, whatever it is."""
+    from foreshard.predict.measured.costs import load_costs
+
+    counted = load_costs(costs).tokens_per_sample
+    if asked not in (None, round(counted)):
+        say(
+            f"--seq {asked} is only noted in the plan: the costs are of samples as long as those that were "
+            f"measured, which count {counted:g} each. For others profile the job again."
+        )
+    return asked or max(1, round(counted))
+
+
+def _same_model(model: str, costs: str) -> None:
+    """Refuse costs of another job: a prediction of it would be believed to be of MODEL."""
+    from foreshard.predict.measured.costs import load_costs
+
+    measured = load_costs(costs).model
+    if Path(model).name != measured:
+        raise SpecError(
+            f"{model} was not measured",
+            key="MODEL",
+            value=model,
+            file=costs,
+            rule=f"These costs are of {measured or 'a job without a file'}",
+            fix="Name that job, or profile this one",
+        )
+
+
+def _refuse(values: dict[str, Any], known: set[str]) -> None:
+    for name, value in values.items():
+        if name not in known and value not in (None, False, (), "none"):
+            flag = f"--{name.replace('_', '-')}"
+            raise SpecError(
+                f"{flag} is not taken with measured costs",
+                key=flag,
+                value=str(value),
+                rule=_RULE,
+                fix="Leave it out",
+            )

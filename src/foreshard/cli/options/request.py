@@ -1,0 +1,209 @@
+"""The options that describe a run, shared by predict, compare and whatif, and the Request they make."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from foreshard.advise.request import DEGREES, OPTIONS, Request
+from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
+
+MAX_COUNT = 2**31
+MAX_AMOUNT = 1e30
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]
+    """A whole number from `low` to `high`."""
+
+    name = "N"
+
+    def __init__(self, low: int = 1, high: int = MAX_COUNT):
+        self.low, self.high = low, high
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, or fail naming the range."""
+        text = str(value)
+        digits = text.removeprefix("-")
+        if len(text) < 20 and digits.isascii() and digits.isdecimal() and self.low <= int(text) <= self.high:
+            return int(text)
+        self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
+
+
+class Amount(click.ParamType):  # type: ignore[type-arg]
+    """A finite number above zero."""
+
+    name = "X"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail."""
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if 0 < number <= MAX_AMOUNT:
+            return number
+        text = str(value)[:40]
+        suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
+        hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
+        self.fail(f"{text!r} is not a number above zero{hint}", param, ctx)
+
+
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
+_MEANT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "e4m3": "fp8",
+    "fp4": "nvfp4",
+    "adam": "adamw",
+    "adam8bit": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "interleaved-1f1b": "interleaved",
+    "afab": "gpipe",
+    "zb": "zb-h1",
+    "zero-bubble": "zb-h1",
+}
+
+
+class Word(click.ParamType):  # type: ignore[type-arg]
+    """One of the known words; another fails with the one that was likely meant."""
+
+    name = "WORD"
+
+    def __init__(self, *known: str):
+        self.known = known
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the words as --help shows them."""
+        return f"[{'|'.join(self.known)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the word, or fail naming the known ones."""
+        text = str(value)
+        if text in self.known:
+            return text
+        meant = _MEANT.get(text.lower().replace("_", "-"))
+        near = [meant] if meant in self.known else get_close_matches(text[:40].lower(), self.known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{hint}", param, ctx)
+
+
+_DEGREE_HELP = {
+    "dp": "data-parallel replicas (default: what the others leave)",
+    "tp": "tensor-parallel degree",
+    "pp": "pipeline stages",
+    "cp": "context-parallel degree",
+    "ep": "expert-parallel degree",
+    "etp": "tensor degree of the experts",
+    "vpp": "virtual stages per rank (interleaved schedule)",
+}
+_COMM_HELP = {
+    "tp_overlap": "hide tensor-parallel collectives behind products (with sp)",
+    "grad_overlap": "reduce gradients during the backward",
+    "param_gather_overlap": "gather updated weights during the forward",
+    "p2p_overlap": "send between stages beside computation",
+    "expert_overlap": "send tokens to experts beside computation",
+    "context_gather": "gather keys and values before attention instead of a ring",
+}
+
+
+def _run_options() -> list[click.Option]:
+    """Return fresh options of a run; every default is None, so that unstated is known."""
+    degrees = [click.Option([f"--{name}"], type=Count(), help=_DEGREE_HELP[name]) for name in DEGREES]
+    return [
+        click.Option(["--plan"], metavar="FILE", help="plan file instead of degrees and options"),
+        *degrees,
+        click.Option(["--sp/--no-sp"], default=None, help="sequence parallelism (default: on when tp > 1)"),
+        click.Option(["--zero"], type=Count(0, 3), help="ZeRO level 0-3 (default: the framework's, 1)"),
+        click.Option(["--shard-size"], type=Count(), help="ranks that share one copy (hybrid sharding)"),
+        click.Option(
+            ["--micro-batch"], type=Count(), help="samples per data-parallel rank and pass (default 1)"
+        ),
+        click.Option(
+            ["--global-batch"], type=Count(), help="samples per step (default dp x pp x micro-batch)"
+        ),
+        click.Option(
+            ["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)"
+        ),
+        click.Option(
+            ["--recompute"],
+            metavar="RULE",
+            help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N",
+        ),
+        click.Option(["--offload"], type=Word(*OFFLOADS), help="to host memory"),
+        click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="of the pipeline (default 1f1b)"),
+        click.Option(
+            ["--dtype", "precision"], type=Word(*PRECISIONS), help="of the matrix products (default bf16)"
+        ),
+        click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="default adamw"),
+        click.Option(
+            ["--framework"],
+            metavar="NAME[@RELEASE]",
+            help="default megatron-core; 'foreshard schema frameworks' lists them",
+        ),
+        *(_comm_option(name) for name in COMM_OPTIONS),
+        click.Option(
+            ["--lora"],
+            metavar="RANK[:TARGETS]",
+            help="train adapters only, as 16 or 16:q+v (default q+k+v+o)",
+        ),
+    ]
+
+
+def _comm_option(name: str) -> click.Option:
+    flag = name.replace("_", "-")
+    text = f"{_COMM_HELP[name]} (default: the framework's)"
+    return click.Option([f"--{flag}/--no-{flag}"], default=None, help=text)
+
+
+def _question_options(with_engine: bool) -> list[click.Option]:
+    engine = [
+        click.Option(["--engine"], type=Word("analytical", "graph"), help="default graph"),
+        click.Option(["--costs"], metavar="SOURCE", help="cost source (default formula)"),
+    ]
+    return [
+        *(engine if with_engine else []),
+        click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="default zero-shot"),
+        click.Option(["--tokens"], type=Amount(), help="tokens of the whole run, for its time and cost"),
+        click.Option(["--usd-per-device-hour"], type=Amount(), help="your price"),
+        click.Option(
+            ["--observed-step-s"], type=Amount(), help="one measured step to correct the prediction by"
+        ),
+    ]
+
+
+def describing_a_run(command: click.Command, *, with_engine: bool = True) -> click.Command:
+    """Add MODEL, CLUSTER and the options of a run to a verb."""
+    command.params[:0] = [click.Argument(["model"]), click.Argument(["cluster"])]
+    command.params += [*_run_options(), *_question_options(with_engine)]
+    return command
+
+
+def to_request(values: Mapping[str, Any]) -> Request:
+    """Return the request a verb's parsed options make; catalog names and files are read here.
+
+    Raises
+    ------
+    SpecError
+        For an unknown name, an unreadable file, or a plan together with degrees.
+    """
+    from foreshard import api
+
+    stated = {name: values[name] for name in (*DEGREES, *OPTIONS) if values.get(name) is not None}
+    asked = ("lora", "engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+    return api.request(
+        api.load_model(values["model"]),
+        api.load_cluster(values["cluster"]),
+        api.load_plan(values["plan"]) if values.get("plan") else None,
+        plan_file=values.get("plan"),
+        **stated,
+        **{name: values.get(name) for name in asked},
+    )

@@ -1,0 +1,1 @@
+"""Long-term budgets: virtual queues, their dual, and the end of the horizon."""

@@ -1,0 +1,227 @@
+"""The dual of the long-term problem over states and what runs in them: a bound, and what budgets are worth.
+
+The best stationary policy that knows every state is a linear program: in each state, how often each structure
+runs. At any multipliers of the budgets, the sum over states of the least time plus priced excess is below its
+value; at the best ones it is the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.control.slots import SECONDS, Budget
+
+_ROUNDS, _STEPS = 12, 60
+_DIRECTIONS, _FEW = 256, 64
+_MANY, _PARTS = 256, 64
+_TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualTable:
+    """What runs in all states, in one list: seconds, and cost above budget by budget.
+
+    Attributes
+    ----------
+    starts : ndarray of int, shape (states,)
+        First row of each state.
+    weight : ndarray, shape (states,)
+        How often each state is; the sum is 1.
+    time_s : ndarray, shape (rows,)
+    excess : ndarray, shape (rows, budgets)
+    """
+
+    starts: np.ndarray
+    weight: np.ndarray
+    time_s: np.ndarray
+    excess: np.ndarray
+
+    def value(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the dual at some multipliers, and how far the choices there are above the budgets."""
+        total = self.time_s + self.excess @ multipliers
+        least = np.minimum.reduceat(total, self.starts)
+        size = np.diff(np.append(self.starts, len(total)))
+        at = np.flatnonzero(total == np.repeat(least, size))
+        first = at[np.searchsorted(at, self.starts)]
+        return float(self.weight @ least), self.weight @ self.excess[first]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dual:
+    """The best multipliers and the value there.
+
+    Attributes
+    ----------
+    value_s : float
+    multipliers : tuple of float
+        Seconds per unit of cost.
+    feasible : bool
+        False when nothing keeps the budgets: the multipliers are then 0 and the value that without budgets.
+    """
+
+    value_s: float
+    multipliers: tuple[float, ...]
+    feasible: bool
+
+
+def table_of(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], weight: Sequence[float], budgets: Sequence[Budget]
+) -> DualTable:
+    """Return the table of states, each with seconds, shape (n,), and costs, shape (n, budgets)."""
+    time_s, costs = np.concatenate([one[0] for one in rows]), np.concatenate([one[1] for one in rows])
+    allowed = [allowances(one, time_s) for one in budgets]
+    total = np.asarray(weight, float)
+    return DualTable(
+        starts=np.cumsum([0, *(len(one[0]) for one in rows[:-1])]),
+        weight=total / total.sum(),
+        time_s=time_s,
+        excess=costs - np.stack(allowed, axis=1) if allowed else np.zeros((len(time_s), 0)),
+    )
+
+
+def allowances(budget: Budget, time_s: np.ndarray) -> np.ndarray:
+    """Return what steps of so many seconds may cost in the mean."""
+    if budget.per == "step":
+        return np.full(len(time_s), budget.limit)
+    return budget.limit * time_s / SECONDS[budget.per]
+
+
+def solve(table: DualTable, budgets: Sequence[Budget]) -> Dual:
+    """Return the multipliers that maximise the dual."""
+    multipliers = np.zeros(len(budgets))
+    value, excess = table.value(multipliers)
+    feasible = True
+    if len(budgets) and (excess > 0.0).any():
+        multipliers, feasible = _ascend(table, budgets)
+        if feasible and len(budgets) > 1:
+            multipliers = _polished(table, multipliers)
+        # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
+        multipliers = multipliers if feasible else np.zeros(len(budgets))
+        value, _ = table.value(multipliers)
+    return Dual(value_s=value, multipliers=tuple(float(one) for one in multipliers), feasible=feasible)
+
+
+def _ascend(table: DualTable, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:
+    """Return multipliers that maximise the dual, one budget after another, and whether they are finite."""
+    found = np.zeros(len(budgets))
+    scale = table.time_s.max() / np.array([max(one.limit, 1e-300) for one in budgets])
+    feasible, best = True, -np.inf
+    for _ in range(_ROUNDS if len(budgets) > 1 else 1):
+        for i in range(len(budgets)):
+            low, high = 0.0, float(scale[i])
+            for _ in range(20):
+                if _slope(table, found, i, high) <= 0.0:
+                    break
+                low, high = high, high * 4.0
+            else:
+                feasible = False
+            if _slope(table, found, i, 0.0) <= 0.0:
+                found[i] = 0.0
+                continue
+            for _ in range(_STEPS):
+                middle = 0.5 * (low + high)
+                low, high = (middle, high) if _slope(table, found, i, middle) > 0.0 else (low, middle)
+            found[i] = low
+        value, _ = table.value(found)
+        if value <= best * (1.0 + 1e-9):
+            break
+        best = value
+    return found, feasible
+
+
+def _polished(table: DualTable, start: np.ndarray) -> np.ndarray:
+    """Return multipliers at least as good, found on smoothed duals: one at a time can end in a corner.
+
+    With a temperature the least of a state becomes a soft one; the dual is then smooth and concave, and
+    Newton's method climbs it. Temperatures fall, each start is the end of the one before.
+
+    Source
+    ------
+    Nesterov 2005, Smooth minimization of non-smooth functions.
+    """
+    best, best_value = start, table.value(start)[0]
+    scale = 1.0 / np.maximum(np.abs(table.excess).max(0), 1e-300)
+    found = start / scale
+    for part in _TEMPERATURES:
+        heat = part * float(table.weight @ np.minimum.reduceat(table.time_s, table.starts))
+        for _ in range(_NEWTON):
+            slope, bend = _softened(table, found * scale, heat)
+            slope, bend = slope * scale, bend * np.outer(scale, scale)
+            free = (found > 0.0) | (slope > 0.0)
+            if not free.any() or not np.isfinite(bend).all():
+                break
+            most = 0.5 * max(float(np.abs(found).max()), heat)
+            # Where the dual is flat the step is along the slope, and no longer than may be gone.
+            ridge = 1e-9 * float(bend.max()) + max(float(np.abs(slope).max()), 1e-300) / (100.0 * most)
+            bend = bend[np.ix_(free, free)] + ridge * np.eye(int(free.sum()))
+            step = np.zeros(len(found))
+            step[free] = np.linalg.solve(bend, slope[free])
+            step *= min(1.0, most / max(float(np.abs(step).max()), 1e-300))
+            found = np.maximum(found + step, 0.0)
+            if np.abs(step).max() < 1e-6 * most:
+                break
+        value, _ = table.value(found * scale)
+        if value > best_value:
+            best, best_value = found * scale, value
+    return np.asarray(best)
+
+
+def _softened(table: DualTable, multipliers: np.ndarray, heat: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slope of the smoothed dual, and how fast it falls."""
+    total = table.time_s + table.excess @ multipliers
+    size = np.diff(np.append(table.starts, len(total)))
+    least = np.repeat(np.minimum.reduceat(total, table.starts), size)
+    part = np.exp((least - total) / heat)
+    part /= np.repeat(np.add.reduceat(part, table.starts), size)
+    part *= np.repeat(table.weight, size)
+    mean = np.add.reduceat(part[:, None] * table.excess, table.starts, axis=0)
+    spread = (part[:, None] * table.excess).T @ table.excess - (mean / table.weight[:, None]).T @ mean
+    return mean.sum(0), spread / heat
+
+
+def _slope(table: DualTable, multipliers: np.ndarray, i: int, at: float) -> float:
+    tried = multipliers.copy()
+    tried[i] = at
+    return float(table.value(tried)[1][i])
+
+
+def corners(time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Return the rows that are best for some weights of time and of costs that are not negative.
+
+    Exact for one budget. For several: the corners of each with time alone, and the best of many directions.
+    """
+    if len(time_s) <= _FEW:
+        return np.arange(len(time_s))
+    found: set[int] = set()
+    for i in range(costs.shape[1]):
+        found.update(_lower_hull(time_s, costs[:, i]))
+    if costs.shape[1] > 1:
+        rng = np.random.default_rng(0)
+        scale = np.maximum(np.abs(costs).max(0), 1e-300)
+        weigh = rng.lognormal(0.0, 2.0, size=(_DIRECTIONS, costs.shape[1])) / scale
+        found.update(np.argmin(time_s[:, None] / time_s.max() + costs @ weigh.T, axis=0).tolist())
+    return np.array(sorted(found or {int(np.argmin(time_s))}))
+
+
+def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
+    """Return the points of the lower convex hull (Andrew 1979), of many first those below that of a few."""
+    order = np.lexsort((y, x))
+    if len(order) > _MANY:
+        parts = [part[np.argmin(y[part])] for part in np.array_split(order, _PARTS)]
+        few = np.array([order[0], *parts, order[-1]])
+        rough = few[_lower_hull(x[few], y[few])]
+        order = order[y[order] <= np.interp(x[order], x[rough], y[rough])]
+    hull: list[int] = []
+    for at in order.tolist():
+        if hull and x[hull[-1]] == x[at]:
+            continue
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (x[b] - x[a]) * (y[at] - y[a]) - (y[b] - y[a]) * (x[at] - x[a]) > 0.0:
+                break
+            hull.pop()
+        hull.append(at)
+    return hull

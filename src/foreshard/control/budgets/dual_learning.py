@@ -1,0 +1,149 @@
+"""What budgets are worth, learned from the states seen so far.
+
+The queues of drift plus penalty settle near V times the multipliers of the long-term problem. Those of the
+states seen so far are known long before a queue has filled: queues start from there, and are moved when more
+is learned, so that they have only to correct what was learned wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from foreshard.control.budgets import dual
+from foreshard.control.budgets.queues import Queues
+from foreshard.control.slots import Budget
+
+FIRST, LATER, LESSONS = 16, 250, 40
+"""Lessons double in distance up to this many decisions, and then come every so many: at most LATER, and less
+where a run would have fewer than LESSONS."""
+LAST_PART, MOST_CORRECTION = 0.05, 0.2
+"""The excess so far is worked off by the end, over no less than this part of the run, by no larger part."""
+MARGIN = 0.004
+"""Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
+MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
+"""Largest multiplier that is believed, in reference steps per budget of a step; that where none is enough."""
+UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
+"""What cannot be kept weighs so much more in every further lesson that says so, until time does not count."""
+LEAST_WEIGHT = 10.0
+_MOST_STATES = 2048
+
+
+@dataclass(slots=True, kw_only=True)
+class _Visited:
+    """A state: for how many steps it was seen, and what can run in it, on the corners only."""
+
+    steps: float = 0.0
+    visits: int = 0
+    time_s: np.ndarray
+    costs: np.ndarray
+
+
+class DualLearning:
+    """Keeps states and what can run in them, and places queues by what these are worth.
+
+    Parameters
+    ----------
+    budgets : sequence of Budget
+    horizon : int, steps
+        Of the run.
+
+    Source
+    ------
+    Huang, Liu, Hao 2014 (The power of online learning in stochastic network optimization): backlogs replaced
+    by learned multipliers.
+    """
+
+    def __init__(self, budgets: Sequence[Budget], horizon: int):
+        self.budgets, self.horizon = tuple(budgets), horizon
+        self.feasible = True
+        self._visited: dict[bytes, _Visited] = {}
+        self._seen, self._next, self._unkept = 0, 1, 0
+        self._later = max(FIRST, min(LATER, horizon // LESSONS))
+
+    def knows(self, key: bytes) -> bool:
+        """Return whether it is known what runs in a state."""
+        return key in self._visited
+
+    def needs(self, key: bytes) -> bool:
+        """Return whether a state is new, or was seen so often that its rows are worth another look."""
+        found = self._visited.get(key)
+        return found is None or (found.visits & (found.visits - 1)) == 0
+
+    def rows(self, key: bytes, time_s: np.ndarray, costs: np.ndarray) -> None:
+        """Take in what can run in a state."""
+        kept = dual.corners(time_s, costs)
+        old = self._visited.get(key)
+        self._visited[key] = _Visited(time_s=time_s[kept], costs=costs[kept])
+        if old is not None:
+            self._visited[key].steps, self._visited[key].visits = old.steps, old.visits
+        if len(self._visited) > _MOST_STATES:
+            rare = sorted(self._visited, key=lambda one: self._visited[one].steps)[: _MOST_STATES // 4]
+            for one in rare:
+                if one != key:
+                    del self._visited[one]
+
+    def saw(self, key: bytes, steps: int) -> None:
+        """Count steps in a state whose rows are known."""
+        self._visited[key].steps += steps
+        self._visited[key].visits += 1
+        self._seen += 1
+
+    @property
+    def due(self) -> bool:
+        """Return whether it is time for a lesson."""
+        return self._seen >= self._next and bool(self._visited)
+
+    def teach(self, queues: Queues) -> None:
+        """Move the place-holders of the queues to what the states seen so far make of them."""
+        self._next = max(min(2 * self._seen, self._seen + self._later), FIRST if self._seen > 1 else 2)
+        left = [self._left(queues, one) for one in self.budgets]
+        table = dual.table_of(
+            [(one.time_s, one.costs) for one in self._visited.values()],
+            [max(one.steps, 1e-9) for one in self._visited.values()],
+            left,
+        )
+        found = dual.solve(table, left)
+        self.feasible = found.feasible
+        self._unkept = 0 if found.feasible else self._unkept + 1
+        if not found.feasible:
+            self._give_up(queues, table)
+            return
+        for one, multiplier in zip(self.budgets, found.multipliers, strict=True):
+            worth = multiplier * queues[one.name].unit / queues.step_s
+            queues.place(one.name, queues.weight * min(worth, MOST_WORTH))
+
+    def _give_up(self, queues: Queues, table: dual.DualTable) -> None:
+        """Place the queues where nothing keeps the budgets: those that nothing keeps alone come first."""
+        least = table.weight @ np.minimum.reduceat(table.excess, table.starts, axis=0)
+        lost = least > 0.0 if (least > 0.0).any() else np.ones(len(least), bool)
+        grown = min(UNKEPT_WORTH * UNKEPT_GROWTH ** (self._unkept - 1), MOST_UNKEPT)
+        for one, alone in zip(self.budgets, lost, strict=True):
+            queues.place(one.name, queues.weight * (grown if alone else UNKEPT_WORTH))
+
+    def _left(self, queues: Queues, budget: Budget) -> Budget:
+        """Return the budget less what was spent too much, spread over the steps that are left."""
+        queue, steps = queues[budget.name], queues.steps
+        if not steps:
+            return replace(budget, limit=budget.limit * (1.0 - MARGIN))
+        total = max(self.horizon, steps)
+        saved = (queue.allowed - queue.spent) / (queue.allowed / steps) - MARGIN * total
+        part = saved / max(total - steps, LAST_PART * total)
+        part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
+        return replace(budget, limit=budget.limit * (1.0 + part))
+
+
+def weight_for(violation: float, horizon: float) -> float:
+    """Return the V with which an excess of `violation` of the budget after `horizon` steps weighs a third.
+
+    Of a reference step: from a place-holder backlog, that excess raises what a budget of cost is worth by a
+    third of a step. Larger V act on less knowledge of the budget, smaller ones waste what they know.
+
+    Examples
+    --------
+    >>> weight_for(0.01, 10_000)
+    300.0
+    """
+    return max(LEAST_WEIGHT, 3.0 * violation * horizon)

@@ -1,0 +1,1 @@
+"""Estimates of speeds, links and costs from measured steps, and detection of change."""

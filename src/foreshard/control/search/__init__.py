@@ -1,0 +1,1 @@
+"""The best structure in one slot: candidates, cuts, shares, prices, and what is cached between slots."""

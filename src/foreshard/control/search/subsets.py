@@ -1,0 +1,267 @@
+"""Data-parallel batches on subsets of the devices: what they take and cost, all subsets by kind.
+
+Every device in use holds the whole model and takes its share of the batch; gradients are summed in one ring
+per layer (docs/simulate.md has the formulas). Devices that are equal in speed, price and place are one kind,
+so that subsets are counts by kind: small enough to list, and the list is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline
+from foreshard.errors import InfeasibleError, SpecError
+
+COSTS = ("usd", "rent_usd", "egress_usd", "joule", "carbon_kg")
+"""Columns of :attr:`SubsetClasses.costs`."""
+_MAX_SUBSETS = 200_000
+
+
+class TooManyError(SpecError):
+    """More subsets than can be listed."""
+
+
+def data_parallel(workers: Sequence[int], chain: Chain) -> Structure:
+    """Return the structure in which each of these devices holds the whole model."""
+    cuts = (0, chain.num_layers)
+    return Structure(groups=tuple(WorkerPipeline(workers=(worker,), cuts=cuts) for worker in workers))
+
+
+def sample_s(chain: Chain, state: State) -> np.ndarray:
+    """Return seconds per sample of every device, through all layers."""
+    return np.asarray(chain.before_s[:, -1] / state.speed)
+
+
+def even_shares(count: int, batch: int) -> np.ndarray:
+    """Return equal shares, the first one sample larger where they do not divide."""
+    return np.full(count, batch // count) + (np.arange(count) < batch % count)
+
+
+def balanced_shares(sample_s: np.ndarray, batch: int) -> np.ndarray:
+    """Return whole samples by device so that the last one ends first: the least possible makespan.
+
+    The real-valued optimum, rounded down, then one sample at a time to whoever ends first with it; exact for
+    equal jobs on uniform machines because rounding down never gives a machine more than the optimum does.
+    """
+    rate = 1.0 / sample_s
+    shares = np.floor(batch * rate / rate.sum() * (1.0 - 1e-12)).astype(int)
+    for _ in range(batch - int(shares.sum())):
+        shares[np.argmin((shares + 1) * sample_s)] += 1
+    return shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsetClasses:
+    """Kinds of available devices, and every subset of them as counts.
+
+    Attributes
+    ----------
+    members : tuple of tuple of int
+        Devices of each kind.
+    counts : ndarray of int, shape (subsets, kinds)
+    time_s : ndarray, shape (subsets,)
+        Least seconds of a batch, shares any real numbers.
+    busy_s : ndarray, shape (subsets,)
+        Seconds that each device in use computes.
+    costs : ndarray, shape (subsets, 5)
+        At these shares, in the order of `COSTS`.
+    floor : ndarray, shape (subsets, 5)
+        No more than at any shares: energy falls further when efficient devices get more samples.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    counts: np.ndarray
+    time_s: np.ndarray
+    busy_s: np.ndarray
+    costs: np.ndarray
+    floor: np.ndarray
+
+    @staticmethod
+    def of(
+        chain: Chain,
+        state: State,
+        batch: int,
+        *,
+        micro_batch: int = 1,
+        apart: frozenset[int] = frozenset(),
+        most: int = _MAX_SUBSETS,
+    ) -> SubsetClasses:
+        """Return the kinds of a state with all their subsets that fit in memory; some devices apart.
+
+        Raises
+        ------
+        InfeasibleError
+            When no device that is there holds the model.
+        TooManyError
+            For more than `most` subsets.
+        """
+        members = _members(chain, state, micro_batch, apart)
+        shape = [len(one) + 1 for one in members]
+        number = float(np.prod(shape, dtype=float))
+        if number > most:
+            raise TooManyError(
+                f"{number:.3g} subsets of {len(members)} kinds of devices",
+                key="process",
+                rule=f"At most {most} subsets are listed",
+                fix="Let devices change together, or at fewer levels",
+            )
+        counts = np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
+        time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
+        return SubsetClasses(
+            members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor
+        )
+
+    def column(self, budgets: Sequence[Budget], *, floor: bool = False) -> np.ndarray:
+        """Return what every subset costs of some budgets, shape (subsets, budgets); or the least of it."""
+        found = np.zeros((len(self.time_s), len(budgets)))
+        for i, one in enumerate(budgets):
+            if one.worker is None:
+                found[:, i] = (self.floor if floor else self.costs)[:, COSTS.index(one.kind)]
+            elif not floor:
+                found[:, i] = self._of_worker(one)
+        return found
+
+    def _of_worker(self, budget: Budget) -> np.ndarray:
+        """Return the busy seconds of one device, which is a kind of its own."""
+        if budget.kind != "duty":
+            raise SpecError(
+                f"a budget of {budget.kind} of one device",
+                key="kind",
+                value=budget.kind,
+                rule="Data-parallel plans count duty by device, all else of all",
+                fix="Leave out the device",
+            )
+        for i, kind in enumerate(self.members):
+            if budget.worker in kind:
+                return np.where(self.counts[:, i] > 0, self.busy_s, 0.0)
+        return np.zeros(len(self.time_s))
+
+    def devices(self, subset: int, prefer: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return devices of a subset, those in `prefer` first within their kind."""
+        liked, found = set(prefer), []
+        for count, kind in zip(self.counts[subset], self.members, strict=True):
+            found += sorted(kind, key=lambda rank: (rank not in liked, rank))[:count]
+        return tuple(sorted(found))
+
+    def subset(self, workers: Sequence[int]) -> int | None:
+        """Return the subset that these devices are; None when one is not there, or there are none."""
+        place = {rank: i for i, kind in enumerate(self.members) for rank in kind}
+        counts = np.zeros(len(self.members), dtype=int)
+        for rank in workers:
+            if rank not in place:
+                return None
+            counts[place[rank]] += 1
+        shape = [len(one) + 1 for one in self.members]
+        return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
+
+
+def _members(
+    chain: Chain, state: State, micro_batch: int, apart: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Group the available devices that hold the model and that no subset can tell apart."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    holds = chain.before_state[-1] + micro_batch * chain.before_saved[-1] <= chain.memory_bytes
+    there = np.flatnonzero(state.available & holds)
+    if not len(there):
+        raise InfeasibleError(
+            "no device that is there holds the model",
+            key="model",
+            rule="Each device of a subset holds a whole replica",
+            fix="Name a smaller model",
+        )
+    places = _places(state)
+    for rank in there:
+        key = (
+            places[rank],
+            chain.layer_s[rank].tobytes(),
+            float(state.speed[rank]),
+            float(state.usd_per_h[rank]),
+            float(state.busy_w[rank]),
+            float(state.idle_w[rank]),
+            float(state.kg_per_j[rank]),
+            int(rank) if rank in apart else -1,
+        )
+        found.setdefault(key, []).append(int(rank))
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def _places(state: State) -> list[tuple[object, ...]]:
+    """Return what tells where each device is: its nearest neighbours, if some are nearer, and its site."""
+    apart = ~np.eye(len(state.speed), dtype=bool)
+    rates, delays = state.bandwidth_bytes_per_s, state.latency_s
+    flat = apart.any() and np.ptp(rates[apart]) == 0.0 and np.ptp(delays[apart]) == 0.0
+    if flat and not state.usd_per_byte.any():
+        return [()] * len(state.speed)
+    found: list[tuple[object, ...]] = []
+    for rank, others in enumerate(apart):
+        rate, delay, free = rates[rank], delays[rank], state.usd_per_byte[rank] == 0.0
+        seen = frozenset(rate[others].tolist()), frozenset(delay[others].tolist())
+        if max(map(len, seen)) <= 1:
+            found.append((free.tobytes(),))
+            continue
+        near = ~others | (rate >= rate[others].max())
+        found.append((free.tobytes(), near.tobytes(), *seen))
+    return found
+
+
+def _priced(
+    chain: Chain, state: State, batch: int, members: tuple[tuple[int, ...], ...], counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    first = np.array([kind[0] for kind in members])
+    total = counts.sum(1)
+    each_s = sample_s(chain, state)[first]
+    compute_s = batch / (counts @ (1.0 / each_s))
+    rate, delay = _rings(state, members, counts)
+    size = chain.sync_bytes.sum()
+    sync_s = 2.0 * (total - 1.0) * (chain.num_layers * delay + size / (total * rate))
+    time_s = compute_s + sync_s
+    rent = counts @ (state.usd_per_h[first] / 3600.0) * time_s
+    egress = _hop_usd(state, members, counts) * 2.0 * (total - 1.0) / total * size
+    used = counts.T > 0
+    costs, floor = [rent + egress, rent, egress], [rent + egress, rent, egress]
+    for scale in (np.ones(len(first)), state.kg_per_j[first]):
+        busy, idle = counts @ (scale * state.busy_w[first]), counts @ (scale * state.idle_w[first])
+        more = scale * (state.busy_w - state.idle_w)[first] * each_s
+        costs.append(busy * compute_s + idle * sync_s)
+        floor.append(idle * time_s + np.where(used, more[:, None], np.inf).min(0) * batch)
+    return time_s, compute_s, np.stack(costs, axis=1), np.stack(floor, axis=1)
+
+
+def _rings(
+    state: State, members: tuple[tuple[int, ...], ...], counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slowest rate and the largest latency between two devices of every subset."""
+    rate, delay = np.full(len(counts), np.inf), np.zeros(len(counts))
+    some, several = np.ascontiguousarray(counts.T > 0), np.ascontiguousarray(counts.T > 1)
+    for i, kind in enumerate(members):
+        for j in range(i, len(members)):
+            if i == j and len(kind) < 2:
+                continue
+            u, v = kind[0], kind[1] if i == j else members[j][0]
+            both = several[i] if i == j else some[i] & some[j]
+            np.minimum(rate, state.bandwidth_bytes_per_s[u, v], out=rate, where=both)
+            np.maximum(delay, state.latency_s[u, v], out=delay, where=both)
+    return rate, delay
+
+
+def _hop_usd(state: State, members: tuple[tuple[int, ...], ...], counts: np.ndarray) -> np.ndarray:
+    """Return the prices per byte along the ring in rank order: sites in turn, hops inside free."""
+    out = np.zeros(len(counts))
+    if not state.usd_per_byte.any():
+        return out
+    sites: dict[bytes, list[int]] = {}
+    for i, kind in enumerate(members):
+        sites.setdefault((state.usd_per_byte[kind[0]] == 0.0).tobytes(), []).append(i)
+    parts = sorted(sites.values(), key=lambda kinds: min(members[i][0] for i in kinds))
+    some = counts.T > 0
+    present = [np.logical_or.reduce(some[kinds]) for kinds in parts]
+    head = [members[kinds[0]][0] for kinds in parts]
+    codes = sum(one.astype(np.int64) << i for i, one in enumerate(present))
+    for code in np.unique(codes).tolist():
+        here = [device for i, device in enumerate(head) if code >> i & 1]
+        usd = sum(float(state.usd_per_byte[u, v]) for u, v in zip(here, [*here[1:], *here[:1]], strict=True))
+        out[codes == code] = usd
+    return out

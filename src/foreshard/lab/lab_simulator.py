@@ -1,0 +1,132 @@
+"""A lab step by step in measured costs: who is there, how fast, what moving layers takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from itertools import product
+
+from foreshard.lab.lab import PROBED_LAYERS, Lab
+from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.engine import rank_times
+from foreshard.runtime.adaptive.steering import PROBE_EVERY
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Plan
+
+_PROBE_BYTES = 2.0**20
+
+
+class LabSimulator:
+    """The lab step by step, in measured costs."""
+
+    def __init__(self, lab: Lab, costs: MeasuredCosts):
+        self.lab, self._costs, self._cluster = lab, costs, lab.cluster()
+
+    def there(self, step: int) -> tuple[int, ...]:
+        """Return the ranks that are there in a step."""
+        return tuple(rank for rank in range(len(self.lab.slow)) if self.lab.there_at(step, rank))
+
+    def at(self, step: int) -> tuple[MeasuredCosts, Cluster]:
+        """Return costs and cluster of a step, every rank a device of its own."""
+        lab, slow, tables, nodes = self.lab, {}, {}, []
+        for rank, node in enumerate(self._cluster.nodes):
+            device, name = node.device.name, f"rank {rank}"
+            slow[name] = self._costs.slow_of(device) * lab.slow_at(step, rank) / lab.slow[rank]
+            tables[name] = self._costs.layers_on(device)
+            rate, latency_s = lab.link_at(step, rank, rank)
+            nodes.append(
+                replace(
+                    node,
+                    device=replace(node.device, name=name),
+                    nic_bytes_per_s=rate,
+                    nic_latency_s=latency_s,
+                )
+            )
+        return (
+            replace(self._costs, slow=slow, tables=tables),
+            replace(self._cluster, nodes=tuple(nodes)),
+        )
+
+    def move_s(self, step: int, old: Plan, new: Plan) -> float:
+        """Return the seconds in which ranks get what they lack, from who is there, over the links then."""
+        layers = self._costs.layers
+        size = [one.parameter_bytes + one.frozen_bytes + one.state_bytes for one in layers]
+        there, taken = self.there(step), [0.0]
+        held = {rank: kept for rank, kept in _layers_of(old).items() if rank in there}
+        for (source, target), moved in moves_between(held, _layers_of(new), size).items():
+            rate, latency_s = self.lab.link_at(step, source, target)
+            taken.append(latency_s + sum(size[layer] for layer in moved) / rate)
+        return max(taken)
+
+    def in_vain_s(self, step: int, running: Plan, lost: AbstractSet[int]) -> float:
+        """Return what the others have worked when a rank that was lost in a step is missed in its sums."""
+        whole = [
+            group
+            for group in running.groups
+            if lost.isdisjoint(rank for stage in group.stages for rank in stage.ranks)
+        ]
+        if not whole:
+            return 0.0  # a pipeline that lacks a rank stands still at once
+        at, cluster = self.at(step)
+        told = rank_times(at, cluster, replace(running, groups=tuple(whole)))
+        return max(one.compute_s + one.recompute_s + one.tensor_s + one.waiting_s for one in told)
+
+    def idle_s(self, step: int, plan: Plan) -> dict[int, float]:
+        """Return the seconds per sample of the first layers on ranks that a plan leaves idle."""
+        at, cluster = self.at(step)
+        size, found = plan.groups[0].micro_batch, {}
+        for rank in set(self.there(step)) - set(plan.ranks):
+            name = cluster.device_of(rank).name
+            passes = [at.work_s(name, (0, PROBED_LAYERS), one, size) for one in ("forward_s", "backward_s")]
+            found[rank] = sum(passes) / size
+        return found
+
+    def links(self, step: int, plan: Plan) -> dict[tuple[int, int], tuple[float, float]]:
+        """Return a message on every link that a plan uses, and where all are measured on a ring of all."""
+        pairs = {
+            pair
+            for group in plan.groups
+            for a, b in zip(group.stages[:-1], group.stages[1:], strict=True)
+            for one, other in product(a.ranks, b.ranks)
+            for pair in ((one, other), (other, one))
+        }
+        rings = [sorted(stage.ranks) for group in plan.groups for stage in group.stages]
+        rings += [sorted(plan.ranks)] if len(plan.groups) > 1 else []
+        rings += [list(self.there(step))] if step % PROBE_EVERY == 0 else []
+        for ring in rings:
+            pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        told = {}
+        for source, target in sorted(pairs):
+            if source != target:
+                rate, latency_s = self.lab.link_at(step, source, target)
+                told[source, target] = (_PROBE_BYTES, latency_s + _PROBE_BYTES / rate)
+        return told
+
+
+def _layers_of(plan: Plan) -> dict[int, frozenset[int]]:
+    """Return the layers that each rank holds."""
+    return {
+        rank: frozenset(layer for lo, hi in stage.layers for layer in range(lo, hi))
+        for group in plan.groups
+        for stage in group.stages
+        for rank in stage.ranks
+    }
+
+
+def moves_between(
+    held: Mapping[int, AbstractSet[int]], wanted: Mapping[int, AbstractSet[int]], size: Sequence[float]
+) -> dict[tuple[int, int], list[int]]:
+    """Return the layers that each rank gets from each, as `migrate.moves_of` deals them out.
+
+    A layer comes from the holder that has sent the least so far; what nobody holds comes from nobody.
+    """
+    sent, found = dict.fromkeys(held, 0.0), dict[tuple[int, int], list[int]]()
+    for target in sorted(wanted):
+        for layer in sorted(wanted[target] - held.get(target, frozenset())):
+            holders = [rank for rank in sorted(held) if layer in held[rank]]
+            if holders:
+                source = min(holders, key=lambda rank: sent[rank])
+                sent[source] += size[layer]
+                found.setdefault((source, target), []).append(layer)
+    return found

@@ -1,0 +1,225 @@
+"""A run in a lab, foretold: the controller plays against its changes, steps are timed by measured costs.
+
+What steers is what steers a run (`steering`), told what a run tells it; a plan that is ordered after a step
+runs two steps later, as in a run. Nothing is trained, and seconds are those that `predict --costs` gives.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreshard.control.slots import Budget
+from foreshard.errors import InfeasibleError, SpecError
+from foreshard.lab.lab import load_lab
+from foreshard.lab.lab_simulator import LabSimulator
+from foreshard.predict.measured.costs import load_costs
+from foreshard.predict.measured.engine import RankTimes, rank_times
+from foreshard.runtime.adaptive.budgets import budget_of, spent
+from foreshard.runtime.adaptive.steering import POLICIES, PROBE_EVERY, ControllerConfig, Steering, own_samples
+from foreshard.runtime.membership.plan_repair import repaired, taken_over
+from foreshard.spec.plan import Plan, load_plan
+
+_DELAY = 2
+"""Steps from the one that an order follows to the first that runs it: it is announced in the next vote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """A policy's run.
+
+    Attributes
+    ----------
+    time_s : ndarray, shape (steps,)
+        With the change before each.
+    change_s : ndarray, shape (steps,)
+        What changes have taken of it: layers on the move, work on a step that a loss has cut off.
+    spent : mapping of budget name to ndarray, shape (steps,)
+    budgets : tuple of Budget
+    reconfigurations, reshares : int
+        Changes of layers or groups, and of shares alone; a lost rank's are among the first.
+    plans : sequence of (step, Plan)
+        Each plan with the first step that runs it.
+    """
+
+    time_s: np.ndarray
+    change_s: np.ndarray
+    spent: Mapping[str, np.ndarray]
+    budgets: tuple[Budget, ...]
+    reconfigurations: int
+    reshares: int
+    plans: Sequence[tuple[int, Plan]]
+
+    @property
+    def violation(self) -> float:
+        """Return the largest excess of a mean over its budget, at least 0."""
+        mean_s = float(self.time_s.mean())
+        over = [float(self.spent[one.name].mean()) / one.allowance(mean_s) - 1.0 for one in self.budgets]
+        return max([0.0, *over])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the policy's part of the object of `simulate --json`."""
+        return {
+            "mean_step_time_s": float(self.time_s.mean()),
+            "mean_cost": {name: float(each.mean()) for name, each in self.spent.items()},
+            "budget": {one.name: one.limit for one in self.budgets},
+            "violation": self.violation,
+            "reconfigurations": self.reconfigurations,
+            "reshares": self.reshares,
+            "change_share": float(self.change_s.sum() / self.time_s.sum()),
+            "steps": len(self.time_s),
+            "series": {"step_time_s": [float(one) for one in self.time_s]},
+        }
+
+
+def foretell(
+    lab: str,
+    *,
+    costs: str,
+    plan: str,
+    steps: int = 120,
+    policies: Sequence[str] = ("lyapunov", "static"),
+    budgets: Sequence[str] = (),
+) -> dict[str, SimulatedRun]:
+    """Return how policies fare in a lab, by name.
+
+    Parameters
+    ----------
+    lab, costs, plan : str
+        Files: the lab's TOML, measured costs of the job on it, the plan that the run starts with.
+    steps : int
+    policies : sequence of str
+        Of `steering.POLICIES`.
+    budgets : sequence of str
+        As ``foreshard run --budget`` takes them.
+
+    Raises
+    ------
+    SpecError
+        For what cannot be steered or priced.
+    """
+    if steps < 1:
+        raise SpecError(f"{steps} steps", key="--steps", value=steps, rule="A run has a step at least")
+    world = LabSimulator(load_lab(lab), load_costs(costs))
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for name in dict.fromkeys(policies):
+            if name not in POLICIES:
+                raise SpecError(
+                    f"unknown policy {name!r}",
+                    key="--policy",
+                    value=name,
+                    rule=f"In a lab policies are {', '.join(POLICIES)}",
+                )
+            wheel = ControllerConfig(
+                plan=load_plan(plan),
+                costs=costs,
+                lab=lab,
+                budgets=tuple(budgets),
+                steps=steps,
+                log=Path(folder) / f"{name}.jsonl",
+                policy="lyapunov" if name == "static" else name,
+            )
+            found[name] = _Play(world, wheel, steered=name != "static").run(steps)
+        return found
+
+
+class _Play:
+    """One policy's run."""
+
+    def __init__(self, world: LabSimulator, wheel: ControllerConfig, *, steered: bool):
+        wheel.check()
+        self._world, self._wheel = world, wheel
+        self._orders: list[Plan] = []
+        self._steering = Steering(wheel, lambda command: self._ordered(command.plan)) if steered else None
+        self._due: dict[int, Plan] = {}
+        self._decided, self._number, self._there = wheel.plan, 0, tuple(range(len(world.lab.slow)))
+
+    def _ordered(self, plan: Plan | None) -> None:
+        if plan is not None:
+            self._orders.append(plan)
+
+    def run(self, steps: int) -> SimulatedRun:
+        """Play all steps."""
+        lab = self._world.lab
+        budgets = tuple(budget_of(text) for text in self._wheel.budgets)
+        time_s, costs = np.zeros(steps), {one.name: np.zeros(steps) for one in budgets}
+        running, plans = self._wheel.plan, [(0, self._wheel.plan)]
+        counts, change_s, clock_s = {"reconfigurations": 0, "reshares": 0}, np.zeros(steps), 0.0
+        for step in range(steps):
+            before = self._there
+            now = self._plan_of(step, running)
+            lost = frozenset(before) - frozenset(self._there)
+            if not step:
+                plans = [(0, now)]
+            elif now != running:
+                change_s[step] = self._change_s(step, running, now, lost)
+                counts["reshares" if _structure(now) == _structure(running) else "reconfigurations"] += 1
+                plans.append((step, now))
+            elif lost:
+                change_s[step] = self._world.in_vain_s(step, running, lost)
+            running = now
+            at, cluster = self._world.at(step)
+            ranks = rank_times(at, cluster, running)
+            vote_s = at.ring_s(cluster, self._there, 0.0)  # idle ranks vote too
+            time_s[step] = max(one.end_s for one in ranks) + vote_s + change_s[step]
+            clock_s += float(time_s[step])
+            work_s = {one.rank: one.compute_s + one.recompute_s for one in ranks}
+            for one in budgets:
+                costs[one.name][step] = spent(one, lab, running, float(time_s[step]), work_s)
+            self._tell(step, float(time_s[step] - change_s[step]), clock_s, running, ranks)
+        return SimulatedRun(
+            time_s=time_s, change_s=change_s, spent=costs, budgets=budgets, plans=plans, **counts
+        )
+
+    def _change_s(self, step: int, running: Plan, now: Plan, lost: frozenset[int]) -> float:
+        """Return what a change takes: layers move when a step has ended, or when one has lost a rank."""
+        moved_s = self._world.move_s(step if lost else step - 1, running, now)
+        return moved_s + (self._world.in_vain_s(step, running, lost) if lost else 0.0)
+
+    def _plan_of(self, step: int, running: Plan) -> Plan:
+        """Return the plan of a step: what was ordered, or what is left of it where ranks came or went."""
+        there = self._world.there(step)
+        if not there:
+            raise InfeasibleError(f"at step {step} no rank is there", rule="A step needs a rank")
+        due = self._due.pop(step, None)
+        if due is not None:
+            running = self._decided = due
+        if there != self._there:
+            # A new generation: what was announced is forgotten, the last plan adopted is repaired.
+            self._there, self._number = there, self._number + 1
+            self._due.clear()
+            running = repaired(taken_over(self._decided, there), there)
+        return running
+
+    def _tell(
+        self, step: int, time_s: float, clock_s: float, running: Plan, ranks: Sequence[RankTimes]
+    ) -> None:
+        if self._steering is None:
+            return
+        own = own_samples(running)
+        self._steering.stepped(
+            step=step,
+            time_s=time_s,
+            running=running,
+            ranks=self._there,
+            stage_s={
+                one.rank: (one.compute_s + one.recompute_s) / own[one.rank] for one in ranks if own[one.rank]
+            },
+            generation=self._number,
+            link_s=self._world.links(step, running),
+            idle_s={} if step % PROBE_EVERY else self._world.idle_s(step, running),
+            clock_s=clock_s,
+        )
+        if self._orders:
+            self._due[step + _DELAY] = self._orders[-1]
+            self._orders.clear()
+
+
+def _structure(plan: Plan) -> list[Any]:
+    return sorted([(stage.ranks, stage.layers) for stage in group.stages] for group in plan.groups)

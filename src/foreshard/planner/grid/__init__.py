@@ -1,0 +1,1 @@
+"""The exhaustive search on equal nodes: every plan that degree flags span, with bounds."""

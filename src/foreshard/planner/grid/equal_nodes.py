@@ -1,0 +1,275 @@
+"""Plans for equal nodes: how many of them to use, and the best degrees on those."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import InfeasibleError, LimitError
+from foreshard.planner.grid.bounds import device_seconds_floor
+from foreshard.planner.grid.found import Found
+from foreshard.planner.grid.node_counts import part_of, sizes_of
+from foreshard.planner.grid.search import search_rows
+from foreshard.planner.grid.space import SPACE, GridRequest
+from foreshard.planner.nearest_change import infeasible
+from foreshard.planner.ranking import front_of, ranked
+from foreshard.planner.request import PlanRequest
+from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.settings import acting
+from foreshard.predict.step import predict
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.prediction import Prediction
+from foreshard.units import number_of
+
+_PATIENCE_S = 30.0  # beyond the budget, as long as there is no plan at all
+_REORDERED = 50  # plans that another engine orders anew
+
+
+@dataclass(slots=True, kw_only=True)
+class _Searched:
+    """What was searched on how many devices, and what a bound excluded or time did not allow."""
+
+    parts: list[Cluster] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    skipped: dict[int, float] = field(default_factory=dict)  # devices -> seconds no step falls below
+    left: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.left) or any(found.interrupted for found in self.found)
+
+    @property
+    def stopped(self) -> bool:
+        return any(found.stopped for found in self.found)
+
+
+def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanResult:
+    """Return the best plans on equal nodes, proven best by the analytical engine unless time runs out.
+
+    All nodes are searched first, then fewer of them: every size that computation alone does not exclude.
+
+    Parameters
+    ----------
+    request : PlanRequest
+    explain : bool
+        Whether to search for the nearest change when nothing fits.
+    """
+    started = time.perf_counter()
+    searched = _search(request, started + request.budget_s)
+    predictions = _predictions(request, searched, started + request.budget_s)
+    error: InfeasibleError | LimitError | None
+    plans, error = ranked(predictions, request.objectives, request.limits, request.top)
+    if not plans and request.beat_s == np.inf:
+        pairs = list(zip(searched.parts, searched.found, strict=True))
+        explain = explain and not searched.stopped
+        error = infeasible(request, pairs, exhaustive=not searched.interrupted, explain=explain)
+    ladder = _ladder(request, searched, plans)
+    best = plans[0].prediction.step_time_s if plans else np.inf
+    bound = min(max(ladder.values(), default=0.0), best)
+    bound = best if bound > best * (1.0 - 1e-12) else bound  # the same sum in another order
+    return PlanResult(
+        plans=plans,
+        lower_bound_step_time_s=bound,
+        gap=best / bound - 1.0 if plans and bound > 0 else 0.0,
+        binding=plans[0].prediction.bottleneck if plans else "",
+        evaluated=sum(found.evaluated for found in searched.found),
+        pruned=sum(found.pruned for found in searched.found),
+        wall_s=time.perf_counter() - started,
+        space=_space(request, searched, plans),
+        ladder=ladder if plans else {},
+        interrupted=searched.interrupted,
+        stopped=searched.stopped,
+        infeasible=error,
+        notes=tuple(_notes(request, searched, plans)),
+        front=front_of(predictions, request.limits),
+    )
+
+
+def grid_request(request: PlanRequest, cluster: Cluster, *, objective: str | None = None) -> GridRequest:
+    """Return the search on one number of devices; for energy, with the limits as seconds of a step."""
+    objective = objective or request.objectives[0]
+    rate = request.usd_per_device_hour
+    most = (
+        request.limits.step_s(
+            tokens=request.tokens,
+            tokens_per_step=request.global_batch * request.seq_len,
+            usd_per_h=cluster.usd_per_h if rate is None else rate * cluster.num_devices,
+        )
+        if objective == "energy"
+        else np.inf
+    )
+    return GridRequest(
+        model=request.model,
+        cluster=cluster,
+        framework=request.framework,
+        constants=request.constants,
+        global_batch=request.global_batch,
+        seq_len=request.seq_len,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        comm=request.comm,
+        objective=objective,
+        max_step_s=most,
+    )
+
+
+def least_step_s(request: PlanRequest) -> float:
+    """Return seconds that no step takes fewer of, on any number of the devices: computation alone."""
+    whole = request.cluster.num_devices
+    floor = device_seconds_floor(grid_request(request, request.cluster))
+    return floor / min(request.max_devices or whole, whole)
+
+
+def _search(request: PlanRequest, deadline: float) -> _Searched:
+    """Search every size that may hold one of the best plans; Ctrl-C ends it once there is one."""
+    searched = _Searched()
+    paid = request.objectives[0] != "time" or request.limits.max_usd is not None
+    sizes = list(sizes_of(request.cluster, request.max_devices, whole_nodes=paid))
+    floor: float | None = None
+    for i, size in enumerate(sizes):
+        beat = _beat(request, searched, size)
+        try:
+            if beat < np.inf and floor is None:
+                floor = device_seconds_floor(grid_request(request, request.cluster))
+            least_s = (floor or 0.0) / size
+            if request.objectives[0] == "time" and not request.limits and least_s >= beat:
+                searched.skipped[size] = least_s
+            elif searched.interrupted or (searched.found and time.perf_counter() >= deadline):
+                searched.left[size] = least_s
+            else:
+                _search_size(request, searched, size, deadline, beat)
+        except KeyboardInterrupt:
+            if not any(len(found.score) for found in searched.found):
+                raise
+            searched.left.update({left: (floor or 0.0) / left for left in sizes[i:]})
+            searched.found[-1].stopped = True
+            break
+    return searched
+
+
+def _search_size(request: PlanRequest, searched: _Searched, size: int, deadline: float, beat: float) -> None:
+    part = part_of(request.cluster, size)
+    grid = grid_request(request, part)
+    patience_s = 0.0 if any(len(found.score) for found in searched.found) else _PATIENCE_S
+    options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
+    found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
+    nothing = not len(found.score) and not found.stopped
+    if nothing and grid.max_step_s < np.inf and found.least_step_s < np.inf:
+        # Nothing keeps the limits; the fastest plan says how far away they are.
+        found = search_rows(grid_request(request, part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
+    searched.parts.append(part)
+    searched.found.append(found)
+
+
+def _kept(request: PlanRequest) -> int:
+    """Return the plans to keep: more where another engine will order them anew."""
+    return request.top if request.engine == "analytical" else max(_REORDERED, request.top)
+
+
+def _beat(request: PlanRequest, searched: _Searched, size: int) -> float:
+    """Return the score from which on plans on so many devices are of no interest.
+
+    Fewer devices must be faster than more of them. Dollars go with device-seconds; another engine may order
+    plans otherwise, and limits may drop the best.
+    """
+    if request.limits or request.engine != "analytical":
+        return np.inf
+    known = [request.beat_s] if request.objectives[0] == "time" else []
+    for part, found in zip(searched.parts, searched.found, strict=True):
+        scale = part.num_devices / size if request.objectives[0] == "cost" else 1.0
+        known += [score * scale for score in found.score]
+    rank = 1 if request.objectives[0] == "time" else request.top
+    return sorted(known)[rank - 1] if len(known) >= rank else np.inf
+
+
+def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> list[Prediction]:
+    """Return the plans found as predictions by the engine asked for; beyond the deadline only the first."""
+    made: list[Prediction] = []
+    # A plan states what it hides otherwise than the framework does: as its file will be read.
+    framework = load_framework(request.framework.label) if request.comm else request.framework
+    for part, found in zip(searched.parts, searched.found, strict=True):
+        for i, table in enumerate(found.tables):
+            if made and i >= request.top and (searched.stopped or time.perf_counter() >= deadline):
+                break
+            plan = table.plan(
+                0,
+                request.model,
+                seq_len=request.seq_len,
+                framework=request.framework.label,
+                precision=request.precision,
+                optimizer=request.optimizer,
+            )
+            plan = replace(plan, comm=acting(plan, request.comm))
+            made.append(
+                predict(
+                    request.model,
+                    part,
+                    plan,
+                    framework=framework,
+                    engine=request.engine,
+                    tokens=request.tokens,
+                    usd_per_device_hour=request.usd_per_device_hour,
+                    timeline=False,
+                )
+            )
+    return made
+
+
+def _ladder(request: PlanRequest, searched: _Searched, plans: Sequence[Ranked]) -> dict[str, float]:
+    """Return bounds on the step time, the simplest first.
+
+    For the objective time they hold for every number of devices, else for that of the chosen plan.
+    """
+    pairs = list(zip(searched.parts, searched.found, strict=True))
+    everywhere = request.objectives[0] == "time"
+    if not plans and not everywhere:
+        return {}
+    used = len(plans[0].plan.ranks) if plans else 0
+    same = [found for part, found in pairs if part.num_devices == used]
+    asked = [found for _, found in pairs] if everywhere else same
+    others = [*searched.skipped.values(), *searched.left.values()] if everywhere else []
+    floors = (found.floor_s for found in asked if 0 < found.floor_s < np.inf)
+    ladder = {"compute": float(min([*floors, *others], default=0.0))}
+    if request.engine == "analytical" and request.objectives[0] != "energy":
+        ladder["search"] = float(min([*(found.bound for found in asked), *others], default=0.0))
+    return ladder
+
+
+def _space(request: PlanRequest, searched: _Searched, plans: Sequence[Ranked]) -> str:
+    most = max((part.num_devices for part in searched.parts), default=0)
+    if plans and request.objectives[0] != "time":
+        return f"{SPACE}, on {number_of(len(plans[0].plan.ranks), 'device')}"
+    if not searched.skipped and len(searched.parts) == 1:
+        return f"{SPACE}, on {number_of(most, 'device')}"
+    least = min([part.num_devices for part in searched.parts] + list(searched.skipped))
+    count = len(searched.parts) + len(searched.skipped)
+    return f"{SPACE}, on {count} numbers of devices from {least} to {most}"
+
+
+def _notes(request: PlanRequest, searched: _Searched, plans: Sequence[Ranked]) -> Iterator[str]:
+    if not plans:
+        return
+    whole, used = request.cluster.num_devices, len(plans[0].plan.ranks)
+    objective = request.objectives[0]
+    if used < whole:
+        fits = any(
+            len(found.score) and part.num_devices == min(whole, request.max_devices or whole)
+            for part, found in zip(searched.parts, searched.found, strict=True)
+        )
+        why = "" if fits or request.max_devices else "; no plan uses all: divisibility or memory"
+        yield f"{used} of {whole} devices are used and paid for{why}"
+    if objective != "time":
+        yield f"The bound is on the step time with {used} devices; {len(searched.parts)} sizes were searched"
+    if request.engine != "analytical":
+        yield (
+            f"The {_kept(request)} best plans by the analytical engine are ordered by engine "
+            f"{request.engine}; the bound counts computation alone"
+        )
+    if objective == "energy":
+        yield "The bound counts computation alone; the search is exhaustive for energy, not for step time"
+    if searched.interrupted:
+        yield "The search ended before it was exhaustive; the bound holds for what was left out too"

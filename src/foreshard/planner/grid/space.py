@@ -1,0 +1,296 @@
+"""The space of plans that degree flags span on equal nodes, as cells, passes and rows.
+
+A *cell* is a choice of degrees and micro-batch; a *pass* adds virtual stages, sequence parallelism and
+recomputation; a *row* adds sharding, schedule and offload, and is a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from foreshard.catalog.offers import Offers, offers_of
+from foreshard.catalog.training import TrainingConstants
+from foreshard.planner.grid.stage_table import StageTable
+from foreshard.predict.analytical.table import TableMemory, table_batch, table_memory
+from foreshard.predict.batch import Batch
+from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
+from foreshard.predict.space import RULES, divisors, valid_plans
+from foreshard.predict.stage_rows import recompute_columns
+from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import Framework
+from foreshard.spec.model import Model
+
+CHUNK = 4096
+"""Rows priced at once: large enough that numpy's overhead is small, small enough for the cache."""
+
+SPACE = (
+    "all divisors for tp, pp, cp, dp, ep, etp and micro-batch, all virtual stages, zero levels, shard "
+    "groups, recompute rules, schedules and offloads that the framework ships, layers cut as evenly as "
+    "they go"
+)
+_INTERLEAVED, _1F1B = (MODELLED_SCHEDULES.index(name) for name in ("interleaved", "1f1b"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridRequest:
+    """What to train on which equal nodes, and what the framework lets one choose.
+
+    comm : mapping of str to bool
+        What is hidden otherwise than the framework does by default; `framework` has it too.
+    objective : {'time', 'cost', 'energy'}
+    max_step_s : float, seconds
+        Slower plans are not kept.
+    """
+
+    model: Model
+    cluster: Cluster
+    framework: Framework
+    constants: TrainingConstants
+    global_batch: int
+    seq_len: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    comm: Mapping[str, bool] = field(default_factory=dict)
+    objective: str = "time"
+    max_step_s: float = np.inf
+    stages: StageTable = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", StageTable(model=self.model))
+
+    def batch(self, table: PlanTable) -> Batch:
+        """Return the arrays that price the time of some plans."""
+        rows = self.stages.rows(table)
+        rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
+        return table_batch(
+            self.model,
+            self.cluster,
+            table,
+            self.framework,
+            self.constants,
+            rows=rows,
+            rule=rule,
+            **self.pricing,
+        )
+
+    def memory(self, table: PlanTable) -> TableMemory:
+        """Return the memory of some plans."""
+        rows = self.stages.rows(table)
+        rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
+        return table_memory(
+            self.model, self.cluster, table, self.framework, rows=rows, rule=rule, **self.pricing
+        )
+
+    @property
+    def offers(self) -> Offers:
+        """Return what the framework ships."""
+        return offers_of(self.framework)
+
+    @property
+    def pricing(self) -> dict[str, Any]:
+        """Return the arguments that every pricing call shares."""
+        return {"seq_len": self.seq_len, "precision": self.precision, "optimizer": self.optimizer}
+
+
+def chunks_of(table: PlanTable) -> Iterator[PlanTable]:
+    """Yield a table in parts of CHUNK rows."""
+    for start in range(0, len(table), CHUNK):
+        yield table.take(slice(start, start + CHUNK))
+
+
+def _product(
+    table: PlanTable, index: np.ndarray, columns: dict[str, np.ndarray], **options: Any
+) -> PlanTable:
+    """Return rows `index` of a table with other columns in place of its own."""
+    return replace(table.take(index), **columns, **options)  # type: ignore[arg-type]
+
+
+def cells_of(request: GridRequest) -> PlanTable:
+    """Return every valid choice of degrees and micro-batch; options as they are by default."""
+    model, offers = request.model, request.offers
+    devices = request.cluster.num_devices
+    blocks = [block for block, _ in model.block_kinds()]
+    experts = max(block.num_experts for block in blocks)
+    parts = divisors(devices)
+    one = np.array([1])
+
+    def may(name: str, values: np.ndarray) -> np.ndarray:
+        return values if name in offers.degrees else one
+
+    heads = int(np.gcd.reduce([block.num_heads for block in blocks]))
+    tp = may("tp", divisors(int(np.gcd(heads, devices))))
+    pp = may("pp", parts[parts <= model.num_layers]) if offers.schedules else one
+    cp = may("cp", parts[request.seq_len % parts == 0])
+    ep = may("ep", divisors(experts)) if experts else one
+    etp = may("etp", parts[parts <= 64]) if experts else one
+    grid = [axis.ravel() for axis in np.meshgrid(tp, pp, cp, ep, etp, indexing="ij")]
+    width = grid[0] * grid[1] * grid[2]
+    dp = devices // np.maximum(width, 1)
+    ok = (dp * width == devices) & (dp <= request.global_batch)
+    ok &= request.global_batch % np.maximum(dp, 1) == 0
+    kept = [axis[ok] for axis in (*grid, dp)]
+    sizes = divisors(request.global_batch)
+    index, which = np.nonzero(request.global_batch // kept[5][:, None] % sizes[None] == 0)
+    tp, pp, cp, ep, etp, dp = (axis[index] for axis in kept)
+    micro_batch = sizes[which]
+    if not len(tp):
+        return PlanTable.from_columns({name: np.empty(0, dtype=np.int64) for name in COLUMNS})
+    table = PlanTable.from_columns(
+        {
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "ep": ep,
+            "etp": etp,
+            "dp": dp,
+            "micro_batch": micro_batch,
+            "num_micro_batches": request.global_batch // (dp * micro_batch),
+            "zero": 0,
+        },
+        _rules(request),
+    )
+    return table.take(valid_plans(model, request.cluster, table, seq_len=request.seq_len))
+
+
+def _rules(request: GridRequest) -> tuple[str, ...]:
+    words = request.offers.recompute
+    parts = "selective" in words  # of a stage, and modules by name: as Megatron has them
+    return tuple(
+        rule
+        for rule in RULES
+        if rule in words
+        or (parts and rule.partition(":")[0] in words)
+        or (rule.startswith("every-") and "every" in words)
+    )
+
+
+def passes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
+    """Return the cells with every number of virtual stages, sequence parallelism and recompute rule."""
+    most = np.maximum(request.model.num_layers // cells.pp, 1)
+    chunks = "interleaved" in request.offers.schedules and "vpp" in request.offers.degrees
+    deep = np.where((cells.pp > 1) & chunks, most, 1)
+    vpp = np.arange(1, int(deep.max()) + 1)
+    rules = np.arange(len(cells.rules))
+    index, v, sp, rule = (
+        axis.ravel() for axis in np.meshgrid(np.arange(len(cells)), vpp, np.arange(2), rules, indexing="ij")
+    )
+    keep = (v <= deep[index]) & ((sp == 0) | (cells.tp[index] > 1))
+    keep &= (v == 1) | (cells.num_micro_batches[index] % cells.pp[index] == 0)
+    index, v, sp, rule = index[keep], v[keep], sp[keep], rule[keep]
+    default = MODELLED_SCHEDULES.index("1f1b")
+    columns = {"vpp": v, "sp": sp, "recompute": rule, "schedule": np.where(v > 1, _INTERLEAVED, default)}
+    table = _product(cells, index, columns)
+    if request.comm.get("expert_overlap"):
+        table = table.take(experts_overlap(table))
+    return table.take(valid_plans(request.model, request.cluster, table, seq_len=request.seq_len))
+
+
+def experts_overlap(table: PlanTable) -> np.ndarray:
+    """Return which plans can run the messages of experts beside the computation of another micro-batch.
+
+    Source
+    ------
+    Megatron-LM core_v0.19.0 transformer_config.py: no pipeline without virtual stages, nothing recomputed
+    that sends tokens again.
+    """
+    again = np.array(
+        [
+            one.startswith(("full", "every")) or "moe" in one.split(":", 1)[-1].split("+")
+            for one in table.rules
+        ]
+    )
+    return (table.ep == 1) | (((table.pp == 1) | (table.vpp > 1)) & ~again[table.recompute])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The rows of one pass: equally long lists of zero, shard group, schedule and offload."""
+
+    zero: np.ndarray
+    shard: np.ndarray
+    schedule: np.ndarray
+    offload: np.ndarray
+
+
+def _choices(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) -> _Choices:
+    offers = request.offers
+    schedules = [MODELLED_SCHEDULES.index(name) for name in offers.schedules if name != "interleaved"]
+    if chunks:
+        schedules = [_INTERLEAVED]
+    if not pipeline:
+        schedules = [MODELLED_SCHEDULES.index("1f1b")]
+    offloads = [OFFLOADS.index(name) for name in offers.offload]
+    found = []
+    for zero in offers.levels(2 if pipeline else 1):
+        parts = [int(d) for d in divisors(replicas)[1:-1]] if zero in offers.in_groups else []
+        for shard in (0, *parts):
+            found += [(zero, shard, s, o) for s in schedules for o in offloads]
+    columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    return _Choices(zero=columns[0], shard=columns[1], schedule=columns[2], offload=columns[3])
+
+
+def _kinds(passes: PlanTable) -> np.ndarray:
+    """Return what decides the rows of a pass, shape (3, passes): replicas, pipeline or not, chunks or not."""
+    return np.array([passes.dp * passes.cp, passes.pp > 1, passes.vpp > 1])
+
+
+def num_rows(request: GridRequest, passes: PlanTable) -> np.ndarray:
+    """Return the rows of each pass."""
+    kinds, inverse = np.unique(_kinds(passes), axis=1, return_inverse=True)
+    sizes = [len(_choices(request, int(r), bool(p), bool(c)).zero) for r, p, c in kinds.T]
+    return np.array(sizes, dtype=np.int64)[np.ravel(inverse)]
+
+
+def rows_of(request: GridRequest, passes: PlanTable) -> PlanTable:
+    """Return every row of some passes."""
+    kinds, inverse = np.unique(_kinds(passes), axis=1, return_inverse=True)
+    inverse = np.ravel(inverse)
+    parts = []
+    for k, (replicas, pipeline, chunks) in enumerate(kinds.T):
+        choice = _choices(request, int(replicas), bool(pipeline), bool(chunks))
+        here = np.flatnonzero(inverse == k)
+        size = len(choice.zero)
+        columns = {
+            name: np.tile(getattr(choice, name), len(here))
+            for name in ("zero", "shard", "schedule", "offload")
+        }
+        parts.append(_product(passes, np.repeat(here, size), columns))
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+    return PlanTable(**joined, rules=passes.rules)
+
+
+def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTable, np.ndarray]:
+    """Return rows of which one needs the least memory of each pass, and the pass of each row.
+
+    States spread over all replicas and everything offloaded that can be: neither adds to what a device holds.
+    Levels of sharding and schedules are all there, since either may.
+    """
+    schedules = [MODELLED_SCHEDULES.index(name) for name in request.offers.schedules if name != "interleaved"]
+    offload = max(OFFLOADS.index(name) for name in request.offers.offload)
+    options = np.array(
+        [(zero, s) for zero in request.offers.levels(1) for s in schedules or [_1F1B]], dtype=np.int64
+    )
+    index = np.repeat(np.arange(len(passes)), len(options))
+    zero, schedule = np.tile(options, (len(passes), 1)).T
+    schedule = np.where(passes.vpp[index] > 1, _INTERLEAVED, np.where(passes.pp[index] > 1, schedule, _1F1B))
+    columns = {"zero": zero, "schedule": schedule, "offload": np.full(len(index), offload)}
+    return _product(passes, index, columns), index
+
+
+def cell_sizes(request: GridRequest, cells: PlanTable) -> np.ndarray:
+    """Return the rows of each cell."""
+    sizes = np.zeros(len(cells), dtype=np.int64)
+    spread = (cells.ep > 1) & bool(request.comm.get("expert_overlap"))
+    key = np.array(
+        [cells.dp * cells.cp, cells.pp, cells.tp, cells.cp, cells.num_micro_batches % cells.pp == 0, spread]
+    )
+    kinds, first, inverse = np.unique(key, axis=1, return_index=True, return_inverse=True)
+    for k in range(kinds.shape[1]):
+        passes = passes_of(request, cells.take(first[k : k + 1]))
+        sizes[np.ravel(inverse) == k] = int(num_rows(request, passes).sum()) if len(passes) else 0
+    return sizes

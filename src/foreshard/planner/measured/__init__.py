@@ -1,0 +1,1 @@
+"""Plans from measured costs of a user's own model."""

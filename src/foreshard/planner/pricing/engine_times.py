@@ -1,0 +1,98 @@
+"""What the engine says of plans that an abstract problem proposes, and shares by what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from foreshard.planner.request import PlanRequest
+from foreshard.planner.solver.problem import Arrangement, Problem, pace_of, spread_factor
+from foreshard.planner.solver.shares import balance
+from foreshard.predict.analytical.engine import StepTimes, step_times
+from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.memory import plan_memory
+from foreshard.predict.step import predict
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+
+def engine_seconds(request: PlanRequest, plans: Sequence[Plan]) -> list[float]:
+    """Return the step times of plans by the analytical engine."""
+    made = []
+    for plan in plans:
+        step = _steps(request, plan)
+        last = step.parts["optimizer"]
+        made.append(float((step.total - last).max() + last.max()))
+    return made
+
+
+def short_bytes(request: PlanRequest, plan: Plan) -> float:
+    """Return by how much the fullest rank is over its device, 0 where the plan fits."""
+    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
+    memory = plan_memory(case)[0]
+    return max(0.0, memory.peak_bytes - memory.capacity_bytes)
+
+
+def _steps(request: PlanRequest, plan: Plan) -> StepTimes:
+    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
+    return step_times(build_batch([case], request.constants))
+
+
+def engine_shares(
+    request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan
+) -> Arrangement | None:
+    """Return an arrangement with shares balanced over the tails that its plan really has, None if unchanged.
+
+    The problem takes tails at their best; on concrete ranks pipelines differ in what they lose to that.
+    """
+    step = _steps(request, plan)
+    factor = spread_factor(problem, len(plan.ranks))
+    paces = [pace_of(problem, template) for template in arrangement.templates]
+    tails = [
+        max(0.0, float(total) / factor - pace.seconds(share))
+        for total, pace, share in zip(step.total, paces, arrangement.shares, strict=True)
+    ]
+    shares = balance(paces, tails, problem.global_batch)
+    if shares is None or shares == arrangement.shares:
+        return None
+    return replace(arrangement, shares=shares)
+
+
+def predicted(request: PlanRequest, plan: Plan) -> Prediction:
+    """Return the prediction of a plan; nodes that are idle altogether are not paid for."""
+    return predict(
+        request.model,
+        request.cluster,
+        plan,
+        framework=request.framework,
+        engine=request.engine,
+        tokens=request.tokens,
+        usd_per_device_hour=_paid(request, plan),
+        timeline=False,
+    )
+
+
+def _paid(request: PlanRequest, plan: Plan) -> float | None:
+    """Return the price of the nodes in use spread over all devices; None for all nodes, or unknown prices."""
+    cluster = request.cluster
+    used = _used_nodes(cluster, plan)
+    if used.all():
+        return request.usd_per_device_hour
+    if request.usd_per_device_hour is not None:
+        per_node = np.repeat([g.per_node for g in cluster.nodes], [g.count for g in cluster.nodes])
+        return request.usd_per_device_hour * float(per_node[used].sum()) / cluster.num_devices
+    prices = [np.nan if g.usd_per_h is None else g.usd_per_h for g in cluster.nodes]
+    total = float(np.repeat(prices, [g.count for g in cluster.nodes])[used].sum())
+    return None if np.isnan(total) else total / cluster.num_devices
+
+
+def _used_nodes(cluster: Cluster, plan: Plan) -> np.ndarray:
+    """Return which nodes any rank of a plan is on, shape (nodes,)."""
+    sizes = np.repeat([g.per_node for g in cluster.nodes], [g.count for g in cluster.nodes])
+    nodes = np.searchsorted(np.cumsum(sizes), np.array(plan.ranks), side="right")
+    used = np.zeros(len(sizes), dtype=bool)
+    used[nodes] = True
+    return used

@@ -1,0 +1,424 @@
+"""Stages priced by the analytical engine: the problem the mixed planner solves.
+
+Every option is priced for every distinct stage at once. What depends on the rest of a plan (which links lead
+to neighbours, where replicas are, how many pipelines there are) is taken at its best, so that no plan is
+faster by the engine than by the problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from foreshard.catalog.kernels import kernel_model
+from foreshard.comm.fabric import Fabric, fabric_between
+from foreshard.cost.kernels import KernelModel
+from foreshard.cost.memory_activations import Recompute, recompute_of
+from foreshard.graph.shapes import RankShape, layer_shape
+from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in
+from foreshard.planner.pricing.stage_options import StageKind, joint_options, stage_options
+from foreshard.planner.pricing.stage_types import StageTypes, row, stage_types
+from foreshard.planner.request import PlanRequest
+from foreshard.planner.solver.problem import Problem
+from foreshard.predict.analytical.engine import StageTimes, stage_times, tail_times
+from foreshard.predict.batch import Batch, Pipeline, domain_block
+from foreshard.predict.machine import Machine
+from foreshard.predict.traits import Traits, traits_of
+from foreshard.spec.cluster import NodeGroup
+
+COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+"""Numbers of pipelines at which the gradient collectives are priced anew."""
+
+_WAIT = 0.01
+"""Of the time of a joint stage, by which its other ranks may be slower than those the engine looks at."""
+
+
+def price_stages(
+    request: PlanRequest,
+    use: tuple[int, ...],
+    *,
+    reserve_bytes: float = 0.0,
+    extra: Sequence[StageKind] = (),
+    compute_only: bool = False,
+    apart: bool = False,
+    by_domain: bool = False,
+    every: bool = False,
+    chunks: int = 1,
+    stages: int | None = None,
+) -> Problem:
+    """Return the problem of a request: options of some node groups, priced for every stage of the model.
+
+    Parameters
+    ----------
+    request : PlanRequest
+    use : tuple of int
+        The node groups that take part, every one of them: gradients join over the links between them.
+    reserve_bytes : float
+        Memory of each device to leave free.
+    extra : sequence of StageKind
+        Options to price besides.
+    compute_only : bool
+        Stages take as long as their computation alone.
+    apart : bool
+        Pipelines share no link domain, are as wide as each other and send over the network, instead of all at
+        its best: no bound, but nearer to what plans take.
+    by_domain : bool
+        Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
+        Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
+    every : bool
+        Offer every stage of the space: also those that cut experts or split sequences, and those that ranks
+        of two node groups share.
+    chunks : int
+        Of layers that each device of a pipeline of several stages holds, interleaved; times are of all.
+    stages : int, optional
+        Most stages of a pipeline: every device has memory for the chunks of one so long. Without it there is
+        the memory of 1f1b, of which interleaved pipelines need no less.
+    """
+    types = stage_types(request)
+    kinds, even = _offered(request, use, types, extra, every=every)
+    rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
+    rooms[:, len(kinds) - even.shape[1] :] *= even
+    domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
+    blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
+    spans = np.array([[float(len(kind.parts)) for kind in kinds]])
+    crosses = fewest_devices(kinds, types, rooms) > max(domains)
+    batch = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
+    stage = stage_times(batch)
+    shape = (len(types.has_head), len(kinds))
+    seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
+    time_s = np.broadcast_to(seconds, shape)
+    leave_s = leave_tail_s = None
+    if by_domain and not (crosses or apart or compute_only):
+        far = _batch(request, use, kinds, types, crosses=True, chunks=chunks)
+        leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
+        leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks, spans), shape).T.copy()
+    alone = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
+    tails = [
+        np.broadcast_to(_tail(alone, stage, copies, blocks, spans, apart=apart), shape).T
+        for copies in _copies(request)
+    ]
+    nodes = request.cluster.nodes
+    takes = np.zeros((len(kinds), len(nodes)), dtype=int)
+    for i, kind in enumerate(kinds):
+        for part in kind.parts:
+            takes[i, part.node_group] = kind.split * part.inner_dp
+    return Problem(
+        counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
+        global_batch=request.global_batch,
+        max_stages=min(stages or MAX_STAGES, request.model.num_layers),
+        types=types.table,
+        takes=takes,
+        micro_batch=np.array([kind.samples for kind in kinds]),
+        grain=np.array([1 if kind.beside else kind.inner_dp for kind in kinds]),
+        time_s=time_s.T.copy(),
+        copies=_copies(request),
+        tail_s=np.array(tails),
+        max_in_flight=rooms.T.copy(),
+        hop_s=np.zeros((len(kinds), len(kinds))),
+        jitter=request.constants.jitter,
+        names=tuple(kinds),
+        leave_s=leave_s,
+        leave_tail_s=leave_tail_s,
+        domains=() if leave_s is None else tuple(domains),
+    )
+
+
+def offered(request: PlanRequest, use: tuple[int, ...], extra: Sequence[StageKind] = ()) -> list[StageKind]:
+    """Return every stage of the space, as `price_stages` with `every` names them, without their prices."""
+    return _offered(request, use, stage_types(request), extra, every=True)[0]
+
+
+def _offered(
+    request: PlanRequest, use: tuple[int, ...], types: StageTypes, extra: Sequence[StageKind], *, every: bool
+) -> tuple[list[StageKind], np.ndarray]:
+    """Return options, joint ones last, and of which types the joint ones are in their space."""
+    kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
+    if not every:
+        return kinds, np.zeros((len(types.has_head), 0), dtype=bool)
+    kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
+    more, even = _joint(request, use, types, {kind.samples for kind in kinds})
+    return kinds + more, even
+
+
+def without(problem: Problem, unwanted: Callable[[StageKind], bool]) -> Problem:
+    """Return a priced problem without some options; itself where it has none of them."""
+    alone = np.array([not unwanted(kind) for kind in problem.names])  # type: ignore[arg-type]
+    if alone.all():
+        return problem
+    leave_s, leave_tail_s = problem.leave_s, problem.leave_tail_s
+    return replace(
+        problem,
+        takes=problem.takes[alone],
+        micro_batch=problem.micro_batch[alone],
+        grain=problem.grain[alone],
+        time_s=problem.time_s[alone],
+        tail_s=problem.tail_s[:, alone],
+        max_in_flight=problem.max_in_flight[alone],
+        hop_s=problem.hop_s[np.ix_(alone, alone)],
+        names=tuple(kind for kind, keep in zip(problem.names, alone, strict=True) if keep),
+        leave_s=None if leave_s is None else leave_s[alone],
+        leave_tail_s=None if leave_tail_s is None else leave_tail_s[alone],
+    )
+
+
+def _joint(
+    request: PlanRequest, use: tuple[int, ...], types: StageTypes, sizes: Collection[int]
+) -> tuple[list[StageKind], np.ndarray]:
+    """Return joint stages, and of which types they are in their space, shape (types, stages).
+
+    No rank of a stage may be slower than those that the engine takes the others to wait for. Of splits that
+    differ in what the faster ranks take, that of most samples which half of all types allow, and that of
+    most as any other stage takes.
+    """
+    kinds = joint_options(request, use)
+    if not kinds:
+        return [], np.zeros((len(types.has_head), 0), dtype=bool)
+    shape = len(types.has_head), len(kinds)
+    own, other = (
+        np.broadcast_to(stage_times(_batch(request, use, some, types)).total, shape)
+        for some in (kinds, [kind.turned for kind in kinds])
+    )
+    even = other <= own * (1.0 + _WAIT)
+    best: dict[object, int] = {}
+    for i in np.flatnonzero(even.mean(axis=0) >= 0.5).tolist():
+        kind = kinds[i]
+        ranks = tuple((part.node_group, part.inner_dp) for part in kind.parts)
+        for common in {False, kind.samples in sizes}:
+            key = (common, kind.tp, kind.recompute, kind.micro_batch, ranks)
+            best[key] = max(best.get(key, i), i, key=lambda one: kinds[one].samples)
+    kept = sorted(set(best.values()))
+    return [kinds[i] for i in kept], even[:, kept]
+
+
+def _tail(
+    batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, spans: np.ndarray, *, apart: bool
+) -> np.ndarray:
+    """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
+
+    A stage is in link domains of `spans` node groups.
+
+    Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
+    inner data-parallel ranks, but any cp; a domain holds no more of them than as narrow stages as this one
+    find room for, and at most twice as many ranks with the same experts; where one cuts experts, all do, each
+    over ranks that follow each other. All are terms of the space.
+    """
+    rank = batch.machine.rank
+    width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
+    alike = np.maximum(1.0, rank.tp * width / rank.ep)  # ranks of the stage that hold the same experts
+    # Sets of ranks that hold all experts: of a stage so many begin in one domain.
+    begin = np.minimum(np.ceil(alike), np.ceil(blocks / rank.ep))
+    if apart or copies == 1:
+        inside = np.minimum(np.ceil(width / spans), room)
+        experts = np.minimum(np.ceil(alike / spans), begin)
+        return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
+    fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
+    any_cut = np.where(rank.ep > 1, begin, 1.0).max()
+    experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), np.where(rank.ep > 1, any_cut, blocks))
+    if np.any(rank.cp > 1):  # stages that split sequences otherwise have other numbers of ranks
+        return _tail_of(batch, stage, fewest, (room, experts), blocks)
+    # The engine takes the mean over domains for what each holds: at most twice as many as this stage has
+    # ranks, and then every domain but one at least one less.
+    tail = _tail_of(batch, stage, fewest, (np.minimum(width, blocks), experts), blocks)
+    twice = np.minimum(np.ceil(width * (2.0 - 1.0 / copies)), room) >= 2.0 * width
+    if not twice.any():
+        return tail
+    many = np.maximum(fewest, (2.0 * width - 1.0) * copies + 1.0)
+    other = _tail_of(batch, stage, many, (np.where(twice, 2.0 * width, width), experts), blocks)
+    return np.where(twice, np.minimum(tail, other), tail)
+
+
+def _leave_tail(
+    far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray, spans: np.ndarray
+) -> np.ndarray:
+    """Return how much longer the tail of every stage is where its pipeline leaves a link domain.
+
+    A table that the first and the last stage share crosses it, however many pipelines there are.
+    """
+    return _tail(far, stage, 1, blocks, spans, apart=False) - _tail(
+        near, stage, 1, blocks, spans, apart=False
+    )
+
+
+def _tail_of(
+    batch: Batch,
+    stage: StageTimes,
+    replicas: np.ndarray,
+    inside: tuple[np.ndarray, np.ndarray],
+    blocks: np.ndarray,
+) -> np.ndarray:
+    """Return the tail of every stage when so many ranks join its gradients, those of cp counted.
+
+    `inside` are the members of a collective in each domain, of dense weights and of experts.
+    """
+    rank = batch.machine.rank
+    stride, expert_stride = (np.where(replicas > 1, blocks / n * (1.0 - 1e-9), 1.0) for n in inside)
+    spread = replace(
+        rank,
+        dp=replicas / rank.cp,
+        copies=replicas / rank.shard,
+        sync_stride=stride,
+        expert_stride=expert_stride,
+    )
+    sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
+    return np.asarray(sync + optimizer)
+
+
+def _copies(request: PlanRequest) -> tuple[int, ...]:
+    return tuple(n for n in COPIES if n <= min(request.cluster.num_devices, request.global_batch))
+
+
+def _batch(
+    request: PlanRequest,
+    use: tuple[int, ...],
+    kinds: Sequence[StageKind],
+    types: StageTypes,
+    *,
+    crosses: bool = False,
+    chunks: int = 1,
+) -> Batch:
+    """Return stages as rows and options as columns, each alone in its plan."""
+    model, framework, nodes = request.model, request.framework, request.cluster.nodes
+    fabrics = _fabrics(request, kinds)
+    joined = _fabric(request, {g: nodes[g].num_devices for g in use})
+    kernels = [_kernels(request, group) for group in nodes]
+    traits = [
+        traits_of(framework, group.device, optimizer=request.optimizer, precision=request.precision)
+        for group in nodes
+    ]
+    fabric = row(fabrics, Fabric)
+    machine = Machine(
+        kernels=row([kernels[kind.node_group] for kind in kinds], KernelModel),
+        fabric=fabric,
+        sync=row([joined for _ in kinds], Fabric),
+        link=fabric,
+        traits=row([traits[kind.node_group] for kind in kinds], Traits),
+        rank=row([_rank(request, kind) for kind in kinds], RankShape),
+        constants=request.constants,
+    )
+    rules = [recompute_of(kind.recompute, 1) for kind in kinds]
+    return Batch(
+        kinds=tuple(layer_shape(block) for block, _ in model.block_kinds()),
+        counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
+        machine=machine,
+        recompute=row(rules, Recompute),
+        has_embedding=types.has_embedding,
+        has_head=types.has_head,
+        multiplicity=np.ones((len(types.has_head), len(kinds))),
+        pipeline=_pipeline(request, kinds, types, crosses, chunks),
+        plan_index=np.arange(len(kinds)),
+    )
+
+
+def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:
+    """Return the links inside the stage of each option, the best that any of its stages can have."""
+    found: dict[tuple[tuple[int, int], ...], Fabric] = {}
+    made = []
+    for kind in kinds:
+        nodes = request.cluster.nodes[kind.node_group]
+        whole = ((kind.node_group, nodes.num_devices),)
+        place = tuple((part.node_group, kind.split * part.inner_dp) for part in kind.parts)
+        place = place if kind.beside else whole
+        if place not in found:
+            found[place] = _fabric(request, dict(place))
+        made.append(found[place])
+    return made
+
+
+def _fabric(request: PlanRequest, devices: Mapping[int, int]) -> Fabric:
+    """Return the links that join the first so many devices of some node groups."""
+    ranks: list[int] = []
+    first = 0
+    for g, nodes in enumerate(request.cluster.nodes):
+        ranks += range(first, first + devices.get(g, 0))
+        first += nodes.num_devices
+    nccl = "old" if request.framework.nccl == "old" else "2.2x"
+    return fabric_between(request.cluster, ranks, nccl=nccl)
+
+
+def _kernels(request: PlanRequest, nodes: NodeGroup) -> KernelModel:
+    attention = request.framework.attention if request.framework.attention != "unfused" else "fa2"
+    precision = request.precision if nodes.device.supports(request.precision) else "fp32"
+    return kernel_model(nodes.device, precision, attention=attention)
+
+
+def _rank(request: PlanRequest, kind: StageKind) -> RankShape:
+    """Return how a rank runs layers when its stage is as close together as can be."""
+    low = request.precision in ("fp8", "mxfp8", "nvfp4")
+    four = request.precision == "nvfp4"
+    wide = 4.0 if request.precision in ("fp32", "tf32") else 2.0
+    tp = float(kind.tp)
+    own, own_experts = tp, 1.0
+    block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
+    if kind.split * kind.width > kind.ep > 1:  # in a domain as many hold the same experts as begin there
+        own_experts = block / min(kind.split * kind.width // kind.ep, math.ceil(block / kind.ep))
+    if kind.beside:  # half of its ranks, or fewer, are within one link domain
+        own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
+    return RankShape(
+        tp=tp,
+        cp=float(kind.cp),
+        ep=float(kind.ep),
+        etp=1.0,
+        dp=float(kind.width),
+        copies=1.0,
+        sp=float(kind.tp > 1),
+        zero=float(kind.zero),
+        shard=float(kind.width * kind.cp),
+        micro_batch=float(kind.micro_batch),
+        seq_len=float(request.seq_len),
+        low=float(low),
+        four_bit=float(four),
+        matrix_bytes=0.5 if four else 1.0 if low else wide,
+        element_bytes=wide,
+        offload_optimizer=0.0,
+        offload_activations=0.0,
+        tp_stride=1.0,
+        cp_stride=tp,
+        ep_stride=1.0,
+        etp_stride=1.0,
+        sync_stride=tp,
+        expert_stride=1.0,
+        own_stride=own,
+        own_expert_stride=own_experts,
+    )
+
+
+def _pipeline(
+    request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes, crosses: bool, chunks: int
+) -> Pipeline:
+    model, nodes = request.model, request.cluster.nodes
+    blocks = [domain_block(group) for group in nodes]
+    # Beside a stage that fills its link domain there is no room for a neighbour.
+    leaves = [
+        [
+            # Neighbours that are joint too can have each half of theirs beside its own.
+            float(
+                (crosses and not kind.beside)
+                or any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts)
+            )
+            for kind in kinds
+        ]
+    ]
+    alone = types.has_embedding * types.has_head
+
+    def one(value: float) -> np.ndarray:
+        return np.array([[float(value)]])
+
+    return Pipeline(
+        num_micro_batches=one(1e6),
+        num_stages=np.where(alone > 0, 1.0, 2.0),
+        num_chunks=np.where(alone > 0, 1.0, float(chunks)),
+        gpipe=one(0),
+        zero_bubble=one(0),
+        crosses_node=np.array(leaves),
+        num_devices=one(8),
+        hidden=one(model.hidden),
+        vocab=one(model.vocab),
+        head_rows=one(model.head_rows),
+        head_frozen=one(model.head_frozen),
+        heads=one(1.0 + model.num_next_token * (1.0 + 2.0 * model.hidden / max(1, model.vocab))),
+        tied=one(model.tied_embeddings),
+        num_layers=one(model.num_layers),
+    )

@@ -1,0 +1,224 @@
+"""Small problems solved to the end: every pipeline that no other dominates, and all whole numbers of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.planner.solver.columns import ColumnTable
+from foreshard.planner.solver.problem import (
+    Arrangement,
+    Problem,
+    StageSpan,
+    Template,
+    pace_of,
+    rounds_of,
+    spread_factor,
+    step_seconds,
+    tail_seconds,
+    takes_of,
+)
+from foreshard.planner.solver.shares import balance
+
+MOST_TEMPLATES = 20_000
+_TIGHT = 1e-9
+_STEPS = 12
+_LOOKED = 512
+"""Stages tried between two looks at the clock."""
+
+
+def all_templates(
+    problem: Problem, most: int = MOST_TEMPLATES, deadline: float = np.inf
+) -> list[Template] | None:
+    """Return every pipeline that may run, None when there are more than `most` or time is up."""
+    found: list[Template] = []
+    endings = _endings(problem)
+    tried = 0
+
+    def extend(stop: int, behind: tuple[StageSpan, ...], left: tuple[int, ...], size: int) -> bool:
+        nonlocal tried
+        if stop == 0:
+            found.append(behind)
+            return len(found) <= most
+        if len(behind) == problem.max_stages:
+            return True
+        for part, own, room, takes in endings[stop]:
+            tried += 1
+            if tried % _LOOKED == 0 and time.perf_counter() > deadline:
+                return False
+            if (own != size and behind) or room <= len(behind):
+                continue
+            free = tuple([n - taken for n, taken in zip(left, takes, strict=True)])
+            if min(free) >= 0 and not extend(part.start, (part, *behind), free, own):
+                return False
+        return True
+
+    return found if extend(problem.num_layers, (), problem.counts, 0) else None
+
+
+def _endings(problem: Problem) -> list[list[tuple[StageSpan, int, int, tuple[int, ...]]]]:
+    """Return by its end what stages there are: the stage, its micro-batch, stages from it on, devices."""
+    found: list[list[tuple[StageSpan, int, int, tuple[int, ...]]]] = [
+        [] for _ in range(problem.num_layers + 1)
+    ]
+    for option, takes in enumerate(problem.takes.tolist()):
+        size = int(problem.micro_batch[option])
+        for stop in range(1, problem.num_layers + 1):
+            for start in range(stop):
+                type_ = problem.types[start, stop]
+                room = int(problem.max_in_flight[option, type_])
+                if room >= rounds_of(problem, size):
+                    room = problem.max_stages
+                if room and np.isfinite(problem.time_s[option, type_]):
+                    found[stop].append(
+                        (StageSpan(option=option, start=start, stop=stop), size, room, tuple(takes))
+                    )
+    return found
+
+
+def undominated(problem: Problem, templates: list[Template]) -> list[Template]:
+    """Return the pipelines than which none with the same shares is faster on no more devices."""
+    rows: dict[tuple[int, int], list[tuple[np.ndarray, Template]]] = {}
+    for one in templates:
+        pace = pace_of(problem, one)
+        tails = [tail_seconds(problem, one, copies) for copies in problem.copies]
+        row = np.array([*takes_of(problem, one), pace.fill_s, pace.bottleneck_s, *tails])
+        rows.setdefault((pace.micro_batch, pace.grain), []).append((row, one))
+    kept = []
+    for group in rows.values():
+        values = np.array([row for row, _ in group])
+        alive = np.ones(len(values), dtype=bool)
+        for i in range(len(values)):
+            if alive[i]:
+                worse = np.all(values >= values[i], axis=1)
+                worse[i] = False
+                alive &= ~worse
+        kept += [one for (_, one), lives in zip(group, alive, strict=True) if lives]
+    return kept
+
+
+def best_of_all(
+    problem: Problem, templates: list[Template], ranges: list[tuple[int, int]], deadline: float
+) -> tuple[Arrangement | None, bool]:
+    """Return the best arrangement of some pipelines, and whether no mix of them is faster.
+
+    Every number of devices in use that waits longer for the slowest of them is asked apart. At the deadline
+    (`time.perf_counter`) it is the best so far.
+    """
+    mixes = _Mixes(problem=problem, templates=templates)
+    devices = sum(problem.counts)
+    factors = [spread_factor(problem, limit) for limit in range(1, devices + 2)]
+    limits = [n for n in range(1, devices + 1) if n == devices or factors[n - 1] < factors[n]]
+    best: Arrangement | None = None
+    best_s = np.inf
+    for pipelines in ranges:
+        for limit in limits:
+            factor = factors[limit - 1]
+            high = mixes.longest_s(pipelines[0])
+            high = high if best is None else min(high, best_s / factor * (1 - _TIGHT))
+            found = mixes.reach(pipelines, limit, high)
+            while found is not None:
+                seconds = step_seconds(problem, found)
+                if seconds < best_s:
+                    best, best_s = found, seconds
+                if time.perf_counter() > deadline:
+                    return best, False
+                high = min(high, seconds / factor) * (1 - _TIGHT)
+                found = mixes.sooner(pipelines, limit, high)
+            if time.perf_counter() > deadline:
+                return best, False
+    return best, True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Mixes:
+    """All whole numbers of some pipelines, by the devices they take.
+
+    demands : ndarray, shape (demands, kinds)
+        What pipelines take, each once; `which` is that of every pipeline.
+    """
+
+    problem: Problem
+    templates: list[Template]
+    table: ColumnTable = field(init=False)
+    demands: np.ndarray = field(init=False)
+    which: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up what pipelines take and how they go."""
+        self.table = ColumnTable(self.problem)
+        self.table.extend(self.templates)
+        demands, which = np.unique(self.table.takes.T.astype(int), axis=0, return_inverse=True)
+        self.demands, self.which = demands, np.ravel(which)
+
+    def longest_s(self, copies: int) -> float:
+        """Return the time of the slowest pipeline that gets through the batch alone."""
+        batch = self.problem.global_batch
+        tails = self.table.tails_s(copies)
+        paces = (pace_of(self.problem, one).seconds(batch) for one in self.templates)
+        return max(pace + tail for pace, tail in zip(paces, tails.tolist(), strict=True))
+
+    def sooner(self, pipelines: tuple[int, int], limit: int, high: float) -> Arrangement | None:
+        """Return an arrangement near the least time, None when `high` itself is out of reach."""
+        found = self.reach(pipelines, limit, high)
+        low = 0.0
+        for _ in range(_STEPS if found is not None else 0):
+            middle = 0.5 * (low + high)
+            made = self.reach(pipelines, limit, middle)
+            if made is None:
+                low = middle
+            else:
+                found, high = made, middle
+        return found
+
+    def reach(self, pipelines: tuple[int, int], limit: int, seconds: float) -> Arrangement | None:
+        """Return pipelines on at most `limit` devices that get through the batch in so many seconds."""
+        problem = self.problem
+        samples = self.table.whole_samples(seconds - self.table.tails_s(pipelines[0]))
+        through = np.zeros(len(self.demands))
+        np.maximum.at(through, self.which, samples)
+        chosen = self._most(np.minimum(through, problem.global_batch), pipelines, limit)
+        if chosen is None:
+            return None
+        best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in set(chosen)}
+        made = [self.templates[best[d]] for d in chosen]
+        tails = [tail_seconds(problem, one, len(made)) for one in made]
+        shares = balance([pace_of(problem, one) for one in made], tails, problem.global_batch)
+        return None if shares is None else Arrangement(templates=tuple(made), shares=shares)
+
+    def _most(self, through: np.ndarray, pipelines: tuple[int, int], limit: int) -> list[int] | None:
+        """Return the demands of pipelines that get through the batch together, None when none do.
+
+        Of every number of pipelines and every devices in use the most samples, one pipeline after the other.
+        """
+        counts, batch = self.problem.counts, self.problem.global_batch
+        most = np.full([n + 1 for n in counts], -np.inf)
+        most[(0,) * len(counts)] = 0.0
+        allowed = np.indices(most.shape).sum(0) <= limit
+        last: list[np.ndarray] = []
+        for number in range(1, min(pipelines[1], limit, batch) + 1):
+            more, chosen = np.full_like(most, -np.inf), np.full(most.shape, -1)
+            for d in np.flatnonzero(through > 0).tolist():
+                demand = self.demands[d].tolist()
+                to = tuple(slice(n, None) for n in demand)
+                of = tuple(slice(None, size - n) for n, size in zip(demand, most.shape, strict=True))
+                samples = most[of] + through[d]
+                better = samples > more[to]
+                more[to] = np.where(better, samples, more[to])
+                chosen[to] = np.where(better, d, chosen[to])
+            most = np.where(allowed, more, -np.inf)
+            last.append(chosen)
+            at = np.unravel_index(int(np.argmax(most)), most.shape)
+            if number >= pipelines[0] and most[at] >= batch:
+                return self._set_at(last, np.array(at))
+        return None
+
+    def _set_at(self, last: list[np.ndarray], at: np.ndarray) -> list[int]:
+        """Return the demands that led to some devices in use."""
+        found = []
+        for chosen in reversed(last):
+            found.append(int(chosen[tuple(at)]))
+            at = at - self.demands[found[-1]]
+        return found

@@ -1,0 +1,111 @@
+"""Which pipelines to run beside each other: a linear program over pipelines, its bound, and whole numbers.
+
+For a time T, pipeline k gets through `samples_k(T)`; the program takes as many samples as devices allow. If
+no mix of pipelines gets through the batch in T, no plan takes T: that is the bound. Pipelines are generated
+as the prices of devices call for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.errors import ExtraMissingError
+from foreshard.planner.solver.problem import Problem, Template, pace_of, tail_seconds, takes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """How many of each pipeline, and the dual prices when fractions were allowed."""
+
+    counts: np.ndarray
+    samples: float
+    device_prices: np.ndarray
+    pipeline_price: float
+
+
+def columns_of(problem: Problem, templates: Sequence[Template]) -> np.ndarray:
+    """Return the devices each pipeline takes, shape (kinds, pipelines)."""
+    return np.array([takes_of(problem, template) for template in templates]).T.astype(float)
+
+
+def samples_of(problem: Problem, templates: Sequence[Template], copies: int, seconds: float) -> np.ndarray:
+    """Return the whole samples each pipeline gets through, shape (pipelines,)."""
+    return np.array(
+        [
+            float(pace_of(problem, one).samples(seconds - tail_seconds(problem, one, copies)))
+            for one in templates
+        ]
+    )
+
+
+def fractional_mix(
+    takes: np.ndarray, samples: np.ndarray, counts: Sequence[int], pipelines: tuple[int, int]
+) -> Mix | None:
+    """Return the mix, fractions allowed, that gets through most samples; None if there are too few devices.
+
+    Parameters
+    ----------
+    takes : ndarray, shape (kinds, pipelines)
+    samples : ndarray, shape (pipelines,)
+    counts : sequence of int
+        Devices of each kind.
+    pipelines : (fewest, most)
+    """
+    linprog = _scipy().linprog
+    ones = np.ones((1, takes.shape[1]))
+    answer = linprog(
+        -samples,
+        A_ub=np.vstack([takes, ones, -ones]),
+        b_ub=[*counts, pipelines[1], -pipelines[0]],
+        method="highs",
+    )
+    if answer.status != 0:
+        return None
+    duals = -answer.ineqlin.marginals
+    kinds = len(counts)
+    return Mix(
+        counts=answer.x,
+        samples=-float(answer.fun),
+        device_prices=np.maximum(duals[:kinds], 0.0),
+        pipeline_price=float(duals[kinds] - duals[kinds + 1]),
+    )
+
+
+def whole_mix(
+    takes: np.ndarray,
+    samples: np.ndarray,
+    counts: Sequence[int],
+    pipelines: tuple[int, int],
+    *,
+    limit_s: float = 0.3,
+    gap: float = 1e-3,
+) -> np.ndarray | None:
+    """Return how many of each pipeline, whole numbers, get through most samples."""
+    optimize = _scipy()
+    rows = np.vstack([takes, np.ones((1, takes.shape[1]))])
+    answer = optimize.milp(
+        -samples,
+        constraints=optimize.LinearConstraint(
+            rows, [-np.inf] * len(counts) + [pipelines[0]], [*counts, pipelines[1]]
+        ),
+        integrality=np.ones(len(samples)),
+        options={"time_limit": limit_s, "mip_rel_gap": gap},
+    )
+    return None if answer.x is None else np.rint(answer.x).astype(int)
+
+
+def _scipy() -> Any:
+    try:
+        from scipy import optimize
+    except ImportError:
+        raise ExtraMissingError(
+            "planning mixed devices needs scipy",
+            key="scipy",
+            rule="It ships with the extra `plan`",
+            fix="pip install 'foreshard[plan]'",
+        ) from None
+    return optimize

@@ -1,0 +1,471 @@
+"""The best pipeline when devices have prices: what column generation asks, with a bound on the answer.
+
+A pipeline of micro-batch m with slowest stage b and tail w gets through
+m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum
+over stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a
+bound on every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline
+that exists.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from foreshard.planner.solver.compiled import compiled
+from foreshard.planner.solver.problem import PipelineFamily, Problem, StageSpan, Template, rounds_of
+
+_ENOUGH = 48
+_WIDE = 1.001
+_RATIO = 1.3
+"""Widest box of slowest stages at the start; narrower ones follow where they matter."""
+
+
+Path = tuple[tuple[int, ...], tuple[int, ...]]
+"""Options and stops of the stages of a pipeline, first to last."""
+
+
+def template_of(path: Path) -> Template:
+    """Return the pipeline of a path."""
+    starts = (0, *path[1][:-1])
+    return tuple(
+        StageSpan(option=option, start=start, stop=stop)
+        for option, start, stop in zip(path[0], starts, path[1], strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBox:
+    """Pipelines of one family whose slowest stage and tail lie between limits, seconds.
+
+    cost : least price of the devices plus samples lost to filling, over the pipelines of the box
+    path : of the pipeline of that cost
+    """
+
+    family: PipelineFamily
+    bottleneck_s: tuple[float, float]
+    tail_s: tuple[float, float]
+    cost: float
+    path: Path
+
+    @property
+    def template(self) -> Template:
+        """Return the pipeline of least cost."""
+        return template_of(self.path)
+
+    def seconds(self, goal: float) -> float:
+        """Return a time before which no pipeline of the box gets `goal` samples beyond its price."""
+        least = self.bottleneck_s[0]
+        return self.tail_s[0] + least * max((goal + self.cost) / self.family.micro_batch - 1.0, 1.0)
+
+
+def same_limits(one: LayerBox, other: LayerBox) -> bool:
+    """Return whether two boxes are the same."""
+    return one.bottleneck_s == other.bottleneck_s and one.tail_s == other.tail_s
+
+
+@dataclass(slots=True, kw_only=True)
+class Pricing:
+    """Boxes of all pipelines of a problem for given prices; refined as far as questions need it.
+
+    Parameters
+    ----------
+    problem : Problem
+    pipelines : (fewest, most)
+        Sets the tails.
+    prices : ndarray, shape (kinds,)
+        Samples that a device of each kind is worth.
+    longest_s : float
+        No stage takes longer.
+    stages : dict, optional
+        Of earlier questions with the same tails.
+    """
+
+    problem: Problem
+    pipelines: tuple[int, int]
+    prices: np.ndarray
+    longest_s: float
+    boxes: dict[int, LayerBox] = field(default_factory=dict)
+    solved: int = 0
+    stages: dict[PipelineFamily, PricedStages] = field(default_factory=dict)
+    tails: dict[PipelineFamily, np.ndarray] = field(init=False)
+    worth: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up the tails and what options cost."""
+        tails = self.problem.tail_between(self.pipelines)
+        self.tails = {family: self.problem.tails_in(family, tails) for family in self.problem.families}
+        self.worth = (self.problem.takes @ self.prices).astype(float)
+
+    def start(self) -> None:
+        """Make the first boxes."""
+        problem = self.problem
+        usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+        if not usable.any():
+            return
+        times = problem.time_s[usable]
+        low, high = float(times[times > 0].min()), min(float(problem.far_s[usable].max()), self.longest_s)
+        edges = [high]
+        while edges[-1] > low:
+            edges.append(edges[-1] / _RATIO)
+        for family in problem.families:
+            tails = self.tails[family][usable]
+            for upper, lower in pairwise(edges):
+                if self._add(family, (lower, upper), (float(tails.min()), float(tails.max()))) is None:
+                    break
+
+    def earliest(
+        self,
+        goal: float,
+        *,
+        known_s: float,
+        aim_s: float,
+        tolerance: float,
+        deadline: float = np.inf,
+    ) -> tuple[float, list[Template]]:
+        """Return a time before which no pipeline gets `goal` samples beyond its price, and pipelines found.
+
+        Boxes are split, the earliest first, until none is before `aim_s` (what was to be proven), until a
+        pipeline is met within the tolerance, until enough are found that are before `known_s`, or until the
+        deadline.
+
+        Parameters
+        ----------
+        goal : float, samples
+        known_s : float
+            Pipelines are returned when they get there sooner.
+        aim_s, tolerance, deadline : float
+        """
+        order = count()
+        heap = [(box.seconds(goal), next(order), box) for box in self.boxes.values()]
+        heapq.heapify(heap)
+        found: dict[Path, float] = {}
+        nearest, better = np.inf, 0
+        while heap and heap[0][0] < aim_s and better < _ENOUGH:
+            bound, number, box = heap[0]
+            if box.path not in found:
+                own = found[box.path] = self._seconds(box, goal)
+                nearest = min(nearest, own)
+                better += own < known_s
+            if bound >= nearest * (1.0 - tolerance) or (number % 64 == 0 and time.perf_counter() > deadline):
+                break
+            heapq.heappop(heap)
+            parts = self.parts(box, goal)
+            for part in parts:
+                heapq.heappush(heap, (part.seconds(goal), next(order), part))
+            if any(same_limits(part, box) for part in parts):
+                break
+        bound = heap[0][0] if heap else np.inf
+        return bound, [
+            template_of(one) for one in sorted(found, key=found.__getitem__) if found[one] < known_s
+        ]
+
+    def _seconds(self, box: LayerBox, goal: float) -> float:
+        """Return when a box's pipeline gets `goal` samples beyond its price, whole grains not asked for."""
+        times, tails, price = self._of(box.family, box.path)
+        passes = max((goal + price) / box.family.micro_batch, 1.0)
+        return float(tails.max() + times.sum() + times.max() * (passes - 1.0))
+
+    def parts(self, box: LayerBox, goal: float) -> list[LayerBox]:
+        """Return the parts of a box below and above its own pipeline, by what loosens the bound more.
+
+        Above, the pipeline's worth is what the bound says of it; below, it is no longer allowed. A box whose
+        tail alone outlasts the time may not come apart: its bound is then as tight as it gets.
+        """
+        lower, upper = box.bottleneck_s
+        least, most = box.tail_s
+        times, tails, price = self._of(box.family, box.path)
+        own, own_tail = float(times.max()), float(tails.max())
+        size = box.family.micro_batch
+        del self.boxes[id(box)]
+        by_bottleneck = ((goal + price) / size - 1.0) * (own - lower)
+        by_tail = own_tail - least
+        if by_bottleneck >= by_tail:
+            cut = min(max(own, lower), upper)
+            if upper > lower * _WIDE and cut > lower * (1 + 1e-9):
+                cut = min(cut, (lower * upper) ** 0.5)
+            return self._cut_bottleneck(box, cut)
+        return self._cut_tail(box, min(own_tail, 0.5 * (least + most)))
+
+    def _cut_bottleneck(self, box: LayerBox, cut: float) -> list[LayerBox]:
+        """Return the parts of a box with slowest stages from a limit on, and below it."""
+        lower, upper = box.bottleneck_s
+        parts = [self._add(box.family, (cut, upper), box.tail_s)]
+        if cut > lower * (1 + 1e-9):
+            parts.append(self._add(box.family, (lower, cut * (1 - 1e-9)), box.tail_s))
+        return [part for part in parts if part is not None]
+
+    def _cut_tail(self, box: LayerBox, cut: float) -> list[LayerBox]:
+        """Return the parts of a box with tails from a limit on, and below it."""
+        least, most = box.tail_s
+        parts = [self._add(box.family, box.bottleneck_s, (cut, most))]
+        parts.append(self._add(box.family, box.bottleneck_s, (least, cut * (1 - 1e-9))))
+        return [part for part in parts if part is not None]
+
+    def extremes(self, family: PipelineFamily, path: Path) -> tuple[float, float]:
+        """Return a pipeline's slowest stage, messages between kinds not counted, and its longest tail."""
+        times, tails, _ = self._of(family, path)
+        return float(times.max()), float(tails.max())
+
+    def apart(self, box: LayerBox, path: Path, seconds: float) -> list[LayerBox]:
+        """Return two parts of a box, one of which says more of a pipeline; none where the box says all."""
+        own, tail = self.extremes(box.family, path)
+        lower, least = box.bottleneck_s[0], box.tail_s[0]
+        by_bottleneck, by_tail = (seconds - least) * (1.0 - lower / own), tail - least
+        if by_bottleneck >= by_tail and own > lower * (1 + 1e-8):
+            self.boxes.pop(id(box), None)
+            return self._cut_bottleneck(box, min(own, box.bottleneck_s[1]))
+        if tail > least + 1e-9 and box.tail_s[1] > least + 1e-9:
+            self.boxes.pop(id(box), None)
+            return self._cut_tail(box, tail)
+        return []
+
+    def _of(self, family: PipelineFamily, path: Path) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return times and tails of the stages of a pipeline, and the price of its devices."""
+        problem, options, stops = self.problem, np.array(path[0]), np.array(path[1])
+        types = problem.types[np.append(0, stops[:-1]), stops]
+        times = (problem.far_s if family.kind is None else problem.time_s)[options, types]
+        return times, self.tails[family][options, types], float(self.worth[options].sum())
+
+    def _add(
+        self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]
+    ) -> LayerBox | None:
+        """Keep the box of these limits unless it is empty."""
+        if _compiled() is None:
+            tails = self.tails[family]
+            solution = _path_of_arrays(self.problem, tails, self.worth, family, bottleneck, tail[1])
+        else:
+            if family not in self.stages:
+                self.stages[family] = stages_of(self.problem, self.tails[family], family)
+            solution = path_among(self.problem, self.stages[family], self.worth, bottleneck, tail[1])
+        self.solved += 1
+        if solution is None:
+            return None
+        cost, path = solution
+        box = LayerBox(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path)
+        self.boxes[id(box)] = box
+        return box
+
+
+def cheapest_path(
+    problem: Problem,
+    tail_s: np.ndarray,
+    prices: np.ndarray,
+    family: PipelineFamily | int,
+    bottleneck_s: tuple[float, float],
+    longest_tail_s: float,
+    known: dict[PipelineFamily, PricedStages] | None = None,
+) -> tuple[float, Template] | None:
+    """Return the pipeline that costs least in devices and filling, no stage or tail above its limit.
+
+    Parameters
+    ----------
+    problem : Problem
+    tail_s : ndarray, shape (options, types)
+    prices : ndarray, shape (kinds,)
+    family : PipelineFamily or int
+        Of the pipelines; an integer stands for all of a micro-batch.
+    bottleneck_s : (lower, upper)
+        A stage takes at most `upper`; a second of filling costs micro_batch / lower samples.
+    longest_tail_s : float
+    known : dict, optional
+        Stages of earlier questions with the same tails; takes up those of this one.
+
+    Returns
+    -------
+    (cost, template) or None
+        Exact: a shortest path over cuts, one layer of the graph for each number of stages still to come,
+        since that number is what a stage has in flight.
+    """
+    asked = family if isinstance(family, PipelineFamily) else PipelineFamily(int(family))
+    worth = problem.takes @ prices
+    if _compiled() is None:
+        found = _path_of_arrays(problem, tail_s, worth, asked, bottleneck_s, longest_tail_s)
+    else:
+        known = {} if known is None else known
+        if asked not in known:
+            known[asked] = stages_of(problem, tail_s, asked)
+        found = path_among(problem, known[asked], worth, bottleneck_s, longest_tail_s)
+    return None if found is None else (found[0], template_of(found[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedStages:
+    """Stages that a pipeline of a family may have, by time, none worse than another of its kind.
+
+    Arrays of shape (stages,); `rooms` is how many stages may follow one, itself included, at most `deepest`.
+    """
+
+    family: PipelineFamily
+    types: np.ndarray
+    options: np.ndarray
+    times_s: np.ndarray
+    tail_s: np.ndarray
+    rooms: np.ndarray
+    units: np.ndarray
+    limit: int
+    deepest: int
+
+
+def stages_of(
+    problem: Problem, tail_s: np.ndarray, family: PipelineFamily, grain: int | None = None
+) -> PricedStages:
+    """Return the stages that pipelines of a family choose from, of those that round up to a grain at most."""
+    options, times, room = problem.options_of(family)
+    if grain is not None:
+        fine = problem.grain[options] <= grain
+        options, times, room = options[fine], times[fine], room[fine]
+    limit, units = units_of(problem, family, options)
+    deepest = min(problem.max_stages, problem.num_layers, limit or problem.num_layers)
+    tails = tail_s[options]
+    # Room for all rounds is room for any number of stages behind.
+    rooms = np.where(room >= rounds_of(problem, family.micro_batch), deepest, np.minimum(room, deepest))
+    usable = (rooms > 0) & np.isfinite(times) & (units <= limit)[:, None]
+    _, same = np.unique(problem.takes[options], axis=0, return_inverse=True)
+    for devices in range(int(same.max(initial=-1)) + 1):
+        own = np.flatnonzero(same == devices)
+        usable[own] &= ~_beaten(times[own], tails[own], rooms[own], usable[own])
+    kept, types = np.nonzero(usable)
+    order = np.argsort(times[kept, types], kind="stable")
+    kept, types = kept[order], types[order]
+    return PricedStages(
+        family=family,
+        types=types,
+        options=options[kept],
+        times_s=times[kept, types],
+        tail_s=tails[kept, types],
+        rooms=rooms[kept, types].astype(np.int64),
+        units=units[kept],
+        limit=limit,
+        deepest=deepest,
+    )
+
+
+def _beaten(times: np.ndarray, tails: np.ndarray, rooms: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """Return which stages on the same devices another is no worse than in all respects, by option and type.
+
+    Of equal ones the first is kept.
+    """
+    found = np.zeros_like(usable)
+    for i in range(len(times)):
+        worse = (times[i] >= times) & (tails[i] >= tails) & (rooms[i] <= rooms) & usable
+        worse[i:] &= ~((times[i] == times[i:]) & (tails[i] == tails[i:]) & (rooms[i] == rooms[i:]))
+        found[i] = worse.any(0)
+    return found
+
+
+def path_among(
+    problem: Problem,
+    stages: PricedStages,
+    worth: np.ndarray,
+    bottleneck_s: tuple[float, float],
+    longest_tail_s: float,
+) -> tuple[float, Path] | None:
+    """Return the path over some stages that costs least, as :func:`cheapest_path`; `worth` by option."""
+    if not len(stages.types):
+        return None
+    best, depth, options, stops = _compiled()(
+        stages.types,
+        stages.options,
+        stages.times_s,
+        stages.tail_s,
+        stages.rooms,
+        stages.units,
+        worth.astype(float),
+        stages.limit,
+        stages.family.micro_batch / bottleneck_s[0],
+        bottleneck_s[1] * (1 + 1e-12),
+        longest_tail_s * (1 + 1e-12),
+        stages.deepest,
+        problem.bands,
+        problem.lengths,
+    )
+    if depth == 0:
+        return None
+    return float(best), (tuple(options.tolist()), tuple(stops.tolist()))
+
+
+def units_of(problem: Problem, family: PipelineFamily, options: np.ndarray) -> tuple[int, np.ndarray]:
+    """Return how many devices a pipeline of a family may take, and each option; 0 where it is all one."""
+    if family.kind is None:
+        return 0, np.zeros(len(options), dtype=np.int64)
+    limit = min(problem.domains[family.kind], problem.counts[family.kind])
+    return limit, problem.takes[options].sum(1).astype(np.int64)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    """Return the loops compiled, None without numba."""
+    from foreshard.planner.solver.path_kernel import shortest_path
+
+    return compiled(shortest_path)
+
+
+def _path_of_arrays(
+    problem: Problem,
+    tail_s: np.ndarray,
+    worth: np.ndarray,
+    family: PipelineFamily,
+    bottleneck_s: tuple[float, float],
+    longest_tail_s: float,
+) -> tuple[float, Path] | None:
+    options, times, rooms = problem.options_of(family)
+    allowed = (times <= bottleneck_s[1] * (1 + 1e-12)) & (rooms > 0)
+    allowed &= tail_s[options] <= longest_tail_s * (1 + 1e-12)
+    limit, units = units_of(problem, family, options)
+    allowed &= (units <= limit)[:, None]
+    used, kept = np.flatnonzero(allowed.any(1)), np.flatnonzero(allowed.any(0))
+    if not len(used):
+        return None
+    options, units, allowed = options[used], units[used], allowed[np.ix_(used, kept)]
+    times, rooms = times[np.ix_(used, kept)], rooms[np.ix_(used, kept)]
+    rate = family.micro_batch / bottleneck_s[0]
+    costs = np.where(allowed, times * rate + worth[options][:, None], np.inf)
+    size = problem.num_layers
+    # Stages by start and length: long ones are cut off where none is allowed.
+    short = np.full(int(problem.types.max()) + 2, len(kept))
+    short[kept] = np.arange(len(kept))
+    band = short[problem.bands]
+    longest = int(np.flatnonzero((band < len(kept)).any(0)).max()) + 1
+    band = band[:, :longest]
+    starts = np.arange(size)
+    most = rounds_of(problem, family.micro_batch)
+    room = int(rooms[allowed].max())
+    deepest = min(problem.max_stages, size, limit or size, size if most <= room else room)
+    classes = np.unique(units)
+    after = np.full((deepest + 1, limit + 1, size + 1 + longest), np.inf)
+    after[0, 0, size] = 0.0
+    stops, chosen = np.full((2, deepest + 1, limit + 1, size), -1)
+    for depth in range(1, deepest + 1):
+        costs[rooms < min(depth, most)] = np.inf
+        for unit in classes:
+            own = np.flatnonzero(units == unit)
+            choice = own[costs[own].argmin(0)]
+            least = np.append(costs[choice, np.arange(len(kept))], np.inf)
+            for whole in range(unit, limit + 1):
+                total = least[band] + sliding_window_view(after[depth - 1, whole - unit, 1:], longest)[:size]
+                length = total.argmin(1)
+                value = total[starts, length]
+                better = value < after[depth, whole, :size]
+                after[depth, whole, :size][better] = value[better]
+                stops[depth, whole, better] = (starts + 1 + length)[better]
+                chosen[depth, whole, better] = np.append(choice, -1)[band[starts, length]][better]
+        if not np.isfinite(after[depth, :, :size]).any():
+            break
+    best = after[:, :, 0].min()
+    if not np.isfinite(best):
+        return None
+    depth, whole = (int(i) for i in np.argwhere(after[:, :, 0] == best)[0])
+    path, start = [], 0
+    for behind in range(depth, 0, -1):
+        option, end = int(chosen[behind, whole, start]), int(stops[behind, whole, start])
+        path.append((int(options[option]), end))
+        start, whole = end, whole - int(units[option])
+    return float(best), (tuple(option for option, _ in path), tuple(end for _, end in path))

@@ -1,0 +1,1 @@
+"""Engine `analytical`: closed formulas over arrays of plans."""

@@ -1,0 +1,1 @@
+"""Engine `graph`: a step as a program of tasks, executed exactly."""

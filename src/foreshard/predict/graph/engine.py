@@ -1,0 +1,179 @@
+"""Engine `graph`: a step as a program of tasks, executed; the answer is read off the critical rank.
+
+Single tasks come from `predict.formula`; everything above them is order and dependency. One rank stands
+for all ranks of a stage, one group for all equal groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.graph.program import Kind
+from foreshard.graph.schedules import Op
+from foreshard.predict.batch import Batch, Case
+from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
+from foreshard.predict.graph.prices import GroupPrices, group_prices
+from foreshard.predict.tasks.collectives import contention
+from foreshard.sim import critical_path
+from foreshard.spec.framework import Framework
+from foreshard.spec.prediction import TIME_PARTS
+from foreshard.spec.timeline import Timeline
+
+MAX_TASKS = 20_000  # a few hundredths of a second in plain Python
+_ROUNDS = (12, 18, 24)
+
+
+def graph_times(
+    case: Case, batch: Batch, *, timeline: bool, compiled: bool = False
+) -> tuple[dict[str, float], Timeline | None]:
+    """Return the exposed seconds of a step by part on the critical rank, and its timeline.
+
+    Parameters
+    ----------
+    case : Case
+    batch : Batch
+        Of this one case.
+    timeline : bool
+        Also return when each task runs.
+    compiled : bool
+        Execute with numba; the same result.
+
+    Returns
+    -------
+    parts : dict
+        Every name of `TIME_PARTS`; they sum to the step time.
+    timeline : Timeline or None
+
+    Source
+    ------
+    docs/derivations/step.md.
+    """
+    run = _Run(case.framework, float(np.max(contention(batch.machine))), compiled)
+    prices = group_prices(case, batch)
+    parts = run.parts(prices)
+    makespan_s = sum(parts.values())
+    num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
+    doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
+    parts["straggler"] = float(batch.machine.constants.jitter) * doublings * makespan_s
+    if not timeline:
+        return parts, None
+    from foreshard.predict.graph.timeline import timeline_of
+
+    step, times = run(prices)
+    return parts, timeline_of(case, step, times, times.makespan_s * (sum(parts.values()) / makespan_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How programs are lowered and executed."""
+
+    framework: Framework
+    contention: float
+    compiled: bool
+
+    def __call__(self, prices: list[GroupPrices]) -> tuple[Step, critical_path.TaskTimes]:
+        """Return the program of a step and when its tasks run."""
+        step = lower(prices, self.framework, self.contention)
+        return step, critical_path.run(step.program, compiled=self.compiled)
+
+    def parts(self, prices: list[GroupPrices]) -> dict[str, float]:
+        """Return the parts of the step, folding the steady state of a very large program.
+
+        Past the warm-up every round of as many micro-batches as there are stages takes the same time, so
+        shorter runs tell a round's parts; where three of them are not in line, the whole is run. Several
+        groups are never folded: they meet at their ends.
+        """
+        first = prices[0]
+        rounds = first.num_micro_batches // first.num_stages
+        if len(prices) > 1 or rounds <= 2 * _ROUNDS[2] or first.num_tasks <= MAX_TASKS:
+            return _parts(*self(prices))
+        few, some, more = (_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS)
+        few_s, some_s, more_s = (sum(parts.values()) for parts in (few, some, more))
+        if abs((more_s - some_s) - (some_s - few_s)) > 1e-9 * more_s:
+            return _parts(*self(prices))
+        times = (rounds - _ROUNDS[2]) / (_ROUNDS[2] - _ROUNDS[1])
+        parts = {name: max(0.0, value + times * (value - some[name])) for name, value in more.items()}
+        parts["compute"] += more_s + times * (more_s - some_s) - sum(parts.values())
+        return parts
+
+
+def _parts(step: Step, times: critical_path.TaskTimes) -> dict[str, float]:
+    """Assign every second of the critical rank to one part."""
+    lowered, stage = _critical(step, times)
+    prices = lowered.prices
+    parts = dict.fromkeys(TIME_PARTS, 0.0)
+    used = [op for op in Op if lowered.op(op, stage, 0, 0) >= 0]
+    repeats = np.array([prices.num_micro_batches - 1.0, 1.0])
+    for name, seconds in prices.parts.items():
+        parts[name] += float((seconds[used, stage] * repeats).sum())
+    on_rank = _on_rank(step, lowered, stage)
+    parts["data_comm"] += float(step.data_s[on_rank].sum())
+    parts["optimizer"] += float(prices.optimizer_s[stage])
+    gaps = _gaps(times.start_s[on_rank], times.end_s[on_rank], times.makespan_s)
+    messages = _messages(step, lowered, stage)
+    data = np.array(lowered.data[stage], dtype=np.int64)
+    hidden = _covered(gaps, times, messages)
+    either = _covered(gaps, times, np.concatenate([messages, data]))
+    parts["pipeline_comm"] += hidden
+    parts["data_comm"] += either - hidden
+    parts["bubble"] = max(0.0, float((gaps[:, 1] - gaps[:, 0]).sum()) - either)
+    # Sums of a million terms differ in their last bits; the largest part takes the difference.
+    parts["compute"] += times.makespan_s - sum(parts.values())
+    return parts
+
+
+def _critical(step: Step, times: critical_path.TaskTimes) -> tuple[LoweredGroup, int]:
+    """Return the group whose gradients are ready last, and its stage that computes longest."""
+    ready_s = [
+        max(
+            float(times.end_s[lowered.last[lowered.last_gradient(s, 0)]])
+            for s in range(lowered.prices.num_stages)
+        )
+        for lowered in step.groups
+    ]
+    slowest = step.groups[int(np.argmax(ready_s))]
+    stages = range(slowest.prices.num_stages)
+    return slowest, max(
+        stages, key=lambda s: float(step.program.duration_s[_on_rank(step, slowest, s)].sum())
+    )
+
+
+def _on_rank(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
+    """Return the tasks of a stage's compute stream, in order."""
+    program = step.program
+    stream = program.resource_names.index(f"group{lowered.prices.index}.stage{stage}.compute")
+    return program.resource_tasks[program.resource_indptr[stream] : program.resource_indptr[stream + 1]]
+
+
+def _messages(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
+    """Return the transfers a stage takes part in; only those it receives where they overlap compute."""
+    shape, count = lowered.shape, lowered.prices.num_stages
+    to = np.where(shape.kind == Kind.SEND_FORWARD, shape.stage + 1, shape.stage - 1) % count
+    is_send = (shape.kind == Kind.SEND_FORWARD) | (shape.kind == Kind.SEND_BACKWARD)
+    mine = (to == stage) | ((shape.stage == stage) & (not lowered.overlap_p2p))
+    return lowered.first[is_send & mine]
+
+
+def _gaps(start_s: np.ndarray, end_s: np.ndarray, until_s: float) -> np.ndarray:
+    """Return the idle intervals of a stream up to `until_s`, shape (gaps, 2)."""
+    return np.stack([np.append(0.0, end_s), np.append(start_s, until_s)], axis=1)
+
+
+def _covered(gaps: np.ndarray, times: critical_path.TaskTimes, tasks: np.ndarray) -> float:
+    """Return how many seconds of the gaps lie under the tasks."""
+    if len(tasks) == 0:
+        return 0.0
+    order = np.argsort(times.start_s[tasks], kind="stable")
+    start, end = times.start_s[tasks][order], np.maximum.accumulate(times.end_s[tasks][order])
+    # Union of intervals: each begins where those before it have ended.
+    start = np.maximum(start, np.append(-np.inf, end[:-1]))
+    length = np.maximum(end - start, 0.0)
+    keep = length > 0.0
+    if not keep.any():
+        return 0.0
+    edges = np.stack([start[keep], end[keep]], axis=1).ravel()
+    filled = np.stack([np.cumsum(length[keep]) - length[keep], np.cumsum(length[keep])], axis=1).ravel()
+    inside = np.interp(gaps, edges, filled)
+    return float((inside[:, 1] - inside[:, 0]).sum())

@@ -1,0 +1,451 @@
+"""Lowering of a whole step: pipelines of all distinct groups, sharded weights, gradient sync, optimizer.
+
+A pipeline comes from `graph.pipeline`; where a collective starts or ends inside an op, the op is cut
+into pieces. A collective beside compute slows it: the pieces carry that time as `data_s`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline_shape
+from foreshard.graph.program import Kind, Program, ProgramBuilder
+from foreshard.graph.schedules import Op
+from foreshard.predict.graph.buckets import Buckets, chunk_buckets, overlaps, slowdown_s
+from foreshard.predict.graph.prices import GroupPrices, Units
+from foreshard.spec.framework import Framework
+
+# The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
+_MESSAGES_IN_TURN = ("deepspeed", "megatron-deepspeed")
+_LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoweredGroup:
+    """Where the tasks of one group lie in the program.
+
+    Attributes
+    ----------
+    first, last : ndarray, shape (tasks of the shape,)
+        First and last piece of each task of `shape`.
+    data : list of list of int
+        Per stage its tasks on the data stream.
+    """
+
+    prices: GroupPrices
+    shape: PipelineShape
+    overlap_p2p: bool
+    first: np.ndarray
+    last: np.ndarray
+    data: list[list[int]] = field(default_factory=list)
+    ends: list[list[int]] = field(default_factory=list)  # per stage: tasks that the optimizer waits for
+    optimizer: list[int] = field(default_factory=list)
+
+    def op(self, op: int, stage: int, chunk: int, micro_batch: int) -> int:
+        """Return the task of the shape, -1 where the schedule has no such op."""
+        return int(self.shape.ops[op, stage, chunk, micro_batch])
+
+    def last_gradient(self, stage: int, chunk: int) -> int:
+        """Return the task of the shape whose end completes the gradients of a chunk."""
+        tasks = [self.op(op, stage, chunk, self.prices.num_micro_batches - 1) for op in _LAST_GRADIENT]
+        return max(tasks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """The program of a step.
+
+    Attributes
+    ----------
+    data_s : ndarray, shape (tasks,)
+        What gradient and weight collectives add to each task of a compute stream: slowdown and copies.
+    """
+
+    program: Program
+    groups: list[LoweredGroup]
+    data_s: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Cut:
+    """How some tasks of a pipeline are cut: equal pieces of every task in `tasks`."""
+
+    tasks: np.ndarray
+    shares: np.ndarray
+    data_s: np.ndarray
+
+
+def lower(prices: list[GroupPrices], framework: Framework, contention: float) -> Step:
+    """Return the program of one step of all distinct groups.
+
+    Parameters
+    ----------
+    prices : list of GroupPrices
+    framework : Framework
+        Decides the buckets.
+    contention : float
+        Seconds that a second of overlapped collective adds to compute.
+    """
+    builder = ProgramBuilder()
+    lowerings = [_GroupLowering(builder, price, framework, contention) for price in prices]
+    for one in lowerings:
+        one.add_pipeline()
+    for one in lowerings:
+        one.add_data([other for other in lowerings if other is not one])
+    _add_across(lowerings)
+    for one in lowerings:
+        one.add_tied()
+    _add_end(builder, lowerings)
+    program = builder.build()
+    data_s = np.zeros(program.num_tasks)
+    for one in lowerings:
+        data_s[one.first_task : one.first_task + len(one.data_s)] = one.data_s
+    return Step(program=program, groups=[one.lowered for one in lowerings], data_s=data_s)
+
+
+def _add_across(lowerings: list[_GroupLowering]) -> None:
+    """Sum sharded gradients over groups when all groups have them, once a step."""
+    ready = [[list(tasks) for tasks in one.lowered.ends] for one in lowerings]
+    for one in lowerings:
+        for s, seconds in enumerate(one.prices.across_s.tolist()):
+            if seconds <= 0.0:
+                continue
+            held = one.prices.spans[s]
+            after = [
+                task
+                for other, ends in zip(lowerings, ready, strict=True)
+                for t, spans in enumerate(other.prices.spans)
+                if any(start < high and low < stop for start, stop in spans for low, high in held)
+                for task in ends[t]
+            ]
+            one.lowered.ends[s].append(one.add_transfer(s, seconds, after, Kind.GRADIENT_REDUCE))
+
+
+def _add_end(builder: ProgramBuilder, lowerings: list[_GroupLowering]) -> None:
+    """Let every rank wait for all gradients (their norm), then run the optimizer and gather weights."""
+    joined = builder.add("join", 0.0)
+    for one in lowerings:
+        lowered = one.lowered
+        for tasks in lowered.ends:
+            builder.depend(np.full(len(tasks), joined), np.array(tasks, dtype=np.int64))
+        for s, seconds in enumerate(lowered.prices.optimizer_s):
+            task = builder.add(
+                one.compute(s), float(seconds), [joined], kind=Kind.OPTIMIZER, group=one.index, stage=s
+            )
+            lowered.optimizer.append(task)
+            late = one.late_gather_s(s)
+            if late > 0.0:
+                one.add_transfer(s, late, [task], Kind.PARAMETER_GATHER)
+
+
+class _GroupLowering:
+    """Adds one group to a program."""
+
+    def __init__(self, builder: ProgramBuilder, prices: GroupPrices, framework: Framework, contention: float):
+        self.builder, self.prices, self.contention = builder, prices, contention
+        self.index = prices.index
+        self.traits = [machine.traits for machine in prices.machines]
+        self.sharded = [float(m.rank.zero) >= 3 for m in prices.machines]
+        known: dict[tuple[int, int, bool], Buckets] = {}
+        self.buckets: list[list[Buckets]] = []
+        for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True)):
+            self.buckets.append([])
+            for c, units in enumerate(row):
+                key = id(units), id(machine), s == 0 and c == 0 and overlaps(machine)
+                if key not in known:
+                    known[key] = chunk_buckets(units, machine, framework, first=key[2])
+                self.buckets[s].append(known[key])
+        self.in_turn = framework.name in _MESSAGES_IN_TURN
+        self.first_task = 0
+        self.data_s = np.zeros(0)
+
+    def compute(self, stage: int) -> str:
+        """Return the name of a stage's compute stream."""
+        return f"group{self.index}.stage{stage}.compute"
+
+    def add_pipeline(self) -> None:
+        """Append ops, cut where needed, and transfers."""
+        price = self.prices
+        overlap = price.schedule == "zb-h1" or (
+            price.schedule == "interleaved" and float(self.traits[0].p2p_overlap) > 0
+        )
+        shape = pipeline_shape(
+            price.schedule,
+            num_stages=price.num_stages,
+            num_micro_batches=price.num_micro_batches,
+            num_chunks=price.num_chunks,
+            overlap_p2p=overlap,
+        )
+        seconds = _durations(shape, price, in_turn=self.in_turn)
+        cuts = self._cuts(shape)
+        pieces = np.ones(len(seconds), dtype=np.int64)
+        for cut in cuts:
+            pieces[cut.tasks] = len(cut.shares)
+        last = np.cumsum(pieces) - 1
+        first = last - pieces + 1
+        owner = np.repeat(np.arange(len(seconds)), pieces)
+        durations, self.data_s = seconds[owner], np.zeros(len(owner))
+        for cut in cuts:
+            place = first[cut.tasks][:, None] + np.arange(len(cut.shares))
+            durations[place] *= cut.shares
+            self.data_s[place] = cut.data_s
+        names = np.array([self.builder.resource(f"group{self.index}.{n}") for n in shape.resource_names])
+        tasks = self.builder.add_many(
+            names[shape.resource[owner]],
+            durations + self.data_s,
+            kind=shape.kind[owner],
+            group=self.index,
+            stage=shape.stage[owner],
+            chunk=shape.chunk[owner],
+            micro_batch=shape.micro_batch[owner],
+        )
+        self.first_task = int(tasks[0])
+        first, last = first + self.first_task, last + self.first_task
+        self.builder.depend(first[shape.edge_task], last[shape.edge_before])
+        self.lowered = LoweredGroup(prices=price, shape=shape, overlap_p2p=overlap, first=first, last=last)
+        self.lowered.data = [[] for _ in range(price.num_stages)]
+
+    def _cuts(self, shape: PipelineShape) -> list[_Cut]:
+        """Cut ops whose layers meet collectives: all of them when sharded, else the first and the last."""
+        cuts: list[_Cut] = []
+        for s in range(self.prices.num_stages):
+            for c in range(self.prices.num_chunks):
+                if self.sharded[s]:
+                    cuts += self._sharded_cuts(shape, s, c)
+                else:
+                    cuts += self._bucket_cuts(shape, s, c)
+        return cuts
+
+    def _sharded_cuts(self, shape: PipelineShape, s: int, c: int) -> list[_Cut]:
+        """One piece per unit, with the copies and the slowdown of its gather and scatter."""
+        units, cuts = self.prices.units[s][c], []
+        op_s = self.prices.op_s[:, s, c, 0]
+        overlap = self.contention * float(self.traits[s].grad_overlap)
+        for op in Op:
+            tasks = shape.ops[op, s, c]
+            if tasks[0] < 0:
+                continue
+            shares = units.forward if op == Op.FORWARD else units.backward[::-1]
+            moved, copies = np.zeros(len(shares)), np.zeros(len(shares))
+            if op == Op.FORWARD:
+                moved, copies = units.gather_s, units.copy_weights_s
+            if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                moved = moved + units.regather_s[::-1]
+                copies = copies + np.where(units.regather_s > 0, units.copy_weights_s, 0.0)[::-1]
+            if op in _LAST_GRADIENT:
+                moved = moved + units.scatter_s[::-1]
+                copies = copies + units.copy_gradients_s[::-1]
+            tax = overlap * np.minimum(op_s[op] * shares, moved)
+            cuts.append(_Cut(tasks=tasks, shares=shares, data_s=copies + tax))
+        return cuts
+
+    def _bucket_cuts(self, shape: PipelineShape, s: int, c: int) -> list[_Cut]:
+        """Cut the first forward and the last backward at the buckets that overlap them."""
+        units, buckets, cuts = self.prices.units[s][c], self.buckets[s][c], []
+        if float(self.traits[s].param_gather_overlap) > 0 and buckets.gather_s.any():
+            shares = np.array([units.forward[::-1][a:b].sum() for a, b in buckets.bounds])[::-1]
+            seconds = self.prices.op_s[Op.FORWARD, s, c, int(self.prices.num_micro_batches == 1)] * shares
+            tax = self.contention * np.minimum(np.append(buckets.gather_s[::-1][1:], 0.0), seconds)
+            cuts.append(_Cut(tasks=shape.ops[Op.FORWARD, s, c, :1], shares=shares, data_s=tax))
+        if float(self.traits[s].grad_overlap) > 0 and buckets.reduce_s.any():
+            op = Op.BACKWARD if shape.ops[Op.BACKWARD, s, c, 0] >= 0 else Op.BACKWARD_WEIGHT
+            shares = np.array([units.backward[::-1][a:b].sum() for a, b in buckets.bounds])
+            seconds = self.prices.op_s[op, s, c, 1] * shares
+            tax = slowdown_s(seconds, buckets.reduce_s, self.contention)
+            cuts.append(_Cut(tasks=shape.ops[op, s, c, -1:], shares=shares, data_s=tax))
+        return cuts
+
+    def add_transfer(
+        self, stage: int, seconds: float, after: list[int], kind: Kind, micro_batch: int = -1, chunk: int = -1
+    ) -> int:
+        """Append one collective to the data stream of a stage."""
+        task = self.builder.add(
+            f"group{self.index}.stage{stage}.data",
+            seconds,
+            after,
+            kind=kind,
+            group=self.index,
+            stage=stage,
+            chunk=chunk,
+            micro_batch=micro_batch,
+        )
+        self.lowered.data[stage].append(task)
+        return task
+
+    def add_data(self, others: list[_GroupLowering]) -> None:
+        """Append the collectives of weights and gradients of every stage."""
+        for s in range(self.prices.num_stages):
+            ends = self.last_pieces(s)
+            if self.sharded[s]:
+                ends += self._add_sharded(s)
+            else:
+                self._add_gathers(s)
+                ends += self._add_reduces(s, others)
+            self.lowered.ends.append(ends)
+
+    def add_tied(self) -> None:
+        """Append the sum of a tied table's gradient over the ends of the pipeline."""
+        if self.prices.tied_s > 0.0:
+            lowered_ends = self.lowered.ends
+            both = [*lowered_ends[0], *lowered_ends[-1]]
+            for s in {0, self.prices.num_stages - 1}:
+                task = self.add_transfer(s, self.prices.tied_s, both, Kind.GRADIENT_REDUCE)
+                lowered_ends[s].append(task)
+
+    def _add_gathers(self, s: int) -> None:
+        """Gather updated weights before the first forward: one bucket ahead of the one in use."""
+        if not float(self.traits[s].param_gather_overlap) > 0:
+            return
+        before_use = -1
+        for c in range(self.prices.num_chunks):
+            gather_s = self.buckets[s][c].gather_s[::-1]
+            if not gather_s.any():
+                continue
+            pieces = self.lowered.first[self.lowered.op(Op.FORWARD, s, c, 0)] + np.arange(len(gather_s))
+            for seconds, piece in zip(gather_s.tolist(), pieces.tolist(), strict=True):
+                after = [before_use] if before_use >= 0 else []
+                task = self.add_transfer(s, seconds, after, Kind.PARAMETER_GATHER, 0, c)
+                self.builder.depend(piece, task)
+                # The next bucket leaves when this one is first used, at the end of the piece before it.
+                before_use = piece - 1 if piece > pieces[0] else -1
+
+    def _add_reduces(self, s: int, others: list[_GroupLowering]) -> list[int]:
+        """Reduce gradients: each bucket when its last gradient is there, or all after the last backward."""
+        overlap = float(self.traits[s].grad_overlap) > 0
+        ends: list[int] = []
+        total = 0.0
+        for c in reversed(range(self.prices.num_chunks)):
+            buckets = self.buckets[s][c]
+            if not buckets.reduce_s.any():
+                continue
+            if not overlap:
+                total += float(buckets.reduce_s.sum())
+                continue
+            first = int(self.lowered.first[self.lowered.last_gradient(s, c)])
+            for b, seconds in enumerate(buckets.reduce_s.tolist()):
+                start, stop = self.prices.spans[s][c]
+                layer = max(start, stop - buckets.bounds[b][1])  # next-token modules are no layers
+                ready = [first + b, *(task for other in others for task in other.ready(layer))]
+                ends.append(self.add_transfer(s, seconds, ready, Kind.GRADIENT_REDUCE, chunk=c))
+        if total > 0.0:
+            lowest = [span[0] for span in self.prices.spans[s]]
+            ready = self.last_pieces(s)
+            ready += [task for other in others for layer in lowest for task in other.ready(layer)]
+            ends.append(self.add_transfer(s, total, ready, Kind.GRADIENT_REDUCE))
+        return ends
+
+    def last_pieces(self, s: int) -> list[int]:
+        """Return the tasks that complete the gradients of each chunk of a stage."""
+        lowered = self.lowered
+        return [int(lowered.last[lowered.last_gradient(s, c)]) for c in range(self.prices.num_chunks)]
+
+    def ready(self, layer: int) -> list[int]:
+        """Return the tasks after which this group has the gradient of a layer."""
+        for s, spans in enumerate(self.prices.spans):
+            for c, (start, stop) in enumerate(spans):
+                if start <= layer < stop:
+                    task = self.lowered.last_gradient(s, c)
+                    first, last = int(self.lowered.first[task]), int(self.lowered.last[task])
+                    if first == last or self.sharded[s]:
+                        return [last]
+                    bounds = self.buckets[s][c].bounds
+                    return [first + next(b for b, (_, high) in enumerate(bounds) if stop - high <= layer)]
+        return []
+
+    def late_gather_s(self, s: int) -> float:
+        """Return seconds of gathering updated weights after the optimizer, where nothing hides it."""
+        if self.sharded[s] or float(self.traits[s].param_gather_overlap) > 0:
+            return 0.0
+        return float(sum(buckets.gather_s.sum() for buckets in self.buckets[s]))
+
+    def _add_sharded(self, s: int) -> list[int]:
+        """Gather each unit before use and scatter its gradients after, one unit ahead."""
+        shape, builder = self.lowered.shape, self.builder
+        ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
+        first_piece = int(self.lowered.first[ops[0]])  # the pieces of a stage follow each other
+        moves = {(op, c): _moves(op, units) for op in Op for c, units in enumerate(self.prices.units[s])}
+        gather_s, scatter_s = np.concatenate(
+            [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)],
+            axis=1,
+        )
+        owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
+        ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
+        gathers, scatters = np.flatnonzero(gather_s), np.flatnonzero(scatter_s)
+        # When piece i ends, its gradients leave before the weights of piece i + ahead come.
+        after, waiting = np.append(gathers - ahead, scatters), np.append(gathers, scatters + ahead)
+        order = np.argsort(np.append(2 * (gathers - ahead) + 1, 2 * scatters))
+        piece = np.append(gathers, scatters)[order]
+        is_gather = (np.arange(len(order)) < len(gathers))[order]
+        tasks = builder.add_many(
+            builder.resource(f"group{self.index}.stage{s}.data"),
+            np.append(gather_s[gathers], scatter_s[scatters])[order],
+            kind=np.where(is_gather, Kind.PARAMETER_GATHER, Kind.GRADIENT_REDUCE),
+            group=self.index,
+            stage=s,
+            chunk=shape.chunk[owner[piece]],
+            micro_batch=shape.micro_batch[owner[piece]],
+        )
+        after, waiting = after[order], waiting[order]
+        builder.depend(tasks[after >= 0], first_piece + after[after >= 0])
+        used = waiting < len(gather_s)
+        builder.depend(first_piece + waiting[used], tasks[used])
+        if ahead == 1:
+            self._in_turn(first_piece, len(gather_s), tasks, piece, is_gather)
+        self.lowered.data[s] += tasks.tolist()
+        return tasks[~is_gather][-1:].tolist()
+
+    def _in_turn(
+        self, first_piece: int, num_pieces: int, tasks: np.ndarray, piece: np.ndarray, is_gather: np.ndarray
+    ) -> None:
+        """Let gathers of a stage wait for the input of their op, and its output for their scatters."""
+        shape, lowered = self.lowered.shape, self.lowered
+        gather, scatter = np.full(num_pieces, -1), np.full(num_pieces, -1)
+        gather[piece[is_gather]], scatter[piece[~is_gather]] = tasks[is_gather], tasks[~is_gather]
+        task, before = lowered.first[shape.edge_task], lowered.last[shape.edge_before]
+        for moved, end, waits in ((gather, task, False), (scatter, before, True)):
+            place = end - first_piece
+            here = (place >= 0) & (place < num_pieces)
+            edges = np.flatnonzero(here)[moved[place[here]] >= 0]
+            own = moved[place[edges]]
+            self.builder.depend(*((task[edges], own) if waits else (own, before[edges])))
+
+
+def _moves(op: int, units: Units) -> np.ndarray:
+    """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces."""
+    none = np.zeros(len(units.params))
+    if op == Op.FORWARD:
+        return np.stack([units.gather_s, none])
+    gather, scatter = units.regather_s[::-1], units.scatter_s[::-1]
+    return np.stack(
+        [none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter]
+    )
+
+
+def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np.ndarray:
+    """Seconds of every task of the shape; the last micro-batch may be short.
+
+    In turn, a forward and a backward message that meet between two stages take the time of both.
+    """
+    table = price.op_s
+    seconds = np.repeat(table[..., :1], price.num_micro_batches, axis=-1)
+    seconds[..., -1] = table[..., 1]
+    boundaries = max(price.num_stages - (price.num_chunks == 1), 1)
+    times = pipeline_durations(
+        shape,
+        forward_s=seconds[Op.FORWARD],
+        backward_s=seconds[Op.BACKWARD],
+        backward_input_s=seconds[Op.BACKWARD_INPUT],
+        backward_weight_s=seconds[Op.BACKWARD_WEIGHT],
+        send_forward_s=price.send_forward_s[:boundaries],
+        send_backward_s=price.send_backward_s[:boundaries],
+    )
+    if in_turn and price.schedule == "1f1b":
+        forward, backward = shape.kind == Kind.SEND_FORWARD, shape.kind == Kind.SEND_BACKWARD
+        warm_up = price.num_stages - 1 - shape.stage + backward  # of the stage before the boundary
+        meets = (forward & (shape.micro_batch >= warm_up)) | (
+            backward & (shape.micro_batch < price.num_micro_batches - warm_up)
+        )
+        times[meets] *= 2.0
+    return times

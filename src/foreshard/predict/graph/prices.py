@@ -1,0 +1,432 @@
+"""Single tasks of every stage of a plan, priced once: what the graph engine lines up.
+
+Every duration comes from `predict.formula`; this file only picks, per stage and chunk, the rows of the
+batch, and keeps each op's seconds by part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
+from foreshard.predict.graph.ops import op_parts, with_host
+from foreshard.predict.machine import Machine
+from foreshard.predict.tasks.collectives import (
+    ShardTimes,
+    across_groups_s,
+    every_reduce_s,
+    message_s,
+    shard_times,
+    tied_sync_s,
+)
+from foreshard.predict.tasks.formula import LayerTimes, end_times, layer_times
+from foreshard.predict.tasks.host import optimizer_s
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Group
+
+T = TypeVar("T")
+EMBEDDING, HEAD = -2, -1  # units of a chunk that are no block; blocks carry the index of their kind
+_ENDS = ("embedding", "head")
+_LAYER_FIELDS = tuple(f.name for f in fields(LayerTimes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """The units of one chunk in model order: what FSDP gathers at once and buckets are cut from.
+
+    Arrays have shape (units,). `forward` and `backward` are shares of the chunk's op and sum to 1.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    params: np.ndarray  # trained, dense
+    expert_params: np.ndarray
+    gather_s: np.ndarray
+    regather_s: np.ndarray  # before backward; 0 where weights stay gathered
+    scatter_s: np.ndarray
+    copy_weights_s: np.ndarray
+    copy_gradients_s: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPrices:
+    """Durations of one group's tasks.
+
+    Attributes
+    ----------
+    index : int
+        The group of the plan that stands for all groups like it.
+    parts : dict of ndarray, shape (4, stages, chunks, 2)
+        Seconds of each op by part; last axis: any micro-batch, the last (perhaps short) one.
+    units : list of list of Units
+        [stage][chunk].
+    machines : list of Machine
+        Per stage, every field a number.
+    """
+
+    index: int
+    group: Group
+    schedule: str
+    num_chunks: int
+    parts: dict[str, np.ndarray]
+    units: list[list[Units]]
+    spans: list[list[tuple[int, int]]]
+    machines: list[Machine]
+    send_forward_s: np.ndarray
+    send_backward_s: np.ndarray
+    optimizer_s: np.ndarray
+    across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
+    tied_s: float
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.machines)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.group.num_micro_batches
+
+    @property
+    def num_tasks(self) -> int:
+        """About how many tasks the group has."""
+        sharded = [float(machine.rank.zero) >= 3 for machine in self.machines]
+        pieces = sum(
+            5 * sum(len(units.params) for units in row) if cut else 4 * self.num_chunks
+            for cut, row in zip(sharded, self.units, strict=True)
+        )
+        return self.num_micro_batches * pieces
+
+    def without(self, rounds: int) -> GroupPrices:
+        """Return the group with fewer micro-batches: so many times its stages less."""
+        group = self.group
+        share = group.share - rounds * self.num_stages * group.micro_batch
+        return replace(self, group=replace(group, share=share))
+
+    @property
+    def op_s(self) -> np.ndarray:
+        """Seconds of each op, shape (4, stages, chunks, 2)."""
+        return np.sum(list(self.parts.values()), axis=0)
+
+
+def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
+    """Return the prices of every distinct group of the plan; equal groups appear once."""
+    row_of = _rows_of_stages(case)
+    layers = [layer_times(kind, batch.machine, batch.recompute) for kind in batch.kinds]
+    kinds = {block: i for i, (block, _) in enumerate(case.model.block_kinds())}
+    shape = batch.multiplicity.shape
+    table = {
+        name: np.stack([np.broadcast_to(getattr(times, name), shape) for times in layers], axis=-1)
+        for name in _LAYER_FIELDS
+    }
+    domains = link_domains(case.cluster)
+    distinct: dict[Any, int] = {}
+    for g, group in enumerate(case.plan.groups):
+        distinct.setdefault(_identity(case, group, domains), g)
+    return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct.values()]
+
+
+def _rows_of_stages(case: Case) -> list[list[int]]:
+    """Row of the batch on which each stage of each group lies."""
+    rows: list[list[int]] = [[0] * len(group.stages) for group in case.plan.groups]
+    seen = [0] * len(case.plan.groups)
+    for row in stage_rows(case):
+        for stage in row.stages:
+            rows[row.group][stage] = seen[row.group]
+        seen[row.group] += 1
+    return rows
+
+
+def _identity(case: Case, group: Group, domains: np.ndarray) -> Any:
+    """Return what makes two groups the same but for the numbers of their ranks."""
+    cluster = case.cluster
+    stages = []
+    for i, stage in enumerate(group.stages):
+        mixed = len(cluster.nodes) > 1
+        nodes = tuple(dict.fromkeys(id(cluster.node_group_of(r)) for r in stage.ranks)) if mixed else ()
+        following = group.stages[(i + 1) % len(group.stages)]
+        stages.append(
+            (replace(stage, ranks=()), len(stage.ranks), nodes, crosses_node(stage, following, domains))
+        )
+    return group.share, group.micro_batch, group.schedule, group.sp, tuple(stages)
+
+
+def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
+    """One place of a dataclass of arrays, as numbers."""
+    values = {f.name: np.broadcast_to(getattr(item, f.name), shape)[row, column] for f in fields(item)}  # type: ignore[arg-type]
+    return type(item)(**values)
+
+
+def _machine_at(batch: Batch, row: int, column: int) -> Machine:
+    shape, machine = batch.multiplicity.shape, batch.machine
+    names = ("kernels", "fabric", "sync", "link", "traits", "rank")
+    places = {name: _at(getattr(machine, name), row, column, shape) for name in names}
+    return replace(machine, **places)
+
+
+def _chunk_units(model: Model, span: tuple[int, int], kinds: dict[Any, int]) -> list[int]:
+    """Units of the layers [start, stop): kinds of blocks, and the ends."""
+    last = model.num_layers
+    units = [EMBEDDING] if span[0] == 0 else []
+    units += [kinds[model.blocks[layer - 1]] for layer in range(max(1, span[0]), min(last + 1, span[1]))]
+    if span[1] == last + 2:
+        units += [kinds[model.blocks[-1]]] * model.num_next_token + [HEAD]
+    return units
+
+
+class _GroupPricer:
+    """Prices one group: tables of the batch in, arrays by op, stage and chunk out."""
+
+    def __init__(
+        self,
+        case: Case,
+        batch: Batch,
+        g: int,
+        rows: list[int],
+        table: dict[str, np.ndarray],
+        kinds: dict[Any, int],
+    ):
+        self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
+        self.group, self.domains = case.plan.groups[g], link_domains(case.cluster)
+        self.pipeline = {
+            name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
+        }
+        self.layers = {name: value[rows, g] for name, value in table.items()}  # (stages, kinds)
+        one = {row: _machine_at(batch, row, g) for row in dict.fromkeys(rows)}
+        ends = {row: self._ends(machine) for row, machine in one.items()}
+        self.machines = [one[row] for row in rows]
+        self.ends = [ends[row] for row in rows]
+        self.constants = batch.machine.constants
+        frozen = np.array([float(np.max(kind.frozen)) for kind in batch.kinds])
+        trained = np.array([max(0.0, float(np.asarray(kind.trainable)[0, g])) for kind in batch.kinds])
+        self.trained, self.expert_trained = trained, 1.0 - frozen
+        merged = len(self.group.stages) == 1 and self.group.num_chunks > 1
+        stages = self.group.stages
+        self.spans = [[(s.layers[0][0], s.layers[-1][1])] if merged else list(s.layers) for s in stages]
+        self.num_chunks = len(self.spans[0])
+        self.units = [[_chunk_units(case.model, span, kinds) for span in spans] for spans in self.spans]
+
+    def _ends(self, machine: Machine) -> dict[str, float]:
+        p = self.pipeline
+        sizes = (p["hidden"], p["vocab"], p["head_rows"])
+        times = end_times(*sizes, machine, frozen=p["head_frozen"], heads=p["heads"])
+        return {name: float(getattr(times, name)) for name in times.__slots__}
+
+    def prices(self) -> GroupPrices:
+        """Return everything the lowering needs of this group."""
+        known: dict[Any, Units] = {}
+        units: list[list[Units]] = []
+        for s, row in enumerate(self.units):
+            units.append([])
+            for c, names in enumerate(row):
+                key = self.rows[s], tuple(names), self._tied_here(s)
+                if key not in known:
+                    known[key] = self._unit_prices(s, c)
+                units[s].append(known[key])
+        forward_s, backward_s = self._sends()
+        schedule = self.group.schedule
+        if schedule == "interleaved" and self.num_chunks == 1:
+            schedule = "1f1b"
+        return GroupPrices(
+            index=self.g,
+            group=self.group,
+            schedule=schedule,
+            num_chunks=self.num_chunks,
+            parts=self._parts(units),
+            units=units,
+            spans=self.spans,
+            machines=self.machines,
+            send_forward_s=forward_s,
+            send_backward_s=backward_s,
+            optimizer_s=self._optimizers(units),
+            across_s=self._across(units),
+            tied_s=self._tied_s(),
+        )
+
+    def _parts(self, priced: list[list[Units]]) -> dict[str, np.ndarray]:
+        """Seconds of each op by part, host time included."""
+        stages, chunks = len(self.units), self.num_chunks
+        counts = np.zeros((stages, chunks, len(self.kinds)))
+        first, last = np.zeros((stages, chunks)), np.zeros((stages, chunks))
+        for s, row in enumerate(self.units):
+            for c, units in enumerate(row):
+                for unit in units:
+                    if unit >= 0:
+                        counts[s, c, unit] += 1.0
+                first[s, c], last[s, c] = EMBEDDING in units, HEAD in units
+        sums = {name: np.einsum("sck,sk->sc", counts, value) for name, value in self.layers.items()}
+        ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
+        ends |= self._table_reduces()
+        device, host = op_parts(sums, ends, first, last, self._host_between())
+        return with_host(device, host, self._outside(priced), self._short(), self.constants.host_sharpness)
+
+    def _tables(self, s: int) -> tuple[float, float]:
+        """Parameters of the embedding and of the head on a rank of a stage that holds them."""
+        table = self.pipeline["hidden"] * self.pipeline["vocab"] / float(self.machines[s].rank.tp)
+        return table, 0.0 if self._tied_here(s) else table
+
+    def _table_reduces(self) -> dict[str, np.ndarray]:
+        """Seconds of reducing the gradients of a table every micro-batch (ZeRO 2), shape (stages, 1)."""
+        trained = 1.0 - self.pipeline["head_frozen"]
+        rows = []
+        for s, (machine, end) in enumerate(zip(self.machines, self.ends, strict=True)):
+            embedding, head = (trained * params for params in self._tables(s))
+            beside = end["head_backward"]
+            rows.append(
+                [every_reduce_s(embedding, 0.0, machine, 0.0), every_reduce_s(head, 0.0, machine, beside)]
+            )
+        reduces = np.array(rows, dtype=float)
+        return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
+
+    def _outside(self, units: list[list[Units]]) -> np.ndarray:
+        """Seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
+        in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in self.machines]
+        return np.array(
+            [
+                [
+                    u.copy_weights_s @ (1.0 + (u.regather_s > 0))
+                    + u.copy_gradients_s.sum()
+                    + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+                    for u in row
+                ]
+                for alone, row in zip(in_turn, units, strict=True)
+            ]
+        )
+
+    def _host_between(self) -> np.ndarray:
+        """Return host seconds of an op outside its layers, shape (stages, 1)."""
+        launched = np.array([float(machine.traits.graphs) < 1.0 for machine in self.machines])
+        return self.constants.host_micro_batch * launched[:, None]
+
+    def _short(self) -> np.ndarray:
+        """Return the samples of the last micro-batch over those of the others, shape (stages, 1)."""
+        group = self.group
+        rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
+        priced = min(group.share, group.micro_batch)  # at which `stage_workers` prices an even split
+        share = [
+            -(-rest // stage.inner_dp) / -(-priced // stage.inner_dp)
+            if not stage.rank_shares
+            else rest / group.micro_batch
+            for stage in group.stages
+        ]
+        return np.array(share)[:, None]
+
+    def _tied_here(self, s: int) -> bool:
+        """Whether the head of this stage shares the embedding's table on it."""
+        return self.pipeline["tied"] > 0 and any(EMBEDDING in names for names in self.units[s])
+
+    def _unit_prices(self, s: int, c: int) -> Units:
+        """Prices of the units of one chunk."""
+        units, machine, end, p = np.array(self.units[s][c]), self.machines[s], self.ends[s], self.pipeline
+        table, head_table = self._tables(s)
+        at = {name: value[s] for name, value in self.layers.items()}
+        forward = at["forward"] + at["tensor_forward"] + at["context_forward"] + at["expert_forward"]
+        backward = (
+            at["backward_input"]
+            + at["backward_weight"]
+            + at["recompute"]
+            + at["tensor_backward"]
+            + at["tensor_recompute"]
+            + at["context_backward"]
+            + at["expert_backward"]
+            + at["expert_recompute"]
+        )
+        is_end = units < 0
+
+        def column(blocks: np.ndarray, embedding: float, head: float) -> np.ndarray:
+            return np.append(blocks, [embedding, head])[units]  # EMBEDDING is -2, HEAD is -1
+
+        ends_trained = 1.0 - p["head_frozen"]
+        dense = column(at["dense_params"], table, head_table)
+        expert = column(at["expert_params"], 0.0, 0.0)
+        trained = column(at["dense_params"] * self.trained, table * ends_trained, head_table * ends_trained)
+        expert_trained = column(at["expert_params"] * self.expert_trained, 0.0, 0.0)
+        whole, part = (
+            _shard_sums(*params, machine, units.shape)
+            for params in ((dense, expert), (trained, expert_trained))
+        )
+        return Units(
+            forward=_shares(column(forward, *(end[f"{e}_forward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))),
+            backward=_shares(
+                column(backward, *(end[f"{e}_backward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))
+            ),
+            params=trained,
+            expert_params=expert_trained,
+            gather_s=whole["gather"],
+            regather_s=np.where(is_end, 0.0, whole["gather"]),
+            scatter_s=part["scatter"],
+            copy_weights_s=whole["copy_weights"],
+            copy_gradients_s=part["copy_gradients"],
+        )
+
+    def _sends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a message over each boundary (the last joins the ends), forward and backward."""
+        stages = self.group.stages
+        count = len(stages)
+        forward, backward = np.zeros(count), np.zeros(count)
+        for i in range(count if count > 1 else 0):
+            j = (i + 1) % count
+            crosses = crosses_node(stages[i], stages[j], self.domains)
+            here, there = (
+                float(message_s(self.pipeline["hidden"], crosses, self.machines[k])) for k in (i, j)
+            )
+            forward[i] = backward[i] = max(here, there)
+        return forward, backward
+
+    def _optimizers(self, units: list[list[Units]]) -> np.ndarray:
+        """Seconds of the optimizer on each stage."""
+        return np.array(
+            [
+                float(
+                    optimizer_s(
+                        sum(u.params.sum() for u in row),
+                        sum(u.expert_params.sum() for u in row),
+                        sum(sum(unit >= 0 for unit in names) for names in self.units[s]),
+                        self.machines[s],
+                    )
+                )
+                for s, row in enumerate(units)
+            ]
+        )
+
+    def _across(self, units: list[list[Units]]) -> np.ndarray:
+        """Seconds of summing the sharded gradients of each stage over the groups."""
+        return np.array(
+            [
+                float(
+                    across_groups_s(
+                        sum(u.params.sum() for u in row),
+                        sum(u.expert_params.sum() for u in row),
+                        self.machines[s],
+                    )
+                )
+                for s, row in enumerate(units)
+            ]
+        )
+
+    def _tied_s(self) -> float:
+        p = self.pipeline
+        if not p["tied"] or len(self.group.stages) == 1:
+            return 0.0
+        ends = self.group.stages[0], self.group.stages[-1]
+        crosses = crosses_node(*ends, self.domains)
+        return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
+
+
+def _shard_sums(
+    dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Return the sharded tasks of all weights; experts are cut over the ranks that hold the same."""
+    if machine.rank.zero < 3:
+        return dict.fromkeys(ShardTimes.__slots__, np.zeros(shape))
+    times = shard_times(dense, expert, machine)
+    return {name: np.broadcast_to(getattr(times, name), shape) for name in times.__slots__}
+
+
+def _shares(seconds: np.ndarray) -> np.ndarray:
+    total = seconds.sum()
+    return seconds / total if total > 0 else np.full(len(seconds), 1.0 / max(1, len(seconds)))

@@ -1,0 +1,1 @@
+"""Cost source `measured`: layers and links timed on machines of the user."""

@@ -1,0 +1,270 @@
+"""The cost source `measured`: what layers and links cost on the user's own machines, from a costs file.
+
+A layer's forward and backward take `fixed + per_sample * samples` seconds on a device that was measured, and
+`slow` times that on one that is stated to be slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foreshard.errors import SpecError
+from foreshard.predict.measured.links import MeasuredLinks
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import load_json
+
+Line = tuple[float, float]
+"""(fixed seconds, seconds per sample)."""
+Sums = tuple[tuple[float, float], ...]
+"""(bytes per sample, which part of a ring) of each sum over the ranks that compute a layer together."""
+_LINES = ("forward_s", "backward_s", "backward_input_s")
+_NUMBERS = (
+    "optimizer_s",
+    "parameter_bytes",
+    "frozen_bytes",
+    "state_bytes",
+    "saved_bytes_per_sample",
+    "boundary_bytes_per_sample",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What a layer costs on the measured device.
+
+    Attributes
+    ----------
+    forward_s, backward_s, backward_input_s : (fixed, per sample)
+        `backward_input_s` is the part of the backward that the layer before waits for.
+    optimizer_s : float
+    parameter_bytes, state_bytes : float
+        Trainable parameters (their gradients take as much), optimizer's states.
+    saved_bytes_per_sample, boundary_bytes_per_sample : float
+        Kept from forward to backward; handed to the next layer.
+    frozen_bytes : float
+    sums_forward, sums_backward : Sums
+        Of a rank's part of a layer.
+    """
+
+    forward_s: Line
+    backward_s: Line
+    backward_input_s: Line
+    optimizer_s: float
+    parameter_bytes: float
+    state_bytes: float
+    saved_bytes_per_sample: float
+    boundary_bytes_per_sample: float
+    frozen_bytes: float = 0.0
+    sums_forward: Sums = ()
+    sums_backward: Sums = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCosts:
+    """Calibrated costs of one model on the devices it was timed on.
+
+    Attributes
+    ----------
+    layers : tuple of LayerCost
+        On the device that was measured first.
+    slow : mapping of device name to factor
+        How many times as long the work takes there; 1 for a measured device.
+    tables : mapping of device name to tuple of LayerCost
+        Devices that were measured themselves; `slow` refers to `layers` for all others.
+    spread : (float, float)
+        5th and 95th percentile of whole passes over their median: the noise of the machine.
+    clock : {'cpu', 'wall'}
+        What the seconds are of.
+    tokens_per_sample : float
+    path : str
+    links : MeasuredLinks
+        What is not in them the cluster says.
+    tied : tuple of (layers, bytes)
+        Parameters that several layers share: each of the layers counts it in its own bytes.
+    largest : int
+        Samples of the largest micro-batch that was timed.
+    parts : mapping of device name to mapping of degree to tuple of LayerCost
+        A rank's part of the layers where so many compute them together; '' for those without a table.
+    """
+
+    layers: tuple[LayerCost, ...]
+    slow: Mapping[str, float]
+    spread: tuple[float, float]
+    clock: str
+    tokens_per_sample: float
+    path: str
+    links: MeasuredLinks = field(default_factory=MeasuredLinks)
+    tables: Mapping[str, tuple[LayerCost, ...]] = field(default_factory=dict)
+    model: str = ""
+    machine: str = ""
+    largest: int = 8
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
+
+    def slow_of(self, device: str) -> float:
+        """Return how slow a device is.
+
+        Raises
+        ------
+        SpecError
+            When it was not measured.
+        """
+        if device not in self.slow:
+            raise SpecError(
+                f"no measured costs of {device!r}",
+                file=self.path,
+                key="devices",
+                value=device,
+                rule=f"Measured are {', '.join(sorted(self.slow))}",
+                fix="Profile that device, or give the lab to calibrate",
+            )
+        return self.slow[device]
+
+    def layers_on(self, device: str, tp: int = 1) -> tuple[LayerCost, ...]:
+        """Return the layers as measured on a device, or on the one that `slow_of` it refers to.
+
+        Raises
+        ------
+        SpecError
+            When a rank's part of them was not measured for so many ranks.
+        """
+        if tp == 1:
+            return self.tables.get(device, self.layers)
+        known = self.parts.get(device if device in self.tables else "", {})
+        if tp not in known:
+            raise SpecError(
+                f"layers that {tp} ranks compute together were not measured",
+                file=self.path,
+                key="groups.stages.tp",
+                value=tp,
+                rule=f"Measured are {', '.join(map(str, (1, *known)))}",
+                fix=f"Profile again with --tp {tp}, or plan without",
+            )
+        return known[tp]
+
+    def cut_bytes(self, layer: int, tp: int) -> float:
+        """Return the trained bytes of a layer that so many ranks share out; what is left each holds whole."""
+        whole, part = self.layers[layer].parameter_bytes, self.layers_on("", tp)[layer].parameter_bytes
+        return (whole - part) * tp / (tp - 1)
+
+    def summed(self) -> list[tuple[tuple[int, ...], float]]:
+        """Return the trained bytes that layers have each for itself, and those they share."""
+        own = [layer.parameter_bytes for layer in self.layers]
+        for layers, size in self.tied:
+            for layer in layers:
+                own[layer] -= size
+        return [*(((layer,), size) for layer, size in enumerate(own)), *self.tied]
+
+    def work_s(self, device: str, span: tuple[int, int], name: str, samples: int, tp: int = 1) -> float:
+        """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
+        lines = [getattr(layer, name) for layer in self.layers_on(device, tp)[slice(*span)]]
+        return self.slow_of(device) * float(sum(fixed + each * samples for fixed, each in lines))
+
+    def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:
+        """Return the seconds that a device needs to update layers, or its part of them."""
+        table = self.layers_on(device, tp)
+        return self.slow_of(device) * float(sum(table[layer].optimizer_s for layer in layers))
+
+    def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+        """Return the seconds of a message between two ranks."""
+        measured = self.links.between(apart=_apart(cluster, (source, target)))
+        if measured is not None:
+            return measured.message_s(num_bytes)
+        rate, latency_s = _stated(cluster, source, target)
+        return latency_s + num_bytes / rate
+
+    def ring_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: float) -> float:
+        """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005)."""
+        m = len(owners)
+        if m < 2:
+            return 0.0
+        measured = self.links.between(apart=_apart(cluster, owners))
+        if measured is not None:
+            return measured.ring_s(m, num_bytes)
+        links = [_stated(cluster, a, b) for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)]
+        rate, latency_s = min(r for r, _ in links), max(wait for _, wait in links)
+        return 2 * (m - 1) * latency_s + 2 * (m - 1) / m * num_bytes / rate
+
+
+def _apart(cluster: Cluster, ranks: Sequence[int]) -> bool:
+    return len({cluster.node_of(rank) for rank in ranks}) > 1
+
+
+def _stated(cluster: Cluster, source: int, target: int) -> Line:
+    """Return the cluster's own (bytes/s, latency in seconds) between two ranks."""
+    a, b = cluster.node_group_of(source), cluster.node_group_of(target)
+    return min(a.nic_bytes_per_s, b.nic_bytes_per_s), max(a.nic_latency_s, b.nic_latency_s)
+
+
+def load_costs(path: str) -> MeasuredCosts:
+    """Return measured costs from the file that `foreshard calibrate` writes.
+
+    Raises
+    ------
+    SpecError
+    """
+    data = load_json(path, key="--costs", fix="Make it with foreshard profile and foreshard calibrate")
+    try:
+        return _parsed(data, path)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise SpecError(
+            f"not measured costs: {what}",
+            file=path,
+            key="--costs",
+            rule="The file is what foreshard calibrate writes",
+            fix="Run foreshard calibrate again",
+        ) from None
+
+
+def _parsed(data: Any, path: str) -> MeasuredCosts:
+    if data["kind"] != "measured costs" or data["schema_version"] != 1:
+        raise ValueError("kind and schema_version")
+    tables = {str(name): _layers(rows) for name, rows in data.get("tables", {}).items()}
+    layers = _layers(data["layers"])
+    if any(len(table) != len(layers) for table in tables.values()):
+        raise ValueError("tables of as many layers")
+    slow = {str(name): float(factor) for name, factor in data["devices"].items()}
+    if not all(np.isfinite(factor) and factor > 0 for factor in slow.values()):
+        raise ValueError("devices with positive factors")
+    return MeasuredCosts(
+        layers=layers,
+        tables=tables,
+        slow=slow,
+        spread=(float(data["spread"][0]), float(data["spread"][1])),
+        clock=str(data["clock"]),
+        tokens_per_sample=float(data["tokens_per_sample"]),
+        path=path,
+        links=MeasuredLinks.parsed(data.get("links")),
+        model=str(data.get("model", "")),
+        machine=str(data.get("machine", "")),
+        largest=int(max(data["samples"])),
+        tied=tuple((tuple(map(int, one["layers"])), float(one["bytes"])) for one in data.get("tied", [])),
+        parts={
+            str(name): {int(degree): _layers(rows) for degree, rows in told.items()}
+            for name, told in data.get("tensor", {}).items()
+        },
+    )
+
+
+def _layers(rows: Any) -> tuple[LayerCost, ...]:
+    layers = []
+    for told in rows:
+        numbers: dict[str, Any] = {name: float(told[name]) for name in _NUMBERS}
+        lines: dict[str, Any] = {name: (float(told[name][0]), float(told[name][1])) for name in _LINES}
+        sums: dict[str, Any] = {
+            name: tuple((float(size), float(ring)) for size, ring in told.get(name, ()))
+            for name in ("sums_forward", "sums_backward")
+        }
+        pairs = (*lines.values(), *(pair for one in sums.values() for pair in one))
+        seen = np.array([*numbers.values(), *(v for pair in pairs for v in pair)])
+        if not (np.isfinite(seen) & (seen >= 0)).all():
+            raise ValueError("layers with finite seconds and bytes")
+        layers.append(LayerCost(**lines, **numbers, **sums))
+    if not layers:
+        raise ValueError("layers")
+    return tuple(layers)

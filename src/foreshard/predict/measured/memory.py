@@ -1,0 +1,103 @@
+"""What a rank holds under a plan, from the bytes that were measured of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from foreshard.graph.schedules import Op, stage_order
+from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.prediction import MEMORY_PARTS, Memory
+
+
+def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memory:
+    """Return what the fullest rank holds, tensors only, and every stage's peak."""
+    peaks, worst, where = [], None, 0
+    for group in plan.groups:
+        row = []
+        for s, stage in enumerate(group.stages):
+            parts = _stage_bytes(costs, group, stage, s)
+            row.append(sum(parts.values()))
+            for rank in stage.ranks:
+                full = sum(parts.values()) / cluster.device_of(rank).capacity_bytes
+                if worst is None or full > worst[0]:
+                    worst, where = (full, parts), rank
+        peaks.append(tuple(row))
+    assert worst is not None
+    peak, capacity = sum(worst[1].values()), cluster.device_of(where).capacity_bytes
+    return Memory(
+        peak_bytes=peak,
+        peak_allocated_bytes=peak,
+        peak_rank=where,
+        capacity_bytes=capacity,
+        fits=peak <= capacity,
+        breakdown_bytes=dict.fromkeys(MEMORY_PARTS, 0.0) | worst[1],
+        per_stage_peak_bytes=tuple(peaks),
+    )
+
+
+def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -> dict[str, float]:
+    table = costs.layers_on("", stage.tp)
+    layers = [table[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
+    samples = max(counts_of(stage, group.micro_batch))
+    kept, temporary = zip(*(_saved_bytes(costs, stage, span) for span in stage.layers), strict=True)
+    shards = stage.inner_dp if stage.zero >= 1 else 1
+    own = sum(layer.parameter_bytes for layer in layers)
+    return {
+        "parameters": own + sum(layer.frozen_bytes for layer in layers),
+        "gradients": own,
+        "optimizer": sum(layer.state_bytes for layer in layers) / shards,
+        "activations": samples * _most_kept(group, place, kept),
+        "temporary": samples * max(temporary),
+    }
+
+
+def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> tuple[float, float]:
+    """Return the bytes of a sample kept from forward to backward, and those made again in its backward."""
+    layers = costs.layers_on("", stage.tp)[slice(*span)]
+    saved = sum(layer.saved_bytes_per_sample for layer in layers)
+    again = part_again(stage)
+    if not again:
+        return saved, 0.0
+    _, _, rest = stage.recompute.partition(":")
+    kind, _, count = rest.partition(":")
+    unit = int(count) if kind == "uniform" else 1
+    units = [layers[start : start + unit] for start in range(0, len(layers), unit)]
+    most = max(sum(layer.saved_bytes_per_sample for layer in one) for one in units)
+    return saved * (1 - again) + again * sum(one[-1].boundary_bytes_per_sample for one in units), most
+
+
+def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:
+    """Return the largest sum of what a stage keeps of a sample of each micro-batch under way."""
+    order = stage_order(
+        group.schedule,
+        num_stages=len(group.stages),
+        num_micro_batches=group.num_micro_batches,
+        num_chunks=group.num_chunks,
+    )[place]
+    op, chunk = order[:, 0], order[:, 1]
+    change = np.where(op == Op.FORWARD, 1.0, np.where(op == Op.BACKWARD_INPUT, 0.0, -1.0))
+    return float(np.cumsum(change * np.array(bytes_of_chunk)[chunk]).max())
+
+
+def counts_of(stage: Stage, size: int) -> list[int]:
+    """Return the samples of a micro-batch that each rank of a stage takes."""
+    weights = stage.rank_shares or (1,) * stage.inner_dp
+    bounds = [size * int(seen) // sum(weights) for seen in np.cumsum((0, *weights))]
+    return [hi - lo for lo, hi in pairwise(bounds)]
+
+
+def part_again(stage: Stage) -> float:
+    """Return the part of the forward that runs again in the backward."""
+    head, _, rest = stage.recompute.partition(":")
+    layers = max(hi - lo for lo, hi in stage.layers)
+    if head == "none":
+        return 0.0
+    if head.startswith("every-"):
+        return (layers // int(head[6:])) / layers
+    kind, _, count = rest.partition(":")
+    return min(int(count), layers) / layers if kind == "block" else 1.0

@@ -1,0 +1,1 @@
+"""Cost source `formula`: seconds of every single task of a rank."""

@@ -1,0 +1,226 @@
+"""Cost source `formula`: the time of every single task of a rank, from shapes and fitted curves.
+
+A task is what one stream runs without waiting for another: a layer forward, its two halves backward,
+one collective. How tasks line up into a step is the engines' part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.cost.elementwise import stream_s
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.memory_activations import Recompute
+from foreshard.graph.shapes import LayerShape
+from foreshard.predict.machine import Machine, own_tokens, sustained, tokens_of
+from foreshard.predict.tasks.collectives import (
+    Sharing,
+    context_times,
+    every_reduce_s,
+    expert_exchange_s,
+    region_s,
+    tensor_times,
+)
+from foreshard.predict.tasks.host import host_times, offload_s
+from foreshard.predict.tasks.kernels import (
+    adapter_times,
+    attention_times,
+    cast_s,
+    elementwise_times,
+    expert_times,
+    linear_times,
+    weight_cast_s,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one layer on one rank for one micro-batch, by task and part."""
+
+    forward: Any
+    backward_input: Any
+    backward_weight: Any
+    recompute: Any
+    tensor_forward: Any  # collectives that nothing hides
+    tensor_backward: Any
+    tensor_recompute: Any
+    context_forward: Any
+    context_backward: Any
+    expert_forward: Any
+    expert_backward: Any
+    expert_recompute: Any
+    host_forward: Any
+    host_backward: Any
+    offload_forward: (
+        Any  # saved activations on their way to the host and back, where compute does not hide them
+    )
+    offload_backward: Any
+    reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
+    dense_params: Any  # on this rank
+    expert_params: Any
+
+    @property
+    def forward_s(self) -> Any:
+        """Device seconds of a forward, collectives included."""
+        moved = self.tensor_forward + self.context_forward + self.expert_forward
+        return self.forward + moved + self.offload_forward
+
+    @property
+    def backward_s(self) -> Any:
+        """Device seconds of a backward, recomputation included."""
+        return (
+            self.backward_input
+            + self.backward_weight
+            + self.recompute
+            + self.tensor_backward
+            + self.tensor_recompute
+            + self.context_backward
+            + self.expert_backward
+            + self.expert_recompute
+            + self.offload_backward
+            + self.reduce_backward
+        )
+
+
+def layer_times(
+    layer: LayerShape,
+    machine: Machine,
+    recompute: Recompute,
+    *,
+    region: tuple[Any, Any] | None = None,
+    dense_sharing: Sharing | None = None,
+) -> LayerTimes:
+    """Return the seconds of every task of one layer.
+
+    Parameters
+    ----------
+    layer : LayerShape
+    machine : Machine
+    recompute : Recompute
+    region : tuple, optional
+        :func:`region_s` of the layer's width, where the caller has it.
+    dense_sharing : Sharing, optional
+        :func:`sharing_of` dense weights, where the caller has it.
+
+    Returns
+    -------
+    LayerTimes
+        Fields broadcast to the batch.
+
+    Source
+    ------
+    docs/derivations/step.md; kernels and collectives in their own derivations.
+    """
+    rank, c = machine.rank, machine.constants
+    linear = linear_times(layer, machine)
+    attention, attention_back = attention_times(layer, machine)
+    stream, stream_back, norms, expert_act = elementwise_times(layer, machine)
+    expert, expert_input, expert_weight = expert_times(layer, machine)
+    adapter, adapter_back = adapter_times(layer, machine)
+    cast = cast_s(layer, machine)
+    dense = layer.dense_params / rank.tp
+    experts = layer.expert_params / np.maximum(1.0, rank.ep * rank.etp)
+    # Fused into the product, accumulation reads and writes the main gradient; else it reads the new one too.
+    wide = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 4.0)
+    accumulate = wide + (1.0 - machine.traits.grads_fused) * 2.0
+    # Scattered gradients are added up in shards.
+    accumulate = np.where(rank.zero >= 3, accumulate / rank.shard, accumulate)
+    accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
+    accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float))
+    forward = linear.forward + attention + stream + expert + adapter + cast
+    forward = forward + weight_cast_s(dense + experts, machine)
+    # Experts have their own exchange; a dense or shared MLP is a second tensor-parallel region.
+    regions = (np.asarray(layer.num_heads, dtype=float) > 0) * 1.0
+    regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
+    if region is None:
+        region = region_s(layer.hidden, machine)
+    tensor, tensor_back = tensor_times(region, machine, linear.weight_gradient / 2.0)
+    context, context_back = context_times(layer, machine, attention, attention_back)
+    sent = expert_exchange_s(layer, machine)
+    again = recompute
+    redo = (
+        again.core_attn * attention
+        + again.mlp * linear.mlp
+        + again.layernorm * norms
+        + again.moe * expert
+        + again.moe_act * expert_act
+        + again.shared_experts * linear.shared
+        + again.mla_up_proj * linear.latent
+        + again.op * 0.5 * linear.forward  # every second product is kept
+    )
+    host_forward, host_backward = host_times(layer, machine, recompute)
+    backward_input = linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast
+    offload_forward, offload_backward = offload_s(layer, machine, forward, backward_input)
+    return LayerTimes(
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=linear.weight_gradient + expert_weight + accumulate,
+        recompute=again.full * forward + (1.0 - again.full) * redo,
+        tensor_forward=regions * tensor,
+        tensor_backward=regions * tensor_back,
+        tensor_recompute=again.full * regions * tensor,
+        context_forward=context,
+        context_backward=context_back + np.maximum(again.full, again.core_attn) * context,
+        expert_forward=sent,
+        expert_backward=sent,
+        expert_recompute=np.maximum(again.full, again.moe) * sent,
+        host_forward=host_forward,
+        host_backward=host_backward,
+        offload_forward=offload_forward,
+        offload_backward=offload_backward,
+        reduce_backward=every_reduce_s(
+            dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing
+        ),
+        dense_params=dense,
+        expert_params=experts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTimes:
+    """Seconds of embedding and head for one micro-batch on the ranks that hold them."""
+
+    embedding_forward: Any
+    embedding_backward: Any
+    head_forward: Any
+    head_backward: Any
+    embedding_tensor: Any
+    head_tensor: Any
+
+
+def end_times(
+    hidden: Any,
+    vocab: Any,
+    head_rows: Any,
+    machine: Machine,
+    *,
+    frozen: Any = 0.0,
+    heads: Any = 1.0,
+    region: tuple[Any, Any] | None = None,
+) -> EndTimes:
+    """Return the seconds of the two ends of the model.
+
+    `heads` counts outputs (1 + next-token modules); `region` is :func:`region_s` where the caller has it.
+    """
+    rank, c = machine.rank, machine.constants
+    tokens, own = tokens_of(machine), own_tokens(machine)
+    rows = np.where(np.asarray(head_rows) > 0, rank.micro_batch * np.asarray(head_rows, dtype=float), tokens)
+    padded = np.ceil(vocab / (machine.traits.vocab_multiple * rank.tp)) * machine.traits.vocab_multiple
+    product = gemm_s(rows, padded, hidden, sustained(machine), sixteen_bit=True)
+    per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
+    loss = stream_s(rows * padded * per_logit, machine.kernels)
+    lookup = stream_s(4.0 * own * hidden, machine.kernels)
+    scatter, whole = region_s(hidden, machine) if region is None else region
+    gather = np.where(rank.sp > 0, scatter, whole) * c.tensor_comm
+    trained = 2.0 - np.asarray(frozen, dtype=float)
+    return EndTimes(
+        embedding_forward=lookup,
+        embedding_backward=1.5 * lookup * (trained - 1.0),
+        head_forward=heads * (product + loss / 3.0),
+        head_backward=heads * (trained * product + loss * 2.0 / 3.0),
+        embedding_tensor=2.0 * gather,
+        head_tensor=2.0 * heads * gather,
+    )

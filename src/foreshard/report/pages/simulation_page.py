@@ -1,0 +1,202 @@
+"""The one-file HTML report of a contest: the table, and the figures a paper would print."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from foreshard.report.pages.line_chart import Line, chart
+from foreshard.report.screen import Table
+from foreshard.report.simulation_table import online_screen
+
+if TYPE_CHECKING:
+    from foreshard.simulate.evaluation import Evaluation
+    from foreshard.simulate.sweeps import Sweeps
+
+_SHOWN = ("lyapunov", "static-best", "lb-bsp", "equal-share", "greedy-fastest")
+
+
+def online_page(found: Evaluation, swept: Sweeps) -> str:
+    """Return the report as one HTML text; it loads nothing and has no script."""
+    screen = online_screen(found)
+    title = html.escape(f"{found.scenario.name}: policies on a changing cluster")
+    sections = [
+        f"<h1>{title}</h1>" + "".join(f"<p>{html.escape(line)}</p>" for line in screen.header),
+        f"<p>{html.escape(' '.join(found.scenario.doc.split()))}</p>",
+        *(_section("Policies, those that keep the budgets first", _table(one)) for one in screen.tables),
+        "".join(f"<p>{html.escape(note)}</p>" for note in screen.notes),
+        _section("Gain against heterogeneity", _uneven(swept)),
+        _section("Rate of change", _rates(swept)),
+        _section("Cost and time over V", _front(swept)),
+        _section("Over the run, first path", _series(found)),
+        _section("Regret to the bound, first path", _regret(found)),
+    ]
+    style = _style()
+    data = json.dumps(found.to_dict() | {"sweeps": _data(swept)}, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<meta http-equiv="Content-Security-Policy" content="'
+        "default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{title} · foreshard simulate</title>\n"
+        f"<style>\n{style}\nsvg {{ width: 100%; max-width: 900px; }}\n"
+        "@media (max-width: 820px) { section { overflow-x: auto; } svg { width: 720px; } }\n"
+        f"</style>\n</head>\n<body>\n<main>\n{chr(10).join(sections)}\n</main>\n"
+        f'<script type="application/json" id="data">{data}</script>\n'
+        "</body>\n</html>\n"
+    )
+
+
+def _style() -> str:
+    """Return the style of all reports; without a script the theme is the system's."""
+    style = files("foreshard.report.pages").joinpath("static", "report.css").read_text(encoding="utf-8")
+    _, _, rest = style.partition(':root[data-theme="dark"] {')
+    dark, _, _ = rest.partition("}")
+    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
+
+
+def _data(swept: Sweeps) -> dict[str, object]:
+    return {
+        "slots": swept.slots,
+        "uneven": list(swept.uneven),
+        "rates": list(swept.rates),
+        "front": list(swept.front),
+    }
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _table(one: Table) -> str:
+    classes = [' class="n"' if name.startswith(">") else "" for name in one.columns]
+    head = "".join(
+        f"<th{kind}>{html.escape(name.removeprefix('>'))}</th>"
+        for kind, name in zip(classes, one.columns, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row, strict=True))
+        + "</tr>"
+        for row in one.rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _words(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _uneven(swept: Sweeps) -> str:
+    from foreshard.simulate.sweeps import PAPER_CUT, PAPER_FACTOR
+
+    if not swept.uneven:
+        return _words("No point of this scenario could be played.")
+    axis = "factor" if "factor" in swept.uneven[0] else "power"
+    names = {"ours": "ours, budgeted", "ideal": "bound, in budget", "free": "balanced, no budget"}
+    lines = [
+        Line(name=text, points=[(row[axis], row[name]) for row in swept.uneven], dashed=name == "ideal")
+        for name, text in names.items()
+    ]
+    said = f"Cut of mean batch time against equal shares on all devices, over {swept.slots} slots. "
+    if any(row["ours"] > row["ideal"] for row in swept.uneven):
+        # Nothing that keeps the budget is above the bound.
+        said += "Where ours is above the bound it spent more than its budget: so few slots do not settle it. "
+    if axis == "power":
+        return _words(said + "All factors of the scenario to a power: 0 is constant.") + chart(
+            lines, x="power of all factors", y="cut", percent=True
+        )
+    lines.append(
+        Line(name="formula, all devices", points=[(r[axis], r["formula"]) for r in swept.uneven], dashed=True)
+    )
+    lines.append(
+        Line(
+            name="one in four: 1-4/(3s+1)",
+            points=[(r[axis], 1 - 4 / (3 * r[axis] + 1)) for r in swept.uneven],
+            dashed=True,
+        )
+    )
+    lines.append(Line(name=f"paper: {100 * PAPER_CUT:.2f} %", points=[(PAPER_FACTOR, PAPER_CUT)]))
+    said += (
+        f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler among four that "
+        f"is {PAPER_FACTOR} times slower gives as much."
+    )
+    rows = [
+        (f"{r[axis]:g}", *(f"{100 * r[name]:.2f} %" for name in ("ours", "ideal", "free", "formula")))
+        for r in swept.uneven
+    ]
+    columns = (
+        "straggler factor",
+        ">ours, budgeted",
+        ">bound, in budget",
+        ">balanced, no budget",
+        ">formula",
+    )
+    return (
+        _words(said)
+        + chart(lines, x="how many times slower the straggler is", y="cut", percent=True)
+        + _table(Table(title="", columns=columns, rows=tuple(rows)))
+    )
+
+
+def _rates(swept: Sweeps) -> str:
+    lines = [
+        Line(name=name, points=[(row["rate"], row[name]) for row in swept.rates])
+        for name in ("lyapunov", "static-best")
+    ]
+    said = (
+        "Time over the bound when everything changes so many times as fast; reconfigurations per 1000 slots."
+    )
+    moves = [Line(name="lyapunov", points=[(row["rate"], row["reconfigurations"]) for row in swept.rates])]
+    return (
+        _words(said)
+        + chart(lines, x="rate of change", y="time over the bound", percent=True, log_x=True)
+        + chart(moves, x="rate of change", y="reconfigurations", log_x=True)
+    )
+
+
+def _front(swept: Sweeps) -> str:
+    lines = [
+        Line(name="time over the bound", points=[(row["weight"], row["over_bound"]) for row in swept.front]),
+        Line(name="cost over the budget", points=[(row["weight"], row["excess"]) for row in swept.front]),
+    ]
+    said = (
+        f"Over {swept.slots} slots: a larger V leans to time, and leaves more of the budget's excess unpaid."
+    )
+    return _words(said) + chart(lines, x="V", y="part", percent=True, log_x=True)
+
+
+def _series(found: Evaluation) -> str:
+    policies = found.to_dict()["policies"]
+    assert isinstance(policies, dict)
+    out = []
+    for key, text in (
+        ("step_time_s", "seconds a batch"),
+        ("usd", "dollars a batch"),
+        ("devices", "devices in use"),
+    ):
+        lines = []
+        for name in (one for one in _SHOWN if one in policies):
+            values = policies[name]["series"][key]
+            step = found.slots / len(values)
+            points = [(int((i + 0.5) * step) + 1, value) for i, value in enumerate(values)]
+            lines.append(Line(name=name, points=points, dots=False))
+        out.append(_words(text) + chart(lines, x="slot", y=text))
+    return "".join(out)
+
+
+def _regret(found: Evaluation) -> str:
+    first = found.rounds[0]
+    lines = []
+    for name in (one for one in ("lyapunov", "greedy-banked", "static-best") if one in first.runs):
+        over = first.runs[name].time_s - first.bound.mean_step_time_s
+        at = [round((i + 1) * len(over) / 100) for i in range(100)] if len(over) >= 100 else [len(over)]
+        total = over.cumsum()
+        lines.append(Line(name=name, points=[(k, float(total[k - 1])) for k in at], dots=False))
+    said = "Seconds above the bound's mean so far, slot by slot; falling stretches are slots that are easy."
+    return _words(said) + chart(lines, x="slot", y="seconds")

@@ -1,0 +1,146 @@
+"""A contest of policies as a screen: who kept the budgets, how far each is from the bound."""
+
+from __future__ import annotations
+
+from foreshard.report import quantity
+from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.simulate.evaluation import FIXED, KEPT, STAGES, Evaluation, half_width
+from foreshard.units import number_of
+
+
+def online_screen(found: Evaluation) -> Screen:
+    """Return what `foreshard simulate` shows."""
+    scenario, first = found.scenario, found.rounds[0]
+    seeds = number_of(len(found.rounds), "path")
+    devices = number_of(found.cluster.num_devices, "device")
+    header = (
+        f"{scenario.name or scenario.file}: {scenario.model} on {devices}",
+        f"{seeds} of {found.slots} slots, {scenario.batches} batches each; decisions see "
+        + ("their own slot" if scenario.sees_now else "the batch before")
+        + f"; {first.path['changes_per_1000']:.0f} changes per 1000 slots",
+    )
+    return Screen(
+        header=header,
+        boxes=_boxes(found),
+        tables=(policies_table(found),),
+        notes=_notes(found),
+    )
+
+
+def _boxes(found: Evaluation) -> tuple[Box, ...]:
+    bound = found.times("bound")
+    feasible = all(one.bound.feasible for one in found.rounds)
+    note = "no policy can know more" if feasible else "no policy keeps the budgets; without them"
+    boxes = [Box(title="bound", value=f"{quantity.seconds(float(bound.mean()))} a batch", note=note)]
+    if "lyapunov" in found.policies:
+        gap = float((found.times("lyapunov") / bound - 1.0).mean())
+        over = float(found.violations("lyapunov").max())
+        boxes.append(
+            Box(
+                title="lyapunov",
+                value=f"{100 * gap:.1f} % over the bound",
+                note=budget_words(over),
+                alarm=over > KEPT,
+            )
+        )
+        boxes += _cut(found)
+    return tuple(boxes)
+
+
+def budget_words(over: float) -> str:
+    """Return whether budgets are kept, of the largest excess of a mean over one."""
+    if over > KEPT:
+        return f"budget exceeded by {100 * over:.2f} %"
+    return f"budget kept, {100 * over:.2f} % above" if over > 0.0 else "budget kept"
+
+
+def kept_words(over: float) -> str:
+    """Return the same for a cell of a table."""
+    return "kept" if over <= KEPT else f"broken, +{100 * over:.0f} %"
+
+
+def _cut(found: Evaluation) -> list[Box]:
+    """Return the cut against equal shares, of ours and of the bound."""
+    if "equal-share" not in found.policies:
+        return []
+    equal = found.times("equal-share")
+    ours = float((1.0 - found.times("lyapunov") / equal).mean())
+    ideal = float((1.0 - found.times("bound") / equal).mean())
+    if ideal <= 0.0:
+        return []
+    note = f"{ours / ideal:.3f} of the bound's {100 * ideal:.1f} %"
+    return [Box(title="cut against equal-share", value=f"{100 * ours:.1f} %", note=note)]
+
+
+def _equal_budget(found: Evaluation) -> tuple[str, ...]:
+    """Return sentences on equal shares that keep the budgets."""
+    if "lyapunov" not in found.policies:
+        return ()
+    rivals = {"equal": "the best devices of every state"}
+    if FIXED in found.policies:
+        rivals[FIXED] = "the best fixed devices"
+    notes = []
+    for name, devices in rivals.items():
+        cut = found.cut("lyapunov", name)
+        if not cut.feasible:
+            notes.append(f"Equal shares on {devices} in hindsight do not keep the budgets.")
+            continue
+        part = "too little for a part of it to say much" if cut.part is None else f"{cut.part:.3f} of it"
+        notes.append(
+            f"Equal shares in budget on {devices} in hindsight: {quantity.seconds(cut.equal_s)} a batch. "
+            f"The bound cuts {100 * cut.ideal:.1f} % of it, lyapunov {100 * cut.ours:.1f} %: {part}."
+        )
+    return tuple(notes)
+
+
+def policies_table(found: Evaluation) -> Table:
+    """Return a row for each policy, those that keep the budgets first, fastest first."""
+    rows = []
+    for name in found.policies:
+        times, over = found.times(name), float(found.violations(name).max())
+        runs = [one.runs[name] for one in found.rounds]
+        gap = float((times / found.times("bound") - 1.0).mean())
+        width = half_width(times)
+        rows.append(
+            (
+                over > KEPT,
+                float(times.mean()),
+                name,
+                quantity.seconds(float(times.mean())),
+                "" if width is None else f"± {100 * width / times.mean():.2f} %",
+                f"{100 * gap:+.1f} %",
+                kept_words(over),
+                f"{sum(run.reconfigurations for run in runs) / len(runs):.0f}",
+                f"{sum(run.reshares for run in runs) / len(runs):.0f}",
+                f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
+            )
+        )
+    rows.sort()
+    cells: list[tuple[str, ...]] = [row[2:] for row in rows]
+    columns: tuple[str, ...] = (
+        "policy",
+        ">batch",
+        ">95 %",
+        ">over bound",
+        ">budget",
+        ">reconfigurations",
+        ">re-shares",
+        ">devices",
+    )
+    if len(found.rounds) == 1:  # one path has no spread
+        columns, cells = columns[:2] + columns[3:], [row[2:4] + row[5:] for row in rows]
+    return table("Policies", columns, cells, spare=(">devices", ">re-shares"))
+
+
+def _notes(found: Evaluation) -> tuple[str, ...]:
+    notes = [
+        *_equal_budget(found),
+        "Plans are data-parallel on subsets of the devices; the bound is over all of them, changes free.",
+    ]
+    if STAGES in found.policies:
+        notes.append(f"{STAGES} also cuts the layers between devices: the bound is not one of it.")
+    for i, one in enumerate(found.scenario.budget):
+        limit = sum(part.budgets[i].limit for part in found.rounds) / len(found.rounds)
+        of = f", {one.share:g} of what {one.of} spends" if one.of else ""
+        notes.append(f"Budget {one.name}: {quantity.digits(limit)} {one.kind} per {one.per}{of}.")
+    return tuple(notes)

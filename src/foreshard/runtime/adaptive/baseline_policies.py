@@ -1,0 +1,188 @@
+"""Rules to run beside the controller on the same ranks: shares by the speeds last seen, and the greedy plan.
+
+They are told what the controller is told and order plans as it does. A budget of money they keep by renting
+no more than it allows at any time, by stated prices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from foreshard.control import orders
+from foreshard.control.budgets.queues import Queues
+from foreshard.control.search.grouping import solve_slot
+from foreshard.control.search.state_cache import StructureMemo
+from foreshard.control.search.subsets import balanced_shares
+from foreshard.control.slots import Budget, Chain, Choice, State, Structure, WorkerPipeline
+from foreshard.errors import InfeasibleError, SpecError
+from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
+from foreshard.spec.plan import Plan
+
+_MOST_RANKS = 12
+"""Beyond which not all subsets that a budget allows are compared."""
+
+
+class BaselinePolicy:
+    """Takes events and orders the plan that `decide` finds best for what was last measured.
+
+    Parameters
+    ----------
+    chain : Chain
+    stated : State
+    plan : Plan
+    budgets : sequence of Budget
+        Of money per hour only.
+    max_stages : int
+    """
+
+    def __init__(
+        self, chain: Chain, stated: State, plan: Plan, *, budgets: Sequence[Budget] = (), max_stages: int = 4
+    ):
+        for budget in budgets:
+            if budget.kind != "usd" or budget.per != "hour":
+                raise SpecError(
+                    f"a rule that does not know {budget.name}",
+                    key="--budget",
+                    value=budget.name,
+                    rule="Only --policy lyapunov keeps budgets other than usd_per_h",
+                )
+        self.chain, self.stated, self.plan, self.max_stages = chain, stated, plan, max_stages
+        self.queues = Queues(budgets, weight=1.0, step_s=1.0)
+        self.step, self.reconfigurations, self.reshares = -1, 0, 0
+        self.speed, self._rate = stated.speed.copy(), stated.bandwidth_bytes_per_s.copy()
+        self._there = np.array(stated.available, bool)
+        self._batch, self._micro_batch = plan.global_batch, plan.groups[0].micro_batch
+        self.choice = Choice(
+            structure=orders.structure_of(plan),
+            shares=tuple(group.share for group in plan.groups),
+            time_s=0.0,
+            costs={},
+        )
+
+    def on(self, event: Event) -> Sequence[Command]:
+        """Take a fact in; return the command for the next step boundary."""
+        self.step = max(self.step, event.step)
+        self._see(event)
+        return self._decided()
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, RankLost | DeviceSeen):
+            self._there[event.rank] = isinstance(event, DeviceSeen)
+        if isinstance(event, DeviceSeen) and event.relative_speed is not None:
+            self.speed[event.rank] = event.relative_speed
+        if not isinstance(event, StepMeasured):
+            return
+        costs = {budget.name: event.costs[budget.name] for budget in self.queues.budgets}
+        self.queues.record(event.time_s, costs)
+        for group in self.choice.structure.groups:
+            for rank, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
+                if event.stage_s.get(rank, 0.0) > 0.0:
+                    nominal = float(self.chain.before_s[rank, stop] - self.chain.before_s[rank, first])
+                    self.speed[rank] = nominal / event.stage_s[rank]
+        for (source, target), (size, seconds) in event.link_s.items():
+            moving = max(seconds - float(self.stated.latency_s[source, target]), 0.01 * seconds)
+            self._rate[source, target] = size / moving
+
+    def _decided(self) -> Sequence[Command]:
+        try:
+            choice = self.decide(self._allowed())
+        except InfeasibleError as error:
+            return (Command(kind="keep", reason=f"no plan: {error}"),)
+        kind = orders.change_of(self.choice, choice)
+        self.choice = choice
+        if kind == "keep":
+            return (Command(kind=kind),)
+        self.reshares += kind == "re-share"
+        self.reconfigurations += kind != "re-share"
+        self.plan = orders.plan_of(self.plan, choice, micro_batch=self._micro_batch)
+        return (Command(kind=kind, plan=self.plan, reason="by what was last measured"),)
+
+    def _allowed(self) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that may be rented at once, none part of another."""
+        there = tuple(int(rank) for rank in np.flatnonzero(self._there))
+        limit = min([budget.limit for budget in self.queues.budgets], default=np.inf)
+        price = self.stated.usd_per_h
+        if price[list(there)].sum() <= limit:
+            return [there]
+        if len(there) > _MOST_RANKS:
+            value = sorted(there, key=lambda rank: price[rank] / self.stated.speed[rank])
+            paid = np.cumsum(price[value]) <= limit
+            return [tuple(sorted(itertools.compress(value, paid)))]
+        found: list[tuple[int, ...]] = []
+        for count in range(len(there), 0, -1):
+            for chosen in itertools.combinations(there, count):
+                if price[list(chosen)].sum() <= limit and not any(set(chosen) < set(one) for one in found):
+                    found.append(chosen)
+        return found
+
+    def _seen(self, ranks: Sequence[int]) -> State:
+        there = np.zeros(len(self._there), dtype=bool)
+        there[list(ranks)] = True
+        return replace(self.stated, speed=self.speed, bandwidth_bytes_per_s=self._rate, available=there)
+
+    def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
+        """Return what to run.
+
+        Raises
+        ------
+        InfeasibleError
+            When none of the sets of ranks can run the model.
+        """
+        raise NotImplementedError
+
+
+class LbBsp(BaselinePolicy):
+    """LB-BSP: a replica on every rank, shares by the speeds last seen.
+
+    Source
+    ------
+    Chen, Weng, Wang, Li, Li 2018 (arXiv 1806.02508), with the last speed as the forecast.
+    """
+
+    def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
+        """Return replicas on the ranks that are fastest together by what is stated."""
+        if not any(allowed):
+            raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
+        whole = self.chain.before_s[:, -1]
+        ranks = max(allowed, key=lambda one: (self.stated.speed[list(one)] / whole[list(one)]).sum())
+        shares = balanced_shares(whole[list(ranks)] / self.speed[list(ranks)], self._batch)
+        used = [(rank, int(share)) for rank, share in zip(ranks, shares, strict=True) if share]
+        groups = tuple(WorkerPipeline(workers=(rank,), cuts=(0, self.chain.num_layers)) for rank, _ in used)
+        return Choice(
+            structure=Structure(groups=groups), shares=tuple(n for _, n in used), time_s=0.0, costs={}
+        )
+
+
+class GreedyReplanning(BaselinePolicy):
+    """The fastest plan for what was last seen, at once, whatever the change costs."""
+
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, **more)
+        self._memo = StructureMemo()
+
+    def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
+        """Return the fastest of the best plans on each set of ranks."""
+        choices = [
+            solve_slot(
+                self.chain,
+                self._seen(ranks),
+                batch=self._batch,
+                micro_batch=self._micro_batch,
+                time_weight=1.0,
+                max_stages=self.max_stages,
+                memo=self._memo,
+            )
+            for ranks in allowed
+            if ranks
+        ]
+        if not choices:
+            raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
+        return min(choices, key=lambda choice: choice.time_s)
+
+
+RIVALS: dict[str, type[BaselinePolicy]] = {"lb-bsp": LbBsp, "greedy": GreedyReplanning}

@@ -1,0 +1,69 @@
+"""What passes take at nominal speed with micro-batches of a size: measured layers, in sums over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
+from foreshard.spec.cluster import Cluster
+
+Span = tuple[int, int]
+
+
+class PassTimes:
+    """Forward and backward of layers on each rank.
+
+    Parameters
+    ----------
+    costs : MeasuredCosts
+    cluster : Cluster
+
+    Attributes
+    ----------
+    fixed_s, each_s : ndarray, shape (ranks, layers)
+        Seconds per micro-batch and per sample, at the speed of the measured device.
+    slow : ndarray, shape (ranks,)
+        As stated.
+    """
+
+    def __init__(self, costs: MeasuredCosts, cluster: Cluster):
+        names = [cluster.device_of(rank).name for rank in range(cluster.num_devices)]
+        lines = np.array([[_line(layer) for layer in costs.layers_on(name)] for name in names])
+        self.fixed_s, self.each_s = lines[:, :, 0], lines[:, :, 1]
+        self.slow = np.array([costs.slow_of(name) for name in names])
+
+    def layer_s(self, size: int) -> np.ndarray:
+        """Return seconds per sample of every layer on every rank."""
+        return np.asarray(self.fixed_s / size + self.each_s)
+
+    def sample_s(self, rank: int, span: Span, share: int, size: int) -> float:
+        """Return seconds per sample of layers [first, stop) for a share in micro-batches of a size."""
+        fixed, each = (float(table[rank, slice(*span)].sum()) for table in (self.fixed_s, self.each_s))
+        return -(-share // size) * fixed / share + each
+
+    def best_size(self, stages: Sequence[tuple[int, Span]], share: int, most: int) -> int:
+        """Return the micro-batch with which a share passes through stages soonest, by stated speeds.
+
+        Small ones fill the pipeline sooner, large ones pause less often.
+        """
+
+        def step_s(size: int) -> float:
+            def pass_s(samples: int) -> list[float]:
+                return [
+                    float(self.slow[rank]) * samples * self.sample_s(rank, span, samples, samples)
+                    for rank, span in stages
+                ]
+
+            whole, rest = divmod(share, size)
+            first = pass_s(size)
+            fill_s = sum(first) - max(first)
+            return fill_s + whole * max(first) + (max(pass_s(rest)) if rest else 0.0)
+
+        return min(range(1, min(most, share) + 1), key=lambda size: (step_s(size), -size))
+
+
+def _line(layer: LayerCost) -> tuple[float, float]:
+    forward, backward = layer.forward_s, layer.backward_s
+    return forward[0] + backward[0], forward[1] + backward[1]

@@ -1,0 +1,74 @@
+"""Seconds of a step with the micro-batches that a run gives its pipelines: a closer look at finalists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foreshard.control.search.pricing import sync_s
+from foreshard.control.search.stage_pricing import stage_hop_s, stage_sync_s
+from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure, WorkerPipeline
+from foreshard.runtime.adaptive.layer_times import PassTimes
+
+
+class StepTiming:
+    """Times structures by measured passes; what searches has one micro-batch size for all of them.
+
+    Parameters
+    ----------
+    passes : PassTimes
+    chain : Chain
+        For messages and rings.
+    most : int, samples
+        Of the largest micro-batch; of all where stages split them.
+    batch : int, samples
+    """
+
+    def __init__(self, passes: PassTimes, chain: Chain, most: int, batch: int):
+        self._passes, self._chain, self._most, self._batch = passes, chain, most, batch
+
+    def __call__(self, state: State, structure: Structure, shares: Sequence[int]) -> float:
+        """Return the seconds of a batch, shares in whole samples."""
+        if structure.reading == MP_OVER_DP:
+            return self._stages_s(state, structure, shares)
+        groups = zip(structure.groups, shares, strict=True)
+        ends = [self._group_s(state, group, share) for group, share in groups if share > 0]
+        return max(ends) + float(sync_s(self._chain, state, structure).max())
+
+    def _stages_s(self, state: State, structure: Structure, shares: Sequence[int]) -> float:
+        """Return the seconds of a batch through stages whose workers split every micro-batch."""
+        taken, periods, before = iter(shares), [], None
+        for stage in structure.groups:
+            passing = [
+                size
+                * self._passes.sample_s(rank, (stage.cuts[0], stage.cuts[1]), size, size)
+                / float(state.speed[rank])
+                for rank, size in zip(stage.workers, taken, strict=False)
+            ]
+            hop_s = stage_hop_s(self._chain, state, before, stage, self._most) if before else 0.0
+            periods.append(max(passing) + hop_s)
+            before = stage.workers
+        sums = max(stage_sync_s(self._chain, state, stage) for stage in structure.groups)
+        return sum(periods) + (self._batch / self._most - 1.0) * max(periods) + sums
+
+    def _group_s(self, state: State, group: WorkerPipeline, share: int) -> float:
+        """Return when a pipeline has passed its share: fill, then the slowest stage again and again."""
+        cuts = group.cuts
+        stages = [(w, (lo, hi)) for w, lo, hi in zip(group.workers, cuts[:-1], cuts[1:], strict=True)]
+        size = self._passes.best_size(stages, share, self._most)
+        whole, rest = divmod(share, size)
+        first = self._periods(state, stages, size)
+        last = float(self._periods(state, stages, rest).max()) if rest else 0.0
+        return float(first.sum() + (whole - 1) * first.max()) + last
+
+    def _periods(self, state: State, stages: Sequence[tuple[int, tuple[int, int]]], size: int) -> np.ndarray:
+        passes, found = self._passes, np.zeros(len(stages))
+        for k, (rank, span) in enumerate(stages):
+            found[k] = size * passes.sample_s(rank, span, size, size) / float(state.speed[rank])
+            if k:
+                before = stages[k - 1][0]
+                rate = float(state.bandwidth_bytes_per_s[before, rank])
+                found[k] += 2.0 * float(state.latency_s[before, rank])
+                found[k] += size * float(self._chain.boundary_bytes[span[0] - 1]) / rate
+        return found

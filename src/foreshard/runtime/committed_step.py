@@ -1,0 +1,94 @@
+"""A committed step, and how far a rank has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from foreshard.runtime.engine.loss_scale import LossScale
+from foreshard.runtime.engine.vote import Vote
+from foreshard.runtime.membership.recovery import Status
+from foreshard.runtime.state.rank_state import RankState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A committed step.
+
+    Attributes
+    ----------
+    step : int
+    loss : float
+        Mean over what the job counts (tokens), of the whole step.
+    count : float
+    gradient_norm : float or None
+        Of the mean gradient, where it was asked for.
+    time_s : float or None
+        On the run's clock, of the slowest rank where time is virtual; None for a step that was cut in two.
+    vote : Vote
+    """
+
+    step: int
+    loss: float
+    count: float
+    gradient_norm: float | None
+    time_s: float | None
+    vote: Vote
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingProgress:
+    """How far a rank has come.
+
+    Attributes
+    ----------
+    step : int
+        It trains next.
+    reduced : bool
+        Whether its gradients of that step are summed, and only the vote is missing.
+    trained_in : int
+        The generation in which they were.
+    vote : Vote or None
+        Of the last step.
+    last : StepDone or None
+        That step.
+    told : int
+        The last step that this rank told of; -1 for none.
+    """
+
+    step: int = 0
+    reduced: bool = False
+    trained_in: int = 0
+    vote: Vote | None = None
+    last: StepDone | None = None
+    told: int = -1
+
+    def committed(self, vote: Vote, norm: float | None) -> None:
+        """Count the step as done."""
+        self.last = StepDone(
+            step=self.step,
+            loss=vote.loss / max(vote.count, 1e-300),
+            count=vote.count,
+            gradient_norm=norm,
+            time_s=None,
+            vote=vote,
+        )
+        self.step, self.vote, self.reduced = self.step + 1, vote, False
+
+    def done(self, time_s: float | None) -> StepDone:
+        """Return the last step with its time."""
+        assert self.last is not None
+        return replace(self.last, time_s=time_s)
+
+    def status(self, holding: RankState, room_bytes: float | None, scale: LossScale | None) -> Status:
+        """Return what to tell the others when meeting them."""
+        return Status(
+            step=self.step,
+            reduced=self.reduced,
+            vote=self.vote,
+            told=self.told,
+            last=-1 if self.last is None else self.last.step,
+            held=holding.held,
+            kept=holding.kept,
+            room_bytes=room_bytes,
+            loss_scale=scale,
+        )

@@ -1,0 +1,1 @@
+"""Executes one training step on one rank: its schedule, exchange, gradient sync, update, vote."""

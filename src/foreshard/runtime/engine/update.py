@@ -1,0 +1,100 @@
+"""The update that ends a step: summed gradients divided once, clipped by their true norm, and stepped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from foreshard.runtime.engine.clock import Clock
+from foreshard.runtime.engine.loss_scale import LossScale, first_scale
+from foreshard.runtime.engine.vote import Vote
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.state.rank_state import RankState
+from foreshard.runtime.trainer_context import Options
+from foreshard.spec.plan import Plan
+
+
+class Update:
+    """Updates what a rank holds.
+
+    Parameters
+    ----------
+    job : Job
+    options : Options
+    clock : Clock
+
+    Attributes
+    ----------
+    scale : LossScale or None
+        The factor on the loss, where half precision needs one.
+    """
+
+    def __init__(self, job: Job, options: Options, clock: Clock):
+        self._job, self._options, self._clock = job, options, clock
+        self._base_lr: list[float] = []
+        self.scale: LossScale | None = None
+
+    @property
+    def factor(self) -> float:
+        """By which losses are multiplied before the backward."""
+        return 1.0 if self.scale is None else self.scale.value
+
+    def arrange(self, holding: RankState, plan: Plan) -> None:
+        """Take over a new optimizer and the precision of a plan."""
+        scaled = plan.precision == "fp16"
+        self.scale = (self.scale or first_scale(plan.tokens)) if scaled else None
+        groups = holding.optimizer.param_groups if holding.optimizer is not None else []
+        self._base_lr = [group["lr"] for group in groups]
+
+    def square_norm(self, holding: RankState) -> float:
+        """Return the squares of the gradients that this rank answers for: each parameter is counted once."""
+        options = self._options
+        if options.clip_norm is None and not options.track_norm and self.scale is None:
+            return 0.0
+        mine = [b.flat for b in holding.buckets if b.segment.owners[0] == holding.rank]
+        return float(sum(flat.double().square().sum() for flat in mine))
+
+    def apply(
+        self, holding: RankState, vote: Vote, step: int, on_skip: Callable[[str], None]
+    ) -> float | None:
+        """Update, and return the norm of the mean gradient if it was asked for.
+
+        Parameters
+        ----------
+        holding : RankState
+        vote : Vote
+            Of the step.
+        step : int
+        on_skip : callable of text
+            Told why where nothing is updated.
+        """
+        scale, norm = 1.0 / vote.count if vote.count else 0.0, None
+        if self.scale is not None:
+            scale /= self.scale.value
+            self.scale = self.scale.after(vote.square_norm)
+            if not math.isfinite(vote.square_norm):
+                on_skip(f"gradient not finite: nothing updated, loss scale {self.scale.value:g}")
+                return None
+        if self._options.clip_norm is not None or self._options.track_norm:
+            norm = vote.square_norm**0.5 * scale
+        if norm is not None and self._options.clip_norm is not None and norm > self._options.clip_norm:
+            scale *= self._options.clip_norm / (norm + 1e-6)
+        self._step(holding, scale, step)
+        return norm
+
+    def _step(self, holding: RankState, scale: float, step: int) -> None:
+        layers = len(holding.modules)
+        self._clock.begin()
+        for bucket in holding.buckets:
+            bucket.flat.mul_(scale)
+            bucket.empty()
+        if holding.optimizer is not None:
+            self._set_lr(holding, step)
+            holding.optimizer.step()
+        self._clock.end("optimizer", 0, layers)
+
+    def _set_lr(self, holding: RankState, step: int) -> None:
+        if self._job.lr is not None and holding.optimizer is not None:
+            factor = self._job.lr(step)
+            for group, base in zip(holding.optimizer.param_groups, self._base_lr, strict=True):
+                group["lr"] = base * factor

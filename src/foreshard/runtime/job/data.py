@@ -1,0 +1,249 @@
+"""Samples by their place in the training: which sample is the p-th does not depend on who trains it.
+
+Each pass over the data has its own order, computed for one place at a time, so that nothing is stored and
+training goes on anywhere exactly where it stopped. What a dataset draws at random belongs to the place too.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from foreshard.errors import SpecError
+from foreshard.runtime.job.layer_builders import SEEDING
+from foreshard.runtime.job.user_code import own_code
+
+_KEPT_STEPS = 4
+"""Steps of an iterable's samples that stay at hand: a step may be trained again, cut in another way."""
+_MASK = (1 << 64) - 1
+
+
+def _mixed(value: int) -> int:
+    """Return 64 well-mixed bits (the finaliser of splitmix64, Steele et al. 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def shuffled(place: int, size: int, seed: int) -> int:
+    """Return the place-th element of a permutation of 0..size-1.
+
+    A Feistel network of four rounds over the next even power of two, walked until it falls inside.
+
+    Source
+    ------
+    Black and Rogaway 2002, cycle walking.
+
+    Examples
+    --------
+    >>> sorted(shuffled(i, 10, seed=3) for i in range(10)) == list(range(10))
+    True
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    value = place
+    while True:
+        left, right = value >> half, value & low
+        for turn in range(4):
+            left, right = right, left ^ (_mixed(right ^ _mixed(seed * 4 + turn)) & low)
+        value = left << half | right
+        if value < size:
+            return value
+
+
+class Feed:
+    """Batches of a dataset by position.
+
+    Parameters
+    ----------
+    dataset : map or iterable dataset
+        Of an iterable the p-th sample is the p-th that it yields; every pass starts it anew.
+    collate : callable of a list of samples
+    global_batch : int
+    seed : int
+    prefetch : int
+        Batches to read ahead, in another thread; 0 for none.
+    path : str, optional
+        File of the job, for errors.
+
+    Raises
+    ------
+    SpecError
+        When the dataset is empty or can be read only once.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        global_batch: int,
+        seed: int = 0,
+        prefetch: int = 2,
+        path: str | None = None,
+    ):
+        self.dataset, self.collate, self.global_batch, self.seed = dataset, collate, global_batch, seed
+        self._path, self._depth = path, prefetch
+        self._size = _size_of(dataset, path)
+        self._stream: Iterator[Any] | None = None
+        self._next = 0
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="foreshard-feed") if prefetch else None
+        self._ahead: dict[range, Future[Any]] = {}
+        self._coming: deque[range] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int | None:
+        """Samples of the dataset; None of an iterable."""
+        return self._size
+
+    def index(self, position: int) -> int:
+        """Return which sample is at a position of the training; of an iterable the position itself."""
+        if self._size is None:
+            return position
+        turn, place = divmod(position, self._size)
+        return shuffled(place, self._size, _mixed(self.seed) ^ turn)
+
+    def batch(self, positions: range) -> Any:
+        """Return the samples at the positions, collated.
+
+        Raises
+        ------
+        SpecError
+            When the dataset or the collation fails.
+        """
+        ahead = self._ahead.pop(positions, None)
+        if ahead is None and positions in self._coming:
+            self._coming.remove(positions)
+        try:
+            return ahead.result() if ahead is not None else self._read(positions)
+        finally:
+            self._read_ahead()
+
+    def prefetch(self, wanted: Sequence[range]) -> None:
+        """Read these batches ahead, in this order, and behind them the same of the next step.
+
+        What was read ahead and is not wanted any more is dropped.
+        """
+        if self._pool is None:
+            return
+        later = [range(p.start + self.global_batch, p.stop + self.global_batch) for p in wanted]
+        coming = [*wanted, *later]
+        for positions in [p for p in self._ahead if p not in coming]:
+            self._ahead.pop(positions).cancel()
+        self._coming = deque(p for p in coming if p not in self._ahead)
+        self._read_ahead()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._coming.clear()
+        self._ahead.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def _read_ahead(self) -> None:
+        while self._pool is not None and self._coming and len(self._ahead) < self._depth:
+            positions = self._coming.popleft()
+            self._ahead[positions] = self._pool.submit(self._read, positions)
+
+    def _read(self, positions: range) -> Any:
+        with self._lock, SEEDING, _generators_kept():
+            with own_code("dataset", self._path, rule="Every sample can be read at any time"):
+                samples = [self._sample(position) for position in positions]
+            with own_code("collate", self._path, rule="A list of samples makes a batch"):
+                _seed_generators(self.seed, positions.start, 1)
+                return self.collate(samples)
+
+    def _sample(self, position: int) -> Any:
+        if self._size is None:
+            return self._streamed(position)
+        _seed_generators(self.seed, position, 0)
+        return self.dataset[self.index(position)]
+
+    def _streamed(self, position: int) -> Any:
+        """Return the p-th sample of an iterable; samples passed over are kept while they may be asked for."""
+        if position in self._kept:
+            return self._kept[position]
+        if self._stream is None or position < self._next:
+            self._stream, self._next = self._forever(), 0
+            self._kept.clear()
+        while self._next <= position:
+            _seed_generators(self.seed, self._next, 0)
+            self._kept[self._next] = next(self._stream)
+            self._next += 1
+            while len(self._kept) > _KEPT_STEPS * self.global_batch:
+                self._kept.popitem(last=False)
+        return self._kept[position]
+
+    def _forever(self) -> Iterator[Any]:
+        while True:
+            count = 0
+            for sample in self.dataset:
+                count += 1
+                yield sample
+            if not count:
+                raise SpecError(
+                    "the dataset yields nothing",
+                    file=self._path,
+                    key="dataset",
+                    rule="A dataset has at least one sample",
+                    fix="Let its __iter__ start anew every time",
+                )
+
+
+def _size_of(dataset: Any, path: str | None) -> int | None:
+    """Return the number of samples of a map dataset, None of an iterable."""
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if is_map and not isinstance(dataset, IterableDataset):
+        with own_code("dataset", path):
+            size = len(dataset)
+        if size == 0:
+            raise SpecError(
+                "the dataset is empty",
+                file=path,
+                key="dataset",
+                rule="A dataset has at least one sample",
+                fix="See what dataset() reads",
+            )
+        return size
+    if isinstance(dataset, Iterator):
+        raise SpecError(
+            f"the dataset is a {type(dataset).__name__}, which can be read once",
+            file=path,
+            key="dataset",
+            rule="A dataset gives the same samples every time it is read",
+            fix="Return an object whose __iter__ starts anew",
+        )
+    return None
+
+
+def _seed_generators(seed: int, position: int, use: int) -> None:
+    """Let what is drawn next depend on the position only."""
+    value = _mixed(_mixed(_mixed(seed) ^ position) ^ use)
+    torch.default_generator.manual_seed(value >> 1)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)  # datasets may use numpy's global generator
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Give the process's generators back as they were."""
+    kept = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])

@@ -1,0 +1,299 @@
+"""What is trained: the user's layers, samples, loss and optimizer, read from a file of plain PyTorch.
+
+A job file defines `model()`, `dataset()`, `loss(output, batch)` and `optimizer(params)`. It is the user's own
+program and runs with this process's rights; nothing of it comes over the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import default_collate
+
+from foreshard.errors import SpecError
+from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of
+from foreshard.runtime.job.user_code import OWN_RULE, own_code
+
+REQUIRED = ("model", "dataset", "loss", "optimizer")
+OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan")
+_INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
+_RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
+_LR_RULE = "It returns the factor on the learning rate, a number"
+_LOSS_RULE = "It returns the sum over what is counted, and the count"
+_BATCH_STATISTICS = (
+    "BatchNorm in training takes its statistics from the samples of one micro-batch on one rank: the result "
+    "depends on the plan. See docs/runtime_jobs.md for norms that do not."
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A training job.
+
+    Attributes
+    ----------
+    builders : list of callables
+        One per layer; each gives the layer's module, the same every time.
+    dataset : map or iterable dataset
+    loss : callable of (output, batch)
+        Returns the sum over what is counted, and the count (tokens, samples).
+    optimizer : callable of a list of parameters
+    collate : callable of a list of samples
+    inputs : callable of a batch
+        What the first layer is given.
+    lr : callable of the step, optional
+        Factor on the optimizer's learning rate.
+    fixed_shapes : bool
+        Whether every sample has the same shape in every step.
+    tied : tuple of groups of (layer, parameter name)
+        Parameters that are one.
+    tensor_plan : mapping of module name to role
+        Which weights tensor-parallel ranks hold in parts, in layers that do not say it themselves.
+    path : str or None
+    """
+
+    builders: list[Builder]
+    dataset: Any
+    loss: Callable[[Any, Any], tuple[Tensor, Any]]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    collate: Callable[[list[Any]], Any] = default_collate
+    inputs: Callable[[Any], Any] = field(default=lambda batch: first_input(batch))
+    lr: Callable[[int], float] | None = None
+    fixed_shapes: bool = True
+    tied: Tied = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    path: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.builders)
+
+    def layer(self, index: int) -> nn.Module:
+        """Return a fresh module of a layer, with the values it starts from.
+
+        Raises
+        ------
+        SpecError
+            When the job's own code fails.
+        """
+        with own_code(f"layer {index}", self.path, rule="Every layer can be built at any time"):
+            layer = self.builders[index]()
+        if any(isinstance(part, _BatchNorm) and part.training for part in layer.modules()):
+            warnings.warn(_BATCH_STATISTICS, stacklevel=2)
+        return layer
+
+    def in_double(self) -> Job:
+        """Return the job in double precision: its layers, and what the first of them takes."""
+        return replace(
+            self,
+            builders=[_doubled(builder) for builder in self.builders],
+            inputs=lambda batch: _to_double(self.inputs(batch)),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        layers: Any,
+        dataset: Any,
+        loss: Any,
+        optimizer: Any,
+        *,
+        seed: int = 0,
+        tied: Iterable[Iterable[Key]] = (),
+        **more: Any,
+    ) -> Job:
+        """Return the job of a model given as layers, as `nn.Sequential`, or as a model of transformers.
+
+        Parameters
+        ----------
+        layers : sequence of modules or of callables giving modules, nn.Sequential, PreTrainedModel
+            Of callables only the layers that a rank holds are built, each from a seed of its own.
+        dataset, loss, optimizer
+            As the attributes.
+        seed : int
+            Of the values that callables start from.
+        tied : groups of (layer, parameter name), optional
+            Of callables; modules are tied by holding one parameter.
+
+        Raises
+        ------
+        SpecError
+        """
+        path = more.get("path")
+        builders, found = builders_of(layers, seed, _keys(tied), path)
+        for name in ("collate", "inputs"):
+            if more.get(name) is not None:
+                more[name] = _guarded(more[name], name, path)
+        if more.get("lr") is not None:
+            given_lr = more["lr"]
+            more["lr"] = _guarded(lambda step: float(given_lr(step)), "lr", path, rule=_LR_RULE)
+        more["optimizer"] = _guarded_optimizer(optimizer, path)
+        loss = _guarded_loss(loss, path)
+        return cls(builders=builders, dataset=_readable(dataset, path), loss=loss, tied=found, **more)
+
+
+def load_job(path: str, *, seed: int = 0) -> Job:
+    """Return the job that a Python file defines.
+
+    Torch, numpy and random are seeded before model() and dataset() run, so that all ranks get the same.
+
+    Raises
+    ------
+    SpecError
+        When the file is missing, does not run, or does not define what a job needs.
+    """
+    module = _imported(path)
+    lacking = [name for name in REQUIRED if not callable(getattr(module, name, None))]
+    if lacking:
+        told, fix = ", ".join(f"{name}()" for name in lacking), "See examples/jobs/gpt_job.py"
+        raise SpecError(f"no {told}", file=path, key=lacking[0], rule=_RULE, fix=fix)
+    more = {name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)}
+    if callable(more.get("tensor_plan")):
+        with own_code("tensor_plan", path):
+            more["tensor_plan"] = more["tensor_plan"]()
+    made = {}
+    for name in ("model", "dataset"):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # the job may use numpy's global generator
+        with own_code(name, path):
+            made[name] = getattr(module, name)()
+    return Job.of(made["model"], made["dataset"], module.loss, module.optimizer, seed=seed, path=path, **more)
+
+
+def _doubled(builder: Builder) -> Builder:
+    return lambda: builder().double()
+
+
+def _to_double(value: Any) -> Any:
+    """Return tensors of floating point in double precision, others as they are."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    return type(value)(map(_to_double, value)) if isinstance(value, tuple | list) else value
+
+
+def first_input(batch: Any) -> Any:
+    """Return what the first layer takes of a batch: the first of a pair, or what models call their input."""
+    if isinstance(batch, dict):
+        for key in _INPUT_KEYS:
+            if key in batch:
+                return batch[key]
+        raise SpecError(
+            f"a batch with {', '.join(map(str, batch))}",
+            key="inputs",
+            rule=f"The first layer takes {', '.join(_INPUT_KEYS)} of a batch",
+            fix="Define inputs(batch) in the job",
+        )
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
+    return tuple(tuple((layer, name) for layer, name in group) for group in tied)
+
+
+def _guarded(function: Any, name: str, path: str | None, *, rule: str = OWN_RULE) -> Any:
+    """Return a function of the job whose faults are told as the job's."""
+
+    def guarded(*given: Any) -> Any:
+        with own_code(name, path, rule=rule):
+            return function(*given)
+
+    return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded
+
+
+def _guarded_optimizer(function: Any, path: str | None) -> Any:
+    make = _guarded(function, "optimizer", path)
+
+    def guarded(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        found = make(params)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise SpecError(
+                f"optimizer(params) gave {type(found).__name__}",
+                file=path,
+                key="optimizer",
+                rule="It returns a torch.optim.Optimizer over the parameters it is given",
+                fix="Return torch.optim.AdamW(params, lr=1e-3), or another",
+            )
+        return found
+
+    return guarded
+
+
+def _guarded_loss(function: Any, path: str | None) -> Any:
+    """Return the loss, checked to be what gradients of any plan add up from."""
+
+    def guarded(output: Any, batch: Any) -> tuple[Tensor, Any]:
+        with own_code("loss", path):
+            found = function(output, batch)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise SpecError(
+                f"loss gave {type(found).__name__}",
+                file=path,
+                key="loss",
+                rule=_LOSS_RULE,
+                fix="Use reduction='sum' and return (sum, number of targets)",
+            )
+        total, count = found
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            what = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise SpecError(
+                f"loss gave a sum {what}", file=path, key="loss", rule=_LOSS_RULE, fix="Use reduction='sum'"
+            )
+        if not isinstance(count, Real | Tensor) or (isinstance(count, Tensor) and count.numel() != 1):
+            raise SpecError(
+                f"loss gave a count that is a {type(count).__name__}, not a number",
+                file=path,
+                key="loss",
+                rule=_LOSS_RULE,
+                fix="Return (sum, number of targets)",
+            )
+        return total, count
+
+    return guarded
+
+
+def _readable(dataset: Any, path: str | None) -> Any:
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not is_map and not hasattr(dataset, "__iter__"):
+        raise SpecError(
+            f"dataset() gave {type(dataset).__name__}",
+            file=path,
+            key="dataset",
+            rule="A dataset has __len__ and __getitem__, or __iter__",
+            fix="Return one of torch.utils.data, a list or a tensor",
+        )
+    return dataset
+
+
+def _imported(path: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise SpecError("no such file", file=path, key="JOB", rule=_RULE, fix="See examples/jobs/gpt_job.py")
+    spec = spec_from_file_location(f"foreshard_job_{file.stem}", file.resolve())
+    if spec is None or spec.loader is None:
+        raise SpecError(
+            "not a Python file", file=path, key="JOB", rule=_RULE, fix="Name a file that ends in .py"
+        )
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        with own_code("import", path):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.resolve().parent))
+    return module

@@ -1,0 +1,172 @@
+"""What builds the layers of a job: one at a time, the same on every rank and at any time."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from foreshard.errors import SpecError
+from foreshard.runtime.job.user_code import own_code
+
+Builder = Callable[[], nn.Module]
+Key = tuple[int, str]
+Tied = tuple[tuple[Key, ...], ...]
+SEEDING = threading.Lock()
+"""Held by who seeds the process's generators: they are the same for all threads."""
+
+
+def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[list[Builder], Tied]:
+    """Return what builds each layer of a model, and the names that are one parameter.
+
+    Raises
+    ------
+    SpecError
+        When the model is nothing that has layers.
+    """
+    layers = _layers(model, path)
+    if not layers:
+        raise SpecError(
+            "model() gave no layers",
+            file=path,
+            key="model",
+            rule="A model has a layer or more",
+            fix="Return a list of layers",
+        )
+    if all(isinstance(layer, nn.Module) for layer in layers):
+        if tied:
+            raise SpecError(
+                "tied names parameters of modules",
+                file=path,
+                key="tied",
+                rule="Modules are tied by holding one parameter",
+                fix="Leave tied out, or give callables",
+            )
+        return [_copier(layer) for layer in layers], tied_parameters(layers)
+    if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
+        builders = [_seeded(layer, seed, index, path) for index, layer in enumerate(layers)]
+        return _with_tied(builders, tied, path), tied
+    raise SpecError(
+        "model() gave modules and callables mixed",
+        file=path,
+        key="model",
+        rule="The list holds modules only or callables that give modules only",
+        fix="Write lambda: before each module, or before none",
+    )
+
+
+def _layers(model: Any, path: str | None) -> list[Any]:
+    if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
+        return list(model)
+    if isinstance(model, nn.Module):
+        from foreshard.runtime.job.hf_split import split
+
+        try:
+            return split(model)
+        except SpecError as error:
+            error.file = path
+            raise
+    if isinstance(model, Iterable):
+        with own_code("model", path):
+            return list(model)
+    raise SpecError(
+        f"model() gave {type(model).__name__}",
+        file=path,
+        key="model",
+        rule="It returns a list of layers, an nn.Sequential, or a model of transformers",
+        fix="See examples/jobs/gpt_job.py",
+    )
+
+
+def _copier(layer: nn.Module) -> Builder:
+    return lambda: copy.deepcopy(layer)
+
+
+def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
+    def built() -> nn.Module:
+        with SEEDING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed * 1_000_003 + index)
+            layer = build()
+        if not isinstance(layer, nn.Module):
+            raise SpecError(
+                f"layer {index} gave {type(layer).__name__}",
+                file=path,
+                key="model",
+                rule="A callable of the list gives a module",
+                fix="Return the module it builds",
+            )
+        return layer
+
+    return built
+
+
+def _with_tied(builders: list[Builder], tied: Tied, path: str | None) -> list[Builder]:
+    """Return builders whose tied parameters start from the values of the first of their group."""
+    _check_tied(builders, tied, path)
+    first = {key: group[0] for group in tied for key in group[1:]}
+
+    def built(index: int, names: list[str]) -> nn.Module:
+        layer = builders[index]()
+        for name in names:
+            source, own = first[index, name]
+            with torch.no_grad():
+                layer.get_parameter(name).copy_(builders[source]().get_parameter(own))
+        return layer
+
+    names = [[name for layer, name in first if layer == index] for index in range(len(builders))]
+    return [
+        functools.partial(built, index, names[index]) if names[index] else build
+        for index, build in enumerate(builders)
+    ]
+
+
+def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> None:
+    """Check that tied names are parameters of one shape, each in one group."""
+    shapes: dict[Key, torch.Size] = {}
+    keys = [key for group in tied for key in group]
+    for layer, name in keys:
+        if not 0 <= layer < len(builders):
+            raise SpecError(
+                f"no layer {layer}",
+                file=path,
+                key="tied",
+                value=layer,
+                rule=f"The model has layers 0..{len(builders) - 1}",
+                fix="Name a layer of them",
+            )
+        with torch.device("meta"):
+            parameters = dict(builders[layer]().named_parameters())
+        if name not in parameters:
+            raise SpecError(
+                f"layer {layer} has no parameter {name}",
+                file=path,
+                key="tied",
+                value=name,
+                rule=f"It has {', '.join(parameters) or 'none'}",
+                fix="Name one of these",
+            )
+        shapes[layer, name] = parameters[name].shape
+    for group in tied:
+        if len({shapes[key] for key in group}) > 1 or len(group) < 2 or len(keys) != len(set(keys)):
+            told = ", ".join(f"({layer}, {name!r}): {list(shapes[layer, name])}" for layer, name in group)
+            raise SpecError(
+                f"{told} cannot be one parameter",
+                file=path,
+                key="tied",
+                rule="A group has two or more names of one shape, a name one group",
+                fix="Tie parameters of one shape",
+            )
+
+
+def tied_parameters(layers: Sequence[nn.Module]) -> Tied:
+    """Return the groups of names under which layers share a parameter."""
+    names: dict[int, list[Key]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append((index, name))
+    return tuple(tuple(group) for group in names.values() if len({layer for layer, _ in group}) > 1)

@@ -1,0 +1,1 @@
+"""What a run writes: sample ledger, metrics, events, traces, and its outcome."""

@@ -1,0 +1,200 @@
+"""What a run tells: a line of numbers per step under torchtitan's names, and the operator's log.
+
+The names are those of torchtitan's MetricsProcessor (components/metrics.py, 2026-08-21), so that what reads
+its logs reads these. What is not measured is left out. Lines wait in memory while a disk takes none; beyond a
+bound the oldest are given up, and the log counts them: numbers never stop a run.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from foreshard.errors import ExtraMissingError
+from foreshard.runtime.records.durable_jsonl import DurableJsonl, whole_lines
+
+GIB = 2**30
+KEPT_BYTES = 16 * 2**20
+"""Of lines that wait for a disk, in each of the two files."""
+
+
+class Metrics:
+    """Writes `metrics.jsonl` and `events.jsonl` of a run, and TensorBoard's files if asked.
+
+    Parameters
+    ----------
+    out : Path
+    rank : int
+    tensorboard : bool
+
+    Raises
+    ------
+    ExtraMissingError
+        When TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, out: Path, rank: int, *, tensorboard: bool = False):
+        out.mkdir(parents=True, exist_ok=True)
+        self._events = DurableJsonl(out / "events.jsonl", self.event)
+        self._metrics = DurableJsonl(out / "metrics.jsonl", self.event)
+        self._rank, self._board_folder = rank, out / "tensorboard" if tensorboard else None
+        self._board: Any = None
+        self._tokens: dict[int, float] = {}
+        self._size_bytes = -1
+        self._missed = 0
+        self._lost_loss = False
+        if tensorboard and find_spec("tensorboard") is None:
+            raise ExtraMissingError(
+                "tensorboard is not installed", key="--tensorboard", fix="pip install tensorboard"
+            )
+
+    def step(
+        self,
+        *,
+        step: int,
+        loss: float,
+        count: float,
+        gradient_norm: float | None,
+        time_s: float | None,
+        clock: str,
+        devices: int,
+        samples: int,
+        **more: Any,
+    ) -> None:
+        """Write a step's line.
+
+        Parameters
+        ----------
+        step : int
+        loss : float
+            Mean over what is counted; null in the line, and an event, where it is not finite.
+        count : float
+            What is counted, tokens mostly.
+        gradient_norm : float or None
+        time_s : float or None
+            On the run's clock; None for a step that a change of ranks cut in two.
+        clock : str
+        devices : int
+            That the plan uses.
+        samples : int
+        more
+            Further numbers, written as they are.
+        """
+        line = {
+            "step": step,
+            "loss_metrics/global_avg_loss": _finite(loss),
+            "grad_norm": _finite(gradient_norm),
+            "throughput(tps)": count / time_s / devices if time_s and time_s > 0 else None,
+            "time_metrics/end_to_end(s)": time_s,
+            **_memory(),
+            "n_tokens": count,
+            "n_tokens_seen": self._seen(step, count),
+            "n_samples": samples,
+            "clock": clock,
+            "time": time.time(),
+            **more,
+        }
+        self._add(self._metrics, line)
+        self._told_once(step, loss)
+        if not self._metrics.waiting:
+            self._size_bytes = self._metrics.path.stat().st_size
+        self._show(line)
+
+    def event(self, kind: str, text: str, **facts: Any) -> None:
+        """Write a line of the operator's log."""
+        told = {"missed_lines": self._missed} if self._missed else {}
+        self._add(
+            self._events,
+            {"time": time.time(), "rank": self._rank, "kind": kind, "text": text, **facts, **told},
+        )
+
+    @property
+    def events_path(self) -> Path:
+        """The operator's log."""
+        return self._events.path
+
+    @property
+    def lines(self) -> list[DurableJsonl]:
+        """The two files, events last: they tell of the other."""
+        return [self._metrics, self._events]
+
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        for lines in self.lines:
+            lines.flush()
+
+    def _told_once(self, step: int, loss: float) -> None:
+        lost = not math.isfinite(loss)
+        if lost and not self._lost_loss:
+            self.event(
+                "loss not finite", f"The loss is {loss} from this step on; training goes on.", step=step
+            )
+        self._lost_loss = lost
+
+    def _add(self, lines: DurableJsonl, line: dict[str, Any]) -> None:
+        lines.add(line)
+        while lines.waiting_bytes > KEPT_BYTES:
+            lines.drop_oldest()
+            self._missed += 1
+
+    def _seen(self, step: int, count: float) -> float:
+        """Return the tokens up to and with a step, also those of before this process wrote."""
+        path = self._metrics.path
+        others = not path.exists() or path.stat().st_size != self._size_bytes
+        if others and not self._metrics.waiting:
+            self._tokens = _tokens_of(path)
+        self._tokens = {s: n for s, n in self._tokens.items() if s < step}
+        base = sum(self._tokens.values())
+        self._tokens = {step: base + count}
+        return base + count
+
+    def _show(self, line: dict[str, Any]) -> None:
+        if self._board_folder is None:
+            return
+        try:
+            if self._board is None:
+                self._board = _board(self._board_folder)
+            for name, value in line.items():
+                if isinstance(value, float) and name != "time":
+                    self._board.add_scalar(name, value, line["step"])
+            self._board.flush()
+        except OSError as error:
+            self._board_folder = None
+            self.event(
+                "board given up",
+                f"TensorBoard's files end here: {error.strerror or error}",
+                step=line["step"],
+            )
+
+
+def _finite(value: float | None) -> float | None:
+    """Return the number, or None where JSON has none for it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _tokens_of(path: Path) -> dict[int, float]:
+    """Return the tokens of each step that a run's metrics tell of; of a step trained twice the last."""
+    return {int(line["step"]): float(line["n_tokens"]) for line in whole_lines(path)}
+
+
+def _memory() -> dict[str, float]:
+    """Return the most memory this process has had: of the GPU where there is one, else of the host."""
+    import torch
+
+    if torch.cuda.is_available():
+        told = torch.cuda.memory_stats()
+        return {
+            "memory/max_active(GiB)": told.get("active_bytes.all.peak", 0) / GIB,
+            "memory/max_reserved(GiB)": told.get("reserved_bytes.all.peak", 0) / GIB,
+        }
+    return {"memory/max_reserved(GiB)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 / GIB}
+
+
+def _board(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))

@@ -1,0 +1,318 @@
+"""What each rank did when: a ring of spans that costs next to nothing, written as a trace like Kineto's.
+
+Spans have the names and categories of the predicted trace (`foreshard predict --trace`), so that both open in
+the same viewers: a process per rank, a track of compute, a track of what the rank waited in between.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.plan import Plan
+
+CAPACITY = 200_000
+_STEP, _COMPUTE, _BETWEEN = 0, 1, 2
+_TRACKS = {_STEP: "step", _COMPUTE: "stream 1 compute", _BETWEEN: "phases"}
+_NO_SPAN = frozenset(("forward", "backward"))
+"""Phases whose actions are spans of their own."""
+
+
+class TraceRecorder:
+    """The latest spans of a rank.
+
+    Parameters
+    ----------
+    rank : int
+    clock : str
+        That the times are of.
+    epoch_s : float
+        What is added to times to get seconds since 1970; 0 for a virtual clock.
+    capacity : int
+        Spans that are kept; older ones make room.
+    """
+
+    def __init__(self, rank: int, *, clock: str = "wall", epoch_s: float = 0.0, capacity: int = CAPACITY):
+        if capacity < 1:
+            raise SpecError(f"{capacity} is not valid", key="capacity", value=capacity, rule="Must be >= 1")
+        self.rank, self.clock, self.epoch_s = rank, clock, epoch_s
+        self._ring: list[tuple[Any, ...] | None] = [None] * capacity
+        self._capacity, self._count = capacity, 0
+        self._step, self._place = 0, 0
+        self._places: list[_Place] = [_Place()]
+        self._plan: Plan | None = None
+        self._phase: tuple[str, float] | None = None
+        self._began_s: float | None = None
+
+    @property
+    def omitted(self) -> int:
+        """Spans that made room for later ones."""
+        return max(0, self._count - self._capacity)
+
+    def add(self, name: str, chunk: int, batch: int, start_s: float, end_s: float) -> None:
+        """Note an action of the schedule; what the executor calls."""
+        self._ring[self._count % self._capacity] = (
+            _COMPUTE,
+            name,
+            chunk,
+            batch,
+            start_s,
+            end_s,
+            self._step,
+            self._place,
+        )
+        self._count += 1
+
+    def begin_step(self, step: int, plan: Plan, now_s: float) -> None:
+        """Note that a step begins, under a plan."""
+        self._close_step(now_s)
+        self._step, self._began_s = step, now_s
+        if plan is not self._plan:
+            self._plan = plan
+            self._place = len(self._places)
+            self._places.append(_place_of(plan, self.rank))
+
+    def phase(self, name: str, now_s: float) -> None:
+        """Note what the rank turns to between the actions: gradients, vote, update, migration, rebuild."""
+        if self._phase is not None:
+            before, began_s = self._phase
+            if now_s > began_s:
+                self._put(_BETWEEN, before, began_s, now_s)
+        self._phase = None if name in _NO_SPAN else (name, now_s)
+
+    def close(self, now_s: float) -> None:
+        """End what has begun."""
+        self.phase("forward", now_s)
+        self._close_step(now_s)
+
+    def _close_step(self, now_s: float) -> None:
+        self.phase("forward", now_s)
+        if self._began_s is not None:
+            self._put(_STEP, f"ProfilerStep#{self._step}", self._began_s, now_s)
+        self._began_s = None
+
+    def _put(self, track: int, name: str, start_s: float, end_s: float) -> None:
+        self._ring[self._count % self._capacity] = (
+            track,
+            name,
+            -1,
+            -1,
+            start_s,
+            end_s,
+            self._step,
+            self._place,
+        )
+        self._count += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace of this rank as the object its JSON holds."""
+        return _trace(
+            [*_names(self.rank, self._places), *self._slices()],
+            clock=self.clock,
+            ranks=1,
+            first=self.rank,
+            omitted=self.omitted,
+            epoch_s=self.epoch_s,
+        )
+
+    def write(self, path: str | Path) -> int:
+        """Write the trace of this rank, compressed where the path ends in .gz; return its bytes."""
+        return _write(path, self.to_dict())
+
+    def _slices(self) -> Iterator[dict[str, Any]]:
+        kept = [span for span in self._ring if span is not None]
+        for number, span in enumerate(sorted(kept, key=lambda s: s[4]), start=1):
+            track, name, chunk, batch, start_s, end_s, step, place = span
+            args: dict[str, Any] = {"step": step}
+            if track == _COMPUTE:
+                args |= {"stream": track, "device": self.rank, "correlation": number, "part": "compute"}
+                args |= {"chunk": chunk, "micro_batch": batch}
+                args |= self._places[place].of_chunk(chunk)
+            start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
+            yield {
+                "ph": "X",
+                "cat": "kernel" if track == _COMPUTE else "user_annotation",
+                "name": name,
+                "pid": self.rank,
+                "tid": track,
+                "ts": start_ns / 1e3,
+                "dur": (end_ns - start_ns) / 1e3,
+                "args": args,
+            }
+
+
+def wall_epoch_s() -> float:
+    """Return what turns the wall clock of a run into seconds since 1970: hosts lie side by side then."""
+    return time.time() - time.perf_counter()
+
+
+def merge(paths: Iterable[str | Path], out: str | Path) -> int:
+    """Join the traces of ranks into one, with arrows from stage to stage, and return its bytes.
+
+    Times are counted from the earliest span of all ranks.
+
+    Raises
+    ------
+    SpecError
+        When there is no trace, one cannot be read, or they are of different clocks.
+    """
+    found = [_read(Path(path)) for path in paths]
+    if not found:
+        raise SpecError("no trace of any rank", file=str(out), key="trace", fix="Run with --trace")
+    clocks = sorted({trace["otherData"]["clock"] for trace in found})
+    if len(clocks) > 1:
+        raise SpecError(
+            "traces of different clocks",
+            file=str(out),
+            key="clock",
+            value=", ".join(clocks),
+            rule="The ranks of a run share a clock",
+        )
+    begin_us = _beginning_us(found)
+    events = [_moved(event, trace, begin_us) for trace in found for event in trace["traceEvents"]]
+    events.sort(key=lambda e: (e["ph"] != "M", e["ts"], e["pid"]))
+    events += list(_arrows(events))
+    joined = _trace(
+        events,
+        clock=clocks[0],
+        ranks=len(found),
+        epoch_s=begin_us / 1e6,
+        first=min(trace["distributedInfo"]["rank"] for trace in found),
+        omitted=sum(int(trace["otherData"]["omitted_events"]) for trace in found),
+    )
+    return _write(out, joined)
+
+
+def _trace(
+    events: list[dict[str, Any]], *, clock: str, ranks: int, first: int, omitted: int, epoch_s: float
+) -> dict[str, Any]:
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "traceName": "foreshard run",
+        "distributedInfo": {"rank": first, "world_size": ranks},
+        "baseTimeNanoseconds": round(epoch_s * 1e9),
+        "otherData": {"measured": "true", "clock": clock, "omitted_events": str(omitted)},
+        "traceEvents": events,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a rank sits in a plan; -1 for a rank that idles."""
+
+    group: int = -1
+    stage: int = -1
+    stages: int = 0
+    layers: tuple[tuple[int, int], ...] = ()
+
+    def of_chunk(self, chunk: int) -> dict[str, Any]:
+        """Return what a span of a chunk says of its place."""
+        told: dict[str, Any] = {"group": self.group, "stage": self.stage}
+        if chunk < len(self.layers):
+            told["layers"] = list(self.layers[chunk])
+        return told | {"virtual_stage": chunk * self.stages + self.stage}
+
+
+def _place_of(plan: Plan, rank: int) -> _Place:
+    for g, group in enumerate(plan.groups):
+        for s, stage in enumerate(group.stages):
+            if rank in stage.ranks:
+                return _Place(group=g, stage=s, stages=len(group.stages), layers=stage.layers)
+    return _Place()
+
+
+def _names(rank: int, places: Sequence[_Place]) -> Iterator[dict[str, Any]]:
+    def meta(kind: str, track: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": args}
+
+    seats = dict.fromkeys(f"group {p.group}, stage {p.stage}" for p in places if p.group >= 0)
+    yield meta("process_name", 0, name=f"rank {rank}")
+    yield meta("process_labels", 0, labels="; ".join(seats) or "idle")
+    yield meta("process_sort_index", 0, sort_index=rank)
+    for track, name in _TRACKS.items():
+        yield meta("thread_name", track, name=name)
+        yield meta("thread_sort_index", track, sort_index=track)
+
+
+def _beginning_us(traces: Sequence[dict[str, Any]]) -> float:
+    starts = [
+        event["ts"] + trace["baseTimeNanoseconds"] / 1e3
+        for trace in traces
+        for event in trace["traceEvents"]
+        if event["ph"] != "M"
+    ]
+    return min(starts, default=0.0)
+
+
+def _moved(event: dict[str, Any], trace: dict[str, Any], begin_us: float) -> dict[str, Any]:
+    if event["ph"] == "M":
+        return event
+    return event | {"ts": round(event["ts"] + trace["baseTimeNanoseconds"] / 1e3 - begin_us, 3)}
+
+
+def _arrows(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield both ends of each transfer between stages: forwards go up a pipeline, backwards down."""
+    ends: dict[tuple[int, int, int, int, str], list[dict[str, Any]]] = {}
+    for event in events:
+        way = _way(event["name"]) if event.get("cat") == "kernel" else ""
+        if way:
+            args = event["args"]
+            key = (args["step"], args["group"], args["micro_batch"], args["virtual_stage"], way)
+            ends.setdefault(key, []).append(event)
+    number = 0
+    for (step, group, batch, virtual, way), sources in ends.items():
+        onward = (step, group, batch, virtual + (1 if way == "forward" else -1), way)
+        for source in sources:
+            for target in ends.get(onward, ()):
+                if target["pid"] == source["pid"]:
+                    continue
+                number += 1
+                yield _end("s", number, source)
+                yield _end("f", number, target) | {"bp": "e"}
+
+
+def _way(name: str) -> str:
+    if name == "forward":
+        return "forward"
+    return "backward" if name in ("backward", "backward_input") else ""
+
+
+def _end(ph: str, number: int, event: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": ph,
+        "cat": "ac2g",
+        "name": "p2p",
+        "id": number,
+        "pid": event["pid"],
+        "tid": event["tid"],
+        "ts": event["ts"],
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        trace = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        trace["otherData"]["clock"], trace["traceEvents"], trace["baseTimeNanoseconds"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(f"not the trace of a rank: {error}", file=str(path), key="trace") from None
+    return dict(trace)
+
+
+def _write(path: str | Path, trace: dict[str, Any]) -> int:
+    raw = json.dumps(trace, separators=(",", ":")).encode()
+    if str(path).endswith(".gz"):
+        raw = gzip.compress(raw, 6, mtime=0)
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(place.name + ".part")
+    part.write_bytes(raw)
+    part.replace(place)
+    return len(raw)

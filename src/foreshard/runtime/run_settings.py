@@ -1,0 +1,39 @@
+"""What the ranks of a run are told, apart from the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from foreshard.runtime.records.ledger import KEPT_BYTES
+
+JOB_FAULT = 2
+"""Exit code of a rank that has told its agent what is wrong: starting it again would not help."""
+TELL_FD = "FORESHARD_TELL_FD"
+"""Where a rank tells it: a pipe, since the disk may be what is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a worker is told, as JSON in FORESHARD_JOB."""
+
+    job: str
+    out: str
+    steps: int
+    seed: int = 0
+    clip_norm: float | None = None
+    checkpoint_every: int = 0
+    resume: bool = False
+    lab: str | None = None
+    detect_s: float = 30.0
+    interface: str | None = None
+    tensorboard: bool = False
+    threads: int = 1
+    trace: bool = False
+    steering: str | None = None
+    double: bool = False
+    kept_bytes: int = KEPT_BYTES
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))

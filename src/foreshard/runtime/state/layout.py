@@ -1,0 +1,223 @@
+"""Who holds what under a plan: ranks, virtual stages, layers, samples, and the ranks that share a parameter.
+
+Pure data from a Plan; nothing here talks to another process or imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from foreshard.errors import SpecError
+from foreshard.graph.schedules import stage_order
+from foreshard.spec.plan import Group, Plan, Stage
+
+RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+RUN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A rank's place in a plan.
+
+    Attributes
+    ----------
+    rank : int
+    group, stage, inner : int
+        Which pipeline, which of its stages, which data-parallel part of the stage.
+    tensor : int
+        Which of the ranks that compute the samples of that part together.
+    """
+
+    rank: int
+    group: int
+    stage: int
+    inner: int
+    tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """A plan read from the point of view of those who run it."""
+
+    plan: Plan
+    seats: Mapping[int, Seat]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return max(stop for stage in self.plan.groups[0].stages for _, stop in stage.layers)
+
+    def group_of(self, rank: int) -> Group:
+        """Return the pipeline a rank works in."""
+        return self.plan.groups[self.seats[rank].group]
+
+    def stage_of(self, rank: int) -> Stage:
+        """Return the stage a rank works in."""
+        seat = self.seats[rank]
+        return self.plan.groups[seat.group].stages[seat.stage]
+
+    def layers_of(self, rank: int) -> tuple[int, ...]:
+        """Return the layers a rank holds, in the order of its chunks; none if the plan leaves it idle."""
+        if rank not in self.seats:
+            return ()
+        return tuple(layer for start, stop in self.stage_of(rank).layers for layer in range(start, stop))
+
+    def cuts_sequence(self, rank: int) -> bool:
+        """Return whether a rank has its part of the sequence only, between the products of its layers."""
+        return rank in self.seats and self.group_of(rank).sp and self.stage_of(rank).tp > 1
+
+    def first_position(self, group: int) -> int:
+        """Return where in a step's samples a group's share begins."""
+        return sum(g.share for g in self.plan.groups[:group])
+
+    def neighbours(self, rank: int, virtual: int) -> Stage:
+        """Return the stage that runs a virtual stage of this rank's pipeline."""
+        stages = self.group_of(rank).stages
+        return stages[virtual % len(stages)]
+
+
+def layout_of(plan: Plan) -> RankLayout:
+    """Return the layout of a plan that the runtime can run.
+
+    Raises
+    ------
+    SpecError
+        Naming what the runtime does not run.
+    """
+    _refuse(plan)
+    seats = {
+        rank: Seat(rank=rank, group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
+        for g, group in enumerate(plan.groups)
+        for s, stage in enumerate(group.stages)
+        for i, rank in enumerate(stage.ranks)
+    }
+    return RankLayout(plan=plan, seats=seats)
+
+
+def intervals(total: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Cut 0..total at the running sums of the weights, rounded down: a short batch keeps the proportions.
+
+    Examples
+    --------
+    >>> intervals(8, [1, 1, 2])
+    ((0, 2), (2, 4), (4, 8))
+    >>> intervals(3, [1, 1, 2])
+    ((0, 0), (0, 1), (1, 3))
+    """
+    whole, seen, bounds = sum(weights), 0, [0]
+    for weight in weights:
+        seen += weight
+        bounds.append(total * seen // whole)
+    return tuple(pairwise(bounds))
+
+
+def samples_of(stage: Stage, count: int) -> tuple[tuple[int, int], ...]:
+    """Return the part of a micro-batch of `count` samples that each data-parallel part of a stage takes."""
+    return intervals(count, stage.rank_shares or (1,) * stage.inner_dp)
+
+
+def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
+    """Return each micro-batch of a step as positions within the group's share; the last may be short."""
+    size = group.micro_batch
+    return tuple((lo, min(lo + size, group.share)) for lo in range(0, group.share, size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Parameters that the same ranks hold: one bucket of the gradient synchronisation.
+
+    Attributes
+    ----------
+    owners : tuple of int
+        Rising ranks.
+    names : tuple of (layer, parameter name)
+        In layer order; of tied parameters the first.
+    """
+
+    owners: tuple[int, ...]
+    names: tuple[tuple[int, str], ...]
+
+
+def segments_of(summed_by: Mapping[tuple[int, str], tuple[int, ...]]) -> tuple[Segment, ...]:
+    """Return the segments that parameters fall into, by the ranks that keep the sum of their gradients."""
+    found: dict[tuple[int, ...], list[tuple[int, str]]] = {}
+    for name, owners in summed_by.items():
+        found.setdefault(tuple(sorted(owners)), []).append(name)
+    return tuple(
+        Segment(owners=owners, names=tuple(sorted(names))) for owners, names in sorted(found.items())
+    )
+
+
+def _refuse(plan: Plan) -> None:
+    """Raise for what the runtime does not run; nothing is approximated in silence."""
+    if plan.precision not in RUN_PRECISIONS:
+        raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
+    for g, group in enumerate(plan.groups):
+        where = f"groups[{g}]"
+        if group.schedule not in RUN_SCHEDULES:
+            raise _unsupported(
+                f"{where}.schedule", group.schedule, f"the runtime runs {', '.join(RUN_SCHEDULES)}"
+            )
+        _refuse_order(group, where)
+        for s, stage in enumerate(group.stages):
+            _refuse_stage(stage, f"{where}.stages[{s}]")
+
+
+def _refuse_order(group: Group, where: str) -> None:
+    """Raise where chunks cannot be run in the order of the schedule, before a rank finds out."""
+    if group.schedule != "interleaved" and group.num_chunks == 1:
+        return
+    try:
+        stage_order(
+            group.schedule,
+            num_stages=len(group.stages),
+            num_chunks=group.num_chunks,
+            num_micro_batches=group.num_micro_batches,
+        )
+    except SpecError as error:
+        error.key = f"{where}.{error.key}"
+        raise
+
+
+def _refuse_stage(stage: Stage, where: str) -> None:
+    for name in ("cp", "ep", "etp"):
+        if getattr(stage, name) != 1:
+            raise _unsupported(
+                f"{where}.{name}",
+                getattr(stage, name),
+                "the runtime runs stages of data- and tensor-parallel ranks",
+            )
+    if len(stage.ranks) % stage.tp:
+        raise SpecError(
+            f"tp {stage.tp} does not divide {len(stage.ranks)} ranks",
+            key=f"{where}.tp",
+            value=stage.tp,
+            rule="Every data-parallel part of a stage has tp ranks",
+            fix=f"Give the stage a multiple of {stage.tp} ranks",
+        )
+    if stage.offload != "none":
+        raise _unsupported(f"{where}.offload", stage.offload, "the runtime keeps everything on the device")
+    if stage.recompute.startswith("selective"):
+        raise _unsupported(
+            f"{where}.recompute",
+            stage.recompute,
+            "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N",
+        )
+    if stage.shard_size not in (None, stage.inner_dp):
+        raise _unsupported(
+            f"{where}.shard_size",
+            stage.shard_size,
+            "the runtime shards over all data-parallel parts of a stage",
+        )
+
+
+def _unsupported(key: str, value: object, rule: str) -> SpecError:
+    return SpecError(
+        f"{value!r} is not run",
+        key=key,
+        value=value,
+        rule=rule,
+        fix="Change the plan, or export it to a framework (foreshard export)",
+    )

@@ -1,0 +1,83 @@
+"""The trainable parameters of a model: their sizes, who uses them, how they can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from foreshard.runtime.job.job import Job
+from foreshard.runtime.state.shard_keys import Key, Piece
+from foreshard.runtime.state.slices import SliceCut, parsed
+from foreshard.runtime.tensor.sequence import SequenceLayer
+from foreshard.runtime.tensor.split import LayerSplit, split_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The trainable parameters of a model; tied ones are one, under the first of their names.
+
+    Attributes
+    ----------
+    sizes : dict of (layer, name) to elements
+    users : dict of (layer, name) to layers
+    splits : dict of layer to LayerSplit
+        How layers are cut for tensor-parallel ranks; layers that are not have none.
+    cuts : dict of (layer, name) to SliceCut
+    shared : frozenset of (layer, name)
+        Whole on every rank that computes together, where each has a part of the gradient.
+    sequential : frozenset of layers
+        That may take a part of the sequence.
+    """
+
+    sizes: dict[Key, int]
+    users: dict[Key, tuple[int, ...]]
+    splits: dict[int, LayerSplit] = field(default_factory=dict)
+    cuts: dict[Key, SliceCut] = field(default_factory=dict)
+    shared: frozenset[Key] = frozenset()
+    sequential: frozenset[int] = frozenset()
+
+    def degree(self, key: Key, degree: int) -> int:
+        """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
+        return self.splits[key[0]].degree(key[1], degree) if key in self.cuts else 1
+
+    def weight(self, piece: Piece) -> float:
+        """Return what a piece weighs on the move: elements of its parameter, or of a slice of it."""
+        name, _, num = parsed(piece[2])
+        return self.sizes.get((piece[1], name), 1) / num
+
+    def of(self, layers: Iterable[int]) -> dict[Key, int]:
+        """Return the sizes of the parameters that layers use."""
+        held = set(layers)
+        return {key: size for key, size in self.sizes.items() if held.intersection(self.users[key])}
+
+
+def parameters_of(job: Job) -> Parameters:
+    """Return the trainable parameters of a job's model, from modules without storage."""
+    first = {name: min(group) for group in map(tuple, job.tied) for name in group}
+    sizes: dict[Key, int] = {}
+    users: dict[Key, list[int]] = {}
+    splits: dict[int, LayerSplit] = {}
+    sequential = []
+    for layer in range(job.num_layers):
+        with torch.device("meta"):
+            module = job.layer(layer)
+        if isinstance(module, SequenceLayer):
+            sequential.append(layer)
+        split = split_of(module, job.tensor_plan, job.path, [own for at, own in first if at == layer])
+        if split is not None:
+            splits[layer] = split
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                key = first.get((layer, name), (layer, name))
+                sizes[key] = parameter.numel()
+                users.setdefault(key, []).append(layer)
+    return Parameters(
+        sizes=sizes,
+        users={key: tuple(layers) for key, layers in users.items()},
+        splits=splits,
+        cuts={(layer, name): cut for layer, split in splits.items() for name, cut in split.cuts.items()},
+        shared=frozenset((layer, name) for layer, split in splits.items() for name in split.shared),
+        sequential=frozenset(sequential),
+    )

@@ -1,0 +1,172 @@
+"""Parameters in slices: how a stage of tensor-parallel ranks cuts them, and how slices are named.
+
+A parameter that is cut lies in n equal slices, n being a multiple of every degree that holds it. Slice i goes
+by the parameter's name and ``@i/n``; a name without that is the whole. The same names serve gradients, moves
+and checkpoints, so that nothing else has to know which degree a rank works at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Interval = tuple[int, int, int]
+"""(first, past the last, of): slices of so many that a tensor holds."""
+WHOLE: Interval = (0, 1, 1)
+Named = tuple[str, int, str]
+"""(kind, layer, name) of a piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceCut:
+    """Where a parameter is cut.
+
+    Attributes
+    ----------
+    dim : int
+    blocks : tuple of int
+        Relative sizes of what lies fused along the dimension (queries, keys, values); each is cut by itself.
+    """
+
+    dim: int
+    blocks: tuple[int, ...] = (1,)
+
+    def divides(self, shape: Sequence[int], num: int) -> bool:
+        """Return whether a tensor of a shape can lie in so many slices."""
+        size, whole = shape[self.dim], sum(self.blocks)
+        return all(size * block % (whole * num) == 0 for block in self.blocks)
+
+    def views(self, tensor: Tensor, lo: int, hi: int, of: int) -> list[Tensor]:
+        """Return the parts of slices lo to hi of a tensor that holds `of` slices, block by block."""
+        found, start, size = [], 0, tensor.shape[self.dim]
+        for block in self.blocks:
+            width = size * block // sum(self.blocks)
+            found.append(tensor.narrow(self.dim, start + width * lo // of, width * (hi - lo) // of))
+            start += width
+        return found
+
+    def taken(self, tensor: Tensor, lo: int, hi: int, of: int) -> Tensor:
+        """Return slices lo to hi of a tensor that holds `of` slices."""
+        if (lo, hi) == (0, of):
+            return tensor
+        return torch.cat(self.views(tensor, lo, hi, of), self.dim)
+
+    def fill(self, tensor: Tensor, lo: int, hi: int, of: int, values: Tensor) -> None:
+        """Replace slices lo to hi of a tensor that holds `of` slices."""
+        places = self.views(tensor, lo, hi, of)
+        parts = values.split([place.shape[self.dim] for place in places], self.dim)
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+
+    def joined(self, slices: Sequence[Tensor]) -> Tensor:
+        """Return the whole of all its slices, in order.
+
+        Examples
+        --------
+        >>> cut, whole = Cut(dim=0, blocks=(1, 1)), torch.arange(8)
+        >>> cut.taken(whole, 1, 2, 2)
+        tensor([2, 3, 6, 7])
+        >>> cut.joined([cut.taken(whole, i, i + 1, 2) for i in range(2)])
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+        """
+        by_slice = [self.views(one, 0, 1, 1) for one in slices]
+        return torch.cat([part for parts in zip(*by_slice, strict=True) for part in parts], self.dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON holds it."""
+        return {"dim": self.dim, "blocks": list(self.blocks)}
+
+
+def cut_of(told: Mapping[str, Any]) -> SliceCut:
+    """Return a cut from JSON.
+
+    Raises
+    ------
+    ValueError
+        When it is none.
+    """
+    dim, blocks = told["dim"], told["blocks"]
+    numbers = [dim, *blocks]
+    if not blocks or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or dim < 0:
+        raise ValueError(f"{told!r} is no cut")
+    if min(blocks) < 1:
+        raise ValueError(f"{told!r} is no cut")
+    return SliceCut(dim=dim, blocks=tuple(blocks))
+
+
+def sliced(name: str, index: int, num: int) -> str:
+    """Return the name of a slice.
+
+    Examples
+    --------
+    >>> sliced("up.weight", 1, 4), sliced("up.weight", 0, 1)
+    ('up.weight@1/4', 'up.weight')
+    """
+    return name if num == 1 else f"{name}@{index}/{num}"
+
+
+def parsed(name: str) -> tuple[str, int, int]:
+    """Return the parameter's name, which slice, and of how many.
+
+    Examples
+    --------
+    >>> parsed("up.weight@1/4"), parsed("up.weight")
+    (('up.weight', 1, 4), ('up.weight', 0, 1))
+    """
+    whole, mark, told = name.rpartition("@")
+    index, _, num = told.partition("/")
+    if mark and index.isdecimal() and num.isdecimal():
+        return whole, int(index), int(num)
+    return name, 0, 1
+
+
+def finer(names: Iterable[Named], grain: Mapping[tuple[int, str], int]) -> Iterator[Named]:
+    """Return pieces (kind, layer, name) cut to the number of slices that a parameter is to lie in."""
+    for kind, layer, name in names:
+        whole, index, num = parsed(name)
+        each = grain.get((layer, whole), num) // num
+        if each == 1:
+            yield kind, layer, name
+        else:
+            yield from ((kind, layer, sliced(whole, index * each + i, num * each)) for i in range(each))
+
+
+def grains(names: Iterable[Named]) -> dict[tuple[int, str], int]:
+    """Return the least number of slices that every piece is whole slices of, by parameter that is cut."""
+    found: dict[tuple[int, str], int] = {}
+    for _, layer, name in names:
+        whole, _, num = parsed(name)
+        if num > 1:
+            found[layer, whole] = math.lcm(num, found.get((layer, whole), 1))
+    return found
+
+
+def common(one: Interval, other: Interval) -> tuple[int, int, int]:
+    """Return what two intervals have in common: first, past the last, of; empty where last <= first.
+
+    Examples
+    --------
+    >>> common((0, 1, 2), (1, 2, 4)), common((0, 1, 2), (2, 3, 4))
+    ((1, 2, 4), (2, 2, 4))
+    """
+    of = math.lcm(one[2], other[2])
+    (a, b), (c, d) = ((i[0] * of // i[2], i[1] * of // i[2]) for i in (one, other))
+    return max(a, c), max(max(a, c), min(b, d)), of
+
+
+def within(part: Interval, holder: Interval) -> Interval:
+    """Return where a part lies in a tensor that holds an interval, in slices of that tensor.
+
+    Examples
+    --------
+    >>> within((1, 2, 4), (0, 1, 2))
+    (1, 2, 2)
+    """
+    of = math.lcm(part[2], holder[2])
+    (lo, hi), (first, last) = ((i[0] * of // i[2], i[1] * of // i[2]) for i in (part, holder))
+    return lo - first, hi - first, last - first

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism inside a stage: which weights are cut, who computes what."""

@@ -1,0 +1,100 @@
+"""Whether ranks can compute the layers of a model together as a plan wants; refused by name where not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from foreshard.errors import SpecError
+from foreshard.runtime.state.layout import RankLayout
+from foreshard.runtime.state.parameters import Parameters
+from foreshard.runtime.tensor.split import LayerSplit
+
+
+def check_split(layout: RankLayout, parameters: Parameters) -> None:
+    """Raise for stages of tensor-parallel ranks whose layers cannot be cut so.
+
+    Raises
+    ------
+    SpecError
+    """
+    for g, group in enumerate(layout.plan.groups):
+        for s, stage in enumerate(group.stages):
+            where = f"groups[{g}].stages[{s}]"
+            layers = [layer for lo, hi in stage.layers for layer in range(lo, hi)]
+            found = {layer: parameters.splits[layer] for layer in layers if layer in parameters.splits}
+            if stage.tp > 1 and not found:
+                raise SpecError(
+                    f"no layer of {where} says how it is cut",
+                    key=f"{where}.tp",
+                    value=stage.tp,
+                    rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
+                    fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
+                )
+            for layer, split in found.items() if stage.tp > 1 else ():
+                _check_layer(layer, split, stage.tp, f"{where}.tp")
+    _check_sequence(layout, parameters)
+
+
+def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> None:
+    """Raise where a degree does not suit every layer that is cut, or none is.
+
+    Raises
+    ------
+    SpecError
+    """
+    if not splits:
+        raise SpecError(
+            "no layer says how it is cut",
+            key=key,
+            value=degree,
+            rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
+            fix="Define tensor_plan in the job (docs/runtime_jobs.md)",
+        )
+    for layer, split in splits.items():
+        _check_layer(layer, split, degree, key)
+
+
+def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
+    if split.plan.refused is not None:
+        raise SpecError(
+            f"layer {layer} cannot be cut: {split.plan.refused}",
+            key=key,
+            value=degree,
+            rule="tp cuts what every rank can compute alone",
+            fix="Set tp to 1",
+        )
+    for what, count in split.plan.units.items():
+        if count % degree:
+            raise SpecError(
+                f"tp {degree} does not divide {count} {what} of layer {layer}",
+                key=key,
+                value=degree,
+                rule=f"tp divides the {what}",
+                fix=f"Use a divisor of {count}",
+            )
+    for name, cut in split.cuts.items():
+        if not cut.divides(split.shapes[name], split.degree(name, degree)):
+            size = split.shapes[name][cut.dim]
+            raise SpecError(
+                f"tp {degree} does not divide {name} of layer {layer}: {size} in {len(cut.blocks)} block(s)",
+                key=key,
+                value=degree,
+                rule="tp divides every block of a weight that is cut",
+                fix="Use a smaller tp, or another tensor_plan",
+            )
+
+
+def _check_sequence(layout: RankLayout, parameters: Parameters) -> None:
+    """Raise for stages that are to cut the sequence of layers that take whole ones only."""
+    for g, group in enumerate(layout.plan.groups):
+        for stage in group.stages if group.sp else ():
+            layers = {layer for lo, hi in stage.layers for layer in range(lo, hi)}
+            whole = sorted(layers - parameters.sequential) if stage.tp > 1 else []
+            if whole:
+                raise SpecError(
+                    f"layer {whole[0]} takes whole sequences only",
+                    key=f"groups[{g}].sp",
+                    value=True,
+                    rule="sp cuts the sequences of models of transformers that are split by themselves",
+                    fix="Set sp to false",
+                )

@@ -1,0 +1,394 @@
+"""Which weights of a layer are cut, and the layer with them cut.
+
+A layer says it by names of its modules: ``{"qkv": "column:3", "out": "row"}``. `column` computes some of the
+outputs on each rank, `row` takes some of the inputs and sums; between the two is what a rank computes alone
+(heads of attention, channels of a feed-forward part). What a layer does not name every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreshard.errors import SpecError
+from foreshard.runtime.state.slices import SliceCut
+from foreshard.runtime.tensor.ranks import TensorRanks
+
+BY_ELEMENT = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
+"""Optimizers of torch that update every element by itself: parts of a weight as the whole."""
+RULE = "A role is column, column:BLOCKS (3, or sizes like 4096,1024,1024), row, gather, words or shared"
+_WHERE_POSSIBLE = ("gather", "words")
+"""Roles of weights that every rank holds whole where they cannot be cut: nothing else changes by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """How a layer is cut.
+
+    Attributes
+    ----------
+    roles : mapping of module name to role
+        ``column[:BLOCKS]``; ``row``; ``gather``, a column whose outputs are put together; ``words``, rows of
+        an embedding; ``shared``, held whole by every rank and used for its part only.
+    units : mapping of words to int
+        What the degree has to divide (heads).
+    divided : tuple of (module name, attribute)
+        Numbers of the model's own code that are fewer on every rank.
+    draws_by_head : bool
+        Whether tensors of four dimensions, (sample, head, ...), are what the layer draws in parts for.
+    refused : str or None
+        Why it cannot be cut.
+    """
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+    divided: tuple[tuple[str, str], ...] = ()
+    draws_by_head: bool = False
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSplit:
+    """A layer's plan with the names that it means in this layer.
+
+    Attributes
+    ----------
+    plan : TensorPlan
+    roles : mapping of module name to (kind, blocks)
+    cuts : mapping of parameter name to SliceCut
+    shared : frozenset of parameter names
+        Whole on every rank, where each has a part of the gradient.
+    shapes : mapping of parameter name to shape
+        Of those that are cut.
+    """
+
+    plan: TensorPlan
+    roles: Mapping[str, tuple[str, tuple[int, ...]]]
+    cuts: Mapping[str, SliceCut]
+    shared: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def degree(self, name: str, degree: int) -> int:
+        """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
+        if name not in self.cuts:
+            return 1
+        free = self.roles[name.rpartition(".")[0]][0] in _WHERE_POSSIBLE
+        return 1 if free and not self.cuts[name].divides(self.shapes[name], degree) else degree
+
+
+def split_of(
+    module: nn.Module, declared: Mapping[str, str], path: str | None = None, tied: Collection[str] = ()
+) -> LayerSplit | None:
+    """Return how a layer is cut, or None where nothing says so.
+
+    Parameters
+    ----------
+    module : nn.Module
+        May be without storage.
+    declared : mapping of module name to role
+        Of the job, for layers without a plan of their own.
+    path : str, optional
+        File of the job.
+    tied : collection of str
+        Parameters of the layer that others use too.
+
+    Raises
+    ------
+    SpecError
+        When a role is none, or names a module that cannot be cut.
+    """
+    own = getattr(module, "tensor_plan", None)
+    plan = own if isinstance(own, TensorPlan) else TensorPlan(roles=own if own is not None else declared)
+    if plan.refused is not None:
+        return _refused(plan.refused)
+    roles = {
+        name: _role(told, path)
+        for name, part in module.named_modules()
+        for told in _told_of(name, plan.roles)
+        if name
+    }
+    if own is not None:
+        _all_found(plan.roles, roles, path)
+    if not roles:
+        return None
+    cuts, shared = _cuts(module, roles, path)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, why in _uncut(parameters, cuts, tied).items():
+        owner = name.rpartition(".")[0]
+        if roles[owner][0] not in _WHERE_POSSIBLE:
+            return _refused(why)
+        del roles[owner]
+        cuts = {other: cut for other, cut in cuts.items() if other.rpartition(".")[0] != owner}
+    shapes = {name: tuple(parameters[name].shape) for name in cuts}
+    return LayerSplit(plan=plan, roles=roles, cuts=cuts, shared=shared, shapes=shapes) if roles else None
+
+
+def _uncut(
+    parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, SliceCut], tied: Collection[str]
+) -> dict[str, str]:
+    """Return which of the weights to be cut cannot be, and why; one a module."""
+    times = Counter(map(id, parameters.values()))
+    found: dict[str, tuple[str, str]] = {}
+    for name in cuts:
+        frozen = not parameters[name].requires_grad
+        if frozen or times[id(parameters[name])] > 1 or name in tied:
+            why = "is frozen" if frozen else "is used in more than one place"
+            found.setdefault(name.rpartition(".")[0], (name, f"{name} {why}"))
+    return dict(found.values())
+
+
+def _refused(why: str) -> LayerSplit:
+    plan = TensorPlan(refused=why)
+    return LayerSplit(plan=plan, roles={}, cuts={}, shared=frozenset(), shapes={})
+
+
+def cut_module(module: nn.Module, split: LayerSplit, ranks: TensorRanks, index: int, degree: int) -> None:
+    """Leave a rank's part of a whole layer, in place.
+
+    Parameters
+    ----------
+    module : nn.Module
+    split : LayerSplit
+    ranks : TensorRanks
+    index, degree : int
+        Which of how many parts.
+    """
+    for name, (kind, _) in split.roles.items():
+        if kind == "shared":
+            continue
+        if split.degree(f"{name}.weight", degree) == 1:
+            continue
+        cuts = {leaf: split.cuts.get(f"{name}.{leaf}") for leaf in ("weight", "bias")}
+        with torch.no_grad():
+            part = _PARTS[kind](module.get_submodule(name), cuts, ranks, index, degree)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, part)
+    for name, attribute in split.plan.divided:
+        _divide(module.get_submodule(name), attribute, degree)
+
+
+class _Part(nn.Module):
+    """A module of whose weights a rank holds a part."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: Mapping[str, SliceCut | None],
+        ranks: TensorRanks,
+        index: int,
+        degree: int,
+    ):
+        super().__init__()
+        self.ranks, self.index = ranks, index
+        for name, cut in cuts.items():
+            whole = getattr(module, name, None)
+            if whole is None:
+                self.register_parameter(name, None)
+                continue
+            value = whole.data if cut is None else cut.taken(whole.data, index, index + 1, degree).clone()
+            self.register_parameter(name, nn.Parameter(value, requires_grad=whole.requires_grad))
+        self.train(module.training)
+
+
+class _CutLinear(_Part):
+    """A linear layer of which a rank holds a part."""
+
+    def __init__(self, module: nn.Module, *given: Any):
+        super().__init__(module, *given)
+        self.transposed = not isinstance(module, nn.Linear)
+
+    def _times(self, given: Tensor, dim: int) -> Tensor:
+        """Return the product with the weight, which is cut along a dimension of (outputs, inputs)."""
+        if self.transposed:
+            return given @ self.ranks.part(self.weight, 1 - dim)
+        return functional.linear(given, self.ranks.part(self.weight, dim))
+
+
+class ColumnLinear(_CutLinear):
+    """Computes this rank's part of the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs in the order of the parts of every block."""
+        made = self._times(self.ranks.entering(x), 0).to_local()  # type: ignore[attr-defined]
+        return made if self.bias is None else made + self.bias
+
+
+class RowLinear(_CutLinear):
+    """Takes this rank's part of the inputs; the outputs are whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' products."""
+        made = self.ranks.summed(self._times(self.ranks.part(x, -1), 1))  # type: ignore[arg-type]
+        return made if self.bias is None else made + self.bias
+
+
+class GatheredLinear(_CutLinear):
+    """Computes this rank's part of the outputs, which then are put together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all outputs."""
+        made = self._times(self.ranks.entering(x), 0)
+        if self.bias is not None:
+            made = made + self.ranks.part(self.bias, 0)
+        return self.ranks.gathered(made)  # type: ignore[arg-type]
+
+
+class WordsPart(_Part):
+    """Holds the vectors of some words."""
+
+    def __init__(self, module: nn.Embedding, *given: Any):
+        super().__init__(module, *given)
+        self.padding = module.padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of words, whoever holds them."""
+        rows = len(self.weight)
+        own = ids - self.index * rows
+        mine = (own >= 0) & (own < rows)
+        padding = None if self.padding is None else self.padding - self.index * rows
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        found = functional.embedding(own.where(mine, 0), self.weight, padding)
+        return self.ranks.summed(self.ranks.addend(found * mine.unsqueeze(-1)))
+
+
+_PARTS: dict[str, Any] = {
+    "column": ColumnLinear,
+    "row": RowLinear,
+    "gather": GatheredLinear,
+    "words": WordsPart,
+}
+
+
+def _role(told: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
+    kind, _, rest = str(told).partition(":")
+    sizes = rest.split(",") if rest else ["1"]
+    plain = kind in ("row", "shared", "gather", "words") and not rest
+    if not plain and (kind != "column" or not all(size.strip().isdecimal() and int(size) for size in sizes)):
+        raise SpecError(f"{told!r} is no role", file=path, key="tensor_plan", value=str(told), rule=RULE)
+    numbers = tuple(int(size) for size in sizes)
+    return kind, (1,) * numbers[0] if len(numbers) == 1 else numbers
+
+
+def _told_of(name: str, roles: Mapping[str, str]) -> Iterable[str]:
+    return [told for wanted, told in roles.items() if name == wanted or name.endswith(f".{wanted}")][:1]
+
+
+def _all_found(wanted: Mapping[str, str], found: Mapping[str, Any], path: str | None) -> None:
+    for name in wanted:
+        if not any(known == name or known.endswith(f".{name}") for known in found):
+            raise SpecError(
+                f"the layer has no module {name!r}",
+                file=path,
+                key="tensor_plan",
+                value=name,
+                rule="A plan names modules of the layer",
+            )
+
+
+def _cuts(
+    module: nn.Module, roles: Mapping[str, tuple[str, tuple[int, ...]]], path: str | None
+) -> tuple[dict[str, SliceCut], frozenset[str]]:
+    cuts: dict[str, SliceCut] = {}
+    shared: list[str] = []
+    for name, (kind, blocks) in roles.items():
+        part = module.get_submodule(name)
+        if kind == "shared":
+            shared += [f"{name}.{own}" for own, _ in part.named_parameters()]
+            continue
+        if kind == "words":
+            _check_words(part, name, path)
+            cuts[f"{name}.weight"] = SliceCut(dim=0)
+            continue
+        first = _outputs_first(part, name, path)
+        dim = 0 if (kind != "row") == first else 1
+        cuts[f"{name}.weight"] = SliceCut(dim=dim, blocks=blocks)
+        if kind != "row" and getattr(part, "bias", None) is not None:
+            cuts[f"{name}.bias"] = SliceCut(dim=0, blocks=blocks)
+    return cuts, frozenset(shared)
+
+
+def _check_words(part: nn.Module, name: str, path: str | None) -> None:
+    plain = type(part) is nn.Embedding and not (part._forward_hooks or part._forward_pre_hooks)
+    if not plain or part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
+        raise SpecError(
+            f"{name} is a {type(part).__name__}: its words cannot be shared out",
+            file=path,
+            key="tensor_plan",
+            value=name,
+            rule="An nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
+            fix=f"Leave {name} out of the plan",
+        )
+
+
+def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
+    """Return whether a weight is (outputs, inputs), as of nn.Linear, or the other way round."""
+    kind = type(part)
+    hooked = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+    if kind is nn.Linear and not hooked:
+        return True
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" and not hooked:
+        return False
+    what = "a module with hooks" if hooked else f"a {kind.__name__}"
+    raise SpecError(
+        f"{name} is {what}: it cannot be cut",
+        file=path,
+        key="tensor_plan",
+        value=name,
+        rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
+        fix=f"Leave {name} out of the plan, or use nn.Linear",
+    )
+
+
+def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) -> None:
+    """Raise for an optimizer that would update parts of a weight otherwise than the whole.
+
+    Raises
+    ------
+    SpecError
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT
+    if not known and not getattr(optimizer, "by_element", False):
+        raise SpecError(
+            f"{kind.__name__} is not known to update parts of a weight like the whole",
+            file=path,
+            key="optimizer",
+            value=kind.__name__,
+            rule=f"Where weights are cut (tp) every element is updated by itself: {', '.join(BY_ELEMENT)}",
+            fix="Use tp 1, or set by_element = True on an optimizer that does",
+        )
+
+
+def _divide(part: nn.Module, attribute: str, degree: int) -> None:
+    """Make a number of the model's code fewer; one of its configuration, in a copy of it."""
+    where, _, name = attribute.rpartition(".")
+    if not where:
+        setattr(part, name, getattr(part, name) // degree)
+        return
+    import copy
+
+    own = copy.copy(getattr(part, where))
+    setattr(own, name, getattr(own, name) // degree)
+    setattr(part, where, own)

@@ -1,0 +1,1 @@
+"""Policies against a changing cluster: scenarios, baseline policies, the clairvoyant bound, evaluation."""

@@ -1,0 +1,124 @@
+"""Where policies meet a path: states, subsets of devices, prices of batches and changes, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.control.moves import move, move_costs
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.subsets import COSTS, SubsetClasses, data_parallel, sample_s
+from foreshard.control.slots import State, Structure
+from foreshard.simulate.dynamics import Path
+from foreshard.simulate.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Environment:
+    """A path with the prices of everything on it.
+
+    Attributes
+    ----------
+    work : Workload
+    path : Path
+    pause_s : float
+        Of a change of structure, besides the bytes that move.
+    apart : frozenset of int
+        Devices that budgets count one by one.
+    """
+
+    work: Workload
+    path: Path
+    pause_s: float
+    apart: frozenset[int] = frozenset()
+    _memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
+
+    @property
+    def cost_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of cost that are counted."""
+        return (*COSTS, *(f"duty:{rank}" for rank in sorted(self.apart)))
+
+    def state(self, condition: int, pattern: int) -> State:
+        """Return the devices as they are in a condition and a pattern."""
+        key = ("state", condition, pattern)
+        if key not in self._memo:
+            path = self.path
+            self._memo[key] = self.work.at(
+                speed=path.speed[condition],
+                price=path.price[condition],
+                link=path.link[condition],
+                carbon=path.carbon[condition],
+                available=path.available[pattern],
+            )
+        return self._memo[key]  # type: ignore[return-value]
+
+    def kinds(self, condition: int, pattern: int) -> SubsetClasses:
+        """Return every subset of the devices of a state, with least time and costs."""
+        key = ("kinds", condition, pattern)
+        if key not in self._memo:
+            state = self.state(condition, pattern)
+            self._memo[key] = SubsetClasses.of(
+                self.work.chain, state, self.work.batch, micro_batch=self.work.micro_batch, apart=self.apart
+            )
+        return self._memo[key]  # type: ignore[return-value]
+
+    def sample_s(self, condition: int) -> np.ndarray:
+        """Return seconds per sample of every device in a condition."""
+        key = ("sample_s", condition)
+        if key not in self._memo:
+            self._memo[key] = self.work.chain.before_s[:, -1] / self.path.speed[condition]
+        return self._memo[key]  # type: ignore[return-value]
+
+    def structure(self, workers: tuple[int, ...]) -> Structure:
+        """Return the structure in which these devices hold the whole model each."""
+        key = ("structure", workers)
+        if key not in self._memo:
+            self._memo[key] = data_parallel(workers, self.work.chain)
+        return self._memo[key]  # type: ignore[return-value]
+
+    def batch(
+        self, structure: Structure, shares: tuple[int, ...], condition: int, pattern: int
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return seconds and costs of a batch."""
+        key = ("batch", structure, shares, condition, pattern)
+        if key not in self._memo:
+            self._memo[key] = self.price(self.state(condition, pattern), structure, shares)
+        return self._memo[key]  # type: ignore[return-value]
+
+    def price(
+        self, state: State, structure: Structure, shares: tuple[int, ...]
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return seconds and costs of a batch in any state."""
+        work = self.work
+        found = evaluate(work.chain, state, structure, shares, micro_batch=work.micro_batch, batch=work.batch)
+        return found.time_s, found.costs
+
+    def change(
+        self, old: Structure, new: Structure, condition: int, pattern: int
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return seconds and costs of a change: a pause, and the layers that move (`moves.py`)."""
+        key = ("change", old, new, condition, pattern)
+        if key not in self._memo:
+            state = self.state(condition, pattern)
+            done = move(self.work.chain, state, old, new)
+            costs = move_costs(state, new, done, pause_s=self.pause_s)
+            self._memo[key] = self.pause_s + done.time_s, costs
+        return self._memo[key]  # type: ignore[return-value]
+
+    def mean_state(self) -> State:
+        """Return the devices at their mean speeds, prices and rates, all of them that are ever there."""
+        path = self.path
+        weight = np.bincount(path.condition, minlength=len(path.speed)) / path.num_slots
+        return self.work.at(
+            speed=1.0 / (weight @ (1.0 / path.speed)),
+            price=weight @ path.price,
+            link=weight @ path.link,
+            carbon=weight @ path.carbon,
+            available=np.asarray(path.available.any(0)),
+        )
+
+    def mean_sample_s(self) -> np.ndarray:
+        """Return seconds per sample of every device in the mean of the path."""
+        return sample_s(self.work.chain, self.mean_state())

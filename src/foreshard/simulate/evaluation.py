@@ -1,0 +1,385 @@
+"""Policies side by side on the paths of a scenario, beside the bound of one who knows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+import numpy as np
+
+from foreshard.control.search.subsets import COSTS
+from foreshard.control.slots import MP_OVER_DP, Budget
+from foreshard.errors import SpecError
+from foreshard.simulate.clairvoyant_bound import Bound, bound_of
+from foreshard.simulate.dynamics import describe, draw
+from foreshard.simulate.environment import Environment
+from foreshard.simulate.hindsight import best_subset, violation
+from foreshard.simulate.policies import BY_SHARES, Banked, Fleet, Greedy, on_subset
+from foreshard.simulate.policy_adapter import controller_rule
+from foreshard.simulate.slot_loop import Rule, Run, play
+from foreshard.simulate.workload import Workload, cluster_of, model_of, workload
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.scenario import Scenario
+
+HELD = tuple(f"{name}@budget" for name in BY_SHARES if name != "lb-bsp")
+POLICIES = (
+    "lyapunov",
+    "equal-share",
+    "lb-bsp",
+    "proportional",
+    "metis-like",
+    "malleus-like",
+    "amp-like",
+    "sailor-like",
+    "greedy-fastest",
+    "greedy-cheapest",
+    "greedy-banked",
+    "static-best",
+    *HELD,
+)
+"""All policies, ours first. `static-best` is lb-bsp on the best fixed subset of devices: lb-bsp@budget."""
+STAGES = "lyapunov-stages"
+"""Ours on one pipeline whose stages are devices that split every micro-batch; plays when it is named."""
+
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
+_SERIES = 100
+KEPT = 0.01
+"""Excess over a budget that still counts as keeping it."""
+FIXED = "equal-share@budget"
+LEAST_CUT = 0.01
+"""Ideal cut below which a part of it says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedPath:
+    """One seed: how every policy fared on its path.
+
+    Attributes
+    ----------
+    seed : int
+    budgets : tuple of Budget
+    bound : Bound
+    equal : Bound
+        Of equal shares: the devices that share are chosen knowing the path.
+    runs : mapping of policy to Run
+    path : mapping
+        How the path looks, see `sim.dynamics.describe`.
+    """
+
+    seed: int
+    budgets: tuple[Budget, ...]
+    bound: Bound
+    equal: Bound
+    runs: Mapping[str, Run]
+    path: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualShareCut:
+    """Parts of the mean step time of equal shares that keep the budgets.
+
+    Attributes
+    ----------
+    equal_s : float
+    feasible : bool
+        False where these do not keep the budgets after all.
+    ours, ideal : float
+        What a policy and what the bound saves of it.
+    """
+
+    equal_s: float
+    feasible: bool
+    ours: float
+    ideal: float
+
+    @property
+    def part(self) -> float | None:
+        """Return the part of the ideal cut that is reached; None where there is next to nothing to cut."""
+        return self.ours / self.ideal if self.ideal >= LEAST_CUT else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """All rounds of a scenario."""
+
+    scenario: Scenario
+    cluster: Cluster
+    slots: int
+    rounds: tuple[EvaluatedPath, ...]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the policies that took part."""
+        return tuple(self.rounds[0].runs)
+
+    def times(self, name: str) -> np.ndarray:
+        """Return the mean step time of a policy by seed; of 'bound' and 'equal' that of these bounds."""
+        if name == "bound":
+            return np.array([one.bound.mean_step_time_s for one in self.rounds])
+        if name == "equal":
+            return np.array([one.equal.mean_step_time_s for one in self.rounds])
+        return np.array([one.runs[name].time_s.mean() for one in self.rounds])
+
+    def violations(self, name: str) -> np.ndarray:
+        """Return the largest excess over a budget by seed, at least 0."""
+        return np.array([max(0.0, violation(one.runs[name], one.budgets)) for one in self.rounds])
+
+    def cut(self, name: str, of: str = "equal") -> EqualShareCut:
+        """Return by how much a policy is faster than equal shares at the same budgets.
+
+        Those are the bound of equal shares, or a policy.
+        """
+        equal = self.times(of)
+        kept = all(one.equal.feasible for one in self.rounds)
+        if of != "equal":
+            kept = bool((self.violations(of) <= KEPT).all())
+        return EqualShareCut(
+            equal_s=float(equal.mean()),
+            feasible=kept,
+            ours=float((1.0 - self.times(name) / equal).mean()),
+            ideal=float((1.0 - self.times("bound") / equal).mean()),
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the object of ``simulate --json``."""
+        bound = self.times("bound")
+        return {
+            "schema_version": 1,
+            "scenario": self.scenario.name,
+            "slots": self.slots,
+            "batches": self.scenario.batches,
+            "seeds": [one.seed for one in self.rounds],
+            "policies": {name: self._policy(name) for name in self.policies},
+            "bound": {
+                "mean_step_time_s": float(bound.mean()),
+                "ci95_s": half_width(bound),
+                "feasible": all(one.bound.feasible for one in self.rounds),
+                "states": [one.bound.num_states for one in self.rounds],
+                "multipliers": [list(one.bound.multipliers) for one in self.rounds],
+                "plans": "data-parallel plans on all subsets of the devices",
+            },
+            "equal_share_in_budget": self._equal(),
+            "path": [dict(one.path) for one in self.rounds],
+        }
+
+    def _equal(self) -> dict[str, object]:
+        found: dict[str, object] = {
+            "mean_step_time_s": float(self.times("equal").mean()),
+            "ci95_s": half_width(self.times("equal")),
+            "feasible": all(one.equal.feasible for one in self.rounds),
+        }
+        if "lyapunov" in self.policies:
+            cut = self.cut("lyapunov")
+            found |= {"cut": cut.ours, "ideal_cut": cut.ideal, "part_of_ideal": cut.part}
+        if {"lyapunov", FIXED} <= set(self.policies):
+            cut = self.cut("lyapunov", FIXED)
+            found["fixed"] = {
+                "mean_step_time_s": cut.equal_s,
+                "kept": cut.feasible,
+                "cut": cut.ours,
+                "ideal_cut": cut.ideal,
+                "part_of_ideal": cut.part,
+            }
+        return found
+
+    def _policy(self, name: str) -> dict[str, object]:
+        runs = [one.runs[name] for one in self.rounds]
+        times, over = self.times(name), self.violations(name)
+        means = {kind: float(np.mean([run.costs[kind].mean() for run in runs])) for kind in COSTS}
+        limits = {
+            budget.name: float(np.mean([one.budgets[i].limit for one in self.rounds]))
+            for i, budget in enumerate(self.rounds[0].budgets)
+        }
+        gap = times / self.times("bound") - 1.0
+        return {
+            "mean_step_time_s": float(times.mean()),
+            "ci95_s": half_width(times),
+            "mean_cost": means,
+            "budget": limits,
+            "violation": float(over.mean()),
+            "violation_max": float(over.max()),
+            "over_bound": float(gap.mean()),
+            "over_bound_max": float(gap.max()),
+            "reconfigurations": _number([run.reconfigurations for run in runs]),
+            "forced": _number([run.forced for run in runs]),
+            "reshares": _number([run.reshares for run in runs]),
+            "change_share": float(np.mean([run.change_s.sum() / run.time_s.sum() for run in runs])),
+            "steps": self.slots * self.scenario.batches,
+            "series": _series(runs[0]),
+        }
+
+
+def half_width(values: np.ndarray) -> float | None:
+    """Return half the width of the 95 % confidence interval of a mean; None for one value."""
+    count = len(values)
+    if count < 2:
+        return None
+    quantile = _T95[count - 2] if count - 2 < len(_T95) else 1.96
+    return float(quantile * values.std(ddof=1) / math.sqrt(count))
+
+
+def _number(values: Sequence[int]) -> float | int:
+    return values[0] if len(values) == 1 else float(np.mean(values))
+
+
+def _series(run: Run) -> dict[str, list[float]]:
+    """Return means over equal stretches of the run."""
+    parts = np.array_split(np.arange(len(run.time_s)), min(_SERIES, len(run.time_s)))
+    rows = {"step_time_s": run.time_s, "usd": run.costs["usd"], "devices": run.used * 1.0}
+    return {name: [float(f"{values[part].mean():.6g}") for part in parts] for name, values in rows.items()}
+
+
+def contest(
+    scenario: Scenario,
+    *,
+    policies: Sequence[str] | None = None,
+    slots: int | None = None,
+    seeds: int = 1,
+    model: Model | None = None,
+) -> Evaluation:
+    """Return how policies fare on the paths of a scenario.
+
+    Parameters
+    ----------
+    scenario : Scenario
+    policies : sequence of str, optional
+        Of `POLICIES`, which play by default, and `STAGES`.
+    slots : int, optional
+        The scenario's by default.
+    seeds : int
+        Paths, with the scenario's seed and the ones after it.
+    model : Model, optional
+        The scenario's by default.
+
+    Raises
+    ------
+    SpecError
+        For an unknown policy, or a scenario that cannot be played.
+    """
+    names = POLICIES if policies is None else tuple(dict.fromkeys(policies))
+    for name in names:
+        _known(name, None, "--policy")
+    for one in scenario.budget:
+        if one.of:
+            _known(one.of, scenario.file, "budget.of")
+    cluster = cluster_of(scenario)
+    work = workload(scenario, model or model_of(scenario), cluster)
+    length = scenario.slots if slots is None else slots
+    rounds = tuple(_round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds))
+    return Evaluation(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)
+
+
+def _known(name: str, file: str | None, key: str) -> None:
+    if name not in (*POLICIES, STAGES):
+        near = get_close_matches(name, (*POLICIES, STAGES), n=1)
+        raise SpecError(
+            f"unknown policy {name!r}",
+            file=file,
+            key=key,
+            value=name,
+            rule=f"Policies are {', '.join((*POLICIES, STAGES))}",
+            fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
+        )
+
+
+def _round(
+    scenario: Scenario, cluster: Cluster, work: Workload, names: Sequence[str], slots: int, seed: int
+) -> EvaluatedPath:
+    path = draw(scenario, cluster, slots=slots, seed=seed)
+    arena = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
+
+    def run(name: str, budgets: Sequence[Budget]) -> Run:
+        rule = _rule(name, arena, budgets, scenario)
+        return play(
+            rule, arena, path, kinds=arena.cost_kinds, sees_now=scenario.sees_now, batches=scenario.batches
+        )
+
+    spenders = {one.of for one in scenario.budget if one.of}
+    for name in spenders:
+        if name not in _FREE:
+            raise SpecError(
+                f"{name} needs budgets itself",
+                file=scenario.file,
+                key="budget.of",
+                value=name,
+                rule=f"Budgets are parts of what one of these spends: {', '.join(_FREE)}",
+            )
+    spent = {name: run(name, ()) for name in sorted(spenders)}
+    budgets = tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget)))
+    return EvaluatedPath(
+        seed=seed,
+        budgets=budgets,
+        bound=bound_of(arena, budgets),
+        equal=bound_of(arena, budgets, equal=True),
+        runs={name: spent[name] if name in spent else run(name, budgets) for name in names},
+        path=describe(path),
+    )
+
+
+def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:
+    """Return the ranks that budgets count one by one."""
+    found = set()
+    for index, one in enumerate(scenario.budget):
+        if one.rank is not None:
+            if one.rank >= work.num_devices:
+                raise SpecError(
+                    f"rank {one.rank} of {work.num_devices}",
+                    file=scenario.file,
+                    key=f"budget[{index}].rank",
+                    value=one.rank,
+                    rule="Duty is of a device of the cluster",
+                )
+            found.add(one.rank)
+        if one.kind == "carbon_kg" and not scenario.carbon_g_per_kwh:
+            raise SpecError(
+                "no carbon",
+                file=scenario.file,
+                key="carbon_g_per_kwh",
+                value=scenario.carbon_g_per_kwh,
+                rule=f"Budget {one.name} counts it",
+                fix="State carbon_g_per_kwh",
+            )
+    return frozenset(found)
+
+
+def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
+    """Return a budget with its limit in numbers."""
+    table = scenario.budget[index]
+    one = Budget(name=table.name, kind=table.kind, limit=1.0, per=table.per, worker=table.rank)
+    limit = table.limit
+    if table.of is not None:
+        run = spent[table.of]
+        mean = float(run.costs[one.key].mean()) / one.allowance(float(run.time_s.mean()))
+        limit = (table.share or 1.0) * mean
+    assert limit is not None
+    return replace(one, limit=limit)
+
+
+_FREE: Mapping[str, Callable[[Environment], Rule]] = {
+    **{name: (lambda arena, made=made: made(arena, None)) for name, made in BY_SHARES.items()},  # type: ignore[misc]
+    "amp-like": Fleet,
+    "greedy-fastest": Greedy,
+}
+
+
+def _rule(name: str, arena: Environment, budgets: Sequence[Budget], scenario: Scenario) -> Rule:
+    """Return a policy, ready for the first slot."""
+    if name in _FREE:
+        return _FREE[name](arena)
+    if name == "lyapunov":
+        return controller_rule(arena, budgets, scenario)
+    if name == STAGES:
+        return controller_rule(arena, budgets, scenario, reading=MP_OVER_DP)
+    if name == "sailor-like":
+        return Fleet(arena, budgets)
+    if name == "greedy-cheapest":
+        return Greedy(arena, budgets or [Budget(name="usd", kind="usd", limit=1.0)])
+    if name == "greedy-banked":
+        return Banked(arena, budgets)
+    base = "lb-bsp" if name == "static-best" else name.removesuffix("@budget")
+    kept = best_subset(arena, base, budgets, sees_now=scenario.sees_now, batches=scenario.batches)
+    return BY_SHARES[base](arena, on_subset(arena, kept))

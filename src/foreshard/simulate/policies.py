@@ -1,0 +1,262 @@
+"""Rules to compare with: equal shares, balanced shares, static, greedy, and those of other planners.
+
+All run on data-parallel plans over subsets of the devices, under the same prices. None looks ahead, but for
+those whose name ends in `@budget` and `static-best`: these stay on one subset of devices that is chosen with
+hindsight, the fastest that keeps the budgets on the very path (`hindsight.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from foreshard.control.search.subsets import SubsetClasses, balanced_shares, even_shares
+from foreshard.control.slots import Budget, Structure
+from foreshard.simulate.environment import Environment
+from foreshard.simulate.slot_loop import Happened, Rule, Seen
+
+Decision = tuple[Structure, tuple[int, ...]]
+Devices = Callable[[Seen], tuple[int, ...]]
+SMOOTHING, DEAD_BAND = 0.3, 0.05
+"""Of `proportional`: weight of the newest time, and the imbalance below which it leaves shares alone."""
+SLOWED = 1.1
+"""Of `malleus-like`: ratio of times that counts as a change."""
+
+
+class _Simple:
+    """A rule that learns nothing from what a slot took."""
+
+    def __init__(self, arena: Environment, devices: Devices | None = None):
+        self.arena = arena
+        self.devices = devices or self.everyone
+        self._memo: dict[tuple[object, ...], Decision] = {}
+
+    def everyone(self, seen: Seen) -> tuple[int, ...]:
+        """Return all devices that are there."""
+        return tuple(np.flatnonzero(self.arena.path.available[seen.pattern]).tolist())
+
+    def learn(self, happened: Happened) -> None:
+        """Forget it."""
+
+    def balanced(self, workers: tuple[int, ...], sample_s: np.ndarray) -> Decision:
+        """Return shares by which these devices end together at such seconds per sample."""
+        times = sample_s[list(workers)]
+        key = (workers, times.tobytes())
+        if key not in self._memo:
+            shares = balanced_shares(times, self.arena.work.batch)
+            used = [(worker, int(share)) for worker, share in zip(workers, shares, strict=True) if share]
+            chosen = tuple(worker for worker, _ in used)
+            self._memo[key] = self.arena.structure(chosen), tuple(share for _, share in used)
+        return self._memo[key]
+
+
+class EqualShare(_Simple):
+    """Distributed data parallelism as shipped: everyone, the same share each."""
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return equal shares."""
+        workers = self.devices(seen)
+        shares = even_shares(len(workers), self.arena.work.batch)
+        return self.arena.structure(workers), tuple(shares.tolist())
+
+
+class SpeedShare(_Simple):
+    """LB-BSP: everyone, shares by the speeds last seen.
+
+    Source
+    ------
+    Chen, Weng, Wang, Li, Li 2018 (arXiv 1806.02508), with the last speed as the forecast.
+    """
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return shares by last speeds."""
+        return self.balanced(self.devices(seen), self.arena.sample_s(seen.condition))
+
+
+class Proportional(_Simple):
+    """A controller of OmniLearn's kind: smoothed times, and a dead band against needless re-shares.
+
+    Source
+    ------
+    Tyagi and Sharma 2025 (arXiv 2503.17469): proportional control of batch sizes on the deviation of a
+    worker's time from the mean, with smoothing and a dead band; constants are ours.
+    """
+
+    def __init__(self, arena: Environment, devices: Devices | None = None):
+        super().__init__(arena, devices)
+        self._smooth: np.ndarray | None = None
+        self._last: Decision | None = None
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return the shares of before, or new ones when times are out of balance."""
+        now = self.arena.sample_s(seen.condition)
+        old = now if self._smooth is None else self._smooth
+        self._smooth = old + SMOOTHING * (now - old)
+        workers = self.devices(seen)
+        if self._last is not None and self._last[0].workers == workers:
+            times = np.array(self._last[1]) * self._smooth[list(workers)]
+            if times.max() <= (1.0 + DEAD_BAND) * times.mean():
+                return self._last
+        self._last = self.balanced(workers, self._smooth)
+        return self._last
+
+
+class Stated(_Simple):
+    """Metis-like: everyone, shares by the mean speeds of the devices, never by what happens.
+
+    Source
+    ------
+    Um et al. 2024 (Metis, USENIX ATC): load balance over heterogeneous devices, planned once. Its pipelines
+    are not among the plans that are simulated.
+    """
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return shares by mean speeds."""
+        return self.balanced(self.devices(seen), self.arena.mean_sample_s())
+
+
+class Fleet(_Simple):
+    """AMP-like and Sailor-like: equal shares on the devices whose equal shares are best at stated speeds.
+
+    `budgets` (Sailor) keeps to those subsets that are within them by the stated speeds and prices; planned
+    again only when devices come or go.
+
+    Source
+    ------
+    Li et al. 2022 (AMP, NeurIPS): uneven devices, even data, planned once; Strati et al. 2025 (Sailor, SOSP):
+    which devices to rent under a price limit, re-planned on a change of what is available.
+    """
+
+    def __init__(self, arena: Environment, budgets: Sequence[Budget] = ()):
+        super().__init__(arena)
+        self.budgets = budgets
+        self._chosen: dict[int, Decision] = {}
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return the plan for the devices that are there."""
+        if seen.pattern not in self._chosen:
+            self._chosen[seen.pattern] = self._plan(seen.pattern)
+        return self._chosen[seen.pattern]
+
+    def _plan(self, pattern: int) -> Decision:
+        work, path = self.arena.work, self.arena.path
+        state = self.arena.mean_state()
+        there = np.flatnonzero(path.available[pattern])
+        # Even shares wait for the slowest, so that the best fleet of a size has its fastest, or its cheapest.
+        orders = (self.arena.mean_sample_s()[there], (self.arena.mean_sample_s() * state.usd_per_h)[there])
+        best, least = None, np.inf
+        for order in orders:
+            ranked = there[np.argsort(order, kind="stable")]
+            for count in range(1, len(ranked) + 1):
+                workers = tuple(sorted(ranked[:count].tolist()))
+                shares = tuple(even_shares(count, work.batch).tolist())
+                structure = self.arena.structure(workers)
+                time_s, costs = self.arena.price(state, structure, shares)
+                over = max([costs[b.key] / b.allowance(time_s) - 1.0 for b in self.budgets], default=0.0)
+                rank = time_s if over <= 0.0 else 1e9 * (1.0 + over)
+                if rank < least:
+                    best, least = (structure, shares), rank
+        assert best is not None
+        return best
+
+
+class Malleus(_Simple):
+    """Malleus-like: everyone, balanced anew when some device's time moves by a tenth; no budget.
+
+    Source
+    ------
+    Li et al. 2025 (Malleus, arXiv 2410.13333): straggler-resilient re-planning of data and layers; of its
+    plans the data-parallel ones are simulated.
+    """
+
+    def __init__(self, arena: Environment, devices: Devices | None = None):
+        super().__init__(arena, devices)
+        self._basis: np.ndarray | None = None
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return shares by the times at the last change."""
+        now = self.arena.sample_s(seen.condition)
+        if self._basis is None or np.maximum(now / self._basis, self._basis / now).max() > SLOWED:
+            self._basis = now
+        return self.balanced(self.devices(seen), self._basis)
+
+
+class Greedy(_Simple):
+    """The fastest subset of the state last seen, or with budgets the cheapest, slot by slot."""
+
+    def __init__(self, arena: Environment, budgets: Sequence[Budget] = ()):
+        super().__init__(arena)
+        self.budgets = budgets
+        self._choice: dict[tuple[int, int], Decision] = {}
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return the best subset, whatever a change to it costs."""
+        key = (seen.condition, seen.pattern)
+        if key not in self._choice:
+            kinds = self.arena.kinds(*key)
+            spent = kinds.column(self.budgets) / [one.allowance(1.0) for one in self.budgets]
+            rank = spent.sum(1) if self.budgets else kinds.time_s
+            workers = kinds.devices(int(np.argmin(rank)))
+            self._choice[key] = self.balanced(workers, self.arena.sample_s(seen.condition))
+        return self._choice[key]
+
+
+class Banked(_Simple):
+    """The fastest subset whose batch costs no more than its allowance and what was saved before.
+
+    Without a queue or a price of cost: what is saved is spent at the first occasion. The subset in use stays
+    while it can be paid and no other is a tenth faster; when none can be paid, the fastest of those within
+    the allowance alone runs, or else the cheapest.
+    """
+
+    def __init__(self, arena: Environment, budgets: Sequence[Budget]):
+        super().__init__(arena)
+        self.budgets = budgets
+        self._saved = np.zeros(len(budgets))
+        self._now: tuple[int, ...] = ()
+
+    def decide(self, seen: Seen) -> Decision:
+        """Return the fastest subset that can be paid."""
+        kinds = self.arena.kinds(seen.condition, seen.pattern)
+        paid = self._over(kinds, self._saved) <= 0.0
+        plain = self._over(kinds, np.zeros(len(self.budgets)))
+        paid = paid if paid.any() else plain <= 0.0
+        best = int(np.argmin(np.where(paid, kinds.time_s, np.inf)) if paid.any() else np.argmin(plain))
+        kept = kinds.subset(self._now)
+        if kept is None or not paid[kept] or kinds.time_s[kept] > SLOWED * kinds.time_s[best]:
+            self._now = kinds.devices(best, self._now)
+        return self.balanced(self._now, self.arena.sample_s(seen.condition))
+
+    def _over(self, kinds: SubsetClasses, saved: np.ndarray) -> np.ndarray:
+        """Return by how much of an allowance the batch of each subset is above it and the savings."""
+        over = np.full(len(kinds.time_s), -np.inf)
+        costs = kinds.column(self.budgets)
+        for i, (one, spare) in enumerate(zip(self.budgets, saved, strict=True)):
+            allowed = one.allowance(1.0) * (1.0 if one.per == "step" else kinds.time_s)
+            over = np.maximum(over, (costs[:, i] - spare) / allowed - 1.0)
+        return over
+
+    def learn(self, happened: Happened) -> None:
+        """Add up what was saved."""
+        part = happened.batches / happened.of
+        for i, one in enumerate(self.budgets):
+            self._saved[i] += part * (one.allowance(happened.time_s) - happened.costs[one.key])
+
+
+def on_subset(arena: Environment, subset: Sequence[int]) -> Devices:
+    """Return the devices of a subset that are there; when none is, all that are."""
+    chosen = frozenset(subset)
+    there = [np.flatnonzero(row).tolist() for row in arena.path.available]
+    kept = [tuple(one for one in row if one in chosen) or tuple(row) for row in there]
+    return lambda seen: kept[seen.pattern]
+
+
+BY_SHARES: dict[str, Callable[[Environment, Devices | None], Rule]] = {
+    "equal-share": EqualShare,
+    "lb-bsp": SpeedShare,
+    "proportional": Proportional,
+    "metis-like": Stated,
+    "malleus-like": Malleus,
+}
+"""Rules that only decide on shares; a subset of devices makes them keep a budget."""

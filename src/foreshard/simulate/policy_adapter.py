@@ -1,0 +1,209 @@
+"""Any `spec.online.Policy` as a rule of the simulator: told events, ordering plans, as in the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from foreshard.control import orders
+from foreshard.control.controller import Controller
+from foreshard.control.moves import spans_of
+from foreshard.control.search.stage_search import solve_stages
+from foreshard.control.search.subsets import balanced_shares
+from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
+from foreshard.simulate.environment import Environment
+from foreshard.simulate.policies import Decision
+from foreshard.simulate.slot_loop import Happened, Seen
+from foreshard.spec.online import (
+    CarbonChanged,
+    DeviceSeen,
+    Event,
+    Fact,
+    LinkSeen,
+    Policy,
+    PriceChanged,
+    RankLost,
+    StepMeasured,
+    Together,
+)
+from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.scenario import Scenario
+
+MOST_STAGES = 4
+
+
+class PolicyAdapter:
+    """Tells a policy what changed before a slot and what was measured in it, and follows its last plan.
+
+    Losses and returns of devices are told when they happen; prices, and speeds of idle devices, when they are
+    seen; steps with the seconds per sample of every device in use, a transfer over each link between racks,
+    and the costs. With `sees_now` speeds and rates are told before the step instead. A plan that still names
+    a device that is gone is a fault of the policy.
+    """
+
+    def __init__(
+        self,
+        arena: Environment,
+        policy: Policy,
+        plan: Plan,
+        budgets: Sequence[Budget],
+        *,
+        sees_now: bool = False,
+        reading: str = DP_OVER_MP,
+    ):
+        self.arena, self.policy, self.budgets, self._sees_now = arena, policy, budgets, sees_now
+        self._reading = reading
+        self._there = np.ones(arena.work.num_devices, dtype=bool)
+        self._price = arena.work.state.usd_per_h.copy()
+        self._carbon = arena.work.state.kg_per_j.copy()
+        self._speed = np.ones(arena.work.num_devices)
+        self._batches = 0
+        self._probed = _probed(arena)
+        self._rate: dict[tuple[int, int], float] = {}
+        self._follow(plan)
+
+    def _follow(self, plan: Plan) -> None:
+        self._structure: Structure = orders.structure_of(plan, self._reading)
+        self._shares = orders.shares_of(plan, self._reading)
+
+    def _tell(self, event: Event) -> None:
+        for command in self.policy.on(event):
+            if command.plan is not None:
+                self._follow(command.plan)
+
+    def decide(self, seen: Seen) -> Decision:
+        """Tell what changed; return the structure and the shares that are ordered."""
+        path, work = self.arena.path, self.arena.work
+        facts: list[Fact] = []
+        step = self._batches
+        prices = work.state.usd_per_h * path.price[seen.condition]
+        for rank in np.flatnonzero(prices != self._price).tolist():
+            facts.append(PriceChanged(step=step, rank=rank, usd_per_h=float(prices[rank])))
+        self._price = prices
+        carbon = work.state.kg_per_j * path.carbon[seen.condition]
+        for rank in np.flatnonzero(carbon != self._carbon).tolist():
+            facts.append(CarbonChanged(step=step, rank=rank, kg_per_kwh=float(carbon[rank]) * J_PER_KWH))
+        self._carbon = carbon
+        there, speed = path.available[seen.pattern], path.speed[seen.condition]
+        used = list(self._structure.workers)
+        for rank in np.flatnonzero(~there & self._there).tolist():
+            facts.append(RankLost(step=step, rank=rank, reason="taken away"))
+        fresh = there & ~self._there
+        moved = there & (speed != self._speed)
+        if not self._sees_now:
+            moved[used] = False
+        for rank in np.flatnonzero(fresh | moved).tolist():
+            facts.append(DeviceSeen(step=step, rank=rank, relative_speed=float(speed[rank])))
+        self._there, self._speed = there, speed
+        facts += self._links_now(seen, step) if self._sees_now else []
+        if facts:
+            self._tell(Together(step=step, events=tuple(facts)))
+        return self._structure, self._shares
+
+    def _links_now(self, seen: Seen, step: int) -> list[Fact]:
+        rate = self.arena.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
+        moved = [pair for pair in self._probed if self._rate.get(pair) != rate[pair]]
+        self._rate |= {pair: float(rate[pair]) for pair in moved}
+        return [LinkSeen(step=step, source=u, target=v, bytes_per_s=float(rate[u, v])) for u, v in moved]
+
+    def learn(self, happened: Happened) -> None:
+        """Tell what was measured."""
+        state = self.arena.state(happened.condition, happened.pattern)
+        stages, links = {}, {}
+        for worker, (first, stop) in spans_of(self._structure):
+            nominal = self.arena.work.chain.before_s[worker]
+            stages[worker] = float((nominal[stop] - nominal[first]) / state.speed[worker])
+        for u, v in self._probed:
+            # A gibibyte: the rate, not the delay, is what is seen.
+            size = 2.0**30
+            links[u, v] = (
+                size,
+                size / float(state.bandwidth_bytes_per_s[u, v]) + float(state.latency_s[u, v]),
+            )
+        costs = {one.name: happened.costs[one.key] for one in self.budgets}
+        self._batches += happened.batches
+        self._tell(
+            StepMeasured(
+                step=self._batches - 1,
+                time_s=happened.time_s,
+                stage_s=stages,
+                link_s=links,
+                costs=costs,
+                steps=happened.batches,
+            )
+        )
+
+
+def _probed(arena: Environment) -> tuple[tuple[int, int], ...]:
+    """Return a pair of devices at the ends of every link between racks."""
+    link_of = arena.work.link_of
+    return tuple(tuple(np.argwhere(link_of == k)[0].tolist()) for k in range(arena.path.link.shape[1]))  # type: ignore[return-value]
+
+
+def first_plan(arena: Environment, scenario: Scenario) -> Plan:
+    """Return the plan that a run starts with: every device a replica, shares by stated speeds."""
+    work = arena.work
+    shares = balanced_shares(work.chain.before_s[:, -1], work.batch)
+    groups = tuple(
+        Group(
+            share=int(share),
+            stages=(Stage(ranks=(rank,), layers=((0, work.chain.num_layers),)),),
+            micro_batch=work.micro_batch,
+        )
+        for rank, share in enumerate(shares)
+    )
+    return Plan(
+        global_batch=work.batch,
+        seq_len=scenario.seq_len or 1,
+        groups=groups,
+        precision=scenario.precision,
+        optimizer=scenario.optimizer,
+        framework=scenario.framework,
+    )
+
+
+def staged_plan(arena: Environment, scenario: Scenario) -> Plan:
+    """Return the fastest plan by stated speeds of one pipeline whose stages split micro-batches.
+
+    Raises
+    ------
+    InfeasibleError
+        When no stages hold the model.
+    """
+    work = arena.work
+    choice = solve_stages(
+        work.chain,
+        work.state,
+        batch=work.batch,
+        micro_batch=work.micro_batch,
+        time_weight=1.0,
+        max_stages=MOST_STAGES,
+    )
+    return orders.plan_of(first_plan(arena, scenario), choice, batch=work.batch, micro_batch=work.micro_batch)
+
+
+def controller_rule(
+    arena: Environment,
+    budgets: Sequence[Budget],
+    scenario: Scenario,
+    *,
+    reading: str = DP_OVER_MP,
+    **asked: Any,
+) -> PolicyAdapter:
+    """Return the controller of the runtime on data-parallel plans, or on stages; more options are its own."""
+    wide = reading == MP_OVER_DP
+    plan = staged_plan(arena, scenario) if wide else first_plan(arena, scenario)
+    controller = Controller(
+        arena.work.chain,
+        arena.work.state,
+        plan,
+        budgets=budgets,
+        horizon=arena.path.num_slots * scenario.batches,
+        pause_s=arena.pause_s,
+        max_stages=MOST_STAGES if wide else 1,
+        reading=reading,
+        **asked,
+    )
+    return PolicyAdapter(arena, controller, plan, budgets, sees_now=scenario.sees_now, reading=reading)

@@ -1,0 +1,194 @@
+"""The slot loop: a policy decides, the cluster is as it is, time and costs are counted.
+
+A decision knows which devices are there; of speeds, prices and link rates it knows those of the batch before,
+unless the scenario lets it see the present. Changing groups or layers takes a pause and the bytes that move;
+changing shares alone is free and is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from foreshard.simulate.dynamics import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a decision may use: the condition that was last seen and the pattern of devices that are there."""
+
+    slot: int
+    condition: int
+    pattern: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """What some batches in a row took and cost: the mean of them, with the change before the first.
+
+    Attributes
+    ----------
+    slot, condition, pattern : int
+    batches, of : int
+        How many, and how many the slot has.
+    time_s : float
+    costs : mapping of kind to cost
+    """
+
+    slot: int
+    condition: int
+    pattern: int
+    batches: int
+    of: int
+    time_s: float
+    costs: Mapping[str, float]
+
+
+class Rule(Protocol):
+    """A policy in the simulator."""
+
+    def decide(self, seen: Seen) -> tuple[Any, tuple[int, ...]]:
+        """Return a structure and its shares for the next batches."""
+        ...
+
+    def learn(self, happened: Happened) -> None:
+        """Take in what the batches took and cost."""
+        ...
+
+
+class SlotTimer(Protocol):
+    """What a decision takes and costs in truth."""
+
+    def batch(
+        self, structure: Any, shares: tuple[int, ...], condition: int, pattern: int
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return seconds and costs of a batch."""
+        ...
+
+    def change(self, old: Any, new: Any, condition: int, pattern: int) -> tuple[float, Mapping[str, float]]:
+        """Return seconds and costs of a change of structure."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One policy on one path.
+
+    Attributes
+    ----------
+    time_s : ndarray, shape (slots,)
+        Of each batch with the change before it.
+    change_s : ndarray, shape (slots,)
+        Of the changes alone.
+    costs : mapping of kind to ndarray, shape (slots,)
+    reconfigurations, reshares : int
+        Changes of structure; of shares alone. The first plan counts as neither.
+    changed : ndarray of bool, shape (slots,)
+        Where the structure changed.
+    forced : int
+        Reconfigurations because a device in use was taken away.
+    used : ndarray of int, shape (slots,)
+        Devices in use.
+    """
+
+    time_s: np.ndarray
+    change_s: np.ndarray
+    costs: Mapping[str, np.ndarray]
+    reconfigurations: int
+    reshares: int
+    forced: int
+    changed: np.ndarray
+    used: np.ndarray
+
+
+def play(
+    rule: Rule, judge: SlotTimer, path: Path, *, kinds: tuple[str, ...], sees_now: bool, batches: int = 1
+) -> Run:
+    """Return how a policy fares on a path.
+
+    Parameters
+    ----------
+    rule : Rule
+    judge : SlotTimer
+    path : Path
+    kinds : tuple of str
+        Kinds of cost to count.
+    sees_now : bool
+        Whether decisions know the condition of their own slot. At the first slot they do.
+    batches : int
+        Of a slot. After the first two batches of a slot that differs from the one before, the policy decides
+        again.
+    """
+    game = _Game(rule=rule, judge=judge, path=path, kinds=kinds)
+    for t in range(path.num_slots):
+        now = int(path.condition[t])
+        known = now if sees_now else int(path.condition[max(t - 1, 0)])
+        changed = t > 0 and (now != path.condition[t - 1] or path.pattern[t] != path.pattern[t - 1])
+        left = batches
+        while left:
+            fresh = changed and left > batches - 2
+            game.act(t, known, 1 if fresh else left, batches)
+            left -= 1 if fresh else left
+            known = now
+    return game.run()
+
+
+class _Game:
+    """The books of one policy on one path; times and costs of a slot are means over its batches."""
+
+    def __init__(self, *, rule: Rule, judge: SlotTimer, path: Path, kinds: tuple[str, ...]):
+        slots = path.num_slots
+        self.rule, self.judge, self.path, self.kinds = rule, judge, path, kinds
+        self.time_s, self.change_s = np.zeros(slots), np.zeros(slots)
+        self.spent, self.used = np.zeros((slots, len(kinds))), np.zeros(slots, dtype=int)
+        self.changes = np.zeros(slots, dtype=int)
+        self.reshares = self.forced = 0
+        self.old: Any = None
+        self.shares: tuple[int, ...] = ()
+
+    def act(self, t: int, known: int, batches: int, of: int) -> None:
+        """Let the policy decide, count some batches of a slot, and tell it what they took."""
+        now, pattern = int(self.path.condition[t]), int(self.path.pattern[t])
+        structure, shares = self.rule.decide(Seen(slot=t, condition=known, pattern=pattern))
+        took_s, batch_costs = self.judge.batch(structure, shares, now, pattern)
+        spent = np.array([batch_costs[kind] for kind in self.kinds])
+        if self.old is not None and structure != self.old:
+            pause_s, more = self.judge.change(self.old, structure, now, pattern)
+            self.change_s[t] += pause_s / of
+            took_s += pause_s / batches
+            spent += np.array([more.get(kind, 0.0) for kind in self.kinds]) / batches
+            self.changes[t] += 1
+            self.forced += not self.path.available[pattern, list(self.old.workers)].all()
+        elif self.old is not None and shares != self.shares:
+            self.reshares += 1
+        self.old, self.shares = structure, shares
+        self.used[t] = len(structure.workers)
+        self.time_s[t] += took_s * (batches / of)
+        self.spent[t] += spent * (batches / of)
+        self.rule.learn(
+            Happened(
+                slot=t,
+                condition=now,
+                pattern=pattern,
+                batches=batches,
+                of=of,
+                time_s=took_s,
+                costs=dict(zip(self.kinds, spent.tolist(), strict=True)),
+            )
+        )
+
+    def run(self) -> Run:
+        """Return the books."""
+        return Run(
+            time_s=self.time_s,
+            change_s=self.change_s,
+            costs={kind: self.spent[:, i] for i, kind in enumerate(self.kinds)},
+            reconfigurations=int(self.changes.sum()),
+            reshares=self.reshares,
+            forced=self.forced,
+            changed=self.changes > 0,
+            used=self.used,
+        )

@@ -1,0 +1,1 @@
+"""Measured tables as cases, their predictions, scores and intervals."""

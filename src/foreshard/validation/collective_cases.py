@@ -1,0 +1,151 @@
+"""Measured collectives as cases: predicted seconds of every row of a table.
+
+Sizes are what nccl-tests prints, times are out of place; rows of a shape the cost model lacks say so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.devices import resolve_device
+from foreshard.comm.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    broadcast_s,
+    reduce_scatter_s,
+    send_s,
+)
+from foreshard.comm.fabric import Fabric, fabric_of
+from foreshard.errors import SpecError
+from foreshard.validation.facts import integer, number
+from foreshard.validation.row_cluster import nic_rate
+from foreshard.validation.tables import MeasuredTable
+
+_TIMES = {
+    "all_reduce": all_reduce_s,
+    "all_gather": all_gather_s,
+    "reduce_scatter": reduce_scatter_s,
+    "all_to_all": all_to_all_s,
+    "alltoall": all_to_all_s,
+    "broadcast": broadcast_s,
+}
+_FOUR_A_NODE = ("gb200", "gb300", "gh200")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCase:
+    """One measured time and the time predicted for it; `reason` says why there is none."""
+
+    index: int
+    measured_s: float | None
+    predicted_s: float | None = None
+    reason: str | None = None
+
+
+def era_of(library: str, system: str) -> str:
+    """Return the NCCL era of a row: 2.10 and before, and servers profiled then, are old."""
+    version = re.search(r"\b2\.(\d+)", library)
+    if version is None:
+        return "old" if "vtrain" in system.lower() else "2.2x"
+    minor = int(version[1])
+    return "old" if minor <= 10 else "2.1x" if minor < 20 else "2.2x"
+
+
+def _known_era(era: str) -> str:
+    """Return the era the constants know: 2.1x is read as 2.2x where it has no row of its own."""
+    from foreshard.catalog.fabrics import comm_constants
+
+    return era if era in comm_constants()["eras"] else "2.2x"
+
+
+@cache
+def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str, exclude: str) -> Fabric:
+    """Return the fabric of a row's machine."""
+    device = resolve_device(gpu)
+    usual = 4 if device.name.startswith(_FOUR_A_NODE) else 8
+    if num_nodes > 1:
+        per_node, nodes = max(1, num_ranks // num_nodes), num_nodes
+    else:
+        per_node, nodes = max(usual, num_ranks), 1
+        if "nvl72" in device.name:  # a tray has four, the domain reaches over trays
+            per_node, nodes = usual, math.ceil(num_ranks / usual)
+    rate = nic_rate(network) if nodes > 1 else None
+    suffix = f"@{rate.replace(' ', '')}" if rate else ""
+    cluster = load_cluster(f"{nodes}x{per_node}x{device.name}{suffix}")
+    return fabric_of(cluster.nodes[0], nccl=_known_era(era), exclude=exclude)
+
+
+def _measured_s(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float) -> float | None:
+    """Return the out-of-place time, or the one the row's bandwidth implies."""
+    if "time_ms" in row:
+        value = number(row, "time_ms")
+        return None if not value else value * 1e-3
+    time_us = number(row, "time_us")
+    if time_us:
+        return time_us * 1e-6
+    algorithm, bus = number(row, "algbw_GBps"), number(row, "busbw_GBps")
+    if algorithm:
+        return num_bytes / (algorithm * 1e9)
+    if bus and ranks > 1:
+        passes = 2.0 if kind == "all_reduce" else 1.0
+        return num_bytes * passes * (ranks - 1) / ranks / (bus * 1e9)
+    return None
+
+
+def _kind(text: str) -> str:
+    """Return the collective a cell names, whatever its case and joints."""
+    bare = re.sub(r"[^a-z0-9]", "", text.lower())
+    return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
+
+
+def _case(index: int, row: Mapping[str, str], exclude: str) -> CollectiveCase:
+    kind = _kind(row["collective"])
+    megabytes = number(row, "data_size_mb") if "data_size_mb" in row else None
+    num_bytes = megabytes * 1e6 if megabytes is not None else number(row, "size_bytes") or 0.0
+    ranks = integer(row, "num_gpus")
+    if ranks is None or num_bytes <= 0:
+        return CollectiveCase(index=index, measured_s=None, reason="size or number of devices not stated")
+    measured = _measured_s(row, kind, ranks, num_bytes)
+    if kind not in _TIMES and kind != "p2p":
+        return CollectiveCase(index=index, measured_s=measured, reason="not modelled")
+    if re.search("gloo|neuron", row.get("library", "").lower()):
+        return CollectiveCase(index=index, measured_s=measured, reason="not modelled")
+    nodes = integer(row, "num_nodes") or 1
+    era = era_of(row.get("library", ""), row.get("system", ""))
+    fabric = _fabric(row["gpu"], ranks, nodes, row.get("inter_network", ""), era, exclude)
+    if kind == "p2p":
+        predicted = send_s(num_bytes, nodes > 1, fabric)
+    else:
+        predicted = _TIMES[kind](num_bytes, ranks, 1, fabric)
+    if measured is None:
+        return CollectiveCase(index=index, measured_s=None, reason="no time or bandwidth stated")
+    return CollectiveCase(index=index, measured_s=measured, predicted_s=float(predicted))
+
+
+def _guarded(index: int, row: Mapping[str, str], exclude: str) -> CollectiveCase:
+    try:
+        case = _case(index, row, exclude)
+    except SpecError as error:
+        return CollectiveCase(index=index, measured_s=None, reason=str(error))
+    if case.predicted_s is not None and not np.isfinite(case.predicted_s):
+        return CollectiveCase(index=index, measured_s=case.measured_s, reason="the prediction is not finite")
+    return case
+
+
+def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[CollectiveCase]:
+    """Return one case per row of a table of collectives.
+
+    Parameters
+    ----------
+    exclude : str
+        A family of measured rows that the constants must not have seen.
+    """
+    return [_guarded(index, row, exclude) for index, row in enumerate(table.rows)]

@@ -1,0 +1,101 @@
+"""The Cluster of a training row: its devices in nodes, with the NIC the row states or its family declares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.device import Device
+from foreshard.validation.facts import integer
+from foreshard.validation.families import Family
+
+MAX_DEVICES = 1_000_000
+_RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand port by generation
+
+
+@dataclass(slots=True)
+class Notes:
+    """What was assumed while a row was read."""
+
+    lines: list[str]
+
+    def add(self, line: str) -> None:
+        """Keep one assumption, once."""
+        if line not in self.lines:
+            self.lines.append(line)
+
+
+def nic_rate(text: str) -> str | None:
+    """Return the NIC rate of a node that an inter_link cell states, None when it states none.
+
+    Storage and management ports do not count.
+
+    Examples
+    --------
+    >>> nic_rate("8x 200 Gbps HDR IB per DGX A100 (Selene)")
+    '1600 Gb/s'
+    """
+    parts = re.split(r"[,;]|\band\b", text)
+    compute = [part for part in parts if re.search("compute", part.lower())]
+    parts = compute or [part for part in parts if not re.search("storage|management", part.lower())]
+    best = 0.0
+    for part in parts:
+        low = part.lower()
+        count = re.search(r"(\d+)\s*x\s*[a-z\d]", low)
+        rate = re.search(r"(?<![\d.])(\d+)\s*[Gg](?:b|bit|bps|bit/s|b/s|b/[Ss]ec|bE)?\b", part)
+        kind = next((value for word, value in _RATES.items() if re.search(rf"\b{word}\b", low)), 0.0)
+        each = float(rate[1]) if rate else kind
+        best = max(best, each * (int(count[1]) if count else 1))
+    return f"{best:g} Gb/s" if best else None
+
+
+_NODES_OF_FOUR = ("gb200", "gb300", "gh200", "tpu", "rubin")  # trays and boards of these hold four
+_NODES_OF_SIXTEEN = ("v100-sxm3", "trainium")
+
+
+def node_size(raw: Mapping[str, str], device: Device, gpus: int) -> tuple[int, bool]:
+    """Return devices per node, and whether the row states them; else what the device is sold in."""
+    stated = integer(raw, "gpus_per_node")
+    usual = 4 if device.name.startswith(_NODES_OF_FOUR) else 8
+    if device.name.startswith(_NODES_OF_SIXTEEN):
+        usual = 16
+    return min(stated or usual, gpus), stated is not None
+
+
+def _in_integers(group: NodeGroup) -> NodeGroup:
+    """Return the nodes with the int8 peak of their device where 8-bit floats would be."""
+    peaks = group.device.peak_flops_per_s
+    peaks = {**peaks, "fp8": peaks.get("int8", peaks.get("fp8", 0.0))}
+    return replace(group, device=replace(group.device, peak_flops_per_s=peaks))
+
+
+def row_cluster(raw: Mapping[str, str], device: Device, family: Family, gpus: int, notes: Notes) -> Cluster:
+    """Return the devices a row used, with the NIC it states, its family declares, or the catalog's."""
+    if gpus > MAX_DEVICES:
+        raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"At most {MAX_DEVICES} devices")
+    per_node, stated = node_size(raw, device, gpus)
+    if not stated:
+        notes.add(f"devices per node not stated: {per_node}")
+    nodes, rest = divmod(gpus, per_node)
+    rate = None
+    if gpus > per_node:
+        rate = nic_rate(raw["inter_link"])
+        if (family.nic and "not stated" in raw["inter_link"]) or (rate is None and family.nic):
+            rate = family.nic
+            notes.add(f"NIC {family.nic}: {family.nic_why}")
+        elif rate is None:
+            notes.add("NIC not stated: the catalog's default for the device")
+    suffix = f"@{rate.replace(' ', '')}" if rate else ""
+    terms = [f"{nodes}x{per_node}x{device.name}"] + ([f"1x{rest}x{device.name}"] if rest else [])
+    cluster = load_cluster("+".join(terms) + suffix)
+    if "int8" in raw["dtype"].lower():  # 8-bit products at the rate of integers
+        cluster = replace(cluster, nodes=tuple(_in_integers(group) for group in cluster.nodes))
+    pod = re.search(r"\((\d+) chips/slice\)", raw["intra_link"])
+    if pod:  # a slice of a TPU pod is one domain of its inter-chip links
+        groups = tuple(replace(group, nvlink_domain=int(pod[1])) for group in cluster.nodes)
+        return replace(cluster, nodes=groups)
+    return cluster

@@ -1,0 +1,243 @@
+"""How well predictions meet measurements: errors, order, coverage, memory and feasibility.
+
+Errors are fractions. Rows of a family with identical inputs count once, with the median of what was
+measured and predicted. Definitions bind: docs/design.md, section on validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+APART = "vtrain_single"  # its pairs would swamp the order of all other families together
+
+LEAST_IN_GROUP = 3  # distinct inputs below which a group has no order to speak of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOutcome:
+    """One row of a table: what was measured and what was predicted.
+
+    oom : the run did not fit; with the runs that state their memory, the labels of feasibility
+    fits : the prediction says that it fits; None when memory was not predicted
+    """
+
+    id: str
+    family: str
+    status: str = "ok"
+    reason: str | None = None
+    measured_s: float | None = None
+    predicted_s: float | None = None
+    interval_s: tuple[float, float] | None = None
+    measured_peak_bytes: float | None = None
+    predicted_peak_bytes: float | None = None
+    predict_s: float | None = None
+    config_key: Hashable = None
+    rank_key: Hashable = None
+    oom: bool = False
+    fits: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as `validate --json` prints it."""
+        return {
+            "id": self.id,
+            "family": self.family,
+            "status": self.status,
+            "reason": self.reason,
+            "measured_s": self.measured_s,
+            "predicted_s": self.predicted_s,
+            "interval_s": None if self.interval_s is None else list(self.interval_s),
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "predict_s": self.predict_s,
+        }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def _merged(repeats: Sequence[RowOutcome]) -> RowOutcome:
+    """Return one outcome for rows with identical inputs: medians, and the labels of the first."""
+    first = repeats[0]
+    if len(repeats) == 1:
+        return first
+    intervals = [row.interval_s for row in repeats if row.interval_s is not None]
+    interval = tuple(float(np.median(side)) for side in zip(*intervals, strict=True)) if intervals else None
+    return RowOutcome(
+        id=first.id,
+        family=first.family,
+        measured_s=_median(row.measured_s for row in repeats),
+        predicted_s=_median(row.predicted_s for row in repeats),
+        interval_s=interval,  # type: ignore[arg-type]
+        measured_peak_bytes=_median(row.measured_peak_bytes for row in repeats),
+        predicted_peak_bytes=_median(row.predicted_peak_bytes for row in repeats),
+        config_key=first.config_key,
+        rank_key=first.rank_key,
+        oom=first.oom,
+        fits=first.fits,
+    )
+
+
+def distinct(outcomes: Iterable[RowOutcome]) -> list[RowOutcome]:
+    """Return the outcomes with status ok, rows with identical inputs merged; a None key never merges."""
+    groups: dict[Hashable, list[RowOutcome]] = {}
+    for index, row in enumerate(outcomes):
+        if row.status == "ok":
+            key = ("row", index) if row.config_key is None else (row.family, row.oom, row.config_key)
+            groups.setdefault(key, []).append(row)
+    return [_merged(rows) for rows in groups.values()]
+
+
+def kendall_tau_b(first: ArrayLike, second: ArrayLike) -> float | None:
+    """Return Kendall's tau-b of two sequences, None when either is constant.
+
+    Parameters
+    ----------
+    first, second : array, shape (n,)
+
+    Source
+    ------
+    Kendall 1945, "The treatment of ties in ranking problems"; tested against scipy.stats.kendalltau.
+    """
+    x, y = np.asarray(first, float), np.asarray(second, float)
+    upper = np.triu_indices(len(x), 1)
+    dx = np.sign(x[:, None] - x[None, :])[upper]
+    dy = np.sign(y[:, None] - y[None, :])[upper]
+    norm = np.sqrt(np.count_nonzero(dx) * float(np.count_nonzero(dy)))
+    return float(np.sum(dx * dy) / norm) if norm else None
+
+
+def _rank_groups(
+    rows: Iterable[RowOutcome], least: int = LEAST_IN_GROUP
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return (measured, predicted) step times of each group of at least `least` distinct inputs."""
+    groups: dict[Hashable, list[RowOutcome]] = {}
+    for row in rows:
+        if row.rank_key is not None and row.measured_s and row.predicted_s:
+            groups.setdefault(row.rank_key, []).append(row)
+    return [
+        (
+            np.array([row.measured_s for row in group], float),
+            np.array([row.predicted_s for row in group], float),
+        )
+        for group in groups.values()
+        if len(group) >= least
+    ]
+
+
+def rank_tau(rows: Iterable[RowOutcome]) -> float | None:
+    """Return Kendall's tau-b on throughput inside groups, weighted by pairs; None without a group.
+
+    Inside a group devices, sequence and global batch are equal, so throughput per device is one over time.
+    """
+    total, pairs = 0.0, 0.0
+    for measured, predicted in _rank_groups(rows):
+        tau = kendall_tau_b(1.0 / measured, 1.0 / predicted)
+        if tau is not None:
+            weight = len(measured) * (len(measured) - 1) / 2
+            total += tau * weight
+            pairs += weight
+    return total / pairs if pairs else None
+
+
+def rank_regrets(rows: Iterable[RowOutcome], least: int = LEAST_IN_GROUP) -> list[float]:
+    """Return for each group the measured time of the predicted best over the measured best, less 1."""
+    return [
+        float(measured[int(np.argmin(predicted))] / measured.min() - 1.0)
+        for measured, predicted in _rank_groups(rows, least)
+    ]
+
+
+def _feasibility(rows: Iterable[RowOutcome]) -> dict[str, int]:
+    """Return the confusion of "does not fit": rows labelled OOM, and rows that ran and state memory."""
+    counts = {"tp": 0, "fp": 0, "tn": 0, "fn": 0}
+    for row in rows:
+        if row.fits is None or not (row.oom or row.measured_peak_bytes is not None):
+            continue
+        truth = "fn" if row.fits else "tp"
+        counts[truth if row.oom else ("tn" if row.fits else "fp")] += 1
+    return counts
+
+
+def _interval_scores(rows: Sequence[RowOutcome]) -> tuple[float | None, float | None]:
+    """Return coverage and the median of interval width over prediction."""
+    bounded = [row for row in rows if row.interval_s is not None]
+    if not bounded:
+        return None, None
+    low, high = np.array([row.interval_s for row in bounded], float).T
+    measured = np.array([row.measured_s for row in bounded], float)
+    predicted = np.array([row.predicted_s for row in bounded], float)
+    inside = (low <= measured) & (measured <= high)
+    return float(inside.mean()), float(np.median((high - low) / predicted))
+
+
+def summarise(outcomes: Sequence[RowOutcome], *, order: Sequence[RowOutcome] | None = None) -> dict[str, Any]:
+    """Return the summary of some rows, in the shape of `validate --json`.
+
+    Parameters
+    ----------
+    outcomes : sequence of RowOutcome
+    order : sequence of RowOutcome or None
+        Rows that Kendall's tau and regret look at; all of them when None.
+
+    Returns
+    -------
+    dict
+        Scores are None where no row allows them. `rows` counts all rows, skipped ones too.
+    """
+    merged = distinct(outcomes)
+    timed = [row for row in merged if row.measured_s and row.predicted_s and not row.oom]
+    skipped = sum(row.status != "ok" for row in outcomes)
+    measured = np.array([row.measured_s for row in timed], float)
+    error = (np.array([row.predicted_s for row in timed], float) - measured) / measured
+    ape = np.abs(error)
+    ranked = merged if order is None else distinct(order)
+    regrets = rank_regrets(ranked)
+    coverage, width = _interval_scores(timed)
+    memory = [
+        abs(row.predicted_peak_bytes / row.measured_peak_bytes - 1.0)
+        for row in merged
+        if row.predicted_peak_bytes and row.measured_peak_bytes
+    ]
+    everything = np.concatenate([ape, np.ones(skipped)])
+    return {
+        "rows": len(outcomes),
+        "skipped": skipped,
+        "mape": float(ape.mean()) if len(ape) else None,
+        "mape_all": float(everything.mean()) if len(everything) else None,
+        "median_ape": float(np.median(ape)) if len(ape) else None,
+        "p90_ape": float(np.quantile(ape, 0.9)) if len(ape) else None,
+        "bias": float(np.median(error)) if len(ape) else None,
+        "coverage": coverage,
+        "kendall_tau": rank_tau(ranked),
+        "regret_mean": float(np.mean(regrets)) if regrets else None,
+        "relative_width_median": width,
+        "memory_median_ape": _median(memory),
+        "feasibility": _feasibility(merged),
+    }
+
+
+def score(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
+    """Return the whole validation object: rows, and the summary overall and by family.
+
+    The overall order leaves vTrain out when other families are there; its own family states it.
+    """
+    families: dict[str, list[RowOutcome]] = {}
+    for row in outcomes:
+        families.setdefault(row.family, []).append(row)
+    others = [row for row in outcomes if row.family != APART]
+    overall = summarise(outcomes, order=others if others else None)
+    return {
+        "schema_version": 1,
+        "rows": [row.to_dict() for row in outcomes],
+        "summary": {
+            "overall": overall,
+            "by_family": {name: summarise(rows) for name, rows in families.items()},
+        },
+    }

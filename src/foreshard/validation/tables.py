@@ -1,0 +1,194 @@
+"""Reading a table of published measurements: what kind it is, its rows, their ids and families.
+
+A table is known by its columns, never by its file name; `.csv` and `.csv.gz` are the same.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreshard.errors import SpecError
+
+TRAINING, COLLECTIVE, KERNEL, CLASSIC, MIXED = "training", "collective", "kernel", "classic", "mixed"
+MAX_CELL_CHARS = 1_000_000
+
+# (kind, layout, columns that only such a table has together)
+LAYOUTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        TRAINING,
+        "llm",
+        ("id", "model", "n_layers", "hidden", "gpu", "gpus", "micro_batch", "metric_step_time_s"),
+    ),
+    (COLLECTIVE, "nccl-tests", ("collective", "gpu", "num_gpus", "size_bytes", "time_us")),
+    (COLLECTIVE, "sailor", ("collective", "gpu", "num_gpus", "data_size_mb", "time_ms")),
+    (KERNEL, "attention", ("device", "phase", "batch", "seq_len", "num_heads", "latency_ms")),
+    (KERNEL, "grouped-gemm", ("device", "num_tokens", "inter", "topk", "experts", "latency_ms")),
+    (KERNEL, "gemm", ("system", "device", "dtype", "m", "n", "k", "latency_ms")),
+    (KERNEL, "op-gemm", ("op", "device", "dtype", "b", "m", "n", "k", "latency_ms")),
+    (KERNEL, "elementwise", ("op", "device", "dtype", "b", "h", "latency_ms")),
+    (KERNEL, "deepbench", ("device", "mode", "section", "params", "time_ms")),
+    (KERNEL, "layer-ops", ("gpu", "model", "op", "micro_batch", "tp", "fwd_us", "bwd_us")),
+    (KERNEL, "layer-costs", ("model", "instance_gpu", "tp", "layer_index", "time_s")),
+    (KERNEL, "model-latency", ("model", "device", "num_gpus", "measured_e2e_ms")),
+    (KERNEL, "matmul-peak", ("accelerator", "dtype", "mamf_tflops")),
+    (KERNEL, "kernel-values", ("kind", "device", "params", "value", "unit")),
+    (CLASSIC, "mlperf", ("round", "submitter", "benchmark", "num_accelerators", "run_time_s")),
+    (CLASSIC, "deep-learning-examples", ("model", "gpu_model", "batch_per_gpu", "throughput", "unit")),
+    (CLASSIC, "lambda", ("model", "system", "gpu", "num_gpus", "throughput", "unit")),
+    (CLASSIC, "timm", ("model", "precision", "layout", "batch_size", "img_size", "step_time_ms")),
+    (MIXED, "sailor-runs", ("gpu_mix", "pp_stages", "dp_per_stage", "tp_per_stage", "measured_iter_s")),
+    (MIXED, "amp-trials", ("experiment", "model", "cluster", "partition", "measured_s")),
+    (MIXED, "points", ("system", "model", "cluster", "strategy", "metric", "value")),
+    # Training runs that leave whole columns out.
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_step_time_s")),
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_tokens_per_s_per_gpu")),
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_tflops_per_gpu")),
+    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_peak_memory_gb")),
+)
+# Tables that state no time of a run: constants, specifications, traces, other tools' outputs.
+NOT_VALIDATION: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("accelerator datasheets", ("accelerator", "vendor", "fp16_tflops", "mem_gb")),
+    ("interconnect datasheets", ("interconnect", "unidir_gbps_GB")),
+    ("cloud instances", ("provider", "instance", "gpu_count")),
+    ("tuning constants", ("library", "table", "key1", "value")),
+    ("bandwidth fits", ("set", "path_keys", "poly_coeffs_bw_GBps_in_log2MB")),
+    ("outputs of a collective solver", ("topology", "chassis", "output_buffer", "solver_s")),
+    ("throughputs of a job scheduler", ("job", "scale_factor", "steps_per_s")),
+    ("an availability trace", ("time_ms", "num_instances")),
+    ("scheduler decisions", ("job", "prev_nodes", "liveput_truth")),
+)
+_FAMILY_COLUMNS = ("system", "device", "gpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTable:
+    """One file of measurements; `rows` hold text cells by column, blank = not stated."""
+
+    path: str
+    kind: str
+    layout: str
+    rows: tuple[Mapping[str, str], ...]
+    ids: tuple[str, ...]
+    families: tuple[str, ...]
+
+    @property
+    def stem(self) -> str:
+        """File name without directory and without `.csv` or `.csv.gz`."""
+        return _stem(self.path)
+
+
+def measured_folder() -> Path:
+    """Return the folder of the published measurements: FORESHARD_MEASURED or ../shared/measured/dev."""
+    return Path(os.environ.get("FORESHARD_MEASURED", "../shared/measured/dev"))
+
+
+def _stem(path: str) -> str:
+    return Path(path).name.removesuffix(".gz").removesuffix(".csv")
+
+
+def _records(path: str) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a CSV file, gzipped or not."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    csv.field_size_limit(MAX_CELL_CHARS)
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
+            lines = [line for line in csv.reader(stream, strict=True) if line]
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise SpecError(
+            f"cannot read the table: {why}",
+            file=str(path),
+            rule="A table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names",
+            fix="Give a readable one",
+        ) from None
+    if len(lines) < 2:
+        raise SpecError(
+            "the table is empty", file=str(path), rule="A table has a header and at least one row"
+        )
+    return lines[0], lines[1:]
+
+
+def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, str]:
+    """Return (kind, layout) of a table with these columns.
+
+    Raises
+    ------
+    SpecError
+        For tables that are not measurements, and for columns that fit no known table.
+    """
+    have = set(columns)
+    for kind, layout, needed in LAYOUTS:
+        if have.issuperset(needed):
+            return kind, layout
+    for what, needed in NOT_VALIDATION:
+        if have.issuperset(needed):
+            raise SpecError(
+                f"the table holds {what}, not measured times",
+                file=file,
+                rule="Validation needs measured steps, kernels or collectives",
+            )
+    shown = ", ".join(sorted(have)[:8])
+    raise SpecError(
+        f"no known table has the columns {shown[:120]}",
+        file=file,
+        rule="A table is known by its columns",
+        fix="See docs/accuracy.md for the tables foreshard reads",
+    )
+
+
+def _distinct(ids: list[str]) -> tuple[str, ...]:
+    """Return the ids, those seen before with the number of their repeat behind a '#'."""
+    seen: dict[str, int] = {}
+    out = []
+    for row_id in ids:
+        seen[row_id] = seen.get(row_id, 0) + 1
+        out.append(row_id if seen[row_id] == 1 else f"{row_id}#{seen[row_id]}")
+    return tuple(out)
+
+
+def _identity(
+    columns: list[str], rows: list[dict[str, str]], stem: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return ids and families: of the id column, else stem and row number, and the system or device."""
+    if "id" in columns:
+        ids = _distinct([row["id"] or f"{stem}-{i}" for i, row in enumerate(rows, start=1)])
+        return ids, tuple(row_id.rpartition("-")[0] or row_id for row_id in ids)
+    ids = tuple(f"{stem}-{i}" for i in range(1, len(rows) + 1))
+    column = next((name for name in _FAMILY_COLUMNS if name in columns), None)
+    if "gpu_model" in columns:
+        column = "gpu_model"
+    return ids, tuple((row[column] if column else "") or stem for row in rows)
+
+
+def read_table(path: str | Path) -> MeasuredTable:
+    """Return the table stored in a `.csv` or `.csv.gz` file.
+
+    Raises
+    ------
+    SpecError
+        Naming the file: unreadable, empty, ragged, unknown columns, or not a table of measurements.
+    """
+    header, lines = _records(str(path))
+    if len(set(header)) != len(header):
+        raise SpecError("a column is named twice", file=str(path), rule="Column names are distinct")
+    kind, layout = layout_of(header, file=str(path))
+    for number, line in enumerate(lines, start=1):
+        if len(line) != len(header):
+            raise SpecError(
+                f"row {number} has {len(line)} cells, the header {len(header)}",
+                file=str(path),
+                key=f"row {number}",
+                rule="Every row has one cell per column",
+                fix="Check for a truncated file",
+            )
+    rows = [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines]
+    ids, families = _identity(header, rows, _stem(str(path)))
+    return MeasuredTable(
+        path=str(path), kind=kind, layout=layout, rows=tuple(rows), ids=ids, families=families
+    )

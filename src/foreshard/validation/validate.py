@@ -1,0 +1,185 @@
+"""Predict every row of tables of measurements and score the predictions (docs/design.md, validation)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from foreshard.errors import AccuracyError, InfeasibleError, SpecError
+from foreshard.spec.prediction import Memory
+from foreshard.validation.collective_cases import CollectiveCase, collective_cases
+from foreshard.validation.kernel_cases import kernel_cases, stated_s
+from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.rows import Skipped, TrainingRow, table_rows
+from foreshard.validation.scoring import RowOutcome, score
+from foreshard.validation.tables import COLLECTIVE, KERNEL, MIXED, TRAINING, MeasuredTable, read_table
+
+_PROVENANCE = ("id", "source", "url_or_repo_path", "notes", "check", "quality")
+_RESULTS = (
+    "time",
+    "latency",
+    "busbw",
+    "algbw",
+    "tflops_derived",
+    "throughput",
+    "measured",
+    "derived",
+    "samples_per",
+)
+
+
+class Predicted(Protocol):
+    """What validation reads of a prediction."""
+
+    step_time_s: float
+    step_time_interval_s: tuple[float, float]
+    memory: Memory
+
+
+Predictor = Callable[[TrainingRow], Predicted]
+
+
+def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
+    """Return what was measured and predicted for one training run; an OOM row is a label only."""
+    stated: dict[str, Any] = {
+        "id": row.id,
+        "family": row.family,
+        "measured_s": row.measured_s,
+        "measured_peak_bytes": row.measured_peak_bytes,
+        "config_key": row.config_key,
+        "rank_key": row.rank_key,
+        "oom": row.oom,
+        "reason": row.remark or None,
+    }
+    start = time.perf_counter()
+    try:
+        made = predictor(row)
+    except (InfeasibleError, SpecError) as error:
+        if row.oom and isinstance(error, InfeasibleError):
+            return RowOutcome(**stated, fits=False, predict_s=time.perf_counter() - start)
+        return RowOutcome(**stated | {"status": "skipped", "reason": str(error)})
+    took = time.perf_counter() - start
+    peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
+    return RowOutcome(
+        **stated,
+        predicted_s=made.step_time_s,
+        interval_s=tuple(made.step_time_interval_s),  # type: ignore[arg-type]
+        predicted_peak_bytes=peak,
+        predict_s=took,
+        fits=made.memory.fits,
+    )
+
+
+def _skipped(row: Skipped) -> RowOutcome:
+    return RowOutcome(
+        id=row.id, family=row.family, status="skipped", reason=row.reason, measured_s=row.measured_s
+    )
+
+
+def _inputs(row: Any) -> Hashable:
+    """Return all cells of a row but provenance and results: rows equal in them are repeats."""
+    return tuple(
+        value
+        for key, value in row.items()
+        if key not in _PROVENANCE and not any(word in key for word in _RESULTS)
+    )
+
+
+def _case_outcomes(
+    table: MeasuredTable, cases: Iterable[CollectiveCase], predict_s: float
+) -> list[RowOutcome]:
+    each = predict_s / max(1, len(table.rows))
+    return [
+        RowOutcome(
+            id=table.ids[case.index],
+            family=table.families[case.index],
+            status="skipped" if case.reason else "ok",
+            reason=case.reason,
+            measured_s=case.measured_s,
+            predicted_s=case.predicted_s,
+            predict_s=None if case.reason else each,
+            config_key=_inputs(table.rows[case.index]),
+        )
+        for case in cases
+    ]
+
+
+def _not_modelled(table: MeasuredTable) -> list[CollectiveCase]:
+    """Return a skipped case per row of a kind that has no model yet."""
+    columns = (("step_time_ms", 1e-3), ("measured_iter_s", 1.0), ("measured_s", 1.0), ("run_time_s", 1.0))
+    column, unit = next((pair for pair in columns if pair[0] in table.rows[0]), ("", 1.0))
+    return [
+        CollectiveCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
+        for i, row in enumerate(table.rows)
+    ]
+
+
+def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str = "") -> list[RowOutcome]:
+    """Return one outcome per row of a table, in its order; `exclude` as in `collective_cases`."""
+    if table.kind in (TRAINING, MIXED):
+        rows, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
+        made = {row.id: _training_outcome(row, predictor) for row in rows}
+        made |= {row.id: _skipped(row) for row in skipped}
+        return [made[row_id] for row_id in table.ids]
+    start = time.perf_counter()
+    if table.kind == COLLECTIVE:
+        cases = collective_cases(table, exclude=exclude)
+    elif table.kind == KERNEL:
+        cases = kernel_cases(table)
+    else:
+        cases = _not_modelled(table)
+    return _case_outcomes(table, cases, time.perf_counter() - start)
+
+
+def validate(
+    files: Iterable[str | Path],
+    *,
+    engine: str = "graph",
+    costs: str = "formula",
+    exclude_calibration: str | None = None,
+    predictor: Predictor,
+) -> dict[str, Any]:
+    """Return the validation object: one entry per row, and scores overall and by family.
+
+    Parameters
+    ----------
+    files : iterable of path
+        `.csv` or `.csv.gz`, each known by its columns.
+    engine, costs, exclude_calibration : str
+        What the predictor was built with; kernels and collectives have closed formulas only.
+    predictor : callable
+        Row -> Prediction.
+
+    Raises
+    ------
+    SpecError
+        For a file that is no table of measurements.
+    """
+    outcomes: list[RowOutcome] = []
+    for path in files:
+        outcomes += table_outcomes(read_table(path), predictor, exclude=exclude_calibration or "")
+    if not outcomes:
+        raise SpecError("no table was given", rule="Validation needs at least one file")
+    return score(outcomes)
+
+
+def check_mape(report: dict[str, Any], limit: float) -> None:
+    """Raise when the mean error over all rows, skipped ones as 1.0, is above the limit.
+
+    Raises
+    ------
+    AccuracyError
+    """
+    found = report["summary"]["overall"]["mape_all"]
+    if found is not None and not found <= limit:
+        raise AccuracyError(
+            f"mean error {found:.3f} over all rows is above {limit:g}",
+            key="--max-mape",
+            value=limit,
+            rule="A skipped row counts 1.0",
+        )
+
+
+__all__ = ["Predicted", "Predictor", "check_mape", "table_outcomes", "validate"]
