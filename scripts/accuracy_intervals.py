@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accuracy_rows import TRIO, Row, Run, fitted_families, markdown, percent, run_all
+from accuracy_rows import TRIO, Run, TrainingRow, fitted_families, markdown, percent, run_all
 from fit_training import takes_part
 
 from foreshard.predict.interval import MIN_CLASS, class_of, features_of
@@ -80,7 +80,7 @@ def calibrated_rows(runs: Sequence[Run], seed: int = 0) -> list[LeftOut]:
     return out
 
 
-def unmeasured(row: Row) -> Row:
+def unmeasured(row: TrainingRow) -> TrainingRow:
     """Return the row on devices of an architecture that nobody has measured: only the datasheet is known.
 
     Curves of kernels are the generic ones then, and no constant of one generation applies.
@@ -92,7 +92,7 @@ def unmeasured(row: Row) -> Row:
     return replace(row, cluster=replace(row.cluster, nodes=nodes))
 
 
-def unmeasured_rows(rows: Sequence[Row], engine: str) -> list[LeftOut]:
+def unmeasured_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
     """Return the runs as predicted for devices of an architecture that nobody has measured.
 
     They serve only the narrowest classes, which end in what the kernel times rest on: `datasheet`.

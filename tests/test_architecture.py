@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "foreshard"
 ORDER = [
-    {"units", "errors"},
+    {"units", "errors", "quantity"},
     {"spec"},
     {"catalog"},
     {"cost"},
@@ -111,7 +111,7 @@ def test_heavy_libraries_are_imported_only_inside_functions(path):
 
 def test_spec_needs_numpy_at_most():
     for path in FILES:
-        if layer_of(path) in ("spec", "units", "errors"):
+        if layer_of(path) in ("spec", "units", "errors", "quantity"):
             others = {module.split(".")[0] for module in imports(path)} - set(sys.stdlib_module_names)
             assert others <= SPEC_LIBRARIES | {"foreshard"}, path
 

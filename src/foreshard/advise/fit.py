@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from foreshard import quantity
 from foreshard.advise.advice import expert_changes, offered, partial_blocks, splits
 from foreshard.advise.change import Effect, effect, rank
 from foreshard.advise.request import Request, stated_degrees
 from foreshard.catalog.offers import Offers
-from foreshard.report import quantity
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Memory, Prediction
 

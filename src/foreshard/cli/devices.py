@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from foreshard import quantity
 from foreshard.cli.options.answer import answering, give
 from foreshard.cli.options.sources import configurable
-from foreshard.report import quantity
 from foreshard.report.screen import Screen, table
 
 if TYPE_CHECKING:

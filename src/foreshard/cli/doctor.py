@@ -115,8 +115,7 @@ def _catalogs() -> list[dict[str, str]]:
 
 def _one_prediction() -> dict[str, str]:
     def look() -> str:
-        from foreshard import api
-        from foreshard.report import quantity
+        from foreshard import api, quantity
 
         made = api.predict(api.load_model("llama3-8b"), api.load_cluster("1x8xh100-sxm"), tp=2)
         parts = sum(made.time_breakdown_s.values())

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
+from foreshard import quantity
 from foreshard.cli.options.answer import answering, give, say
 from foreshard.cli.options.request import Amount
 from foreshard.cli.options.sources import configurable
 from foreshard.errors import AccuracyError
-from foreshard.report import quantity
 from foreshard.report.screen import Screen, table
 
 _SCORES = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foreshard import quantity
 from foreshard.advise.request import Request
-from foreshard.report import quantity
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 from foreshard.units import number_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreshard.report.quantity import usd
+from foreshard.quantity import usd
 from foreshard.report.screen import Screen, table, without_empty
 from foreshard.units import format_bytes, format_rate, format_seconds
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from foreshard.report.quantity import digits, memory, percent, seconds
+from foreshard.quantity import digits, memory, percent, seconds
 from foreshard.report.screen import Screen, Table, table
 from foreshard.units import number_of
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
-from foreshard.report import quantity
 from foreshard.report.screen import Box, Screen, Table, spans, table, without_empty
 from foreshard.report.summary import rank_samples
 from foreshard.spec.cluster import Cluster

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from foreshard.report.quantity import count
+from foreshard.quantity import count
 from foreshard.units import format_seconds
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foreshard.report.quantity import count
+from foreshard.quantity import count
 from foreshard.report.run_board import Board, shown_loss
 from foreshard.units import format_seconds
 

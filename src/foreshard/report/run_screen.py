@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foreshard.report.quantity import digits
+from foreshard.quantity import digits
 from foreshard.report.screen import Box, Screen
 from foreshard.units import format_seconds, number_of
 

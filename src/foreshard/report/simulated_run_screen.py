@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreshard.report import quantity
+from foreshard import quantity
 from foreshard.report.screen import Box, Screen, table
 from foreshard.report.simulation_table import KEPT, budget_words, kept_words
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreshard.report import quantity
+from foreshard import quantity
 from foreshard.report.screen import Box, Screen, Table, table
 from foreshard.simulate.evaluation import FIXED, KEPT, STAGES, Evaluation, half_width
 from foreshard.units import number_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.unstated import SPLIT_EVENLY
-from foreshard.report import quantity
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction

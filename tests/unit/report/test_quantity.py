@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshard.report import quantity
+from foreshard import quantity
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from foreshard.report import quantity
+from foreshard import quantity
 from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, ranked_table, rivals_table
 from foreshard.report.screen import Screen, Table

@@ -14,11 +14,11 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
+from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.fit import Fit, verdict
 from foreshard.advise.group_times import group_times, uneven
 from foreshard.advise.request import Request
-from foreshard.report import quantity
 from foreshard.report.explain import explanations
 from foreshard.report.plain import render
 from foreshard.report.screen import spans
