@@ -26,7 +26,7 @@ RUN_STEPS ?= 16
 # Loops of the planner are compiled once and kept; done here so that the first plan does not pay for it.
 COMPILE = $(BIN)/foreshard plan llama3.2-1b 1x4xa100-sxm-80gb+1x4xh100-sxm@400Gb/s --global-batch 64 --seq 2048 > /dev/null
 
-.PHONY: demo test bench soak check clean
+.PHONY: demo picture test lint bench soak check clean
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "foreshard needs Python 3.11 or newer; set PYTHON=")'
@@ -44,6 +44,10 @@ $(VENV)/.tested: $(VENV)/.made pyproject.toml
 	$(PIP) install -e '.[test]'
 	$(COMPILE)
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.dev: $(VENV)/.tested
+	$(PIP) install -e '.[dev]'
+	touch $@
 
 demo: $(VENV)/.installed
 	mkdir -p demo
@@ -69,6 +73,14 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest --doctest-modules tests src/foreshard
+
+# ruff check, ruff format --check, mypy and the architecture tests; scripts/check runs the unit tests too.
+lint: $(VENV)/.dev
+	BIN=$(BIN) scripts/check --static
+
+# The picture of the README, drawn from a plan that is made here.
+picture: $(VENV)/.installed
+	$(BIN)/python scripts/readme_picture.py docs/plan.svg
 
 bench: $(VENV)/.tested
 	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from accuracy_rows import TRIO, Run, TrainingRow, fitted_families, markdown, percent, run_all
 from fit_training import takes_part
-
-from foreshard.predict.interval import MIN_CLASS, class_of, features_of
-from foreshard.validation.conformal import (
+from residual_classes import (
     LeftOut,
     build_classes,
     coverage,
@@ -22,6 +20,8 @@ from foreshard.validation.conformal import (
     interval_of,
     judged_by_others,
 )
+
+from foreshard.predict.interval import MIN_CLASS, class_of, features_of
 
 RESIDUALS = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/residuals.json"
 TOLERANCE = 1e-3  # of a log residual or a feature: what `--check` lets pass

@@ -1,15 +1,20 @@
-"""Imports go one way, the public surface is what it was, and importing loads nothing heavy."""
+"""Imports go one way, folders and names stay small and distinct, and importing loads nothing heavy."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "foreshard"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "foreshard"
+MAX_FILES_IN_FOLDER = 20
 ORDER = [
     {"units", "errors", "quantity"},
     {"spec"},
@@ -57,15 +62,30 @@ PUBLIC = {
     "write_trace",
 }
 FILES = sorted(SOURCE.rglob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name that a file of the package is imported by."""
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def layer_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, *, module_level: bool = False) -> set[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path, *, module_level: bool = False) -> frozenset[str]:
     """Return the modules a file imports; `module_level` leaves out those in functions and for typing."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     inside = set()
     if module_level:
         for node in ast.walk(tree):
@@ -81,9 +101,43 @@ def imports(path: Path, *, module_level: bool = False) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
-            if node.module == "foreshard":
-                found |= {f"foreshard.{alias.name}" for alias in node.names}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & MODULES.keys() or {node.module}
+    return frozenset(found)
+
+
+def named_in_strings(path: Path) -> set[str]:
+    """Return the modules a file names in strings: started by `-m`, or looked up by `import_module`.
+
+    A looked-up name is an f-string such as ``import_module(f"foreshard.cli.{verb}")``; the strings of that
+    file, a table of verbs for example, say which modules that may be.
+    """
+    texts = {
+        node.value
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    found = texts & MODULES.keys()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.JoinedStr) and isinstance(name.values[0], ast.Constant):
+                found |= {f"{name.values[0].value}{text}" for text in texts} & MODULES.keys()
+    return found
+
+
+def reached() -> set[str]:
+    """Return the modules that the command line, the public names and the scripts use."""
+    found: set[str] = set()
+    open_modules = {"foreshard", "foreshard.__main__", "foreshard.cli"}
+    for path in SCRIPTS:
+        open_modules |= imports(path) & MODULES.keys()
+    while open_modules:
+        module = open_modules.pop()
+        found.add(module)
+        uses = (imports(MODULES[module]) | named_in_strings(MODULES[module])) & MODULES.keys()
+        packages = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
+        open_modules |= (uses | packages) - found
     return found
 
 
@@ -153,3 +207,39 @@ def test_predicting_from_the_command_line_loads_nothing_heavy():
         "assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_folders_stay_small():
+    sizes = defaultdict(int)
+    for path in FILES:
+        sizes[path.parent] += path.name != "__init__.py"
+    wide = {str(folder.relative_to(SOURCE)): n for folder, n in sizes.items() if n > MAX_FILES_IN_FOLDER}
+    assert not wide
+
+
+def test_a_public_class_name_is_used_once():
+    defined = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].append(module_of(path))
+    assert not {name: places for name, places in defined.items() if len(places) > 1}
+
+
+def test_no_file_imports_itself_through_others():
+    graph = {name: imports(path, module_level=True) & MODULES.keys() for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_every_module_is_used_by_more_than_tests():
+    assert MODULES.keys() - reached() == set()
+
+
+def test_the_formatter_is_never_switched_off():
+    switches = ("fmt: " + "skip", "fmt: " + "off")  # built here, or this file would name itself
+    for path in [*FILES, *SCRIPTS, *(ROOT / "bench").glob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not any(switch in text for switch in switches), path

@@ -56,7 +56,7 @@ __all__ = [
 
 
 def load_model(text: str) -> Model:
-    """Return the model a catalog name or the path of an HF ``config.json`` names.
+    """Return the model a catalog name, the path of an HF ``config.json`` or ``module.py:factory`` names.
 
     Raises
     ------

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import os.path
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,17 +15,16 @@ from foreshard.catalog.hf.load import model_from_config, read_config
 from foreshard.catalog.model_dims import model_from_dims
 from foreshard.catalog.model_names import find_model, models
 from foreshard.catalog.model_rows import resolve_row_model
+from foreshard.catalog.torch_module import model_from_module
 from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
 from foreshard.spec.model import Model
 
 __all__ = ["find_model", "load_model", "model_from_dims", "models", "resolve_row_model"]
 
-ModuleReader = Callable[[Any, str], Model]
-
 _FACTORY = "The factory is a function without arguments in that file"
 
 
-def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> Model:
+def load_model(text: str | Path) -> Model:
     """Return the model a user names.
 
     Parameters
@@ -33,8 +32,6 @@ def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> 
     text : str or Path
         A catalog name, the path of a Hugging Face ``config.json``, or ``module.py:factory``. The factory
         takes no arguments and returns a `Model`, a configuration dict or a ``torch.nn.Module``.
-    read_module : callable, optional
-        Reads a module that is not of transformers: `foreshard.profile.module.model_from_module`.
 
     Raises
     ------
@@ -44,7 +41,7 @@ def load_model(text: str | Path, *, read_module: ModuleReader | None = None) -> 
     text = str(text)
     module, colon, factory = text.rpartition(":")
     if colon and module.endswith(".py"):
-        return _from_factory(Path(module), factory, read_module)
+        return _from_factory(Path(module), factory)
     if text.endswith(".py") and os.path.exists(text):
         raise SpecError(
             "a Python file without the name of a factory",
@@ -91,7 +88,7 @@ def _config_name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "config" else path.stem
 
 
-def _from_factory(path: Path, factory: str, read_module: ModuleReader | None) -> Model:
+def _from_factory(path: Path, factory: str) -> Model:
     if not path.is_file():
         raise SpecError("no such file", file=str(path), key="model", rule="MODEL may be module.py:factory")
     made = _call(path, factory)
@@ -99,7 +96,7 @@ def _from_factory(path: Path, factory: str, read_module: ModuleReader | None) ->
         return made
     if isinstance(made, Mapping):
         return model_from_config(made, name=factory, file=f"{path}:{factory}")
-    return _from_module(made, f"{path}:{factory}", read_module)
+    return _from_module(made, f"{path}:{factory}")
 
 
 def _call(path: Path, factory: str) -> Any:
@@ -146,13 +143,13 @@ def _no_factory(path: Path, factory: str, module: ModuleType) -> SpecError:
     )
 
 
-def _from_module(made: Any, where: str, read_module: ModuleReader | None) -> Model:
-    """Return the model of a module: a transformers one by its config, another by the given reader."""
+def _from_module(made: Any, where: str) -> Model:
+    """Return the model of a torch module: by its config if transformers made it, else by its weights."""
     config: Any = getattr(made, "config", None)
     if hasattr(config, "to_dict"):
         return model_from_config(config.to_dict(), name=type(made).__name__, file=where)
-    if read_module is not None and hasattr(made, "named_parameters"):
-        return read_module(made, where)
+    if hasattr(made, "named_parameters"):
+        return model_from_module(made, where)
     raise SpecError(
         f"returned a {type(made).__name__}",
         file=where,

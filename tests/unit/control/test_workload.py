@@ -10,7 +10,6 @@ from foreshard.errors import SpecError
 from foreshard.simulate.workload import cluster_of, model_of, workload
 from foreshard.spec.scenario import Scenario
 
-# fmt: off
 TWO_RACKS = {
     "nodes": [
         {
@@ -25,7 +24,6 @@ TWO_RACKS = {
     ],
     "links": [{"between": ["a", "b"], "bandwidth": "10 Gb/s", "latency": "1 ms"}],
 }
-# fmt: on
 SCENARIO = Scenario(
     model="gpt2-medium", cluster=TWO_RACKS, global_batch=64, seq_len=1024, egress_usd_per_gb=0.02
 )

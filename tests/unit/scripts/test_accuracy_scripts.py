@@ -198,7 +198,7 @@ def test_no_order_is_found_among_equal_predictions():
 
 
 def test_residuals_name_each_point_once():
-    from foreshard.validation.conformal import LeftOut
+    from residual_classes import LeftOut
 
     names = ("dense:flash:wide:fitted", "dense:flash:wide", "dense:flash", "dense", "all")
     rows = [

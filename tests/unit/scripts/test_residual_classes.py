@@ -1,7 +1,22 @@
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from residual_classes import (
+    LeftOut,
+    build_classes,
+    class_entry,
+    coverage,
+    cross_fitted,
+    feature_scale,
+    interval_of,
+    judged_by_others,
+)
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
@@ -20,16 +35,6 @@ from foreshard.predict.interval import (
     widening,
 )
 from foreshard.spec.layout import plan_from_degrees
-from foreshard.validation.conformal import (
-    LeftOut,
-    build_classes,
-    class_entry,
-    coverage,
-    cross_fitted,
-    feature_scale,
-    interval_of,
-    judged_by_others,
-)
 
 
 def interval(predicted, residuals, level=0.9, factor=1.0):

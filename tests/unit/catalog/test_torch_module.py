@@ -3,8 +3,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is in the extra `run`, not in `test`")
 
 from foreshard.catalog.models import load_model
+from foreshard.catalog.torch_module import model_from_module
 from foreshard.errors import SpecError
-from foreshard.profile.module import model_from_module
 
 nn = torch.nn
 
@@ -145,12 +145,33 @@ def test_what_is_not_a_plain_stack_is_refused_with_the_remainder():
         model_from_module(more)
 
 
-def test_factory_of_a_module(tmp_path):
+def test_a_factory_may_return_a_module_of_ones_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "import torch\nclass Wrapped(torch.nn.Module):\n    pass\ndef make():\n    return Wrapped()\n"
+        "from torch import nn\n"
+        "class Attention(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.num_heads = 4\n"
+        "        self.qkv, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)\n"
+        "class Layer(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.attention = Attention()\n"
+        "        self.up, self.down = nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False)\n"
+        "class Decoder(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.tokens = nn.Embedding(50, 32)\n"
+        "        self.layers = nn.ModuleList(Layer() for _ in range(3))\n"
+        "        self.head = nn.Linear(32, 50, bias=False)\n"
+        "def make():\n"
+        "    return Decoder()\n"
+        "def other():\n"
+        "    return nn.Linear(2, 2)\n"
     )
+    model = load_model(f"{path}:make")
+    assert (model.num_layers, model.blocks[0].num_heads, model.vocab) == (3, 4, 50)
+    assert model.num_params == 2 * 50 * 32 + 3 * (4 * 32 * 32 + 2 * 32 * 128)
     with pytest.raises(SpecError, match="no stack of blocks"):
-        load_model(f"{path}:make", read_module=model_from_module)
-    with pytest.raises(SpecError, match="returned a Wrapped"):
-        load_model(f"{path}:make")
+        load_model(f"{path}:other")
