@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 
 from foreshard.control.controller import Controller
-from foreshard.control.moves import spans_of
 from foreshard.control.orders import shares_of, structure_of
 from foreshard.control.search.grouping import solve_slot
 from foreshard.control.search.pricing import evaluate
@@ -192,16 +191,12 @@ def measured(chain: Chain, now: State, controller: Controller, step: int) -> Ste
     plan, reading = controller.plan, controller.reading
     structure, size = structure_of(plan, reading), plan.groups[0].micro_batch
     real = evaluate(chain, now, structure, shares_of(plan, reading), micro_batch=size, batch=BATCH)
-    stage_s = {
-        worker: float((chain.before_s[worker, stop] - chain.before_s[worker, first]) / now.speed[worker])
-        for worker, (first, stop) in spans_of(structure)
-    }
     size, far = 2.0**30, chain.num_workers - 1
     rate, delay = float(now.bandwidth_bytes_per_s[0, far]), float(now.latency_s[0, far])
     return StepMeasured(
         step=step,
         time_s=real.time_s,
-        stage_s=stage_s,
+        relative_speed={worker: float(now.speed[worker]) for worker in structure.workers},
         costs={"money": real.costs["usd"]},
         link_s={(0, far): (size, size / rate + delay)},
     )

@@ -17,6 +17,7 @@ from foreshard.runtime.adaptive.idle_probe import MESSAGE_BYTES
 from foreshard.runtime.adaptive.stage_balancer import StageBalancer
 from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
+from foreshard.spec.online import StepMeasured
 from foreshard.spec.plan import parse_plan
 
 LAYERS, RANKS, BATCH = 8, 4, 32
@@ -88,12 +89,26 @@ def trained(plan, steps, policy_of=None, probe_every=0, slow=(1.0,) * RANKS):
         clock = LAB.make_clock(at)
         clock.slow = slow[rank]
         policy = policy_of(job) if policy_of is not None and rank == 0 else None
+
+        def asked(done):
+            if policy is None:
+                return
+            held = {
+                r: len(range(*s.layers[0])) for g in trainer.plan.groups for s in g.stages for r in s.ranks
+            }
+            speeds = {r: 3e-3 * held[r] / seconds for r, seconds in done.vote.sample_s.items()}
+            event = StepMeasured(
+                step=done.step, time_s=done.time_s, relative_speed=speeds, link_s=done.vote.links
+            )
+            for command in policy.on(event):
+                trainer.propose(command)
+
         trainer = Trainer(
             job,
             membership=FixedMembership(store, rank, plan, range(RANKS), timeout_s=30),
             clock=clock,
             before_step=before,
-            policy=policy,
+            on_step=asked,
             options=Options(probe_every=probe_every),
         )
         done = [trainer.train_step() for _ in range(steps)]

@@ -22,7 +22,7 @@ from foreshard.control.estimation.cooldown import Cooldown
 from foreshard.control.estimation.cost_correction import CostCorrection
 from foreshard.control.estimation.estimates import Estimates
 from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
-from foreshard.control.moves import move, move_costs, spans_of
+from foreshard.control.moves import move, move_costs
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.shortlist import Shortlist, Timed
 from foreshard.control.search.slot_search import Compared, slots_of
@@ -219,12 +219,9 @@ class Controller:
         if not is_time(took):
             self.ignored += 1
             took = expected.time_s if math.isfinite(expected.time_s) else self.queues.step_s
-        nominal = self._nominal_s()
-        for rank, seconds in sorted(event.stage_s.items()):
-            if rank in nominal and is_time(seconds):
-                self.estimates.see_speed(rank, nominal[rank] / seconds, times)
-            elif rank in nominal:
-                self.estimates.speed[rank].refused += 1
+        for rank, relative in sorted(event.relative_speed.items()):
+            if 0 <= rank < self.chain.num_workers:
+                self.estimates.see_speed(rank, relative, times)
         self.estimates.links.see(event.link_s, times)
         costs = {}
         for budget in self.budgets:
@@ -249,14 +246,6 @@ class Controller:
         self.lessons.saw(key, steps)
         if self.lessons.due:
             self.lessons.teach(self.queues)
-
-    def _nominal_s(self) -> dict[int, float]:
-        """Return the seconds per sample of each rank's layers at nominal speed."""
-        before_s = self.chain.before_s
-        return {
-            worker: float(before_s[worker, stop] - before_s[worker, first])
-            for worker, (first, stop) in spans_of(self.choice.structure)
-        }
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()

@@ -38,8 +38,8 @@ def _told(event: Event) -> dict[str, Any]:
     data: dict[str, Any] = {"event": type(event).__name__}
     for one in fields(event):
         value = getattr(event, one.name)
-        if one.name == "stage_s":
-            value = {str(rank): seconds for rank, seconds in value.items()}
+        if one.name == "relative_speed" and isinstance(event, StepMeasured):
+            value = {str(rank): speed for rank, speed in value.items()}
         if one.name == "link_s":
             value = [[*pair, *amount] for pair, amount in value.items()]
         data[one.name] = dict(value) if one.name == "costs" else value
@@ -66,8 +66,8 @@ def _heard(data: dict[str, Any]) -> Event:
     kind = _EVENTS[data.pop("event")]
     if kind is Together:
         return Together(step=data["step"], events=tuple(_heard(one) for one in data["events"]))  # type: ignore[misc]
-    if "stage_s" in data:
-        data["stage_s"] = {int(rank): float(seconds) for rank, seconds in data["stage_s"].items()}
+    if kind is StepMeasured and "relative_speed" in data:
+        data["relative_speed"] = {int(rank): float(speed) for rank, speed in data["relative_speed"].items()}
     if "link_s" in data:
         data["link_s"] = {(int(a), int(b)): (float(c), float(d)) for a, b, c, d in data["link_s"]}
     return kind(**data)  # type: ignore[no-any-return]

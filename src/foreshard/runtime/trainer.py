@@ -37,7 +37,7 @@ from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.shard_keys import Held
 from foreshard.runtime.tensor.checks import check_split
 from foreshard.runtime.trainer_context import Options, TrainerContext
-from foreshard.spec.online import Command, Event, Policy, StepMeasured
+from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
 
 __all__ = ["Options", "StepDone", "Trainer"]
@@ -60,8 +60,6 @@ class Trainer:
         The CPU if not given.
     checkpoints : Path, optional
         Folder that all ranks reach.
-    policy : Policy, optional
-        Asked by the least rank after every step for the next plan.
     phase : callable of name, optional
         Told the phase the rank is in.
     room_bytes : float, optional
@@ -78,7 +76,6 @@ class Trainer:
         clock: Clock | None = None,
         device: torch.device | None = None,
         checkpoints: Path | None = None,
-        policy: Policy | None = None,
         phase: Callable[[str], None] = lambda name: None,
         on_action: Callable[..., None] | None = None,
         on_event: Callable[..., None] = lambda kind, text, **facts: None,
@@ -94,7 +91,6 @@ class Trainer:
             clock=clock or WallClock(),
             device=device or torch.device("cpu"),
             checkpoints=checkpoints,
-            policy=policy,
             phase=phase,
             on_action=on_action,
             on_event=on_event,
@@ -215,21 +211,11 @@ class Trainer:
     def _between(self, done: StepDone) -> None:
         if self._proposals.is_due(done.vote.plan_number):
             self._adopt_plan(done.vote.plan_number)
-        elif self.setting.policy is not None and self._company.conducts:
-            self._ask(self.setting.policy, done)
         if done.vote.boundary:
             self.release()
             self.adopt(self.setting.membership.next_generation("boundary"))
         if self._saving.is_due(self.step):
             self._save()
-
-    def _ask(self, policy: Policy, done: StepDone) -> None:
-        """Ask the policy; its plan is announced with the next vote and adopted after it."""
-        event: Event = StepMeasured(
-            step=done.step, time_s=done.time_s or 0.0, stage_s=done.vote.sample_s, link_s=done.vote.links
-        )
-        for command in policy.on(event):
-            self.propose(command)
 
     def propose(self, command: Command) -> None:
         """Announce a plan, to be adopted by all ranks after the next step; only the conducting rank may."""

@@ -12,7 +12,6 @@ import torch
 from foreshard.runtime.committed_step import StepDone
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.job.job import Job
-from foreshard.spec.online import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,6 @@ class TrainerContext:
     clock: Clock
     device: torch.device
     checkpoints: Path | None
-    policy: Policy | None
     phase: Callable[[str], None]
     on_action: Callable[..., None] | None
     on_event: Callable[..., None]

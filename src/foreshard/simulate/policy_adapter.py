@@ -9,7 +9,6 @@ import numpy as np
 
 from foreshard.control import orders
 from foreshard.control.controller import Controller
-from foreshard.control.moves import spans_of
 from foreshard.control.search.stage_search import solve_stages
 from foreshard.control.search.subsets import balanced_shares
 from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
@@ -111,10 +110,7 @@ class PolicyAdapter:
     def learn(self, happened: Happened) -> None:
         """Tell what was measured."""
         state = self.arena.state(happened.condition, happened.pattern)
-        stages, links = {}, {}
-        for worker, (first, stop) in spans_of(self._structure):
-            nominal = self.arena.work.chain.before_s[worker]
-            stages[worker] = float((nominal[stop] - nominal[first]) / state.speed[worker])
+        links = {}
         for u, v in self._probed:
             # A gibibyte: the rate, not the delay, is what is seen.
             size = 2.0**30
@@ -128,7 +124,7 @@ class PolicyAdapter:
             StepMeasured(
                 step=self._batches - 1,
                 time_s=happened.time_s,
-                stage_s=stages,
+                relative_speed={worker: float(state.speed[worker]) for worker in self._structure.workers},
                 link_s=links,
                 costs=costs,
                 steps=happened.batches,

@@ -1,4 +1,4 @@
-"""What the controller is told and what it orders: facts in, commands out, nothing else between them.
+"""The facts that a controller receives and the commands that it returns; nothing else passes between them.
 
 The same records pass between the controller and the simulator and between the controller and the runtime,
 one JSON object a line in the event log.
@@ -25,8 +25,9 @@ class StepMeasured:
         Of the step, as the slowest rank saw it; of several the mean, as all else here.
     steps : int
         How many.
-    stage_s : mapping of rank to seconds per sample
-        Compute of a rank's own layers, forward and backward, per sample; ranks that did nothing are absent.
+    relative_speed : mapping of rank to float
+        Nominal seconds over measured seconds of a rank's own forward and backward passes; ranks that did
+        nothing are absent.
     link_s : mapping of (source, target) to (bytes, seconds)
         The mean transfer seen between two ranks in the step.
     costs : mapping of budget name to cost
@@ -35,7 +36,7 @@ class StepMeasured:
 
     step: int
     time_s: float
-    stage_s: Mapping[int, float] = field(default_factory=dict)
+    relative_speed: Mapping[int, float] = field(default_factory=dict)
     link_s: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
     steps: int = 1

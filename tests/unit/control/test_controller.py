@@ -71,15 +71,12 @@ class World:
         structure = structure_of(plan)
         shares = tuple(group.share for group in plan.groups)
         real = evaluate(self.chain, self.state(), structure, shares, micro_batch=plan.groups[0].micro_batch)
-        stage_s = {}
-        for group in structure.groups:
-            for worker, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
-                seconds = (
-                    self.chain.before_s[worker, stop] - self.chain.before_s[worker, first]
-                ) / self.speed[worker]
-                stage_s[worker] = float(seconds * np.exp(self.noise * self.rng.standard_normal()))
+        speeds = {
+            worker: float(self.speed[worker] / np.exp(self.noise * self.rng.standard_normal()))
+            for worker in structure.workers
+        }
         costs = {budget.name: real.costs[budget.key] for budget in budgets}
-        return StepMeasured(step=number, time_s=real.time_s, stage_s=stage_s, costs=costs)
+        return StepMeasured(step=number, time_s=real.time_s, relative_speed=speeds, costs=costs)
 
 
 def run(world, controller, steps, *, first=0, budgets=()):
@@ -165,7 +162,7 @@ def test_numbers_that_are_none_do_no_harm(cases):
     bad = StepMeasured(
         step=10,
         time_s=math.nan,
-        stage_s={0: math.nan, 1: -1.0, 2: math.inf, 9: 1.0},
+        relative_speed={0: math.nan, 1: -1.0, 2: math.inf, 9: 1.0},
         link_s={(0, 1): (math.nan, 1.0), (0, 77): (1.0, 1.0)},
         costs={"money": math.nan},
     )
@@ -188,7 +185,7 @@ def test_numbers_beyond_all_reason_do_no_harm(cases, value, longest):
     event = world.step(5, controller.plan, budgets)
     facts = (
         replace(event, time_s=value),
-        replace(event, stage_s=dict.fromkeys(event.stage_s, value)),
+        replace(event, relative_speed=dict.fromkeys(event.relative_speed, value)),
         replace(event, costs={"money": value, "power": value}, steps=10**9),
         replace(event, link_s={(0, 1): (value, 1.0), (1, 2): (1.0, value)}),
         LinkSeen(step=6, source=0, target=1, bytes_per_s=value),
@@ -230,7 +227,8 @@ def test_a_device_that_claims_wonders_is_not_believed(cases):
     controller = world.controller()
     for number in range(20):
         event = world.step(number, controller.plan)
-        controller.on(StepMeasured(step=number, time_s=event.time_s, stage_s={**event.stage_s, 0: 1e-6}))
+        speeds = {**event.relative_speed, 0: 1e6}
+        controller.on(StepMeasured(step=number, time_s=event.time_s, relative_speed=speeds))
     assert controller.estimates.not_believed == 20 and controller.choice.shares == (16, 16, 16, 16)
 
 

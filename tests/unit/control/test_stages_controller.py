@@ -55,13 +55,9 @@ class World:
         real = evaluate(
             self.chain, self.state(), made, shares_of(plan, MP_OVER_DP), micro_batch=MICRO_BATCH, batch=BATCH
         )
-        stages = {
-            w: float((self.chain.before_s[w, hi] - self.chain.before_s[w, lo]) / self.speed[w])
-            * self.rng.lognormal(0.0, self.noise)
-            for w, (lo, hi) in spans_of(made)
-        }
+        speeds = {w: float(self.speed[w]) / self.rng.lognormal(0.0, self.noise) for w, _ in spans_of(made)}
         return StepMeasured(
-            step=number, time_s=real.time_s, stage_s=stages, costs={"money": real.costs["usd"]}
+            step=number, time_s=real.time_s, relative_speed=speeds, costs={"money": real.costs["usd"]}
         )
 
 

@@ -53,12 +53,8 @@ def plan():
 
 def measured(rule, step, speeds, costs=None):
     """Tell a step in which ranks had these speeds."""
-    nominal = {}
-    for group in rule.choice.structure.groups:
-        for rank, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
-            nominal[rank] = 1e-2 * (stop - first)
-    stage_s = {rank: seconds / speeds[rank] for rank, seconds in nominal.items()}
-    return rule.on(StepMeasured(step=step, time_s=1.0, stage_s=stage_s, costs=costs or {}))
+    relative = {rank: speeds[rank] for rank in rule.choice.structure.workers}
+    return rule.on(StepMeasured(step=step, time_s=1.0, relative_speed=relative, costs=costs or {}))
 
 
 def shares(plan):

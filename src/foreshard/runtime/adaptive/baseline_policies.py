@@ -79,11 +79,8 @@ class BaselinePolicy:
             return
         costs = {budget.name: event.costs[budget.name] for budget in self.queues.budgets}
         self.queues.record(event.time_s, costs)
-        for group in self.choice.structure.groups:
-            for rank, first, stop in zip(group.workers, group.cuts[:-1], group.cuts[1:], strict=True):
-                if event.stage_s.get(rank, 0.0) > 0.0:
-                    nominal = float(self.chain.before_s[rank, stop] - self.chain.before_s[rank, first])
-                    self.speed[rank] = nominal / event.stage_s[rank]
+        for rank, relative in event.relative_speed.items():
+            self.speed[rank] = relative
         for (source, target), (size, seconds) in event.link_s.items():
             moving = max(seconds - float(self.stated.latency_s[source, target]), 0.01 * seconds)
             self._rate[source, target] = size / moving

@@ -67,11 +67,8 @@ class StageBalancer:
         return (Command(kind=kind, plan=self.plan, reason="samples inside stages follow the speeds"),)
 
     def _see(self, event: StepMeasured) -> None:
-        for group in self.plan.groups:
-            for stage in group.stages:
-                for rank in stage.ranks:
-                    if event.stage_s.get(rank, 0.0) > 0.0:
-                        self.estimates.see_speed(rank, self._nominal_s(rank, stage) / event.stage_s[rank])
+        for rank, relative in event.relative_speed.items():
+            self.estimates.see_speed(rank, relative)
 
     def _nominal_s(self, rank: int, stage: Stage) -> float:
         return sum(

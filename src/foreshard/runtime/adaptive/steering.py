@@ -154,7 +154,7 @@ class Steering:
                 StepMeasured(
                     step=step,
                     time_s=time_s,
-                    stage_s=self._of_choice(running, stage_s),
+                    relative_speed=self._relative(running, stage_s),
                     link_s=link_s or {},
                     costs=self._spent(time_s, running, stage_s),
                 )
@@ -187,23 +187,15 @@ class Steering:
                 events.append(DeviceSeen(step=step, rank=rank, relative_speed=relative))
         return events
 
-    def _of_choice(self, running: Plan, stage_s: Mapping[int, float]) -> dict[int, float]:
-        """Return seconds per sample of the layers that the controller gives each rank, from those it ran.
-
-        A plan that was ordered runs two steps later; until then ranks may hold other layers. The controller
-        counts micro-batches of one size, whatever the pipelines run.
-        """
-        before_s, ordered = self.controller.chain.before_s, _spans(self.controller.plan)
+    def _relative(self, running: Plan, stage_s: Mapping[int, float]) -> dict[int, float]:
+        """Return nominal over measured seconds of the layers and micro-batches that each rank ran."""
         passes, found = passes_of(self._wheel.costs, self._wheel.lab), {}
         for group in running.groups:
             for stage in group.stages:
                 for rank, size in zip(stage.ranks, counts_of(stage, group.micro_batch), strict=True):
-                    if rank in ordered and rank in stage_s and size:
+                    if stage_s.get(rank, 0.0) > 0.0 and size:
                         share = group.share if len(stage.ranks) == 1 else size
-                        low, high = ordered[rank]
-                        nominal = passes.sample_s(rank, stage.layers[0], share, size)
-                        wanted = float(before_s[rank, high] - before_s[rank, low])
-                        found[rank] = stage_s[rank] * wanted / nominal
+                        found[rank] = passes.sample_s(rank, stage.layers[0], share, size) / stage_s[rank]
         return found
 
     def _order(self, command: Command, generation: int) -> None:
@@ -267,11 +259,6 @@ def own_samples(plan: Plan) -> dict[int, int]:
                 for rank in stage.ranks[place * stage.tp : (place + 1) * stage.tp]:
                     found[rank] = whole * size + last[place]
     return found
-
-
-def _spans(plan: Plan) -> dict[int, tuple[int, int]]:
-    """Return the layers of every rank."""
-    return {rank: stage.layers[0] for group in plan.groups for stage in group.stages for rank in stage.ranks}
 
 
 def _same(one: Plan, other: Plan) -> bool:
