@@ -25,9 +25,11 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants, training_constants
-from foreshard.predict.analytical.table import TableResult, evaluate, table_memory
+from foreshard.predict.analytical.table import TableResult, TableStages, evaluate
 from foreshard.predict.plan_table import COLUMNS, PlanTable
+from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import draw_plans
+from foreshard.predict.stage_rows import stage_rows_of
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -102,8 +104,11 @@ class PlanSet:
 
     def memory(self) -> None:
         """Price memory only."""
-        options = {"precision": self.precision, "seq_len": self.seq_len}
-        table_memory(self.model, self.cluster, self.table, self.framework, **options)
+        setup = RunSetup(
+            model=self.model, framework=self.framework, precision=self.precision, seq_len=self.seq_len
+        )
+        rows = stage_rows_of(self.model, self.table.pp, self.table.vpp)
+        TableStages(setup, self.cluster, self.table, rows).memory()
 
 
 def load_sets(path: Path = FILE) -> list[PlanSet]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,11 +38,6 @@ class Recompute:
     shared_experts: Any = 0.0
     mla_up_proj: Any = 0.0
     op: Any = 0.0
-
-    @staticmethod
-    def stack(rules: Sequence[Recompute]) -> Recompute:
-        """Return one rule with an array over the given rules in every field."""
-        return Recompute(**{f.name: np.array([getattr(r, f.name) for r in rules]) for f in fields(Recompute)})
 
 
 NO_RECOMPUTE = Recompute()

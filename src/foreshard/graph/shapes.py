@@ -7,6 +7,7 @@ a float or an ndarray, so that the same formulas price one stage or a batch of p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ class LayerShape:
     window: Any
     causal: Any
     cross_attention: Any
-    qk_norm: Any
     dropout: Any
     num_norms: Any
     ffn: Any
@@ -61,6 +61,7 @@ class LayerShape:
         return (np.asarray(self.num_heads, dtype=float) > 0) * 1.0 + (inner > 0)
 
 
+@lru_cache(maxsize=1024)
 def layer_shape(block: Block) -> LayerShape:
     """Return the numbers that pricing needs of a block."""
     expert = block.num_experts * block.expert_params
@@ -68,43 +69,44 @@ def layer_shape(block: Block) -> LayerShape:
     trained = block.trainable_params - (1 - block.frozen) * expert
     mla = block.kv_lora > 0
     attention = {"q", "k", "v", "o"} & set(block.lora_targets)
-    return LayerShape(
-        hidden=block.hidden,
-        query_width=block.num_heads * block.head_dim,
-        key_width=block.num_kv_heads * block.head_dim,
-        value_width=block.num_heads * block.value_head_dim,
-        kv_width=(block.num_heads if mla else block.num_kv_heads) * (block.head_dim + block.value_head_dim),
-        num_heads=block.num_heads,
-        num_kv_heads=block.num_heads if mla else block.num_kv_heads,
-        head_dim=block.head_dim,
-        value_head_dim=block.value_head_dim,
-        q_lora=block.q_lora,
-        kv_lora=block.kv_lora,
-        rope_head_dim=block.rope_head_dim,
-        window=block.window,
-        causal=block.causal,
-        cross_attention=block.cross_attention,
-        qk_norm=block.qk_norm,
-        dropout=block.dropout > 0,
-        num_norms=block.num_norms,
-        ffn=block.ffn,
-        gated=block.gated,
-        num_experts=block.num_experts,
-        top_k=block.top_k,
-        expert_ffn=block.expert_ffn,
-        shared_ffn=block.shared_ffn,
-        lora_rank=block.lora_rank,
-        lora_attention=len(attention),
-        lora_mlp=len(block.lora_targets) - len(attention),
-        frozen=block.frozen,
-        dense_params=dense,
-        expert_params=expert,
-        trainable=trained / max(1, dense),
-        expert_hidden=block.expert_hidden or block.hidden,
-        scan_heads=block.scan_heads,
-        scan_state=block.scan_state,
-        scan_groups=block.scan_groups,
-    )
+    numbers = {
+        "hidden": block.hidden,
+        "query_width": block.num_heads * block.head_dim,
+        "key_width": block.num_kv_heads * block.head_dim,
+        "value_width": block.num_heads * block.value_head_dim,
+        "kv_width": (block.num_heads if mla else block.num_kv_heads)
+        * (block.head_dim + block.value_head_dim),
+        "num_heads": block.num_heads,
+        "num_kv_heads": block.num_heads if mla else block.num_kv_heads,
+        "head_dim": block.head_dim,
+        "value_head_dim": block.value_head_dim,
+        "q_lora": block.q_lora,
+        "kv_lora": block.kv_lora,
+        "rope_head_dim": block.rope_head_dim,
+        "window": block.window,
+        "causal": block.causal,
+        "cross_attention": block.cross_attention,
+        "dropout": block.dropout > 0,
+        "num_norms": block.num_norms,
+        "ffn": block.ffn,
+        "gated": block.gated,
+        "num_experts": block.num_experts,
+        "top_k": block.top_k,
+        "expert_ffn": block.expert_ffn,
+        "shared_ffn": block.shared_ffn,
+        "lora_rank": block.lora_rank,
+        "lora_attention": len(attention),
+        "lora_mlp": len(block.lora_targets) - len(attention),
+        "frozen": block.frozen,
+        "dense_params": dense,
+        "expert_params": expert,
+        "trainable": trained / max(1, dense),
+        "expert_hidden": block.expert_hidden or block.hidden,
+        "scan_heads": block.scan_heads,
+        "scan_state": block.scan_state,
+        "scan_groups": block.scan_groups,
+    }
+    return LayerShape(**{name: float(value) for name, value in numbers.items()})
 
 
 NO_LAYER = LayerShape(**{f.name: 0.0 for f in fields(LayerShape)})

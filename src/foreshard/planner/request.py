@@ -11,6 +11,7 @@ from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import SpecError
 from foreshard.planner.grid.ray_sweep import check_executor
 from foreshard.planner.ranking import OBJECTIVES, Limits
+from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -46,6 +47,17 @@ class PlanRequest:
     executor: str = "local"
     beat_s: float = math.inf
     overall_s: float = 0.0
+
+    @property
+    def setup(self) -> RunSetup:
+        """Return what all plans of the search share."""
+        return RunSetup(
+            model=self.model,
+            framework=self.framework,
+            precision=self.precision,
+            seq_len=self.seq_len,
+            optimizer=self.optimizer,
+        )
 
     @property
     def constants(self) -> TrainingConstants:

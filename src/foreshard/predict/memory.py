@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from foreshard.cost.memory import CHANNELS, MemoryParts, StageLoad, optimizer_state_bytes, stage_memory
-from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.predict.batch import (
-    Case,
-    Worker,
-    layer_counts,
-    layer_replicas,
-    stage_workers,
-    sync_width,
-)
-from foreshard.spec.device import Device
-from foreshard.spec.model import Model
+from foreshard.cost.memory import MemoryParts, StageLoad, stage_memory
+from foreshard.cost.memory_activations import Recompute
+from foreshard.graph.shapes import RankShape
+from foreshard.predict.batch import Case, layer_counts, rank_shape, stage_ends, stage_recompute
+from foreshard.predict.placement import Worker, layer_replicas, stage_workers, sync_width
+from foreshard.predict.run_setup import nccl_channels, stacked
 from foreshard.spec.plan import Group, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
-
-_NVLINK_BYTES_PER_S = 25e9  # one link, one direction, NVLink 2 to 4
-_EIGHT_BIT = ("fp8", "mxfp8")
 
 
 def in_flight(group: Group, stage: int) -> float:
@@ -40,11 +30,6 @@ def in_flight(group: Group, stage: int) -> float:
     if v > 1 and p > 1:
         return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
     return float(min(m, p - stage))
-
-
-def _padded_vocab(case: Case, stage: Stage) -> int:
-    unit = case.framework.vocab_multiple * stage.tp
-    return math.ceil(case.model.vocab / unit) * unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,68 +63,25 @@ def _samples(row: _Row) -> float:
 
 def _load(case: Case, rows: list[_Row]) -> StageLoad:
     """Return what each kind of rank holds."""
-    plan, model = case.plan, case.model
+    model, nodes, setup = case.model, case.cluster.nodes, case.setup()
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
-    stages = [row.stage for row in rows]
-    counts = np.array([layer_counts(model, stage, kinds) for stage in stages])
-    rules = [
-        recompute_of(stage.recompute, max(1, round(sum(row) / len(stage.layers))))
-        for stage, row in zip(stages, counts, strict=True)
+    counts = np.array([layer_counts(model, row.stage, kinds) for row in rows])
+    ends = np.array([stage_ends(model, row.stage) for row in rows])
+    ranks = [
+        rank_shape(setup, row.group, row.stage, samples=_samples(row), replicas=row.replicas) for row in rows
     ]
-    last = model.num_layers + 2
-
-    def column(value: Callable[[_Row], float]) -> np.ndarray:
-        return np.array([value(row) for row in rows], dtype=np.float64)
-
-    return StageLoad(
-        kinds=tuple((block, counts[:, i]) for block, i in kinds.items()),
-        has_embedding=column(lambda r: any(start == 0 for start, _ in r.stage.layers)),
-        has_head=column(lambda r: any(stop == last for _, stop in r.stage.layers)),
-        hidden=model.hidden,
-        vocab=column(lambda r: _padded_vocab(case, r.stage)),
-        tied=float(model.tied_embeddings),
-        in_flight=column(lambda r: in_flight(r.group, r.s)),
-        num_micro_batches=column(lambda r: r.group.num_micro_batches),
-        num_stages=column(lambda r: len(r.group.stages)),
-        channels=column(lambda r: nccl_channels(case.cluster.nodes[r.worker.node_group].device)),
-        micro_batch=column(lambda r: _samples(r)),
-        seq_len=float(plan.seq_len),
-        tp=column(lambda r: r.stage.tp),
-        cp=column(lambda r: r.stage.cp),
-        ep=column(lambda r: r.stage.ep),
-        etp=column(lambda r: r.stage.etp),
-        dp=column(lambda r: r.replicas * r.stage.cp),
-        expert_dp=column(
-            lambda r: max(1.0, r.replicas * r.stage.cp * r.stage.tp / (r.stage.ep * r.stage.etp))
-        ),
-        shard_size=column(lambda r: r.stage.shard_size or r.stage.inner_dp * r.stage.cp),
-        zero=column(lambda r: r.stage.zero),
-        sp=column(lambda r: r.group.sp and r.stage.tp > 1),
-        activation_bytes_per_element=4.0 if plan.precision in ("fp32", "tf32") else 2.0,
-        fp8=float(plan.precision in _EIGHT_BIT),
-        fp4=float(plan.precision == "nvfp4"),
-        recompute=Recompute.stack(rules),
-        offload_optimizer=column(lambda r: r.stage.offload in ("optimizer", "all")),
-        offload_activations=column(lambda r: r.stage.offload in ("activations", "all")),
-        state_bytes=optimizer_state_bytes(plan.optimizer, case.framework.moment_bytes),
-        outer_params=_outer_params(model),
-        embedding_trainable=float(not model.embedding_frozen),
-        head_trainable=float(not model.head_frozen),
+    rules = [stage_recompute(row.stage, sum(count)) for row, count in zip(rows, counts, strict=True)]
+    return setup.load(
+        stacked(ranks, RankShape),
+        counts=list(counts.T),
+        has_embedding=ends[:, 0],
+        has_head=ends[:, 1],
+        in_flight=np.array([in_flight(row.group, row.s) for row in rows]),
+        num_micro_batches=np.array([float(row.group.num_micro_batches) for row in rows]),
+        num_stages=np.array([float(len(row.group.stages)) for row in rows]),
+        channels=np.array([float(nccl_channels(nodes[row.worker.node_group].device)) for row in rows]),
+        recompute=stacked(rules, Recompute),
     )
-
-
-def nccl_channels(device: Device) -> int:
-    """Return the NCCL channels of a collective: two per NVLink up to 24, two without.
-
-    Source
-    ------
-    nccl#964 (24 on A100 with its 12 links of 25 GB/s); later links are faster, the bound holds there.
-    """
-    return max(2, min(CHANNELS, round(2 * device.link_bytes_per_s / _NVLINK_BYTES_PER_S)))
-
-
-def _outer_params(model: Model) -> float:
-    return float(model.learned_positions * model.hidden)
 
 
 def plan_memory(case: Case) -> tuple[Memory, MemoryParts]:

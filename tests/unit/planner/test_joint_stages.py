@@ -28,7 +28,8 @@ from foreshard.planner.solver.problem import (
     tail_seconds,
 )
 from foreshard.predict.analytical.engine import stage_times
-from foreshard.predict.batch import Case, build_batch, stage_workers
+from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.placement import stage_workers
 from foreshard.spec.checks import check_plan
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage

@@ -20,7 +20,7 @@ from foreshard.planner.solver.problem import (
     takes_of,
     template_faults,
 )
-from foreshard.predict.batch import domain_block, link_domains, stage_strides
+from foreshard.predict.placement import domain_block, link_domains, stage_strides
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 from foreshard.spec.plan import Plan, Stage

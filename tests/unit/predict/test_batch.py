@@ -13,19 +13,17 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict import predict
 from foreshard.predict.assumptions import assumptions
-from foreshard.predict.batch import (
-    Case,
+from foreshard.predict.batch import Case, build_batch, stage_rows
+from foreshard.predict.memory import plan_memory
+from foreshard.predict.placement import (
     boundaries,
-    build_batch,
     crosses_node,
     domain_block,
     layer_replicas,
     link_domains,
-    stage_rows,
     stage_workers,
     sync_width,
 )
-from foreshard.predict.memory import plan_memory
 from foreshard.spec.plan import Group, Plan, Stage, parse_plan
 
 ENGINES = ("analytical", "graph")

@@ -16,10 +16,11 @@ from foreshard.cost.memory import stage_memory
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.errors import SpecError
 from foreshard.predict.analytical.engine import step_times
-from foreshard.predict.analytical.table import evaluate, table_loads, table_memory
+from foreshard.predict.analytical.table import TableStages, evaluate
 from foreshard.predict.batch import Case, build_batch, layer_counts
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.plan_table import PlanTable
+from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import RULES, draw_plans, valid_plans
 from foreshard.predict.stage_rows import recompute_columns, stage_rows_of
 from foreshard.spec.checks import check_plan
@@ -63,6 +64,11 @@ def space(request):
     return model, cluster, table, framework, options, cases
 
 
+def stages_of(model, cluster, table, framework, options):
+    setup = RunSetup(model=model, framework=framework, **options)
+    return TableStages(setup, cluster, table, stage_rows_of(model, table.pp, table.vpp))
+
+
 def test_step_times_are_those_of_the_plans(space):
     model, cluster, table, framework, options, cases = space
     constants = TrainingConstants()
@@ -76,7 +82,7 @@ def test_step_times_are_those_of_the_plans(space):
 
 def test_memory_is_that_of_the_plans(space):
     model, cluster, table, framework, options, cases = space
-    result = table_memory(model, cluster, table, framework, **options)
+    result = stages_of(model, cluster, table, framework, options).memory()
     one_by_one = [plan_memory(case)[0] for case in cases]
     np.testing.assert_allclose(result.peak_bytes, [memory.peak_bytes for memory in one_by_one], rtol=1e-9)
     assert result.fits.tolist() == [memory.fits for memory in one_by_one]
@@ -86,7 +92,7 @@ def test_memory_is_that_of_the_plans(space):
 def test_memory_parts_are_those_of_the_first_stage_of_each_row(space):
     model, cluster, table, framework, options, cases = space
     rows = stage_rows_of(model, table.pp, table.vpp)
-    parts = stage_memory(table_loads(model, cluster, table, framework, rows=rows, **options), framework)
+    parts = stage_memory(stages_of(model, cluster, table, framework, options).load(), framework)
     for i, case in enumerate(cases):
         expected = plan_memory(case)[1].peak
         rows_used = rows.multiplicity[:, i] > 0
@@ -187,7 +193,7 @@ def test_offload_lowers_memory_as_in_plans():
     model, cluster = load_model("gpt-22b"), load_cluster("1x8xa100-sxm-80gb")
     table = PlanTable.from_columns({"tp": 8, "num_micro_batches": 8, "offload": np.arange(4)})
     framework = load_framework("megatron-core")
-    result = table_memory(model, cluster, table, framework, precision="bf16", seq_len=2048)
+    result = stages_of(model, cluster, table, framework, {"precision": "bf16", "seq_len": 2048}).memory()
     plans = [table.plan(i, model, seq_len=2048) for i in range(4)]
     expected = [
         plan_memory(Case(model=model, cluster=cluster, plan=p, framework=framework))[0] for p in plans

@@ -15,11 +15,11 @@ import numpy as np
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.catalog.training import TrainingConstants
 from foreshard.planner.grid.stage_table import StageTable
-from foreshard.predict.analytical.table import TableMemory, table_batch, table_memory
+from foreshard.predict.analytical.table import TableMemory, TableStages
 from foreshard.predict.batch import Batch
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
+from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import RULES, divisors, valid_plans
-from foreshard.predict.stage_rows import recompute_columns
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -63,28 +63,17 @@ class GridRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", StageTable(model=self.model))
 
+    def priced(self, table: PlanTable) -> TableStages:
+        """Return the stages of some plans, to price their time and memory."""
+        return TableStages(self.setup, self.cluster, table, self.stages.rows(table))
+
     def batch(self, table: PlanTable) -> Batch:
         """Return the arrays that price the time of some plans."""
-        rows = self.stages.rows(table)
-        rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
-        return table_batch(
-            self.model,
-            self.cluster,
-            table,
-            self.framework,
-            self.constants,
-            rows=rows,
-            rule=rule,
-            **self.pricing,
-        )
+        return self.priced(table).batch(self.constants)
 
     def memory(self, table: PlanTable) -> TableMemory:
         """Return the memory of some plans."""
-        rows = self.stages.rows(table)
-        rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
-        return table_memory(
-            self.model, self.cluster, table, self.framework, rows=rows, rule=rule, **self.pricing
-        )
+        return self.priced(table).memory()
 
     @property
     def offers(self) -> Offers:
@@ -92,9 +81,15 @@ class GridRequest:
         return offers_of(self.framework)
 
     @property
-    def pricing(self) -> dict[str, Any]:
-        """Return the arguments that every pricing call shares."""
-        return {"seq_len": self.seq_len, "precision": self.precision, "optimizer": self.optimizer}
+    def setup(self) -> RunSetup:
+        """Return what all plans of the space share."""
+        return RunSetup(
+            model=self.model,
+            framework=self.framework,
+            precision=self.precision,
+            seq_len=self.seq_len,
+            optimizer=self.optimizer,
+        )
 
 
 def chunks_of(table: PlanTable) -> Iterator[PlanTable]:

@@ -20,7 +20,7 @@ from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem, faults, spread_factor
 from foreshard.planner.solver.solve import Solution, solve
 from foreshard.planner.solver.work_bounds import work_bound
-from foreshard.predict.batch import domain_block
+from foreshard.predict.placement import domain_block
 
 QUICK = (hetpipe, amp)
 """Planners that find a plan in tenths of a second."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_peak_bytes
+from foreshard.cost.memory import StageLoad, stage_peak_bytes
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.planner.pricing.stage_options import StageKind
-from foreshard.planner.pricing.stage_types import StageTypes, row
+from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row
 from foreshard.planner.request import PlanRequest
-from foreshard.predict.memory import nccl_channels
+from foreshard.predict.run_setup import nccl_channels
 
 MAX_STAGES = 16
 
@@ -58,45 +58,17 @@ def fewest_devices(kinds: Sequence[StageKind], types: StageTypes, rooms: np.ndar
 
 
 def _load(request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes) -> StageLoad:
-    model, framework = request.model, request.framework
-    tp = np.array([[float(kind.tp) for kind in kinds]])
-    cp = np.array([[float(kind.cp) for kind in kinds]])
-    width = np.array([[float(kind.width * kind.cp) for kind in kinds]])
-    ep = np.array([[float(kind.ep) for kind in kinds]])
-    unit = framework.vocab_multiple * tp
     copies = 1.0 if request.cluster.num_devices == 1 else 2.0
-    return StageLoad(
-        kinds=tuple((block, types.counts[:, i : i + 1]) for i, (block, _) in enumerate(model.block_kinds())),
+    devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
+    rank = rank_row(request, kinds)
+    return request.setup.load(
+        replace(rank, dp=rank.dp * copies),
+        counts=[types.counts[:, i : i + 1] for i in range(types.counts.shape[1])],
         has_embedding=types.has_embedding,
         has_head=types.has_head,
-        hidden=model.hidden,
-        vocab=np.ceil(model.vocab / unit) * unit,
-        tied=float(model.tied_embeddings),
         in_flight=1.0,
         num_micro_batches=1e6,
         num_stages=np.where(types.has_embedding * types.has_head > 0, 1.0, 2.0),
-        channels=np.array(
-            [[float(nccl_channels(request.cluster.nodes[kind.node_group].device)) for kind in kinds]]
-        ),
-        micro_batch=np.array([[float(kind.micro_batch) for kind in kinds]]),
-        seq_len=float(request.seq_len),
-        tp=tp,
-        cp=cp,
-        ep=ep,
-        etp=1.0,
-        dp=width * copies,
-        expert_dp=np.maximum(1.0, width * tp * copies / ep),
-        shard_size=width,
-        zero=np.array([[float(kind.zero) for kind in kinds]]),
-        sp=(tp > 1) * 1.0,
-        activation_bytes_per_element=4.0 if request.precision in ("fp32", "tf32") else 2.0,
-        fp8=float(request.precision in ("fp8", "mxfp8")),
-        fp4=float(request.precision == "nvfp4"),
+        channels=np.array([[float(nccl_channels(device)) for device in devices]]),
         recompute=row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
-        offload_optimizer=0.0,
-        offload_activations=0.0,
-        state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
-        outer_params=float(model.learned_positions * model.hidden),
-        embedding_trainable=float(not model.embedding_frozen),
-        head_trainable=float(not model.head_frozen),
     )

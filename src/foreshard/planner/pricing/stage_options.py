@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 from foreshard.catalog.offers import offers_of
 from foreshard.planner.request import PlanRequest
-from foreshard.predict.batch import domain_block
+from foreshard.predict.placement import domain_block
 from foreshard.spec.cluster import NodeGroup
 
 _RULES = ("none", "selective:core_attn+mlp+layernorm", "full")

@@ -7,27 +7,27 @@ faster by the engine than by the problem.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from foreshard.catalog.kernels import kernel_model
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.graph.shapes import RankShape, layer_shape
+from foreshard.graph.shapes import layer_shape
 from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in
 from foreshard.planner.pricing.stage_options import StageKind, joint_options, stage_options
-from foreshard.planner.pricing.stage_types import StageTypes, row, stage_types
+from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
 from foreshard.predict.analytical.engine import StageTimes, stage_times, tail_times
-from foreshard.predict.batch import Batch, Pipeline, domain_block
+from foreshard.predict.batch import Batch
 from foreshard.predict.machine import Machine
-from foreshard.predict.traits import Traits, traits_of
-from foreshard.spec.cluster import NodeGroup
+from foreshard.predict.placement import domain_block
+from foreshard.predict.run_setup import RunSetup
+from foreshard.predict.traits import Traits
+from foreshard.spec.device import Device
 
 COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
@@ -280,36 +280,47 @@ def _batch(
     chunks: int = 1,
 ) -> Batch:
     """Return stages as rows and options as columns, each alone in its plan."""
-    model, framework, nodes = request.model, request.framework, request.cluster.nodes
-    fabrics = _fabrics(request, kinds)
+    setup, nodes = request.setup, request.cluster.nodes
+    blocks = [domain_block(group) for group in nodes]
+    fabric = row(_fabrics(request, kinds), Fabric)
     joined = _fabric(request, {g: nodes[g].num_devices for g in use})
-    kernels = [_kernels(request, group) for group in nodes]
-    traits = [
-        traits_of(framework, group.device, optimizer=request.optimizer, precision=request.precision)
-        for group in nodes
-    ]
-    fabric = row(fabrics, Fabric)
-    machine = Machine(
-        kernels=row([kernels[kind.node_group] for kind in kinds], KernelModel),
-        fabric=fabric,
-        sync=row([joined for _ in kinds], Fabric),
-        link=fabric,
-        traits=row([traits[kind.node_group] for kind in kinds], Traits),
-        rank=row([_rank(request, kind) for kind in kinds], RankShape),
-        constants=request.constants,
-    )
-    rules = [recompute_of(kind.recompute, 1) for kind in kinds]
+    kernels = [_kernels(setup, group.device) for group in nodes]
+    traits = [setup.traits(group.device) for group in nodes]
+    alone = types.has_embedding * types.has_head
     return Batch(
-        kinds=tuple(layer_shape(block) for block, _ in model.block_kinds()),
+        kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
         counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
-        machine=machine,
-        recompute=row(rules, Recompute),
+        machine=Machine(
+            kernels=row([kernels[kind.node_group] for kind in kinds], KernelModel),
+            fabric=fabric,
+            sync=row([joined for _ in kinds], Fabric),
+            link=fabric,
+            traits=row([traits[kind.node_group] for kind in kinds], Traits),
+            rank=rank_row(request, kinds),
+            constants=request.constants,
+        ),
+        recompute=row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
         has_embedding=types.has_embedding,
         has_head=types.has_head,
         multiplicity=np.ones((len(types.has_head), len(kinds))),
-        pipeline=_pipeline(request, kinds, types, crosses, chunks),
-        plan_index=np.arange(len(kinds)),
+        pipeline=setup.pipeline(
+            num_micro_batches=1e6,
+            num_stages=np.where(alone > 0, 1.0, 2.0),
+            num_chunks=np.where(alone > 0, 1.0, float(chunks)),
+            zero_bubble=0.0,
+            crosses_node=np.array([[_leaves(kind, blocks, crosses=crosses) for kind in kinds]]),
+            num_devices=8.0,
+        ),
     )
+
+
+def _leaves(kind: StageKind, blocks: Sequence[int], *, crosses: bool) -> float:
+    """Return whether messages of a stage leave its link domain: where it fills one, there is no neighbour.
+
+    Neighbours that are joint too can have each half of theirs beside its own.
+    """
+    fills = any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts)
+    return float((crosses and not kind.beside) or fills)
 
 
 def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:
@@ -334,91 +345,10 @@ def _fabric(request: PlanRequest, devices: Mapping[int, int]) -> Fabric:
     for g, nodes in enumerate(request.cluster.nodes):
         ranks += range(first, first + devices.get(g, 0))
         first += nodes.num_devices
-    nccl = "old" if request.framework.nccl == "old" else "2.2x"
-    return fabric_between(request.cluster, ranks, nccl=nccl)
+    return fabric_between(request.cluster, ranks, nccl=request.setup.nccl)
 
 
-def _kernels(request: PlanRequest, nodes: NodeGroup) -> KernelModel:
-    attention = request.framework.attention if request.framework.attention != "unfused" else "fa2"
-    precision = request.precision if nodes.device.supports(request.precision) else "fp32"
-    return kernel_model(nodes.device, precision, attention=attention)
-
-
-def _rank(request: PlanRequest, kind: StageKind) -> RankShape:
-    """Return how a rank runs layers when its stage is as close together as can be."""
-    low = request.precision in ("fp8", "mxfp8", "nvfp4")
-    four = request.precision == "nvfp4"
-    wide = 4.0 if request.precision in ("fp32", "tf32") else 2.0
-    tp = float(kind.tp)
-    own, own_experts = tp, 1.0
-    block = domain_block(request.cluster.nodes[kind.node_group]) * (1.0 - 1e-9)
-    if kind.split * kind.width > kind.ep > 1:  # in a domain as many hold the same experts as begin there
-        own_experts = block / min(kind.split * kind.width // kind.ep, math.ceil(block / kind.ep))
-    if kind.beside:  # half of its ranks, or fewer, are within one link domain
-        own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
-    return RankShape(
-        tp=tp,
-        cp=float(kind.cp),
-        ep=float(kind.ep),
-        etp=1.0,
-        dp=float(kind.width),
-        copies=1.0,
-        sp=float(kind.tp > 1),
-        zero=float(kind.zero),
-        shard=float(kind.width * kind.cp),
-        micro_batch=float(kind.micro_batch),
-        seq_len=float(request.seq_len),
-        low=float(low),
-        four_bit=float(four),
-        matrix_bytes=0.5 if four else 1.0 if low else wide,
-        element_bytes=wide,
-        offload_optimizer=0.0,
-        offload_activations=0.0,
-        tp_stride=1.0,
-        cp_stride=tp,
-        ep_stride=1.0,
-        etp_stride=1.0,
-        sync_stride=tp,
-        expert_stride=1.0,
-        own_stride=own,
-        own_expert_stride=own_experts,
-    )
-
-
-def _pipeline(
-    request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes, crosses: bool, chunks: int
-) -> Pipeline:
-    model, nodes = request.model, request.cluster.nodes
-    blocks = [domain_block(group) for group in nodes]
-    # Beside a stage that fills its link domain there is no room for a neighbour.
-    leaves = [
-        [
-            # Neighbours that are joint too can have each half of theirs beside its own.
-            float(
-                (crosses and not kind.beside)
-                or any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts)
-            )
-            for kind in kinds
-        ]
-    ]
-    alone = types.has_embedding * types.has_head
-
-    def one(value: float) -> np.ndarray:
-        return np.array([[float(value)]])
-
-    return Pipeline(
-        num_micro_batches=one(1e6),
-        num_stages=np.where(alone > 0, 1.0, 2.0),
-        num_chunks=np.where(alone > 0, 1.0, float(chunks)),
-        gpipe=one(0),
-        zero_bubble=one(0),
-        crosses_node=np.array(leaves),
-        num_devices=one(8),
-        hidden=one(model.hidden),
-        vocab=one(model.vocab),
-        head_rows=one(model.head_rows),
-        head_frozen=one(model.head_frozen),
-        heads=one(1.0 + model.num_next_token * (1.0 + 2.0 * model.hidden / max(1, model.vocab))),
-        tied=one(model.tied_embeddings),
-        num_layers=one(model.num_layers),
-    )
+def _kernels(setup: RunSetup, device: Device) -> KernelModel:
+    """Return the kernels of a device; one that lacks the precision is priced, though not used, in fp32."""
+    known = device.supports(setup.precision)
+    return (setup if known else replace(setup, precision="fp32")).kernels(device)

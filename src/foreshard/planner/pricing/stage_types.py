@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+from foreshard.graph.shapes import RankShape
+from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.request import PlanRequest
+from foreshard.predict.placement import domain_block
+from foreshard.predict.run_setup import stacked
 
 T = TypeVar("T")
 
@@ -49,6 +54,38 @@ def stage_types(request: PlanRequest) -> StageTypes:
 
 def row(items: Sequence[Any], cls: type[T]) -> T:
     """Return `cls` with fields of shape (1, options)."""
-    return cls(
-        **{f.name: np.array([[float(getattr(item, f.name)) for item in items]]) for f in fields(cls)}  # type: ignore[arg-type]
+    return stacked([[item] for item in items], cls)
+
+
+def rank_row(request: PlanRequest, kinds: Sequence[StageKind]) -> RankShape:
+    """Return how a rank of each option runs layers, its stage as close together as can be."""
+    setup, nodes = request.setup, request.cluster.nodes
+    return row(
+        [
+            setup.rank(
+                tp=float(kind.tp),
+                cp=float(kind.cp),
+                ep=float(kind.ep),
+                etp=1.0,
+                dp=float(kind.width),
+                shard=float(kind.width * kind.cp),
+                zero=float(kind.zero),
+                sp=float(kind.tp > 1),
+                micro_batch=float(kind.micro_batch),
+                expert_stride=1.0,
+                **_own_strides(kind, domain_block(nodes[kind.node_group]) * (1.0 - 1e-9)),
+            )
+            for kind in kinds
+        ],
+        RankShape,
     )
+
+
+def _own_strides(kind: StageKind, block: float) -> dict[str, float]:
+    """Return the strides of the ranks of a stage that hold the same weights, and the same experts."""
+    own, own_experts = float(kind.tp), 1.0
+    if kind.split * kind.width > kind.ep > 1:  # in a domain as many hold the same experts as begin there
+        own_experts = block / min(kind.split * kind.width // kind.ep, math.ceil(block / kind.ep))
+    if kind.beside:  # half of its ranks, or fewer, are within one link domain
+        own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
+    return {"own_stride": own, "own_expert_stride": own_experts}

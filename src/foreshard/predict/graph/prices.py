@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.predict.batch import Batch, Case, crosses_node, link_domains, stage_rows
+from foreshard.predict.batch import Batch, Case, short_samples, stage_rows
 from foreshard.predict.graph.ops import op_parts, with_host
 from foreshard.predict.machine import Machine
+from foreshard.predict.placement import crosses_node, link_domains
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
     across_groups_s,
@@ -304,16 +305,7 @@ class _GroupPricer:
 
     def _short(self) -> np.ndarray:
         """Return the samples of the last micro-batch over those of the others, shape (stages, 1)."""
-        group = self.group
-        rest = group.share - (group.num_micro_batches - 1) * group.micro_batch
-        priced = min(group.share, group.micro_batch)  # at which `stage_workers` prices an even split
-        share = [
-            -(-rest // stage.inner_dp) / -(-priced // stage.inner_dp)
-            if not stage.rank_shares
-            else rest / group.micro_batch
-            for stage in group.stages
-        ]
-        return np.array(share)[:, None]
+        return np.array([short_samples(self.group, stage) for stage in self.group.stages])[:, None]
 
     def _tied_here(self, s: int) -> bool:
         """Whether the head of this stage shares the embedding's table on it."""

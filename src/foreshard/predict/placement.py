@@ -1,0 +1,145 @@
+"""Where the ranks of a plan are: which share a stage's samples, a link domain, the gradients of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.plan import Group, Plan, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """Ranks of a stage that are alike: same node group, same samples of each micro-batch."""
+
+    node_group: int
+    share: float
+    rank: int  # the first of them
+
+
+def stage_workers(cluster: Cluster, group: Group, stage: Stage) -> tuple[Worker, ...]:
+    """Return the kinds of ranks of a stage that take samples, in rank order.
+
+    A micro-batch is split over the inner data-parallel ranks by `rank_shares`, else evenly; ranks that
+    cannot split it evenly are all priced at the larger part.
+    """
+    # A group with fewer samples than a micro-batch has one short micro-batch.
+    shares = stage.rank_shares or (-(-min(group.share, group.micro_batch) // stage.inner_dp),)
+    if len(cluster.nodes) == 1:
+        biggest = max(range(len(shares)), key=shares.__getitem__)
+        return (
+            Worker(
+                node_group=0, share=float(shares[biggest]), rank=stage.ranks[biggest * stage.tp * stage.cp]
+            ),
+        )
+    ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
+    where = np.searchsorted(ends, stage.ranks, side="right").tolist()
+    split = stage.tp * stage.cp
+    found: dict[tuple[int, float], int] = {}
+    for i, (rank, node_group) in enumerate(zip(stage.ranks, where, strict=True)):
+        share = float(shares[(i // split) % len(shares)])
+        if share > 0.0:
+            found.setdefault((node_group, share), rank)
+    return tuple(Worker(node_group=key[0], share=key[1], rank=rank) for key, rank in found.items())
+
+
+def layer_replicas(plan: Plan, num_layers: int) -> np.ndarray:
+    """Return the data-parallel ranks, over all groups, that hold each layer; shape (num_layers + 2,)."""
+    change = np.zeros(num_layers + 3)
+    for group in plan.groups:
+        for stage in group.stages:
+            for start, stop in stage.layers:
+                change[start] += stage.inner_dp
+                change[stop] -= stage.inner_dp
+    return np.cumsum(change)[:-1]
+
+
+def sync_width(stage: Stage, replicas: np.ndarray) -> float:
+    """Return the data-parallel ranks that reduce the gradients of a stage: the most of any of its layers."""
+    return float(max(replicas[start:stop].max() for start, stop in stage.layers))
+
+
+def domain_block(nodes: NodeGroup) -> int:
+    """Return the devices a job takes from each link domain: the most that divide it into equal blocks.
+
+    A job of 256 on racks of 72 gets 64 from each of four, as block scheduling places it.
+    """
+    whole = min(nodes.num_devices, max(nodes.per_node, nodes.nvlink_domain))
+    fits = range(whole - whole % nodes.per_node, 0, -nodes.per_node)
+    return next((size for size in fits if nodes.num_devices % size == 0), nodes.per_node)
+
+
+def link_domains(cluster: Cluster) -> np.ndarray:
+    """Return, per rank, the number of the node or NVLink domain it shares device links in."""
+    parts, before = [], 0
+    for nodes in cluster.nodes:
+        domains = np.arange(nodes.num_devices) // domain_block(nodes)
+        parts.append(before + domains)
+        before += int(domains[-1]) + 1
+    return np.concatenate(parts)
+
+
+def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:
+    """Return whether any rank of a stage and its neighbour in another stage share no device links."""
+    one, other = domains[np.array(here.ranks)], domains[np.array(there.ranks)]
+    wide = max(len(one), len(other))
+    place = np.arange(wide)
+    return bool(np.any(one[place * len(one) // wide] != other[place * len(other) // wide]))
+
+
+def spread_stride(members: np.ndarray, domain: float) -> float:
+    """Return the stride at which a communicator has as many members in a link domain as it really has.
+
+    Parameters
+    ----------
+    members : ndarray of int, shape (communicators, ranks)
+        Link domain of each member; the communicator that spreads widest counts.
+    domain : float
+        Devices of a full domain.
+    """
+    count = members.shape[1]
+    if count == 1:
+        return 1.0
+    ordered = np.sort(members, axis=1)
+    widest = int((np.diff(ordered, axis=1) != 0).sum(1).max()) + 1
+    inside = -(-count // widest)
+    return domain / inside * (1.0 - 1e-9)
+
+
+def stage_strides(plan: Plan, stage: Stage, domains: np.ndarray, domain: float) -> dict[str, float]:
+    """Return the strides of every communicator a stage takes part in, from where its ranks are."""
+    places = domains[np.array(stage.ranks)]
+    dense = places.reshape(-1, stage.cp, stage.tp)  # tp fastest, then cp, then inner dp
+    experts = places.reshape(-1, stage.ep, stage.etp)
+    own, own_experts = dense.reshape(-1, stage.tp).T, experts.reshape(len(experts), -1).T
+    alike, alike_experts = own, own_experts
+    if len(plan.groups) > 1:
+        first = stage.layers[0][0]
+        others = [
+            other
+            for group in plan.groups
+            for other in group.stages
+            if any(start <= first < stop for start, stop in other.layers)
+        ]
+        alike = np.concatenate([domains[np.array(o.ranks[:: o.tp])] for o in others])[None]
+        alike_experts = np.concatenate([domains[np.array(o.ranks[:: o.ep * o.etp])] for o in others])[None]
+    return {
+        "tp_stride": spread_stride(dense.reshape(-1, stage.tp), domain),
+        "cp_stride": spread_stride(dense.swapaxes(1, 2).reshape(-1, stage.cp), domain),
+        "ep_stride": spread_stride(experts.swapaxes(1, 2).reshape(-1, stage.ep), domain),
+        "etp_stride": spread_stride(experts.reshape(-1, stage.etp), domain),
+        "sync_stride": spread_stride(alike, domain),
+        "expert_stride": spread_stride(alike_experts, domain),
+        "own_stride": spread_stride(own, domain),
+        "own_expert_stride": spread_stride(own_experts, domain),
+    }
+
+
+def boundaries(group: Group) -> list[tuple[Stage, Stage]]:
+    """Return the pairs of stages that exchange messages; with virtual stages the last feeds the first."""
+    stages = group.stages
+    pairs = list(pairwise(stages))
+    return [*pairs, (stages[-1], stages[0])] if len(stages) > 1 and group.num_chunks > 1 else pairs

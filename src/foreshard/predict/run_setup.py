@@ -1,0 +1,254 @@
+"""What all plans of one run share, and the numbers that engines take of it: of devices, ranks and models.
+
+Plans as objects (`predict.batch`), plans as columns (`predict.analytical.table`) and stages that the mixed
+planner offers (`planner.pricing`) all become arrays through a `RunSetup`. Each brings its own columns of
+degrees; what follows from them follows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from foreshard.catalog.kernels import kernel_model
+from foreshard.cost.kernels import KernelModel
+from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes
+from foreshard.cost.memory_activations import Recompute
+from foreshard.graph.shapes import RankShape
+from foreshard.predict.traits import Traits, traits_of
+from foreshard.spec.device import Device
+from foreshard.spec.framework import Framework
+from foreshard.spec.model import Model
+
+T = TypeVar("T")
+_LOW = ("fp8", "mxfp8", "nvfp4")
+_WIDE = ("fp32", "tf32")
+_NVLINK_BYTES_PER_S = 25e9  # one link, one direction, NVLink 2 to 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Numbers of one group of a plan: how many micro-batches, stages, chunks."""
+
+    num_micro_batches: Any  # a short last one counts as a fraction
+    num_stages: Any
+    num_chunks: Any
+    zero_bubble: Any
+    crosses_node: Any  # 1 when any neighbouring stages are on different nodes
+    num_devices: Any  # of the whole plan
+    hidden: Any
+    vocab: Any
+    head_rows: Any
+    head_frozen: Any
+    heads: Any
+    tied: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """The model and how it is trained, whatever the plan.
+
+    Attributes
+    ----------
+    comm : mapping of str to bool
+        What is hidden otherwise than the framework does by default.
+    fidelity : {'zero-shot', 'datasheet'}
+    """
+
+    model: Model
+    framework: Framework
+    precision: str
+    seq_len: int
+    optimizer: str = "adamw"
+    comm: Mapping[str, bool] = field(default_factory=dict)
+    fidelity: str = "zero-shot"
+
+    @property
+    def nccl(self) -> str:
+        """Return the generation of NCCL whose constants hold."""
+        return "old" if self.framework.nccl == "old" else "2.2x"
+
+    def kernels(self, device: Device) -> KernelModel:
+        """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
+        attention = self.framework.attention if self.framework.attention != "unfused" else "fa2"
+        return _kernel_model(device, self.precision, attention, self.fidelity)
+
+    def traits(self, device: Device) -> Traits:
+        """Return what the framework does on a device."""
+        return traits_of(
+            self.framework, device, optimizer=self.optimizer, comm=self.comm, precision=self.precision
+        )
+
+    def rank(
+        self,
+        *,
+        tp: Any,
+        cp: Any,
+        ep: Any,
+        etp: Any,
+        dp: Any,
+        shard: Any,
+        zero: Any,
+        sp: Any,
+        micro_batch: Any,
+        copies: Any = 1.0,
+        offload_optimizer: Any = 0.0,
+        offload_activations: Any = 0.0,
+        **strides: Any,
+    ) -> RankShape:
+        """Return how ranks execute layers; fields as in `RankShape`, floats or arrays that broadcast.
+
+        Strides that are not given are those of ranks that follow each other: tp fastest, then cp, then dp.
+        """
+        low, four = self.precision in _LOW, self.precision == "nvfp4"
+        packed = {
+            "tp_stride": 1.0,
+            "cp_stride": tp,
+            "ep_stride": etp,
+            "etp_stride": 1.0,
+            "sync_stride": tp,
+            "expert_stride": ep * etp,
+            "own_stride": tp,
+            "own_expert_stride": ep * etp,
+        }
+        return RankShape(
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            dp=dp,
+            copies=copies,
+            sp=sp,
+            zero=zero,
+            shard=shard,
+            micro_batch=micro_batch,
+            seq_len=float(self.seq_len),
+            low=float(low),
+            four_bit=float(four),
+            matrix_bytes=0.5 if four else 1.0 if low else self.element_bytes,
+            element_bytes=self.element_bytes,
+            offload_optimizer=offload_optimizer,
+            offload_activations=offload_activations,
+            **(packed | strides),
+        )
+
+    @property
+    def element_bytes(self) -> float:
+        """Return the bytes of an activation between layers."""
+        return 4.0 if self.precision in _WIDE else 2.0
+
+    def pipeline(self, **numbers: Any) -> Pipeline:
+        """Return a pipeline of the model; its own numbers are given, those of the ends are the model's."""
+        model = self.model
+        return Pipeline(
+            hidden=float(model.hidden),
+            vocab=float(model.vocab),
+            head_rows=float(model.head_rows),
+            head_frozen=float(model.head_frozen),
+            heads=1.0 + model.num_next_token * (1.0 + 2.0 * model.hidden / max(1, model.vocab)),
+            tied=float(model.tied_embeddings),
+            **numbers,
+        )
+
+    def load(
+        self,
+        rank: RankShape,
+        *,
+        counts: Sequence[Any],
+        has_embedding: Any,
+        has_head: Any,
+        in_flight: Any,
+        num_micro_batches: Any,
+        num_stages: Any,
+        channels: Any,
+        recompute: Recompute,
+    ) -> StageLoad:
+        """Return what ranks hold, from how they execute layers.
+
+        Parameters
+        ----------
+        rank : RankShape
+        counts : sequence of array_like
+            Layers of each kind of block of the model.
+        in_flight : array_like
+            Micro-batches whose activations each layer holds at the peak.
+        channels : array_like
+            NCCL channels, see `nccl_channels`.
+        """
+        model, precision = self.model, self.precision
+        blocks = [block for block, _ in model.block_kinds()]
+        vocab_unit = self.framework.vocab_multiple * rank.tp
+        return StageLoad(
+            kinds=tuple(zip(blocks, counts, strict=True)),
+            has_embedding=has_embedding,
+            has_head=has_head,
+            hidden=model.hidden,
+            vocab=np.ceil(model.vocab / vocab_unit) * vocab_unit,
+            tied=float(model.tied_embeddings),
+            in_flight=in_flight,
+            num_micro_batches=num_micro_batches,
+            num_stages=num_stages,
+            channels=channels,
+            micro_batch=rank.micro_batch,
+            seq_len=rank.seq_len,
+            tp=rank.tp,
+            cp=rank.cp,
+            ep=rank.ep,
+            etp=rank.etp,
+            dp=rank.dp * rank.cp,
+            expert_dp=np.maximum(1.0, rank.dp * rank.cp * rank.tp / (rank.ep * rank.etp)),
+            shard_size=rank.shard,
+            zero=rank.zero,
+            sp=rank.sp,
+            activation_bytes_per_element=self.element_bytes,
+            fp8=float(precision in ("fp8", "mxfp8")),
+            fp4=float(precision == "nvfp4"),
+            recompute=recompute,
+            offload_optimizer=rank.offload_optimizer,
+            offload_activations=rank.offload_activations,
+            state_bytes=optimizer_state_bytes(self.optimizer, self.framework.moment_bytes),
+            outer_params=float(model.learned_positions * model.hidden),
+            embedding_trainable=float(not model.embedding_frozen),
+            head_trainable=float(not model.head_frozen),
+        )
+
+
+@lru_cache(maxsize=256)
+def _kernel_model(device: Device, precision: str, attention: str, fidelity: str) -> KernelModel:
+    return kernel_model(device, precision, attention=attention, fidelity=fidelity)
+
+
+def nccl_channels(device: Device) -> int:
+    """Return the NCCL channels of a collective: two per NVLink up to 24, two without.
+
+    Source
+    ------
+    nccl#964 (24 on A100 with its 12 links of 25 GB/s); later links are faster, the bound holds there.
+    """
+    return max(2, min(CHANNELS, round(2 * device.link_bytes_per_s / _NVLINK_BYTES_PER_S)))
+
+
+def stacked(items: Sequence[Any], cls: type[T]) -> T:
+    """Return `cls` with array fields, from a list of its objects or from lists [pipeline][stage] of them.
+
+    Fields have shape (objects,) or (stages, pipelines).
+
+    Examples
+    --------
+    >>> from foreshard.graph.shapes import NO_LAYER, LayerShape
+    >>> stacked([[NO_LAYER, NO_LAYER], [NO_LAYER, NO_LAYER], [NO_LAYER, NO_LAYER]], LayerShape).hidden.shape
+    (2, 3)
+    """
+
+    def values(item: Any, name: str) -> Any:
+        return [values(part, name) for part in item] if isinstance(item, list) else getattr(item, name)
+
+    columns = {
+        f.name: np.array([values(item, f.name) for item in items], dtype=np.float64).T
+        for f in fields(cls)  # type: ignore[arg-type]
+    }
+    return cls(**columns)
