@@ -119,7 +119,9 @@ def _priced(request):
             some,
             framework=request.framework,
             constants=request.constants,
-            **request.pricing,
+            seq_len=request.seq_len,
+            precision=request.precision,
+            optimizer=request.optimizer,
         )
         busy = sum(result.parts[name] for name in BUSY_PARTS)
         watts = sum(nodes.device.tdp_w * nodes.num_devices for nodes in request.cluster.nodes)
