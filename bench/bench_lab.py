@@ -31,7 +31,8 @@ from foreshard.lab.lab import load_lab
 from foreshard.predict.measured.costs import MeasuredCosts, load_costs
 from foreshard.predict.measured.engine import predict_measured
 from foreshard.runtime.records.outcome import kept_steps
-from foreshard.spec.plan import Plan, parse_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import parse_plan
 
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")

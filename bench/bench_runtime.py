@@ -28,7 +28,7 @@ RANKS, BATCH, MICRO = 2, 32, 4
 
 def even(kind: str, layers: int):
     """The even plan of two replicas, or of two stages."""
-    from foreshard.spec.plan import parse_plan
+    from foreshard.spec.plan_file import parse_plan
 
     half = layers // 2
     if kind == "pipeline":
@@ -186,7 +186,7 @@ def recut(store, rank: int, rounds: int) -> tuple[float, float]:
     from foreshard.runtime.membership.fixed_membership import FixedMembership
     from foreshard.runtime.trainer import Trainer
     from foreshard.spec.online import Command
-    from foreshard.spec.plan import parse_plan
+    from foreshard.spec.plan_file import parse_plan
 
     job = load_job(str(Path(__file__).parents[1] / "examples" / "jobs" / "gpt_job.py"))
     told, changes, steps = even("pipeline", job.num_layers).to_dict(), [], []

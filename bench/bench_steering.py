@@ -33,7 +33,8 @@ from foreshard.lab.lab import Lab, load_lab
 from foreshard.lab.simulated_run import foretell
 from foreshard.runtime.adaptive.controller_config import passes_of
 from foreshard.runtime.records.outcome import kept_steps
-from foreshard.spec.plan import Plan, load_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import load_plan
 
 ROOT = Path(__file__).parents[1]
 JOB = str(ROOT / "examples" / "jobs" / "gpt_job.py")

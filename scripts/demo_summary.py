@@ -13,7 +13,7 @@ def trained(folder: Path, job: str) -> dict:
     from foreshard.runtime.gradient_check import gradient_error
     from foreshard.runtime.job.job import load_job
     from foreshard.runtime.records.outcome import kept_steps, settled_times
-    from foreshard.spec.plan import load_plan
+    from foreshard.spec.plan_file import load_plan
 
     predicted = json.loads((folder / "job_prediction.json").read_text(encoding="utf-8"))
     planned, even = (kept_steps(folder / run / "metrics.jsonl") for run in ("run", "run_even"))

@@ -29,7 +29,8 @@ from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.secret import make_secret
 from foreshard.runtime.records.outcome import RunOutcome, kept_steps, outcome_of
 from foreshard.runtime.run_settings import RunSettings
-from foreshard.spec.plan import Plan, parse_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import parse_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("forward", "backward", "all-reduce", "vote", "update", "migration", "checkpoint", "rebuild")

@@ -12,7 +12,8 @@ from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan, load_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import load_plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Timeline
 

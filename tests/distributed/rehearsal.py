@@ -13,7 +13,8 @@ from foreshard.runtime.job.job import Job
 from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.online import Command
-from foreshard.spec.plan import Plan, parse_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import parse_plan
 
 
 def plan_of(

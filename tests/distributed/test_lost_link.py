@@ -13,7 +13,7 @@ from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.secret import make_secret
 from foreshard.runtime.records.outcome import outcome_of
 from foreshard.runtime.run_settings import RunSettings
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LACKS = missing()
 STEPS, DETECT_S = 30, 1.5

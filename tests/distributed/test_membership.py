@@ -12,7 +12,7 @@ from member import work
 
 from foreshard.runtime.membership.store import Client, StoreServer
 from foreshard.runtime.membership.supervisor import Supervisor
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 SECRET = b"of this test only"
 DETECT_S, TIMEOUT_S, PATIENCE_S = 1.5, 20.0, 60.0

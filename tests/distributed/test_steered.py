@@ -18,7 +18,7 @@ from foreshard.runtime.adaptive.stage_balancer import StageBalancer
 from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.online import StepMeasured
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LAYERS, RANKS, BATCH = 8, 4, 32
 FAST, SLOW = 4e6, 4e5

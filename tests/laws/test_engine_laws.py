@@ -18,7 +18,8 @@ from foreshard.predict import predict
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.graph.engine import graph_times
-from foreshard.spec.plan import Group, Plan, parse_plan
+from foreshard.spec.plan import Group, Plan
+from foreshard.spec.plan_file import parse_plan
 from foreshard.spec.prediction import TIME_PARTS
 
 ENGINES = ("analytical", "graph")

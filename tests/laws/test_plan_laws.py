@@ -21,9 +21,8 @@ from foreshard.spec.plan import (
     Group,
     Plan,
     Stage,
-    load_plan,
-    parse_plan,
 )
+from foreshard.spec.plan_file import load_plan, parse_plan
 
 COUNTS = st.integers(1, MAX_BATCH)
 RULES = st.one_of(

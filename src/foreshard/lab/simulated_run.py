@@ -23,7 +23,8 @@ from foreshard.predict.measured.engine import RankTimes, rank_times
 from foreshard.runtime.adaptive.budgets import budget_of, spent
 from foreshard.runtime.adaptive.steering import POLICIES, PROBE_EVERY, ControllerConfig, Steering, own_samples
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
-from foreshard.spec.plan import Plan, load_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import load_plan
 
 _DELAY = 2
 """Steps from the one that an order follows to the first that runs it: it is announced in the next vote."""

@@ -14,9 +14,10 @@ from foreshard.planner.ranking import OBJECTIVES, Limits
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS, invalid, one_of, whole
+from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
 from foreshard.planner.pricing.stage_options import splits_sequences
 from foreshard.planner.request import PlanRequest
+from foreshard.spec.codec import one_of
 from foreshard.spec.framework import Framework
-from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS, Plan, one_of
+from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS, Plan
 
 AS_SHIPPED, ALL = "framework", "all"
 _ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")

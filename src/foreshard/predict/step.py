@@ -23,9 +23,10 @@ from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan, invalid, one_of
+from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 

@@ -22,7 +22,8 @@ from foreshard.runtime.records.outcome import RunOutcome, outcome_of
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_checks import check_sound
 from foreshard.runtime.run_settings import RunSettings
-from foreshard.spec.plan import Plan, load_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import load_plan
 
 Watch = Callable[[Path], None]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from foreshard.runtime.membership.world_group import WorldGroup
-from foreshard.spec.plan import Plan, parse_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import parse_plan
 
 
 class Proposals:

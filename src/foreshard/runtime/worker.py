@@ -35,7 +35,7 @@ from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
 from foreshard.runtime.run_settings import JOB_FAULT, TELL_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
 from foreshard.runtime.trainer_context import Options
-from foreshard.spec.plan import load_plan
+from foreshard.spec.plan_file import load_plan
 
 _LAST_LINES_S = 60.0
 """How long a run that is done waits for its disk."""

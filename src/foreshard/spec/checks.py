@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from foreshard.errors import SpecError
 from foreshard.spec.block import Block
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import one_of, whole
 from foreshard.spec.layout import divisors
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
@@ -19,8 +20,6 @@ from foreshard.spec.plan import (
     Plan,
     Stage,
     check_recompute,
-    one_of,
-    whole,
 )
 from foreshard.units import number_of
 

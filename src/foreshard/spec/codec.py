@@ -9,15 +9,19 @@ Field types understood: ``bool int float str None``, ``Literal``, unions with No
 
 - ``Unit("bytes_per_s")``: the value is a string with a unit, read by `foreshard.units.parse`;
 - ``Range(low, high)``: inclusive limits of a number;
-- ``Size(low, high)``: inclusive limits of the length of a string or sequence.
+- ``Size(low, high)``: inclusive limits of the length of a string or sequence;
+- ``Grammar(read)``: the value has a notation of its own, which a function reads.
+
+`whole` and `one_of` check single values, of flags and of Python callers, with the same errors.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import reprlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -32,6 +36,10 @@ T = TypeVar("T")
 
 # A cluster or plan of a million devices is far smaller; more is a wrong file.
 MAX_FILE_BYTES = 64 * 2**20
+# Longer values are cut in messages.
+_MAX_CHARS = 64
+_MAX_WHY = 80
+_SEE_SCHEMA = "See 'foreshard schema'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,73 @@ class Size:
 
     low: int = 0
     high: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Marks a value that a function reads: called as ``read(value, key=..., file=...)``, it may raise."""
+
+    read: Callable[..., Any]
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error message quotes it: short, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits has no repr
+        return f"a very long {type(value).__name__}"
+
+
+def _quoted(value: Any) -> Any:
+    """Return a value as the error object carries it: the value itself where JSON can hold it in a line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str):
+        return value[:_MAX_CHARS]
+    if isinstance(value, bool) or value is None or (isinstance(value, int) and abs(value) < 10**18):
+        return value
+    return shown(value)
+
+
+def invalid(
+    value: Any, rule: str, *, key: str, name: str = "", fix: str | None = None, file: str | None = None
+) -> SpecError:
+    """Return the error of a value that breaks a rule, to be raised."""
+    text = json.dumps(value) if file and (value is None or isinstance(value, bool)) else shown(value)
+    what = f"{text} is not a valid {name}" if name else f"{text} is not valid"
+    return SpecError(what, file=file, key=key or None, value=_quoted(value), rule=rule, fix=fix)
+
+
+def whole(
+    value: Any, low: int = 1, high: int = 2**31, *, key: str, name: str = "", file: str | None = None
+) -> int:
+    """Return the value if it is a whole number in a range; True and 2.0 are not.
+
+    Raises
+    ------
+    SpecError
+    """
+    if type(value) is int and low <= value <= high:
+        return value
+    rule = f"Must be {low}" if low == high else f"Must be a whole number from {low} to {high}"
+    raise invalid(value, rule, key=key, name=name, file=file)
+
+
+def one_of(value: Any, known: Sequence[Any], *, key: str, name: str = "", file: str | None = None) -> Any:
+    """Return the value if it is one of the known ones, most often words.
+
+    Raises
+    ------
+    SpecError
+        With the nearest word as the fix.
+    """
+    if any(type(value) is type(one) and value == one for one in known):
+        return value
+    near = get_close_matches(value[:_MAX_CHARS], known, n=1) if isinstance(value, str) else []
+    fix = f"Did you mean {near[0]!r}?" if near else None
+    listed = ", ".join(map(str, known))
+    rule = f"Must be one of {listed}" if len(known) > 1 else f"Must be {listed}"
+    raise invalid(value, rule, key=key, name=name, fix=fix, file=file)
 
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
@@ -84,7 +159,7 @@ def parse_toml(text: str, *, file: str | None = None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise SpecError(
-            f"not valid TOML: {_clip(why)}",
+            f"not valid TOML: {why:.{_MAX_WHY}}",
             file=file,
             rule="The file must be TOML 1.0",
             fix="Correct that place",
@@ -98,8 +173,8 @@ def _empty(file: str | None) -> SpecError:
     return SpecError(
         "the file is empty",
         file=file,
-        rule="A file says something",
-        fix="Write it as 'foreshard schema' says",
+        rule="A file holds at least one key",
+        fix=_SEE_SCHEMA,
     )
 
 
@@ -108,14 +183,14 @@ def parse_json(text: str, *, file: str | None = None) -> Any:
     if not text.strip():
         raise _empty(file)
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_pairs)
+        return json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise SpecError(
-            f"not valid JSON: {_clip(why)}",
+            f"not valid JSON: {why:.{_MAX_WHY}}",
             file=file,
             rule="The file must be JSON (RFC 8259)",
-            fix="Correct that place",
+            fix="Correct that place, or check for a truncated file",
         ) from None
 
 
@@ -141,7 +216,7 @@ def load_json(path: str | Path, *, key: str, fix: str) -> Any:
         raise
 
 
-def _refuse_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -149,7 +224,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"key {_clip(key)!r} appears twice in one object")
+            raise ValueError(f"key {key[:_MAX_CHARS]!r} appears twice in one object")
         found[key] = value
     return found
 
@@ -183,17 +258,30 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 def _number(limit: float) -> str:
     """Write a limit as a file would: whole numbers in full, up to where nobody counts digits."""
-    return str(int(limit)) if abs(limit) < 10**9 and limit == int(limit) else f"{limit:g}"
+    return str(int(limit)) if abs(limit) < 10**12 and limit == int(limit) else f"{limit:g}"
 
 
-def _clip(value: Any, chars: int = 80) -> str:
-    """Show a value of unknown size in a message."""
-    text = value if isinstance(value, str) else f"a {type(value).__name__}"
-    if isinstance(value, bool | NoneType):
-        text = json.dumps(value)
-    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**30):
-        text = repr(value)
-    return text if len(text) <= chars else text[: chars - 3] + "..."
+def _limits(low: float, high: float) -> str:
+    """Write an inclusive range, of which an end may be open."""
+    if math.isinf(high):
+        return f"of at least {_number(low)}"
+    return f"from {_number(low)} to {_number(high)}"
+
+
+def _length(size: Size, what: str) -> str:
+    """Write what a text or a list must be, of an inclusive range of its length."""
+    if size.low == 1 and math.isinf(size.high):
+        return f"a {what} that is not empty"
+    return f"a {what} of a length {_limits(size.low, size.high)}"
+
+
+_SCALARS: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 class _Decoder:
@@ -202,12 +290,8 @@ class _Decoder:
     def __init__(self, file: str | None):
         self.file = file
 
-    def error(self, what: str, key: str, value: Any, rule: str, fix: str) -> SpecError:
-        return SpecError(what, file=self.file, key=key or None, value=_clip(value), rule=rule, fix=fix)
-
     def wrong(self, key: str, value: Any, expected: str) -> SpecError:
-        said = repr(_clip(value)) if isinstance(value, str) else _clip(value)
-        return self.error(f"{said} is not {expected}", key, value, f"This must be {expected}", "Correct it")
+        return invalid(value, f"Must be {expected}", key=key, fix=_SEE_SCHEMA, file=self.file)
 
     def value(self, kind: Any, data: Any, key: str) -> Any:
         """Return data as an instance of a type."""
@@ -227,28 +311,26 @@ class _Decoder:
         return data if kind is Any else self.scalar(kind, data, key)
 
     def marked(self, kind: Any, markers: tuple[Any, ...], data: Any, key: str) -> Any:
+        for marker in markers:
+            if isinstance(marker, Grammar):
+                return marker.read(data, key=key, file=self.file)
         unit = next((marker for marker in markers if isinstance(marker, Unit)), None)
-        if unit is not None and data is None and NoneType in get_args(kind):
-            return None
         found: Any = self.quantity(unit.dimension, data, key) if unit else self.value(kind, data, key)
         for marker in markers:
-            if (
-                isinstance(marker, Range)
-                and isinstance(found, int | float)
-                and not marker.low <= found <= marker.high
-            ):
-                limits = f"a number from {_number(marker.low)} to {_number(marker.high)}"
-                limits += f" {unit.dimension.replace('_per_', '/')}" if unit else ""
-                raise self.wrong(key, data, limits)
-            if isinstance(marker, Size) and found is not None and not marker.low <= len(found) <= marker.high:
-                raise self.wrong(key, data, f"of a length from {marker.low} to {marker.high:g}")
+            if isinstance(marker, Range) and not marker.low <= found <= marker.high:
+                expected = f"{_SCALARS[kind]} {_limits(marker.low, marker.high)}"
+                expected += f" {unit.dimension.replace('_per_', '/')}" if unit else ""
+                raise self.wrong(key, data, expected)
+            if isinstance(marker, Size) and not marker.low <= len(found) <= marker.high:
+                raise self.wrong(key, data, _length(marker, "text" if kind is str else "list"))
         return found
 
     def quantity(self, dimension: str, data: Any, key: str) -> float:
         try:
             return units.parse(data, dimension)
         except SpecError as error:
-            raise self.error(error.what, key, data, error.rule or "", error.fix or "") from None
+            error.file, error.key, error.value = self.file, key or None, _quoted(data)
+            raise
 
     def union(self, kinds: tuple[Any, ...], data: Any, key: str) -> Any:
         """Take None if allowed, else the one member whose outer shape fits, else the last member's error."""
@@ -264,12 +346,11 @@ class _Decoder:
         raise max(problems, key=lambda error: len(error.key or ""))
 
     def choice(self, choices: tuple[Any, ...], data: Any, key: str) -> Any:
-        if not any(type(data) is type(one) and data == one for one in choices):
-            near = get_close_matches(data, choices, n=1) if isinstance(data, str) and len(data) < 100 else []
-            listed = ", ".join(str(one) for one in choices)
-            fix = f"Did you mean '{near[0]}'?" if near else "Use one of them"
-            raise self.error(f"unknown value {_clip(data)!r}", key, data, f"Known values are {listed}", fix)
-        return data
+        try:
+            return one_of(data, choices, key=key, file=self.file)
+        except SpecError as error:
+            error.fix = error.fix or _SEE_SCHEMA
+            raise
 
     def scalar(self, kind: Any, data: Any, key: str) -> Any:
         if kind is float and type(data) in (int, float):
@@ -282,66 +363,76 @@ class _Decoder:
             raise self.wrong(key, data, "a finite number")
         if type(data) is kind:  # exact: a bool is no int
             return data
-        names = {
-            int: "an integer",
-            float: "a number",
-            str: "a string",
-            bool: "true or false",
-            NoneType: "null",
-        }
-        raise self.wrong(key, data, names.get(kind, getattr(kind, "__name__", str(kind))))
+        raise self.wrong(key, data, _SCALARS.get(kind, getattr(kind, "__name__", str(kind))))
 
     def sequence(self, origin: Any, args: tuple[Any, ...], data: Any, key: str) -> Any:
         if not isinstance(data, list | tuple):
             raise self.wrong(key, data, "a list")
-        if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
-            if len(data) != len(args):
-                raise self.error(
-                    f"a list of {len(data)} is not a list of {len(args)}",
-                    key,
-                    data,
-                    f"This must be a list of {len(args)}",
-                    "Correct it",
-                )
-            return tuple(
-                self.value(kind, one, f"{key}[{i}]")
-                for i, (kind, one) in enumerate(zip(args, data, strict=True))
-            )
-        if args[0] is int and all(type(one) is int for one in data):  # rank lists are long
-            return list(data) if origin is list else tuple(data)
-        made = (self.value(args[0], one, f"{key}[{i}]") for i, one in enumerate(data))
+        kinds: Sequence[Any] = args
+        if origin is not tuple or args[1:] == (Ellipsis,):
+            if _all_whole(args[0], data):
+                return list(data) if origin is list else tuple(data)
+            kinds = args[:1] * len(data)
+        if len(data) != len(kinds):
+            raise self.wrong(key, data, f"a list of {len(kinds)}")
+        pairs = enumerate(zip(kinds, data, strict=True))
+        made = (self.value(kind, one, f"{key}[{i}]") for i, (kind, one) in pairs)
         return list(made) if origin is list else tuple(made)
 
     def mapping(self, name_kind: Any, kind: Any, data: Any, key: str) -> Mapping[str, Any]:
         if not isinstance(data, dict):
-            raise self.wrong(key, data, "a table")
-        inside = {self.value(name_kind, name, _join(key, name)): (name, one) for name, one in data.items()}
-        return {name: self.value(kind, one, _join(key, shown)) for name, (shown, one) in inside.items()}
+            raise self.wrong(key, data, "a table (in JSON an object)")
+        known = get_args(name_kind) if get_origin(name_kind) is Literal else None
+        for name in data:
+            if known is not None and name not in known:
+                raise self.unknown(name, known, key)
+        names = {name: self.value(name_kind, name, _join(key, name)) for name in data}
+        return {names[name]: self.value(kind, one, _join(key, name)) for name, one in data.items()}
 
     def table(self, cls: Any, data: Any, key: str) -> Any:
         if not isinstance(data, dict):
-            raise self.wrong(key, data, "a table")
+            raise self.wrong(key, data, "a table (in JSON an object)")
         known = {field.name: field for field in fields(cls) if field.init}
         for name in data:
             if name not in known:
-                raise self.unknown(name, list(known), key)
+                raise self.unknown(name, tuple(known), key)
         hints, made = _hints(cls), {}
         for name, field in known.items():
             if name in data:
                 made[name] = self.value(hints[name], data[name], _join(key, name))
             elif field.default is MISSING and field.default_factory is MISSING:
-                raise self.error(
-                    f"'{name}' is missing", _join(key, name), None, "This key is required", "Add it"
+                raise SpecError(
+                    f"missing key {name!r}",
+                    file=self.file,
+                    key=_join(key, name),
+                    rule="This key is required",
+                    fix=f"Add {name!r}",
                 )
         return cls(**made)
 
-    def unknown(self, name: str, known: list[str], key: str) -> SpecError:
-        near = get_close_matches(name[:100], known, n=1)
-        fix = f"Did you mean '{near[0]}'?" if near else f"Known keys are {', '.join(known)}"
-        return self.error(
-            f"unknown key '{_clip(name)}'", _join(key, _clip(name)), name, "Unknown keys are errors", fix
+    def unknown(self, name: Any, known: tuple[str, ...], key: str) -> SpecError:
+        text = name[:_MAX_CHARS] if isinstance(name, str) else shown(name)
+        near = get_close_matches(text, known, n=1)
+        return SpecError(
+            f"unknown key {text!r}",
+            file=self.file,
+            key=_join(key, text),
+            value=text,
+            rule=f"Known keys: {', '.join(known)}",
+            fix=f"Did you mean {near[0]!r}?" if near else "Leave it out",
         )
 
 
-def _join(key: str, name: str) -> str:
-    return f"{key}.{_clip(name)}" if key else _clip(name)
+def _all_whole(kind: Any, data: Sequence[Any]) -> bool:
+    """Return whether all are whole numbers in the range of the type: lists of ranks are long."""
+    low, high = -math.inf, math.inf
+    if get_origin(kind) is Annotated:
+        kind, *markers = get_args(kind)
+        if len(markers) == 1 and isinstance(markers[0], Range):
+            low, high = markers[0].low, markers[0].high
+    return kind is int and all(type(one) is int and low <= one <= high for one in data)
+
+
+def _join(key: str, name: Any) -> str:
+    text = str(name)[:_MAX_CHARS]
+    return f"{key}.{text}" if key else text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.plan import (
     MAX_SEQ_LEN,
     OFFLOADS,
@@ -15,9 +16,6 @@ from foreshard.spec.plan import (
     Plan,
     Stage,
     check_recompute,
-    invalid,
-    one_of,
-    whole,
 )
 from foreshard.units import number_of
 

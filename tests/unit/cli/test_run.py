@@ -7,7 +7,7 @@ import pytest
 
 from foreshard.profile.address import own_address
 from foreshard.runtime import launch
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 
 def plan_dict():

@@ -27,7 +27,7 @@ from foreshard.spec.online import (
     StepMeasured,
     Together,
 )
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LAYERS = 6
 MONEY = (Budget(name="money", kind="usd", limit=40.0),)

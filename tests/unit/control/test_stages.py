@@ -14,7 +14,7 @@ from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.stage_search import solve_stages
 from foreshard.control.slots import MP_OVER_DP, Budget, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 ALL_KINDS = (
     Budget(name="money", kind="usd", limit=1.0),

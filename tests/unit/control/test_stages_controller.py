@@ -15,7 +15,7 @@ from foreshard.control.search.pricing import evaluate
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.errors import SpecError
 from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LAYERS, BATCH, MICRO_BATCH = 6, 64, 8
 PLAN = parse_plan(

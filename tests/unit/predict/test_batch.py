@@ -24,7 +24,8 @@ from foreshard.predict.placement import (
     stage_workers,
     sync_width,
 )
-from foreshard.spec.plan import Group, Plan, Stage, parse_plan
+from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan_file import parse_plan
 
 ENGINES = ("analytical", "graph")
 MODEL = api.load_model("llama3-8b")

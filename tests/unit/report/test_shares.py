@@ -13,7 +13,7 @@ from foreshard.advise.group_times import apportioned, better_shares, group_times
 from foreshard.errors import SpecError
 from foreshard.report.plain import render
 from foreshard.report.summary import prediction_screen
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 
 @pytest.fixture

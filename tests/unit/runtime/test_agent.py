@@ -7,7 +7,7 @@ import pytest
 from foreshard.errors import ForeshardError
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.run_settings import RunSettings
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 PLAN = parse_plan(
     {

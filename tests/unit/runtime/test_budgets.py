@@ -6,7 +6,7 @@ from foreshard.control.slots import Budget
 from foreshard.errors import SpecError
 from foreshard.lab.lab import Lab
 from foreshard.runtime.adaptive.budgets import NAMES, budget_of, check_budgets, spent
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LAB = Lab(
     clock="cpu",

@@ -17,7 +17,7 @@ from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import rank_times, step_seconds
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.state.migration import moves_of
-from foreshard.spec.plan import load_plan
+from foreshard.spec.plan_file import load_plan
 
 RANKS = (
     'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nusd_per_h = 4.0\n'

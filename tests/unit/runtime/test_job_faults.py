@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from foreshard.errors import SpecError
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.trainer import Trainer
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 WHOLE = {
     "model": "def model(): return [nn.Linear(4, 4), nn.Linear(4, 1)]",

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from foreshard.runtime.job.hf_split import KNOWN
 from foreshard.runtime.job.job import OPTIONAL, REQUIRED, load_job
 from foreshard.runtime.trainer import Trainer
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 PAGE = (Path(__file__).parents[3] / "docs" / "runtime_jobs.md").read_text()
 JOB = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import pytest
 from foreshard.runtime.membership.link_blame import LinkBlame
 from foreshard.runtime.membership.supervisor import START_S, Supervisor
 from foreshard.runtime.membership.supervisor_state import recalled, reopen
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 PLAN = parse_plan(
     {

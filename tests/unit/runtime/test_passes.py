@@ -8,7 +8,7 @@ from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import rank_times, step_seconds
 from foreshard.runtime.adaptive.layer_times import PassTimes
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LAYER = {
     "forward_s": [1e-3, 2e-3],

@@ -18,7 +18,7 @@ from foreshard.runtime.membership.leader_failover import (
 )
 from foreshard.runtime.membership.store import Client, StoreServer
 from foreshard.runtime.run_settings import RunSettings
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 SECRET = b"of this test only"
 PLAN = parse_plan(

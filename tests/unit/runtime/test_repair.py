@@ -8,7 +8,7 @@ from foreshard.errors import InfeasibleError, SpecError
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.run_checks import check_sound
 from foreshard.runtime.state.layout import layout_of
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 
 def plan_of(*groups, **more):

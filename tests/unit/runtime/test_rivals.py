@@ -11,7 +11,7 @@ from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipel
 from foreshard.errors import SpecError
 from foreshard.runtime.adaptive.baseline_policies import GreedyReplanning, LbBsp
 from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 LAYERS, BATCH = 4, 30
 

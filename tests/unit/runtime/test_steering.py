@@ -16,7 +16,7 @@ from foreshard.runtime.adaptive.controller_config import passes_of
 from foreshard.runtime.adaptive.steering import ControllerConfig, Steering, chain_of
 from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.runtime.records.durable_jsonl import DurableJsonl
-from foreshard.spec.plan import load_plan
+from foreshard.spec.plan_file import load_plan
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from foreshard.runtime.state.parameters import parameters_of
 from foreshard.runtime.state.slices import SliceCut, common, cut_of, finer, grains, parsed, sliced, within
 from foreshard.runtime.tensor.checks import check_split
 from foreshard.runtime.tensor.split import check_by_element, split_of
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 PLAN = {"qkv": "column:3", "out": "row", "scale": "shared"}
 

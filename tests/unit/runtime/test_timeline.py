@@ -8,7 +8,7 @@ import pytest
 
 from foreshard.errors import SpecError
 from foreshard.runtime.records.trace_recorder import TraceRecorder, merge
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 
 def plan_of(*stages):

@@ -12,7 +12,7 @@ from foreshard.runtime.job.job import Job
 from foreshard.runtime.state.layout import layout_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import parameters_of
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 GIB = 2.0**30
 LAYERS = [nn.Linear(8, 8, bias=False) for _ in range(60)]

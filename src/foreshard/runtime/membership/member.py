@@ -14,7 +14,7 @@ import torch.distributed as dist
 from foreshard.runtime.membership.fixed_membership import Generation
 from foreshard.runtime.membership.rank_store import RankStore
 from foreshard.runtime.membership.store import Client
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 BOUNDARY = "boundary"
 """Reason of a rank that leaves a generation in step with all others."""

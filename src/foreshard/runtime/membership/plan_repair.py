@@ -54,7 +54,7 @@ def taken_over(plan: Plan, alive: Collection[int]) -> Plan:
 
     Examples
     --------
-    >>> from foreshard.spec.plan import parse_plan
+    >>> from foreshard.spec.plan_file import parse_plan
     >>> stage = {"ranks": [0], "layers": [[0, 2]]}
     >>> groups = [{"share": 4, "micro_batch": 2, "stages": [stage]}]
     >>> plan = parse_plan({"global_batch": 4, "seq_len": 1, "groups": groups})

@@ -25,7 +25,8 @@ from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.membership.store import StoreServer
 from foreshard.runtime.membership.supervisor_state import SupervisorState, recalled, remember
 from foreshard.runtime.run_settings import TELL_FD
-from foreshard.spec.plan import Plan, parse_plan
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import parse_plan
 
 START_S = 600.0
 """How long the first generation waits for ranks that have not come."""

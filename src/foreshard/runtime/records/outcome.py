@@ -11,7 +11,7 @@ from foreshard.errors import ForeshardError
 from foreshard.runtime.membership.supervisor_state import recalled
 from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.records.ledger import Audit, audit, merge
-from foreshard.spec.plan import load_plan
+from foreshard.spec.plan_file import load_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

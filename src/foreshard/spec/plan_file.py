@@ -1,0 +1,160 @@
+"""The plan file (JSON, schema version 1): its tables, and the Plan they mean.
+
+Group keys override ``defaults``, stage keys override both. Rules that need the model or the cluster are in
+`spec.checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from foreshard.spec.codec import Grammar, Range, Size, decode, invalid, parse_json, read_text, whole
+from foreshard.spec.plan import (
+    MAX_BATCH,
+    MAX_SEQ_LEN,
+    CommOption,
+    Group,
+    Offload,
+    Optimizer,
+    Plan,
+    Precision,
+    Schedule,
+    Stage,
+    check_recompute,
+)
+
+# A plan that names each of 100,000 ranks takes 1 MB.
+MAX_FILE_BYTES = 8 * 2**20
+# Default of an option that the table does not state; null is a value of its own.
+_UNSTATED: Any = object()
+
+
+def _span(value: Any, *, key: str, file: str | None) -> tuple[int, int]:
+    """Return a half-open interval of layers."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise invalid(value, "Must be half-open intervals [start, stop]", key=key, file=file)
+    start, stop = (whole(layer, 0, key=key, file=file) for layer in value)
+    if stop <= start:
+        rule = "Must be half-open intervals [start, stop] of at least one layer"
+        raise invalid(value, rule, key=key, file=file)
+    return start, stop
+
+
+Count = Annotated[int, Range(1, MAX_BATCH)]
+Index = Annotated[int, Range(0, MAX_BATCH)]
+Span = Annotated[tuple[int, int], Grammar(_span)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """Options that ``defaults``, a group or a stage may state."""
+
+    zero: Annotated[int, Range(0, 3)] = _UNSTATED
+    shard_size: Count | None = _UNSTATED
+    recompute: Annotated[str, Grammar(check_recompute)] = _UNSTATED
+    offload: Offload = _UNSTATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions(StageOptions):
+    """Options that ``defaults`` or a group may state."""
+
+    micro_batch: Count = _UNSTATED
+    schedule: Schedule = _UNSTATED
+    sp: bool = _UNSTATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTable(StageOptions):
+    """One entry of ``stages``."""
+
+    ranks: Annotated[tuple[Index, ...], Size(1)]
+    layers: Annotated[tuple[Span, ...], Size(1)]
+    tp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    rank_shares: Annotated[tuple[Index, ...], Size(1)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTable(GroupOptions):
+    """One entry of ``groups``."""
+
+    share: Count
+    stages: Annotated[tuple[StageTable, ...], Size(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """The whole file."""
+
+    schema_version: Literal[1] = 1
+    global_batch: Count
+    seq_len: Annotated[int, Range(1, MAX_SEQ_LEN)]
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw"
+    framework: str = "megatron-core"
+    defaults: GroupOptions = GroupOptions()
+    groups: Annotated[tuple[GroupTable, ...], Size(1)]
+    comm: Mapping[CommOption, bool] = field(default_factory=dict)
+
+
+def parse_plan(data: Any, *, file: str | None = None) -> Plan:
+    """Return the Plan that parsed JSON describes.
+
+    Raises
+    ------
+    SpecError
+        Naming file, key, value, rule and fix.
+    """
+    table = decode(PlanFile, data, file=file)
+    defaults = _stated(table.defaults, GroupOptions)
+    return Plan(
+        global_batch=table.global_batch,
+        seq_len=table.seq_len,
+        precision=table.precision,
+        optimizer=table.optimizer,
+        framework=table.framework,
+        groups=tuple(_group(group, defaults) for group in table.groups),
+        comm={name: on for name, on in table.comm.items()},
+    )
+
+
+def load_plan(path: str) -> Plan:
+    """Return the Plan stored in a JSON file.
+
+    Raises
+    ------
+    SpecError
+        When the file cannot be read, is no JSON, or describes no plan.
+    """
+    return parse_plan(parse_json(read_text(path, max_bytes=MAX_FILE_BYTES), file=str(path)), file=str(path))
+
+
+def _group(table: GroupTable, defaults: Mapping[str, Any]) -> Group:
+    options = {**defaults, **_stated(table, GroupOptions)}
+    of_stages = {one.name: options.pop(one.name) for one in fields(StageOptions) if one.name in options}
+    stages = tuple(_stage(stage, of_stages) for stage in table.stages)
+    return Group(share=table.share, stages=stages, **options)
+
+
+def _stage(table: StageTable, inherited: Mapping[str, Any]) -> Stage:
+    return Stage(
+        ranks=table.ranks,
+        layers=table.layers,
+        tp=table.tp,
+        cp=table.cp,
+        ep=table.ep,
+        etp=table.etp,
+        rank_shares=table.rank_shares,
+        **{**inherited, **_stated(table, StageOptions)},
+    )
+
+
+def _stated(table: Any, options: type) -> dict[str, Any]:
+    """Return the options that a table states; `Group` and `Stage` have the defaults of the others."""
+    values = ((one.name, getattr(table, one.name)) for one in fields(options))
+    return {name: value for name, value in values if value is not _UNSTATED}
