@@ -67,7 +67,7 @@ class GroupOptions(StageOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageTable(StageOptions):
+class StageEntry(StageOptions):
     """One entry of ``stages``."""
 
     ranks: Annotated[tuple[Index, ...], Size(1)]
@@ -80,11 +80,11 @@ class StageTable(StageOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTable(GroupOptions):
+class GroupEntry(GroupOptions):
     """One entry of ``groups``."""
 
     share: Count
-    stages: Annotated[tuple[StageTable, ...], Size(1)]
+    stages: Annotated[tuple[StageEntry, ...], Size(1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class PlanFile:
     optimizer: Optimizer = "adamw"
     framework: str = "megatron-core"
     defaults: GroupOptions = GroupOptions()
-    groups: Annotated[tuple[GroupTable, ...], Size(1)]
+    groups: Annotated[tuple[GroupEntry, ...], Size(1)]
     comm: Mapping[CommOption, bool] = field(default_factory=dict)
 
 
@@ -134,14 +134,14 @@ def load_plan(path: str) -> Plan:
     return parse_plan(parse_json(read_text(path, max_bytes=MAX_FILE_BYTES), file=str(path)), file=str(path))
 
 
-def _group(table: GroupTable, defaults: Mapping[str, Any]) -> Group:
+def _group(table: GroupEntry, defaults: Mapping[str, Any]) -> Group:
     options = {**defaults, **_stated(table, GroupOptions)}
     of_stages = {one.name: options.pop(one.name) for one in fields(StageOptions) if one.name in options}
     stages = tuple(_stage(stage, of_stages) for stage in table.stages)
     return Group(share=table.share, stages=stages, **options)
 
 
-def _stage(table: StageTable, inherited: Mapping[str, Any]) -> Stage:
+def _stage(table: StageEntry, inherited: Mapping[str, Any]) -> Stage:
     return Stage(
         ranks=table.ranks,
         layers=table.layers,

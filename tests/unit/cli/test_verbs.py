@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from foreshard.cli.verbs import VERBS
-from foreshard.spec.plan_file import GroupTable, PlanFile, StageTable
+from foreshard.spec.plan_file import GroupEntry, PlanFile, StageEntry
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 
 
@@ -64,7 +64,7 @@ def test_a_cluster_says_what_it_assumes(shell):
 
 def test_plan_schema_lists_exactly_the_keys_of_the_parser(shell):
     keys = shell("schema", "plan", "--json").json["keys"]
-    tables = {"plan": PlanFile, "group": GroupTable, "stage": StageTable}
+    tables = {"plan": PlanFile, "group": GroupEntry, "stage": StageEntry}
     known = {name: {field.name for field in fields(table)} for name, table in tables.items()}
     shared = known["group"] & known["stage"]
     assert set(keys["plan"]) == known["plan"] and set(keys["stage"]) == known["stage"]
