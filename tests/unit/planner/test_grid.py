@@ -215,7 +215,7 @@ def test_kept_plans_differ_in_degrees():
 
 
 def test_interrupt_keeps_what_was_found(monkeypatch):
-    import foreshard.planner.grid as grid
+    import foreshard.planner.grid.search as grid
 
     calls, priced = [], grid._price_rows
 
