@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import foreshard
-from foreshard.catalog.model_names import models
+from foreshard.catalog.models import models
 from foreshard.errors import ForeshardError
 
 PLANS: tuple[tuple[str, dict[str, Any]], ...] = (

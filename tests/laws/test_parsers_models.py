@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
-from foreshard.catalog.models import load_model, resolve_row_model
-from foreshard.catalog.row_dimensions import DIMENSIONS
+from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.spec.model import Model
+from foreshard.validation.row_dimensions import DIMENSIONS
+from foreshard.validation.row_model import resolve_row_model
 
 CASES = json.loads((Path(__file__).parents[1] / "golden/model_params.json").read_text("utf-8"))["cases"]
 JUNK = st.recursive(

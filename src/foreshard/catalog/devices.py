@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
+from foreshard.catalog.shipped import shipped, shipped_text
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 
@@ -51,20 +49,12 @@ class _Label:
     memory_type: str
 
 
-def _read(name: str) -> str:
-    return files("foreshard.catalog").joinpath("data", name).read_text(encoding="utf-8")
-
-
-@cache
-def _rows() -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads(_read("devices.json")))
-
-
 @cache
 def devices() -> Mapping[str, Device]:
     """Return every known device by canonical name."""
     names = [field.name for field in fields(Device)]
-    return MappingProxyType({row["name"]: Device(**{name: row[name] for name in names}) for row in _rows()})
+    rows = shipped("devices.json")
+    return MappingProxyType({row["name"]: Device(**{name: row[name] for name in names}) for row in rows})
 
 
 @cache
@@ -76,7 +66,7 @@ def _labels() -> Mapping[str, _Label]:
             sizes_gb=frozenset(row["sizes_gb"]),
             memory_type=row["memory_type"],
         )
-        for row in _rows()
+        for row in shipped("devices.json")
     }
 
 
@@ -84,15 +74,15 @@ def _labels() -> Mapping[str, _Label]:
 def catalog_version() -> str:
     """Return a short digest of the shipped devices, links and instances; predictions echo it."""
     names = ("devices.json", "interconnects.json", "instances.json", "device_aliases.toml")
-    return sha256("".join(_read(name) for name in names).encode()).hexdigest()[:12]
+    return sha256("".join(map(shipped_text, names)).encode()).hexdigest()[:12]
 
 
 UNRESOLVABLE: Mapping[str, str]  # read on first use, see __getattr__
 
 
-@cache
 def _aliases() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(_read("device_aliases.toml"))
+    found: dict[str, dict[str, Any]] = shipped("device_aliases.toml")
+    return found
 
 
 def __getattr__(name: str) -> Any:

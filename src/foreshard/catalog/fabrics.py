@@ -7,12 +7,10 @@ One row per generation of scale-up link (``hopper-nvlink``, ``l40s-pcie``, ...),
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 
 
@@ -81,11 +79,10 @@ class NetworkConstants:
     launch_s: float
 
 
-@lru_cache(maxsize=1)
 def comm_constants() -> dict[str, Any]:
     """Return the table as parsed: sections ``links``, ``eras``, ``network``, ``nccl``."""
-    text = resources.files("foreshard.catalog").joinpath("data/comm_constants.json").read_text("utf-8")
-    return json.loads(text)
+    table: dict[str, Any] = shipped("comm_constants.json")
+    return table
 
 
 def link_generation(arch: str, link: str | None, *, name: str = "") -> str:

@@ -6,9 +6,9 @@ import tomllib
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from foreshard.catalog.shipped import shipped_text
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
 
@@ -90,8 +90,7 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
 @cache
 def frameworks() -> tuple[Framework, ...]:
     """Return every framework and release of the catalog, oldest release of a name first."""
-    text = files("foreshard.catalog").joinpath("data/frameworks.toml").read_text(encoding="utf-8")
-    return parse_frameworks(text)
+    return parse_frameworks(shipped_text("frameworks.toml"))
 
 
 @cache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
-from importlib.resources import files
 from types import MappingProxyType
+
+from foreshard.catalog.shipped import shipped
 
 # A price this old is still used, and said to be old.
 PRICE_MAX_AGE_DAYS = 365
@@ -62,64 +62,6 @@ class Default:
     price_date: str | None = None
 
 
-# Default network of a node by device, scaled with its devices: an instance whose rate per device is taken.
-_INSTANCE_PER_DEVICE = {
-    "h100-sxm": "azure-nd96isr-h100-v5",
-    "h100-sxm-94gb-hbm2e": "azure-nd96isr-h100-v5",
-    "h100-sxm-96gb": "azure-nd96isr-h100-v5",
-    "h200-sxm": "azure-nd96isr-h200-v5",
-    "h100-pcie": "azure-nc80adis-h100-v5",
-    "h100-nvl": "azure-nc80adis-h100-v5",
-    "h200-nvl": "azure-nc80adis-h100-v5",
-    "a100-sxm-40gb": "azure-nd96asr-v4",
-    "a100-sxm-80gb": "azure-nd96amsr-a100-v4",
-    "a800-sxm-80gb": "azure-nd96amsr-a100-v4",
-    "a100-pcie-40gb": "azure-nc96ads-a100-v4",
-    "a100-pcie-80gb": "azure-nc96ads-a100-v4",
-    "a800-pcie-80gb": "azure-nc96ads-a100-v4",
-    "b100-sxm": "aws-p6-b200.48xlarge",
-    "b200-sxm": "aws-p6-b200.48xlarge",
-    "gb200-nvl72": "azure-nd128isr-ndr-gb200-v6",
-    "mi300x": "azure-nd96isr-mi300x-v5",
-    "mi325x": "azure-nd96isr-mi300x-v5",
-    "mi350x": "azure-nd96isr-mi300x-v5",
-    "mi355x": "azure-nd96isr-mi300x-v5",
-    "l40s": "aws-g6e.48xlarge",
-    "rtx-pro-6000-server": "gcp-g4-standard-384",
-    "trainium-1": "aws-trn1.32xlarge",
-    "trainium-2": "aws-trn2.48xlarge",
-    "gaudi": "aws-dl1.24xlarge",
-}
-# Where no instance is known: a link of interconnects.json, how many of it per device, and who says so.
-_LINKS_PER_DEVICE = {
-    "h800-sxm": ("InfiniBand NDR 4x", 1.0, "as the H100 board"),
-    "h20-sxm": ("InfiniBand NDR 4x", 1.0, "as the H100 board"),
-    "h20-sxm-141gb": ("InfiniBand NDR 4x", 1.0, "as the H100 board"),
-    "gh200-96gb": ("InfiniBand HDR 4x", 1.0, "Alps, one 200 Gb/s Slingshot port per superchip, recalled"),
-    "gh200-144gb": ("InfiniBand HDR 4x", 1.0, "as GH200 96 GB"),
-    "b300-sxm": ("InfiniBand XDR 4x", 1.0, "DGX B300 datasheet, 8 ports of 800 Gb/s"),
-    "gb300-nvl72": ("InfiniBand XDR 4x", 1.0, "ConnectX-8 per GPU, recalled"),
-    "rubin-nvl72": ("InfiniBand XDR 4x", 1.0, "as GB300"),
-    "v100-sxm3-32gb": ("InfiniBand EDR 4x", 0.5, "8 ports per DGX-2H, arXiv 1909.08053 section 5"),
-    "mi250x": ("InfiniBand HDR 4x", 1.0, "Frontier, four 200 Gb/s ports per four modules, recalled"),
-    "mi250x-gcd": ("InfiniBand HDR 4x", 0.5, "half of MI250X"),
-    "gaudi-2": ("Gaudi2 24x100GbE", 3 / 24, "3 of 24 ports leave the node, HLS-Gaudi2, recalled"),
-    "gaudi-3": ("Gaudi3 24x200GbE", 3 / 24, "3 of 24 ports leave the node, recalled"),
-}
-# Nodes that share one NIC whatever the number of devices.
-_INSTANCE_PER_NODE = {
-    "v100-sxm-16gb": "azure-nd40rs-v2",
-    "v100-sxm-32gb": "azure-nd40rs-v2",
-    "v100-pcie-16gb": "azure-nc24rs-v3",
-    "v100-pcie-32gb": "azure-nc24rs-v3",
-    "p100-pcie": "azure-nc24rs-v2",
-    "p100-sxm": "azure-nc24rs-v2",
-    "k80": "azure-nc24r",
-    "k80-board": "azure-nc24r",
-    "t4": "aws-g4dn.12xlarge",
-    "a10g": "aws-g5.48xlarge",
-    "l4": "aws-g6.48xlarge",
-}
 # Every other device: nodes of 8 PCIe devices have 100 Gb/s.
 _OTHER = "aws-g5.48xlarge"
 
@@ -127,36 +69,32 @@ _OTHER = "aws-g5.48xlarge"
 @cache
 def instances() -> Mapping[str, Instance]:
     """Return every known instance by name."""
-    rows = json.loads(
-        files("foreshard.catalog").joinpath("data", "instances.json").read_text(encoding="utf-8")
-    )
-    return MappingProxyType({row["name"]: Instance(**row) for row in rows})
+    return MappingProxyType({row["name"]: Instance(**row) for row in shipped("instances.json")})
 
 
 @cache
 def interconnects() -> Mapping[str, float]:
     """Return the bandwidth of each named link, bytes/s, one direction."""
-    rows = json.loads(
-        files("foreshard.catalog").joinpath("data", "interconnects.json").read_text(encoding="utf-8")
-    )
-    return MappingProxyType({row["name"]: row["bytes_per_s"] for row in rows})
+    return MappingProxyType({row["name"]: row["bytes_per_s"] for row in shipped("interconnects.json")})
 
 
 def default_nic(device: str, per_node: int) -> Default:
     """Return the network bandwidth of a node, bytes/s one direction, when the user states none."""
-    if device in _LINKS_PER_DEVICE:
-        link, links, said = _LINKS_PER_DEVICE[device]
-        rate, source = interconnects()[link] * links * per_node, f"{links:g} {link} per device ({said})"
-    elif device in _INSTANCE_PER_DEVICE:
-        instance = instances()[_INSTANCE_PER_DEVICE[device]]
+    known = shipped("default_nics.toml")
+    if device in known["links_per_device"]:
+        entry = known["links_per_device"][device]
+        links = entry["count"] / entry["of"]
+        rate = interconnects()[entry["link"]] * links * per_node
+        source = f"{links:g} {entry['link']} per device ({entry['source']})"
+    elif device in known["instance_per_device"]:
+        instance = instances()[known["instance_per_device"][device]]
         rate = _stated_nic(instance) / instance.per_node * per_node
         source = f"the rate per device of {instance.name}"
     else:
-        name = _INSTANCE_PER_NODE.get(device, _OTHER)
+        name = known["instance_per_node"].get(device, _OTHER)
         rate = _stated_nic(instances()[name])
-        source = f"that of {name}" + (
-            "" if device in _INSTANCE_PER_NODE else ", as no instance has this device"
-        )
+        unknown = "" if device in known["instance_per_node"] else ", as no instance has this device"
+        source = f"that of {name}{unknown}"
     return Default(value=rate, source=f"NIC {rate * 8 / 1e9:g} Gb/s per node, {source}")
 
 

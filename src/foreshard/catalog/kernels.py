@@ -7,15 +7,13 @@ architecture, then the generic one; nothing falls back silently, :func:`kernel_e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
@@ -96,11 +94,10 @@ class KernelModel:
         return type(self)(**{f.name: np.asarray(getattr(self, f.name))[index] for f in fields(self)})
 
 
-@cache
 def kernel_constants() -> dict[str, Any]:
     """Return the shipped constants: section -> device, architecture or ``generic`` -> values."""
-    path = Path(__file__).parent / "data" / "kernel_constants.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    table: dict[str, Any] = shipped("kernel_constants.json")
+    return table
 
 
 def _find(section: dict[str, Any], device: Device) -> tuple[dict[str, float], str]:

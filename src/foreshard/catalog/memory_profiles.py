@@ -6,16 +6,13 @@ The dtypes of gradients, master weights and moments are capabilities of the fram
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
-
-_FILE = Path(__file__).parent / "data" / "memory_profiles.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +75,9 @@ class MemoryProfile:
     source: str = ""
 
 
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    with _FILE.open("rb") as stream:
-        return tomllib.load(stream)
-
-
 def memory_profile_names() -> tuple[str, ...]:
     """Return the names of the memory profiles, in the order of the file."""
-    return tuple(_table())
+    return tuple(shipped("memory_profiles.toml"))
 
 
 @cache
@@ -98,7 +89,7 @@ def memory_profile(name: str) -> MemoryProfile:
     SpecError
         If no profile has that name.
     """
-    table = _table()
+    table: dict[str, dict[str, Any]] = shipped("memory_profiles.toml")
     if name not in table:
         near = get_close_matches(name, table, n=1)
         raise SpecError(

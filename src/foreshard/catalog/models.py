@@ -1,27 +1,85 @@
-"""The model a user names: by catalog name, by ``config.json``, by factory."""
+"""The models of the catalog, and the model a user names: by catalog name, ``config.json`` or factory."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import os.path
+import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from foreshard.catalog.hf.load import model_from_config, read_config
+from foreshard.catalog.hybrids import hybrid_model
 from foreshard.catalog.model_dims import model_from_dims
-from foreshard.catalog.model_names import find_model, models
-from foreshard.catalog.model_rows import resolve_row_model
+from foreshard.catalog.shipped import shipped
 from foreshard.catalog.torch_module import model_from_module
 from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
 from foreshard.spec.model import Model
 
-__all__ = ["find_model", "load_model", "model_from_dims", "models", "resolve_row_model"]
-
 _FACTORY = "The factory is a function without arguments in that file"
+
+
+def _key(name: str) -> str:
+    """Return the name without case, spaces and dashes, so that spellings of one model coincide."""
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+@functools.cache
+def _names() -> dict[str, str]:
+    """Return the catalog name of every normalised name and alias."""
+    table: dict[str, str] = {}
+    for name, entry in shipped("models.json")["models"].items():
+        for spelling in (name, *entry["aliases"]):
+            table[_key(spelling)] = name
+    return table
+
+
+@functools.cache
+def _not_modelled() -> dict[str, str]:
+    return {_key(name): why for name, why in shipped("models.json")["not_modelled"].items()}
+
+
+def find_model(name: str) -> Model | None:
+    """Return the catalog model of this name or alias, or None.
+
+    Raises
+    ------
+    SpecError
+        For a model that is known and not modelled.
+    """
+    why = _not_modelled().get(_key(name))
+    if why:
+        raise SpecError(f"{name!r} is not modelled", key="model", value=name, rule=f"It is {why}")
+    canonical = _names().get(_key(name))
+    return _entry(canonical) if canonical else None
+
+
+@functools.cache
+def _entry(name: str) -> Model:
+    entry = shipped("models.json")["models"][name]
+    if "dims" in entry:
+        model = model_from_dims(name, **entry["dims"])
+    elif "hybrid" in entry:
+        model = hybrid_model(name, **entry["hybrid"])
+    else:
+        model = model_from_config(entry["config"], name=name)
+    return replace(
+        model,
+        source=entry["source"],
+        max_seq_len=entry.get("seq_len", model.max_seq_len),
+        assumptions=(*model.assumptions, *entry.get("assumptions", ())),
+    )
+
+
+def models() -> Mapping[str, Model]:
+    """Return every catalog model by its canonical name."""
+    return MappingProxyType({name: _entry(name) for name in shipped("models.json")["models"]})
 
 
 def load_model(text: str | Path) -> Model:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.spec.framework import Framework
-
-_OVERLAPS = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,84 +43,6 @@ class Offers:
         return tuple(level for level in self.zero if level <= 1)
 
 
-_ALL = ("tp", "pp", "cp", "ep", "etp", "vpp")
-_MEGATRON_RULES = ("none", "selective", "full")
-# Megatron-LM d98e8a6 arguments.py: --use-distributed-optimizer (levels 0, 1), --use-megatron-fsdp (3),
-# --overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap (needs --sequence-parallel),
-# --overlap-moe-expert-parallel-comm, --optimizer-cpu-offload; schedules.py: 1F1B and interleaved 1F1B.
-_MEGATRON = Offers(
-    zero=(0, 1, 3),
-    schedules=("1f1b", "interleaved"),
-    overlaps=(*_OVERLAPS, "context_gather"),
-    degrees=_ALL,
-    recompute=_MEGATRON_RULES,
-    low_precision=True,
-    offload=("none", "optimizer"),
-)
-# Apex distributed optimizer and Megatron-Core under NeMo and Megatron-Bridge; their recipes use no FSDP here.
-_NEMO = Offers(
-    zero=(0, 1),
-    schedules=("1f1b", "interleaved"),
-    overlaps=(*_OVERLAPS, "context_gather"),
-    degrees=_ALL,
-    recompute=_MEGATRON_RULES,
-    low_precision=True,
-)
-# arXiv 2104.04473, 2205.05198: no sharded optimizer, no overlap switches.
-_EARLY_MEGATRON = Offers(
-    zero=(0,),
-    schedules=("gpipe", "1f1b", "interleaved"),
-    degrees=("tp", "pp", "vpp"),
-    recompute=_MEGATRON_RULES,
-)
-# SHARD_GRAD_OP and FULL_SHARD, and the hybrid form of each.
-_FSDP1 = Offers(zero=(2, 3), in_groups=(2, 3), overlaps=("param_gather_overlap",))
-_OFFERS = {
-    "megatron-core": _MEGATRON,
-    "megatron-bridge": _MEGATRON,
-    "nemo": _NEMO,
-    "mlperf-nemo": _NEMO,
-    "megatron-lm@2024": _NEMO,
-    "megatron-lm": _EARLY_MEGATRON,
-    "megatron-deepspeed": Offers(
-        zero=(0, 1), schedules=("1f1b",), degrees=("tp", "pp"), recompute=("none", "full")
-    ),
-    # runtime/zero/config.py stages, overlap_comm, offload_optimizer; runtime/pipe: 1F1B, not ZeRO-2 or 3;
-    # shards over a part of the replicas (MiCS) were removed in 0.19.8.
-    "deepspeed": Offers(
-        zero=(0, 1, 2, 3),
-        in_groups=(),
-        overlaps=("grad_overlap",),
-        degrees=("cp", "ep"),
-        offload=("none", "optimizer"),
-    ),
-    "composer": _FSDP1,
-    "fms-fsdp": Offers(zero=(2, 3), in_groups=(2, 3), recompute=("none", "full", "every")),
-    # torchtitan job_config.py: reshard_after_forward (2 or 3), async tensor parallelism, float8 linear.
-    "torchtitan": Offers(
-        zero=(2, 3),
-        in_groups=(2, 3),
-        schedules=("gpipe", "1f1b", "interleaved"),
-        overlaps=("tp_overlap", "context_gather"),
-        degrees=_ALL,
-        recompute=("none", "selective:op", "every", "full"),
-        low_precision=True,
-        shards_pipelines=True,
-    ),
-    "ddp": Offers(zero=(0, 1)),
-    "internevo": Offers(
-        zero=(0, 1),
-        schedules=("1f1b", "interleaved"),
-        overlaps=("grad_overlap",),
-        degrees=("tp", "pp", "cp", "vpp"),
-    ),
-    "nanotron": Offers(zero=(0, 1), schedules=("gpipe", "1f1b"), degrees=("tp", "pp", "cp", "ep")),
-    "colossalai": Offers(zero=(0, 1, 2, 3), overlaps=("grad_overlap",), degrees=("tp", "pp", "cp", "ep")),
-    "maxtext": Offers(zero=(1, 3), degrees=("tp", "pp", "cp", "ep"), low_precision=True),
-    "paxml": Offers(zero=(1, 3), degrees=("tp", "pp"), low_precision=True),
-}
-
-
 def offers_of(framework: Framework) -> Offers:
     """Return what a framework ships: of its release where that differs, else of its name.
 
@@ -129,4 +52,15 @@ def offers_of(framework: Framework) -> Offers:
     >>> 2 in offers_of(load_framework("megatron-core")).zero
     False
     """
-    return _OFFERS.get(framework.label) or _OFFERS[framework.name]
+    table = shipped("offers.toml")
+    return _offers(framework.label if framework.label in table else framework.name)
+
+
+@cache
+def _offers(label: str) -> Offers:
+    entry = dict(shipped("offers.toml")[label])
+    base = entry.pop("base", None)
+    stated: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+    }
+    return replace(_offers(base), **stated) if base else Offers(**stated)

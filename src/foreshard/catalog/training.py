@@ -6,20 +6,18 @@ Each is a physical quantity with a range; `scripts/fit_training.py` fits them on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 
 HOST_CLASSES = ("megatron-2020", "megatron-deepspeed", "megatron-core", "eager", "compiled")
 # Terms that are no factor on a time: none of them is 0, not 1.
 _NOT_FACTORS = ("gemm_power", "jitter", "fsdp_contention", "step_fixed", "step_per_layer")
-_FILE = Path(__file__).parent / "data" / "training_constants.json"
 
 
 def _term(start: float, low: float, high: float, meaning: str) -> Any:
@@ -93,14 +91,6 @@ def term_metadata() -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
-def _file() -> dict[str, Any]:
-    if not _FILE.exists():
-        return {"all": {}, "without": {}}
-    data: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
-    return data
-
-
-@cache
 def training_constants(exclude: str | None = None) -> TrainingConstants:
     """Return the shipped constants, or those fitted without one family.
 
@@ -109,7 +99,7 @@ def training_constants(exclude: str | None = None) -> TrainingConstants:
     SpecError
         When no constants were fitted without that family.
     """
-    data = _file()
+    data = shipped("training_constants.json")
     if exclude is None:
         return TrainingConstants(**data["all"])
     if exclude not in data["without"]:

@@ -49,30 +49,22 @@ COLUMNS = ("id", "source", "url_or_repo_path", *INPUTS, *RESULTS, "quality", "ch
 _NOTHING = re.compile(
     r"-+|\u2013|\u2014|\?+|n/?a|nan|null|none|unknown|unstated|not stated|not given|tbd", re.IGNORECASE
 )
-_COUNTS = frozenset(
+_TEXTS = frozenset(
     (
-        "n_layers",
-        "hidden",
-        "ffn_hidden",
-        "n_heads",
-        "n_kv_heads",
-        "vocab",
-        "seq_len",
-        "n_experts",
-        "topk",
-        "gpus",
-        "gpus_per_node",
-        "dp",
-        "tp",
-        "pp",
-        "vpp",
-        "cp",
-        "ep",
-        "micro_batch",
-        "global_batch",
-        *RESULTS,
+        "model",
+        "gpu",
+        "intra_link",
+        "inter_link",
+        "framework",
+        "dtype",
+        "gated_mlp",
+        "sp",
+        "zero_stage_or_fsdp",
+        "act_recompute",
+        "flash_attention",
     )
 )
+_COUNTS = frozenset((*INPUTS, *RESULTS)) - _TEXTS
 _MEANS_NOTHING = ("dtype", "framework", "inter_link", "intra_link", "sp", "gated_mlp")
 _GROUPED = re.compile(r"\d{1,3}(?:[, _]\d{3})+(?:\.\d+)?")
 _KILO = re.compile(r"(\d+(?:\.\d+)?) ?[kK](?: ?tokens)?")

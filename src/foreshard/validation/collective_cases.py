@@ -41,7 +41,7 @@ _FOUR_A_NODE = ("gb200", "gb300", "gh200")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCase:
+class TimedCase:
     """One measured time and the time predicted for it; `reason` says why there is none."""
 
     index: int
@@ -106,18 +106,18 @@ def _kind(text: str) -> str:
     return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
 
 
-def _case(index: int, row: Mapping[str, str], exclude: str) -> CollectiveCase:
+def _case(index: int, row: Mapping[str, str], exclude: str) -> TimedCase:
     kind = _kind(row["collective"])
     megabytes = number(row, "data_size_mb") if "data_size_mb" in row else None
     num_bytes = megabytes * 1e6 if megabytes is not None else number(row, "size_bytes") or 0.0
     ranks = integer(row, "num_gpus")
     if ranks is None or num_bytes <= 0:
-        return CollectiveCase(index=index, measured_s=None, reason="size or number of devices not stated")
+        return TimedCase(index=index, measured_s=None, reason="size or number of devices not stated")
     measured = _measured_s(row, kind, ranks, num_bytes)
     if kind not in _TIMES and kind != "p2p":
-        return CollectiveCase(index=index, measured_s=measured, reason="not modelled")
+        return TimedCase(index=index, measured_s=measured, reason="not modelled")
     if re.search("gloo|neuron", row.get("library", "").lower()):
-        return CollectiveCase(index=index, measured_s=measured, reason="not modelled")
+        return TimedCase(index=index, measured_s=measured, reason="not modelled")
     nodes = integer(row, "num_nodes") or 1
     era = era_of(row.get("library", ""), row.get("system", ""))
     fabric = _fabric(row["gpu"], ranks, nodes, row.get("inter_network", ""), era, exclude)
@@ -126,21 +126,21 @@ def _case(index: int, row: Mapping[str, str], exclude: str) -> CollectiveCase:
     else:
         predicted = _TIMES[kind](num_bytes, ranks, 1, fabric)
     if measured is None:
-        return CollectiveCase(index=index, measured_s=None, reason="no time or bandwidth stated")
-    return CollectiveCase(index=index, measured_s=measured, predicted_s=float(predicted))
+        return TimedCase(index=index, measured_s=None, reason="no time or bandwidth stated")
+    return TimedCase(index=index, measured_s=measured, predicted_s=float(predicted))
 
 
-def _guarded(index: int, row: Mapping[str, str], exclude: str) -> CollectiveCase:
+def _guarded(index: int, row: Mapping[str, str], exclude: str) -> TimedCase:
     try:
         case = _case(index, row, exclude)
     except SpecError as error:
-        return CollectiveCase(index=index, measured_s=None, reason=str(error))
+        return TimedCase(index=index, measured_s=None, reason=str(error))
     if case.predicted_s is not None and not np.isfinite(case.predicted_s):
-        return CollectiveCase(index=index, measured_s=case.measured_s, reason="the prediction is not finite")
+        return TimedCase(index=index, measured_s=case.measured_s, reason="the prediction is not finite")
     return case
 
 
-def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[CollectiveCase]:
+def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[TimedCase]:
     """Return one case per row of a table of collectives.
 
     Parameters

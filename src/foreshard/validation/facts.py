@@ -24,25 +24,9 @@ _REMAT = (
 )
 
 
-_FULL = (
-    "full",
-    "true",
-    "yes",
-    "on",
-    "1",
-    "enabled",
-    "all",
-    "block",
-    "blocks",
-    "layer",
-    "perlayer",
-    "checkpoint",
-    "checkpointing",
-    "activationcheckpointing",
-    "gradientcheckpointing",
-    "ac",
-    "remat",
-    "recompute",
+_FULL = re.compile(
+    "full|true|yes|on|1|enabled|all|blocks?|(per)?layer|checkpoint(ing)?|(activation|gradient)checkpointing|"
+    "ac|remat|recompute"
 )
 
 
@@ -125,7 +109,7 @@ def recompute_of(text: str) -> tuple[str, str, tuple[str, ...]]:
     head = head.strip().replace(" ", "")
     if head in ("", "none", "false", "no", "off", "0", "disabled") or head.startswith(("no-", "without")):
         return "none", offload, notes
-    if head in _FULL or (not head.startswith(("full", "selective", "every")) and "full" in head):
+    if _FULL.fullmatch(head) or (not head.startswith(("full", "selective", "every")) and "full" in head):
         return "full", offload, notes if head == "full" else (*notes, f"recompute {text!r} read as full")
     if head.startswith("partial") or (not head.startswith("selective") and "selective" in head):
         head = "selective" + head.partition("selective")[2]

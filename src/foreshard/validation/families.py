@@ -1,7 +1,7 @@
 """What each source of published training runs leaves unsaid, and what is read in its place.
 
-A family is the part of a row's id before its last '-'. Every rule that fills a blank is written here and
-listed in the assumptions of the rows it touched.
+A family is the part of a row's id before its last '-'. ``data/families.toml`` says what its blanks mean;
+every rule that filled a blank is listed in the assumptions of the row.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from foreshard.catalog.frameworks import frameworks, load_framework
+from foreshard.catalog.shipped import shipped
 from foreshard.spec.framework import Framework
 
 GIB = 2.0**30
@@ -44,15 +46,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Readings of one source; an empty string or None means the framework's own default.
-
-    dtype, recompute, seq_len, zero, nic : what a blank cell means, with why
-    flops : how the source counts the FLOPs behind its TFLOP/s: causal | full | hardware
-    gigabyte : bytes of the unit of metric_peak_memory_gb
-    memory : what metric_peak_memory_gb counts where a row's notes do not say: '' | allocated | reserved
-        (bytes that the allocator or the whole process holds), with why
-    recipes : what the source's code sets away from the framework entry
-    """
+    """Readings of one source, as ``data/families.toml`` explains them; blank is the framework's default."""
 
     dtype: str = "bf16"
     dtype_why: str = "the default of its framework"
@@ -70,90 +64,14 @@ class Family:
     recipes: tuple[Recipe, ...] = ()
 
 
-_JEAN_ZAY = "4 Omni-Path 100 Gb/s links per node (IDRIS, Jean Zay description)"
-
-_BIGSCIENCE = (
-    Recipe(
-        where={"source": r"chronicles-prequel \(line [1-8]?\d?\d\)"},
-        sets={"grad_bytes": 2},
-        why="16-bit gradients: before line 899 of chronicles-prequel.md, which brings the BF16 optimizer",
-    ),
-)
-_BRIDGE = (
-    Recipe(
-        where={"model": "405B", "gpu": "GB200", "dtype": "FP8"},
-        sets={"memory": "megatron-bridge-expandable"},
-        why="expandable segments (Megatron-Bridge v0.2.0-v0.4.2 scripts/performance/perf_plugins.py)",
-    ),
-)
-_BRIDGE_MEMORY = (
-    Recipe(
-        where={"model": "Moonlight"},
-        sets={"master_bytes": 2, "moment_bytes": 2, "grad_bytes": 2, "grad_reduce_bytes": 2},
-        why="precision-aware optimizer (Megatron-Bridge recipes/moonlight/h100/moonlight_16b.py)",
-    ),
-    Recipe(
-        where={"model": "Llama-3.*70B"},
-        sets={"memory": "megatron-bridge-no-transpose", "fp8_params": True, "grad_bytes": 2},
-        why="no transposes of 8-bit weights kept (llama3_70b_sft_32gpu_h100_fp8cs_config)",
-    ),
-)
-_STAS = (
-    Recipe(
-        where={"notes": "base \\(no Liger\\)"},
-        sets={"memory": "deepspeed-eager"},
-        why="model code without Liger kernels (stas00/ml-engineering)",
-    ),
-)
-
-FAMILIES: dict[str, Family] = {
-    "vtrain_single": Family(
-        dtype="fp16", dtype_why="--fp16 of the Megatron-DeepSpeed launch scripts vTrain builds on", zero=0
-    ),
-    "bigscience": Family(
-        flops="hardware",
-        zero=1,
-        zero_why="ZERO_STAGE=1 in tr3m-1B3-emb-norm-pile.slurm",
-        nic="400 Gb/s",
-        nic_why=_JEAN_ZAY,
-        memory="reserved",
-        memory_why="nvidia-smi (tr11-176B-ml/chronicles-prequel.md)",
-        recipes=_BIGSCIENCE,
-    ),
-    "internevo": Family(
-        flops="hardware",
-        seq_len=2048,
-        seq_why="SEQ_LEN of configs/7B_sft.py",
-        recompute="full",
-        memory="reserved",
-        memory_why="read from outside the process, as its table of host memory (doc/en/train_performance.md)",
-    ),
-    "mlperf": Family(
-        dtype="fp8", dtype_why="the NVIDIA LoRA submissions of these rounds train in fp8", flops="causal"
-    ),
-    "korthikanti": Family(flops="full", dtype="fp16", recompute="full"),
-    "sc21": Family(flops="hardware", dtype="fp16", recompute="full"),
-    "megatron_2020": Family(flops="hardware", dtype="fp16", recompute="full"),
-    "megatron_h100": Family(flops="full"),
-    "megatronbridge": Family(flops="causal", recipes=_BRIDGE),
-    "megatronbridge_memory": Family(
-        flops="causal",
-        gigabyte=1e9,
-        memory="allocated",
-        memory_why="peak allocated, 1e9 bytes (Megatron-Bridge training/utils/train_utils.py)",
-        recipes=_BRIDGE_MEMORY,
-    ),
-    "stas_h200_b200": Family(
-        flops="causal",
-        gigabyte=1e9,
-        memory="reserved",
-        memory_why="max_memory_reserved, as the other rows of the source",
-        recipes=_STAS,
-    ),
-    "simumax_b200": Family(gigabyte=1e9),
-    "torchtitan_2024": Family(gigabyte=1e9),
-    "torchtitan": Family(gigabyte=1e9),
-}
+@cache
+def families() -> Mapping[str, Family]:
+    """Return the readings of every known source, by family."""
+    made = {}
+    for name, entry in shipped("families.toml", "foreshard.validation").items():
+        recipes = tuple(Recipe(**recipe) for recipe in entry.get("recipes", ()))
+        made[name] = Family(**{**entry, "recipes": recipes})
+    return made
 
 
 def family_of(row_id: str, source: str) -> str:
@@ -189,51 +107,14 @@ def _at_release(name: str, release: str) -> tuple[Framework, tuple[str, ...]]:
 
 
 _MEGATRON_LM = {"korthikanti": "2022", "sc21": "2021", "megatron_2020": "2020", "megatron_h100": "2024"}
-_PLAIN = (
-    ("megatron-core", "megatron-core"),
-    ("composer", "composer"),
-    ("llm-foundry", "composer"),
-    ("mosaicml", "composer"),
-    ("fms-fsdp", "fms-fsdp"),
-    ("torchtitan", "torchtitan@2024"),
-    ("internevo", "internevo"),
-    ("nanotron", "nanotron"),
-    ("colossal", "colossalai"),
-    ("maxtext", "maxtext"),
-    ("pax", "paxml"),
-    ("deepspeed", "deepspeed"),
-)
-# What other frameworks run on: (word, entry, why).
-_ALIKE = (
-    ("torchtune", "torchtitan", "FSDP2 of PyTorch"),
-    ("fsdp2", "torchtitan", "FSDP2 of PyTorch"),
-    ("fully_shard", "torchtitan", "FSDP2 of PyTorch"),
-    ("gpt-neox", "megatron-deepspeed@2022", "it is built on Megatron-DeepSpeed"),
-    ("sailor", "megatron-deepspeed@2021", "it is built on Megatron-DeepSpeed"),
-    ("galvatron", "megatron-lm@2024", "it is built on Megatron-LM"),
-    ("mindspeed", "megatron-core", "it is built on Megatron-Core"),
-    ("flagscale", "megatron-core", "it is built on Megatron-Core"),
-    ("megatron-fsdp", "megatron-core", "it is part of Megatron-Core"),
-    ("mcore", "megatron-core", "its short name"),
-    ("megatron", "megatron-lm@2024", "its code"),
-    ("litgpt", "composer", "FSDP1 of PyTorch"),
-    ("lit-gpt", "composer", "FSDP1 of PyTorch"),
-    ("lightning", "composer", "FSDP1 of PyTorch"),
-    ("fairscale", "composer", "FSDP1 of PyTorch"),
-    ("metaseq", "composer", "FSDP1 of PyTorch"),
-    ("fsdp", "composer", "FSDP1 of PyTorch"),
-    ("zero", "deepspeed", "ZeRO of DeepSpeed"),
-    ("alpa", "maxtext", "JAX and XLA"),
-    ("levanter", "maxtext", "JAX and XLA"),
-    ("t5x", "maxtext", "JAX and XLA"),
-    ("tpu", "maxtext", "JAX and XLA"),
-    ("jax", "maxtext", "JAX and XLA"),
-    ("xla", "maxtext", "JAX and XLA"),
-    ("ddp", "ddp", "DDP of PyTorch"),
-)
 _PARENTS = (
     "accelerate|transformers|hugging ?face|trl|axolotl|llama-?factory|unsloth|pytorch|torch|apex|habana"
 )
+
+
+def _framework_names(section: str) -> list[dict[str, Any]]:
+    names: list[dict[str, Any]] = shipped("framework_names.toml", "foreshard.validation")[section]
+    return names
 
 
 def framework_of(family: str, raw: Mapping[str, str], precision: str) -> tuple[Framework, tuple[str, ...]]:
@@ -252,9 +133,9 @@ def framework_of(family: str, raw: Mapping[str, str], precision: str) -> tuple[F
         tag = re.search(r"\bv?(\d\d\.\d\d(?:\.\d+)?)\b", source)
         release = number[0] if number else tag[1] if tag else ""
         return _at_release("nemo", release.removesuffix(".1") if release.startswith("24.11") else release)
-    for word, label in _PLAIN:
-        if word in text:
-            return _stated_release(label, text)
+    for named in _framework_names("known"):
+        if any(word in text for word in named["words"]):
+            return _stated_release(named["entry"], text)
     return _alike(raw)
 
 
@@ -276,10 +157,10 @@ def _alike(raw: Mapping[str, str]) -> tuple[Framework, tuple[str, ...]]:
     text, sharding = raw["framework"].lower(), raw["zero_stage_or_fsdp"].lower()
     shown = repr(raw["framework"][:60]) if text else "not stated"
     for where in (text, sharding if not text or re.search(_PARENTS, text) else ""):
-        for word, label, why in _ALIKE:
-            if where and word in where:
-                entry = load_framework(label)
-                return entry, (f"framework {shown} read as {entry.label}: {why}",)
+        for named in _framework_names("alike"):
+            if any(word in where for word in named["words"]):
+                entry = load_framework(named["entry"])
+                return entry, (f"framework {shown} read as {entry.label}: {named['why']}",)
     uncut = all(raw[name] in ("", "1", "1.0") for name in ("tp", "pp"))
     if re.search(_PARENTS, text) and uncut:
         entry = load_framework("ddp" if re.search("none|ddp", sharding) else "composer")

@@ -18,7 +18,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
-from foreshard.validation.collective_cases import CollectiveCase
+from foreshard.validation.collective_cases import TimedCase
 from foreshard.validation.tables import MeasuredTable
 
 Rows = list[Mapping[str, str]]
@@ -146,19 +146,19 @@ def stated_s(row: Mapping[str, str], column: str, unit: float) -> float | None:
     return value if 0.0 < value < float("inf") else None
 
 
-def kernel_cases(table: MeasuredTable) -> list[CollectiveCase]:
+def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     """Return one case per row of a table of kernels; layouts without a cost are `not modelled`."""
     if table.layout not in _LAYOUTS:
         column, unit = next((pair for pair in _TIME_COLUMNS if pair[0] in table.rows[0]), ("", 1.0))
         return [
-            CollectiveCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
+            TimedCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
             for i, row in enumerate(table.rows)
         ]
     shared, seconds, column, unit = _LAYOUTS[table.layout]
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):
         groups.setdefault(tuple(row[key] for key in shared), []).append(index)
-    cases: dict[int, CollectiveCase] = {}
+    cases: dict[int, TimedCase] = {}
     for indices in groups.values():
         rows = [table.rows[i] for i in indices]
         measured = [stated_s(row, column, unit) for row in rows]
@@ -167,7 +167,7 @@ def kernel_cases(table: MeasuredTable) -> list[CollectiveCase]:
             zip(indices, rows, measured, predicted, strict=True)
         ):
             why = reasons.get(place) or _refusal(row, time_s, float(value))
-            cases[index] = CollectiveCase(
+            cases[index] = TimedCase(
                 index=index, measured_s=time_s, predicted_s=None if why else float(value), reason=why
             )
     return [cases[i] for i in range(len(table.rows))]

@@ -14,12 +14,13 @@ from typing import Any
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.models import load_model, resolve_row_model
+from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.validation.facts import integer
+from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.rows import Skipped, TrainingRow
 from foreshard.validation.tables import MeasuredTable
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from foreshard.catalog.row_dimensions import ROW_SOURCE
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
@@ -18,9 +17,10 @@ from foreshard.spec.plan import Plan
 from foreshard.validation.cells import truth
 from foreshard.validation.degrees import ModelSize, degrees
 from foreshard.validation.facts import integer, recompute_of, sharding_of
-from foreshard.validation.families import FAMILIES, Family
+from foreshard.validation.families import Family, families
 from foreshard.validation.row_cluster import Notes, node_size
 from foreshard.validation.row_cuts import cost_cuts, layer_cuts, virtual_stages, with_cuts
+from foreshard.validation.row_dimensions import ROW_SOURCE
 
 _GSPMD = ("maxtext", "paxml")  # one program over the whole mesh: no micro-batch loop of its own
 
@@ -93,7 +93,7 @@ def row_plan(
     fits = size.fits(
         cut["tp"], cut["pp"], cut["dp"], cp=cut["cp"], micro_batch=micro_batch, vpp=vpp, recompute=False
     )
-    known = family_name in FAMILIES or fits
+    known = family_name in families() or fits
     recompute, offload = _memory_options(raw, family, framework, notes, "" if known else "full")
     if micro_batch * cut["dp"] > global_batch:
         notes.add("micro-batch times dp exceeds the global batch: one short micro-batch")

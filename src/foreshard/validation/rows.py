@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foreshard.catalog.devices import device_assumption, resolve_device
-from foreshard.catalog.models import resolve_row_model
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -16,8 +15,9 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.validation.cells import INPUTS, cleaned
 from foreshard.validation.facts import number, precision_of, stated, widest
-from foreshard.validation.families import FAMILIES, Family, family_of, framework_of, with_recipe
+from foreshard.validation.families import Family, families, family_of, framework_of, with_recipe
 from foreshard.validation.row_cluster import Notes, row_cluster
+from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.row_plan import device_count, row_plan
 from foreshard.validation.tables import TRAINING, MeasuredTable, read_table
 
@@ -137,7 +137,7 @@ def read_row(raw: Mapping[str, str], table: str) -> TrainingRow:
     """
     raw = cleaned(raw)
     name = family_of(raw["id"], raw["source"])
-    family = FAMILIES.get(name, Family())
+    family = families().get(name, Family())
     notes = Notes([])
     device = resolve_device(raw["gpu"])
     guess = device_assumption(raw["gpu"])
@@ -192,7 +192,7 @@ def table_rows(table: MeasuredTable) -> tuple[list[TrainingRow], list[Skipped]]:
             raw = cleaned(cells)
             name = family_of(row_id, raw["source"])
             try:
-                family = FAMILIES.get(name, Family())
+                family = families().get(name, Family())
                 measured = measured_step_s(
                     raw, family.flops, None, int(number(raw, "seq_len") or family.seq_len)
                 )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from foreshard.errors import AccuracyError, InfeasibleError, SpecError
 from foreshard.spec.prediction import Memory
-from foreshard.validation.collective_cases import CollectiveCase, collective_cases
+from foreshard.validation.collective_cases import TimedCase, collective_cases
 from foreshard.validation.kernel_cases import kernel_cases, stated_s
 from foreshard.validation.mixed_rows import mixed_rows
 from foreshard.validation.rows import Skipped, TrainingRow, table_rows
@@ -87,9 +87,7 @@ def _inputs(row: Any) -> Hashable:
     )
 
 
-def _case_outcomes(
-    table: MeasuredTable, cases: Iterable[CollectiveCase], predict_s: float
-) -> list[RowOutcome]:
+def _case_outcomes(table: MeasuredTable, cases: Iterable[TimedCase], predict_s: float) -> list[RowOutcome]:
     each = predict_s / max(1, len(table.rows))
     return [
         RowOutcome(
@@ -106,12 +104,12 @@ def _case_outcomes(
     ]
 
 
-def _not_modelled(table: MeasuredTable) -> list[CollectiveCase]:
+def _not_modelled(table: MeasuredTable) -> list[TimedCase]:
     """Return a skipped case per row of a kind that has no model yet."""
     columns = (("step_time_ms", 1e-3), ("measured_iter_s", 1.0), ("measured_s", 1.0), ("run_time_s", 1.0))
     column, unit = next((pair for pair in columns if pair[0] in table.rows[0]), ("", 1.0))
     return [
-        CollectiveCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
+        TimedCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
         for i, row in enumerate(table.rows)
     ]
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from foreshard.catalog.hf.load import FAMILIES
-from foreshard.catalog.model_names import _data, _key
-from foreshard.catalog.models import load_model, model_from_dims, models, resolve_row_model
+from foreshard.catalog.model_dims import model_from_dims
+from foreshard.catalog.models import _key, load_model, models
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
+from foreshard.validation.row_model import resolve_row_model
 
 MEASURED = Path(os.environ.get("FORESHARD_MEASURED", Path(__file__).parents[4] / "shared/measured/dev"))
 TINY = {
@@ -25,14 +27,14 @@ TINY = {
 
 def test_every_entry_loads_has_a_source_and_no_two_share_a_name():
     seen = {}
-    for name, entry in _data()["models"].items():
+    for name, entry in shipped("models.json")["models"].items():
         model = load_model(name)
         assert model.name == name
         assert model.source.startswith(("https://", "arXiv", "NVIDIA"))
         for spelling in (name, *entry["aliases"]):
             assert seen.setdefault(_key(spelling), name) == name
             assert load_model(spelling) is model
-    assert set(models()) == set(_data()["models"])
+    assert set(models()) == set(shipped("models.json")["models"])
 
 
 # sizes their publishers state, in billions
@@ -238,7 +240,11 @@ def test_every_training_row_resolves_or_says_not_modelled():
 
 
 def test_families_of_the_catalog_are_modelled():
-    used = {entry["config"]["model_type"] for entry in _data()["models"].values() if "config" in entry}
+    used = {
+        entry["config"]["model_type"]
+        for entry in shipped("models.json")["models"].values()
+        if "config" in entry
+    }
     assert used == set(FAMILIES)
 
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from foreshard.catalog.model_names import find_model
-from foreshard.catalog.row_dimensions import dimensions_of, last_of_each, model_of_columns, whole_cell
+from foreshard.catalog.models import find_model
 from foreshard.spec.model import Model, lora
+from foreshard.validation.row_dimensions import dimensions_of, last_of_each, model_of_columns, whole_cell
 
 LORA_RANK = 16  # MLPerf llama2_70b_lora reference and Megatron-Bridge llama3_70b_peft_config
 LORA_TARGETS = ("q", "k", "v", "o")  # MLPerf reference
