@@ -18,9 +18,9 @@ import numpy as np
 
 from foreshard.control.controller import Controller
 from foreshard.control.orders import shares_of, structure_of
-from foreshard.control.search.grouping import solve_slot
+from foreshard.control.search.cache import SearchCache
 from foreshard.control.search.pricing import evaluate
-from foreshard.control.search.state_cache import StructureMemo
+from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.slots import Budget, Chain, State
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
@@ -118,7 +118,7 @@ def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int
     budgets = [Budget(name="money", kind="usd", limit=1.0)]
     if energy:
         budgets.append(Budget(name="energy", kind="joule", limit=1e4))
-    memo, running, times, days = StructureMemo(), None, [], Days(workers)
+    memo, running, times, days = SearchCache(), None, [], Days(workers)
     for slot in range(STEPS + WARM_UP):
         days.turn()
         weights = {"money": float(days.rng.uniform(0, 300)), "energy": float(days.rng.uniform(0, 1e-3))}
@@ -131,8 +131,8 @@ def slots(workers: int, *, egress: bool, energy: bool) -> tuple[list[float], int
             time_weight=1.0,
             cost_weights=weights,
             budgets=budgets,
-            start=running,
-            memo=memo,
+            running=running,
+            cache=memo,
             max_stages=4,
         )
         if slot >= WARM_UP:

@@ -7,7 +7,8 @@ seems to be; shares follow at once, layers and groups when what staying has cost
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 import numpy as np
@@ -15,17 +16,17 @@ import numpy as np
 from foreshard.control import journal, orders
 from foreshard.control.budgets.dual import allowances
 from foreshard.control.budgets.dual_learning import DualLearning, weight_for
-from foreshard.control.budgets.end_of_horizon import EndOfHorizon, Partner
-from foreshard.control.budgets.objective import reshare, worth_of
+from foreshard.control.budgets.end_of_horizon import EndOfHorizon
+from foreshard.control.budgets.objective import Objective
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.estimation.cooldown import Cooldown
-from foreshard.control.estimation.cost_correction import CostCorrection
 from foreshard.control.estimation.estimates import Estimates
 from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
 from foreshard.control.moves import move, move_costs
+from foreshard.control.options import DEFAULTS, ControllerOptions
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.shortlist import Shortlist, Timed
-from foreshard.control.search.slot_search import Compared, slots_of
+from foreshard.control.search.slot_search import reshare, slots_of
 from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
@@ -40,16 +41,12 @@ from foreshard.spec.online import (
 )
 from foreshard.spec.plan import Plan
 
-_DEAD_ZONE = 0.02
-"""Part of a slot's worth below which a better structure is not better: estimates are no finer."""
-_SAME_SHARES = 0.005
-"""Part of a step that new shares must gain."""
-_LONGEST_DWELL = 20.0
-_LEAST_DWELLS = 10.0
-"""V in such dwells: a structure that stays for one moves what a budget is worth by no more than a part."""
 _CHECK_EVERY = 25
-_NEAR = 5
-"""Quiet times before the end of a run from which on it is looked for what spends the rest of the budgets."""
+"""Steps between looks at whether shares, or budgets, can be kept as they are while no estimate moves."""
+_END_COOLDOWNS = 5
+"""Cooldowns before the end of a run from which on it is looked for what spends the rest of the budgets."""
+_FASTER = 0.02
+"""Part of a step that the plan of the end must gain where the running one keeps the budgets."""
 
 
 class Controller:
@@ -75,18 +72,15 @@ class Controller:
         Longest pipeline; with 1 all subsets of replicas are compared.
     reading : {'dp_over_mp', 'mp_over_dp'}, optional
         What is searched: pipelines, or one whose stages split micro-batches; by default what the plan is.
-    quiet_steps : int
-        While the cluster is as it was, layers and groups stay at least so long (`calm`).
     late_steps : int
         That still run the old plan after a change is ordered.
-    patience : float
-        Part of what a change costs that staying must have lost before it is made. With all of it, of two
-        plans never more than twice the best possible is lost (ski rental).
     timed : callable, optional
         Times finalists more closely than the search: what it finds, the running structure, and the best
         replicas, which are then looked at too.
     log : text stream, optional
         Gets every event and command as a line; `journal.replay` reads it.
+    options : ControllerOptions, optional
+        Rules that can be switched off.
     """
 
     def __init__(
@@ -102,36 +96,34 @@ class Controller:
         pause_s: float = 0.0,
         max_stages: int = 4,
         reading: str | None = None,
-        quiet_steps: int = 200,
         late_steps: int = 0,
-        patience: float = 0.3,
         timed: Timed | None = None,
         log: TextIO | None = None,
+        options: ControllerOptions = DEFAULTS,
     ):
         self.chain, self.plan, self._log = chain, plan, log
         self.budgets = tuple(budgets)
-        self._pause_s, self._patience = pause_s, patience
-        self._horizon, self._late = horizon, late_steps
-        self._calm, self._partner, self._ran = Cooldown(quiet_steps), Partner(), CostCorrection(late_steps)
+        self._pause_s, self._horizon, self._late, self._options = pause_s, horizon, late_steps, options
+        self._cooldown = Cooldown(options.cooldown_steps)
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
         self.reading = orders.reading_of(plan) if reading is None else reading
         self._slots = slots_of(self.reading, chain, budgets, max_stages=max_stages, **self._asked)
         plain = max_stages > 1 and self.reading != MP_OVER_DP
-        self._finalists = Shortlist(self._slots, budgets, timed=timed, plain=plain, **self._asked)
-        self.estimates = Estimates(stated)
+        self._shortlist = Shortlist(self._slots, timed=timed, plain=plain, **self._asked)
+        self.estimates = Estimates(stated, grid=options.grid, trusts_first_sight=options.trusts_first_sight)
         self.choice = self._running(orders.structure_of(plan, self.reading), plan, stated)
-        free = dict.fromkeys((one.name for one in budgets), 0.0)
-        fastest = self._slots.compare(self.estimates.state(), 1.0, free, None).best
-        step_s = reshare(chain, stated, fastest, time_weight=1.0, **self._asked).time_s
+        free = Objective(time=1.0, costs={}, budgets=self.budgets)
+        fastest = self._slots.compare(self.estimates.state(), free, None).best
+        step_s = reshare(chain, stated, fastest, free, **self._asked).time_s
         if weight is None:
-            weight = max(weight_for(violation, horizon), _LEAST_DWELLS * _LONGEST_DWELL)
+            weight = weight_for(violation, horizon)
         self.queues = Queues(budgets, weight=weight, step_s=step_s)
-        self.lessons = DualLearning(budgets, horizon)
+        self.learning = DualLearning(budgets, horizon, margin=options.margin, catches_up=options.catches_up)
         self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
         self.ignored = 0
-        self._told = ""
-        self._settled: tuple[State | None, Structure | None, int] = (None, None, 0)
+        self._warned = ""
+        self._shared: tuple[State | None, Structure | None, int] = (None, None, 0)
         if budgets:
             self._learn(self.estimates.state(), 0)
 
@@ -148,7 +140,8 @@ class Controller:
                 key="plan",
                 rule=f"The chain has {self.chain.num_layers}",
             )
-        made = reshare(self.chain, state, structure, time_weight=1.0, **self._asked)
+        free = Objective(time=1.0, costs={})
+        made = reshare(self.chain, state, structure, free, **self._asked)
         return Choice(
             structure=structure,
             shares=orders.shares_of(plan, self.reading),
@@ -166,15 +159,15 @@ class Controller:
             return (Command(kind="keep", reason=f"step {event.step} came after step {self.step}: ignored"),)
         self.step = max(self.step, event.step)
         facts = event.events if isinstance(event, Together) else (event,)
-        told = [self._heard(one) for one in facts]
+        ignored = [self._received(one) for one in facts]
         running = list(self.choice.structure.workers)
         steps = sum(max(one.steps, 1) for one in facts if isinstance(one, StepMeasured))
-        unknown = [reason for reason in told if reason]
-        if len(unknown) == len(told):
-            return (Command(kind="keep", reason="; ".join(unknown)),)
+        reasons = [reason for reason in ignored if reason]
+        if len(reasons) == len(facts):
+            return (Command(kind="keep", reason="; ".join(reasons)),)
         return self._decide(steps, urgent=not self.estimates.available[running].all())
 
-    def _heard(self, event: Event) -> str:
+    def _received(self, event: Event) -> str:
         """Take a fact in; return why it is ignored, or nothing."""
         if isinstance(event, StepMeasured):
             self._measured(event)
@@ -192,7 +185,7 @@ class Controller:
             return ""
         if isinstance(event, DeviceSeen):
             if not self.estimates.available[event.rank]:
-                self._calm.told()
+                self._cooldown.inform()
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
                 self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
@@ -209,7 +202,7 @@ class Controller:
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
         else:
             self.estimates.available[event.rank] = False
-        self._calm.told()
+        self._cooldown.inform()
         return ""
 
     def _measured(self, event: StepMeasured) -> None:
@@ -233,29 +226,30 @@ class Controller:
                 )
             costs[budget.name] = cost
         self.queues.record(took, costs, times)
-        self._ran.record(expected.structure, took, costs, times)
 
     def _learn(self, state: State, steps: int) -> None:
-        """Count a state, and when a lesson is due place the queues by what is known of all."""
-        key = state.key()
-        if self.lessons.needs(key):
+        """Count a state, and when it is due place the queues by what all states seen make of the budgets."""
+        if not self._options.learns_dual:
+            return
+        key, learning = state.key(), self.learning
+        if learning.needs(key):
             rows = self._slots.rows(state)
             if not len(rows[0]):
                 return  # nothing runs in it
-            self.lessons.rows(key, *rows)
-        self.lessons.saw(key, steps)
-        if self.lessons.due:
-            self.lessons.teach(self.queues)
+            learning.rows(key, *rows)
+        learning.saw(key, steps)
+        if learning.due:
+            learning.place(self.queues)
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
         counted = bool(self.budgets and steps and math.isfinite(self.choice.time_s))
-        known = counted and self.lessons.knows(state.key())
+        known = counted and self.learning.knows(state.key())
         if known:
             self._learn(state, steps)
         running = self.choice.structure
         try:
-            found = self._compared(state)
+            found = self._shortlist.compare(state, self._objective(), running)
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
         if counted and not known:
@@ -264,62 +258,62 @@ class Controller:
         if urgent or not math.isfinite(found.stay_worth):
             return self._change(found.best, state, "the running plan has lost a rank")
         gain = found.stay_worth - found.best_worth
-        better = found.best != running and gain > _DEAD_ZONE * abs(found.stay_worth)
+        better = found.best != running and gain > self._options.dead_zone * abs(found.stay_worth)
         # The step to come counts: a change that one step earns back is not put off.
         self.regret = self.regret + gain * steps if better else 0.0
-        due = better and self.regret + gain >= self._patience * self._price(found.best, state)
-        best = found.best if due else None
+        is_due = better and self.regret + gain >= self._options.patience * self._price(found.best, state)
+        best = found.best if is_due else None
         why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
-        if not self._calm.is_new(state):
-            best, why = self._in_calm(best, state, why)
-        else:
-            self._ran.forget()
-            if not better:
-                self._calm.kept(state)
+        if not self._cooldown.is_new(state):
+            best, why = self._while_unchanged(best, state, why)
+        elif not better:
+            self._cooldown.accept(state)
         return self._follow(state) if best is None else self._change(best, state, why)
 
-    def _compared(self, state: State) -> Compared:
-        weights, dwell = self.queues.weights(), self._dwell()
-        moved = max(weights[0], 0.0) / dwell
-        running = self.choice.structure
-        return self._finalists.compare(state, *weights, running, moved, self.queues.curve(dwell))
+    def _objective(self) -> Objective:
+        """Return what the slot minimises, as long as a choice is expected to stay."""
+        dwell = min(self.estimates.dwell_steps, self._options.longest_dwell)
+        curve = self.queues.curve(max(dwell, 1.0)) if self._options.longest_dwell else None
+        time_weight, cost_weights = self.queues.weights()
+        return Objective(time=time_weight, costs=cost_weights, budgets=self.budgets, curve=curve)
 
-    def _in_calm(self, best: Structure | None, state: State, why: str) -> tuple[Structure | None, str]:
-        """Return what to change to, and why, though nothing has changed.
+    def _while_unchanged(
+        self, best: Structure | None, state: State, why: str
+    ) -> tuple[Structure | None, str]:
+        """Return what to change to, and why, though nothing was seen to change.
 
         Parameters
         ----------
         best : Structure or None
             What queues ask for.
         """
-        if not self._calm.is_open(self.queues.steps):
+        if not self._cooldown.is_open(self.queues.steps):
             return None, why
-        rest = EndOfHorizon.of(self.queues, self._horizon)
-        if rest is None or not self._calm.may_last(rest.steps, self.queues.steps):
+        rest = EndOfHorizon.of(self.queues, self._horizon) if self._options.plans_end else None
+        if rest is None or rest.steps > _END_COOLDOWNS * self._cooldown.steps:
             return best, why
-        if best is None and rest.steps > _NEAR * self._calm.quiet_steps:
-            return None, why
-        weights = self.queues.weights()
-
-        def see(one: Structure) -> Choice:
-            return self._ran.corrected(self._finalists.seen(state, one, *weights), self.budgets)
-
-        def ask(time_weight: float, cost_weights: Mapping[str, float]) -> Structure:
-            asked = (state, time_weight, cost_weights, self.choice.structure)
-            return self._finalists.compare(*asked).best
-
-        running = see(self.choice.structure)
-        other = self._partner.of(rest, running, state, ask, see)
-        if other is not None and self._is_last(rest, other, running, state):
+        if not self._cooldown.may_last(rest.steps, self.queues.steps):
+            return best, why
+        objective = self._objective()
+        running = self._shortlist.seen(state, self.choice.structure, objective)
+        at = rest.partner(running, *self._slots.rows(state))
+        other = self._shortlist.seen(state, self._slots.structure_at(state, at, running.structure), objective)
+        if self._is_last(rest, other, running, state):
             return other.structure, "from here to the end the budgets are spent by it"
-        if best is not None and rest.steps_of(see(best), running) >= min(self._calm.quiet_steps, rest.steps):
-            return best, why
+        if best is not None:
+            asked = self._shortlist.seen(state, best, objective)
+            if rest.steps_of(asked, running) >= min(self._cooldown.steps, rest.steps):
+                return best, why
         return None, why
 
     def _is_last(self, rest: EndOfHorizon, other: Choice, running: Choice, state: State) -> bool:
         """Return whether it is time for the plan that runs to the end."""
+        if other.structure == running.structure:
+            return False
+        if rest.is_kept(running) and other.time_s >= (1.0 - _FASTER) * running.time_s:
+            return False
         time_s, costs = self._change_of(other.structure, state)
-        left = rest.less(time_s, {one.name: costs.get(one.key, 0.0) for one in self.budgets})
+        left = rest.less(time_s, costs)
         if left.is_kept(running) and (running.time_s - other.time_s) * left.steps <= time_s:
             return False
         return left.steps_of(other, running) >= left.steps - self._late - 0.5
@@ -342,36 +336,25 @@ class Controller:
             spent += cost_weights[one.name] * cost + 0.5 * (cost / self.queues[one.name].unit) ** 2
         return max(time_weight, 0.0) * time_s + spent
 
-    def _shared(self, structure: Structure) -> Choice:
+    def _with_best_shares(self, structure: Structure) -> Choice:
         """Return a structure with the best shares by the estimates as they are."""
-        time_weight, cost_weights = self.queues.weights()
-        return reshare(
-            self.chain,
-            self.estimates.finest(),
-            structure,
-            time_weight=time_weight,
-            cost_weights=cost_weights,
-            budgets=self.budgets,
-            **self._asked,
-        )
-
-    def _dwell(self) -> float:
-        return min(max(self.estimates.dwell_steps, 1.0), _LONGEST_DWELL)
+        objective = replace(self._objective(), curve=None)
+        return reshare(self.chain, self.estimates.finest(), structure, objective, **self._asked)
 
     def _follow(self, state: State) -> Sequence[Command]:
         """Keep the structure; let shares follow."""
         old, reason = self.choice, self._warning(state)
         fine = self.estimates.finest()
-        state_then, structure_then, until = self._settled
+        state_then, structure_then, until = self._shared
         if fine is state_then and old.structure is structure_then and self.queues.steps < until:
             self.counts["keep"] += 1
             return (Command(kind="keep", reason=reason),)
-        self._settled = fine, old.structure, self.queues.steps + _CHECK_EVERY
+        self._shared = fine, old.structure, self.queues.steps + _CHECK_EVERY
         kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
-        new = self._shared(old.structure)
-        weights = self.queues.weights()
-        worth = [worth_of(one, *weights, self.budgets) for one in (kept, new)]
-        if new.shares == old.shares or worth[0] - worth[1] <= _SAME_SHARES * abs(worth[0]):
+        new = self._with_best_shares(old.structure)
+        objective = replace(self._objective(), curve=None)
+        stays, gain = objective.of(kept), objective.of(kept) - objective.of(new)
+        if new.shares == old.shares or gain <= self._options.share_dead_zone * abs(stays):
             self.choice = kept
             self.counts["keep"] += 1
             return (Command(kind="keep", reason=reason),)
@@ -381,11 +364,11 @@ class Controller:
         return (Command(kind="re-share", plan=self.plan, reason=reason or "shares follow the speeds"),)
 
     def _change(self, best: Structure, state: State, why: str) -> Sequence[Command]:
-        made = self._shared(best)
+        made = self._with_best_shares(best)
         kind = orders.change_of(self.choice, made)
         warning = self._warning(state)
         if kind not in ("keep", "re-share"):
-            self._calm.changed(state, self.queues.steps)
+            self._cooldown.answer(state, self.queues.steps)
             self.regret = 0.0
         self.choice = made
         self.counts[kind] += 1
@@ -396,11 +379,11 @@ class Controller:
     def _warning(self, state: State) -> str:
         """Return which budget cannot be kept as things are, looked at now and then while it is exceeded."""
         if self.queues.steps % _CHECK_EVERY == 0:
-            self._told = ""
+            self._warned = ""
             for budget in self.budgets:
                 if self.queues[budget.name].violation > 0.0 and self.queues[budget.name].backlog > 1.0:
-                    self._told = self._told or self._cannot(budget, state)
-        return self._told
+                    self._warned = self._warned or self._cannot(budget, state)
+        return self._warned
 
     def _cannot(self, budget: Budget, state: State) -> str:
         time_s, costs = self._slots.rows(state)

@@ -54,6 +54,17 @@ class Environment:
             )
         return self._memo[key]  # type: ignore[return-value]
 
+    @property
+    def holds(self) -> np.ndarray:
+        """Return which devices hold the whole model, shape (devices,)."""
+        chain = self.work.chain
+        need = chain.before_state[-1] + self.work.micro_batch * chain.before_saved[-1]
+        return np.asarray(need <= chain.memory_bytes)
+
+    def replicas(self, pattern: int) -> np.ndarray:
+        """Return which devices of a pattern hold the whole model, shape (devices,)."""
+        return np.asarray(self.path.available[pattern] & self.holds)
+
     def kinds(self, condition: int, pattern: int) -> SubsetClasses:
         """Return every subset of the devices of a state, with least time and costs."""
         key = ("kinds", condition, pattern)

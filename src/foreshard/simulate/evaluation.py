@@ -289,15 +289,34 @@ def _known(name: str, file: str | None, key: str) -> None:
 def _round(
     scenario: Scenario, cluster: Cluster, work: Workload, names: Sequence[str], slots: int, seed: int
 ) -> EvaluatedPath:
+    arena, budgets, spent = environment_of(scenario, cluster, work, slots=slots, seed=seed)
+    return EvaluatedPath(
+        seed=seed,
+        budgets=budgets,
+        bound=bound_of(arena, budgets),
+        equal=bound_of(arena, budgets, equal=True),
+        runs={
+            name: spent[name]
+            if name in spent
+            else run_of(_rule(name, arena, budgets, scenario), arena, scenario)
+            for name in names
+        },
+        path=describe(arena.path),
+    )
+
+
+def run_of(rule: Rule, arena: Environment, scenario: Scenario) -> Run:
+    """Return how a policy fares on the path of its environment."""
+    seen, batches = scenario.sees_now, scenario.batches
+    return play(rule, arena, arena.path, kinds=arena.cost_kinds, sees_now=seen, batches=batches)
+
+
+def environment_of(
+    scenario: Scenario, cluster: Cluster, work: Workload, *, slots: int, seed: int
+) -> tuple[Environment, tuple[Budget, ...], Mapping[str, Run]]:
+    """Return a path, the budgets in numbers, and the runs of the policies that they are a part of."""
     path = draw(scenario, cluster, slots=slots, seed=seed)
     arena = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
-
-    def run(name: str, budgets: Sequence[Budget]) -> Run:
-        rule = _rule(name, arena, budgets, scenario)
-        return play(
-            rule, arena, path, kinds=arena.cost_kinds, sees_now=scenario.sees_now, batches=scenario.batches
-        )
-
     spenders = {one.of for one in scenario.budget if one.of}
     for name in spenders:
         if name not in _FREE:
@@ -308,16 +327,8 @@ def _round(
                 value=name,
                 rule=f"Budgets are parts of what one of these spends: {', '.join(_FREE)}",
             )
-    spent = {name: run(name, ()) for name in sorted(spenders)}
-    budgets = tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget)))
-    return EvaluatedPath(
-        seed=seed,
-        budgets=budgets,
-        bound=bound_of(arena, budgets),
-        equal=bound_of(arena, budgets, equal=True),
-        runs={name: spent[name] if name in spent else run(name, budgets) for name in names},
-        path=describe(path),
-    )
+    spent = {name: run_of(_rule(name, arena, (), scenario), arena, scenario) for name in sorted(spenders)}
+    return arena, tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget))), spent
 
 
 def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:

@@ -33,8 +33,8 @@ class _Simple:
         self._memo: dict[tuple[object, ...], Decision] = {}
 
     def everyone(self, seen: Seen) -> tuple[int, ...]:
-        """Return all devices that are there."""
-        return tuple(np.flatnonzero(self.arena.path.available[seen.pattern]).tolist())
+        """Return all devices that are there and hold the model."""
+        return tuple(np.flatnonzero(self.arena.replicas(seen.pattern)).tolist())
 
     def learn(self, happened: Happened) -> None:
         """Forget it."""
@@ -140,9 +140,8 @@ class Fleet(_Simple):
         return self._chosen[seen.pattern]
 
     def _plan(self, pattern: int) -> Decision:
-        work, path = self.arena.work, self.arena.path
-        state = self.arena.mean_state()
-        there = np.flatnonzero(path.available[pattern])
+        work, state = self.arena.work, self.arena.mean_state()
+        there = np.flatnonzero(self.arena.replicas(pattern))
         # Even shares wait for the slowest, so that the best fleet of a size has its fastest, or its cheapest.
         orders = (self.arena.mean_sample_s()[there], (self.arena.mean_sample_s() * state.usd_per_h)[there])
         best, least = None, np.inf
@@ -247,7 +246,7 @@ class Banked(_Simple):
 def on_subset(arena: Environment, subset: Sequence[int]) -> Devices:
     """Return the devices of a subset that are there; when none is, all that are."""
     chosen = frozenset(subset)
-    there = [np.flatnonzero(row).tolist() for row in arena.path.available]
+    there = [np.flatnonzero(arena.replicas(at)).tolist() for at in range(len(arena.path.available))]
     kept = [tuple(one for one in row if one in chosen) or tuple(row) for row in there]
     return lambda seen: kept[seen.pattern]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshard.control import orders
 from foreshard.control.controller import Controller
-from foreshard.control.search.stage_search import solve_stages
+from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.search.subsets import balanced_shares
 from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
 from foreshard.simulate.environment import Environment
@@ -139,16 +139,17 @@ def _probed(arena: Environment) -> tuple[tuple[int, int], ...]:
 
 
 def first_plan(arena: Environment, scenario: Scenario) -> Plan:
-    """Return the plan that a run starts with: every device a replica, shares by stated speeds."""
+    """Return the plan that a run starts with: a replica on every device that holds it, by stated speeds."""
     work = arena.work
-    shares = balanced_shares(work.chain.before_s[:, -1], work.batch)
+    ranks = np.flatnonzero(arena.holds)
+    shares = balanced_shares(work.chain.before_s[ranks, -1], work.batch)
     groups = tuple(
         Group(
             share=int(share),
             stages=(Stage(ranks=(rank,), layers=((0, work.chain.num_layers),)),),
             micro_batch=work.micro_batch,
         )
-        for rank, share in enumerate(shares)
+        for rank, share in zip(ranks.tolist(), shares, strict=True)
     )
     return Plan(
         global_batch=work.batch,
@@ -169,12 +170,13 @@ def staged_plan(arena: Environment, scenario: Scenario) -> Plan:
         When no stages hold the model.
     """
     work = arena.work
-    choice = solve_stages(
+    choice = solve_slot(
         work.chain,
         work.state,
         batch=work.batch,
         micro_batch=work.micro_batch,
         time_weight=1.0,
+        reading=MP_OVER_DP,
         max_stages=MOST_STAGES,
     )
     return orders.plan_of(first_plan(arena, scenario), choice, batch=work.batch, micro_batch=work.micro_batch)

@@ -13,6 +13,7 @@ import pytest
 from foreshard.control.budgets import dual
 from foreshard.control.controller import Controller
 from foreshard.control.journal import command_line, replay
+from foreshard.control.options import ControllerOptions
 from foreshard.control.orders import structure_of
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.subsets import SubsetClasses
@@ -258,7 +259,9 @@ def test_a_budget_that_binds_is_kept(cases):
     run(world, fast, 30)
     real = evaluate(world.chain, world.state(), fast.choice.structure, fast.choice.shares, micro_batch=2)
     budget = (Budget(name="money", kind="usd", limit=0.7 * real.costs["usd"]),)
-    controller = world.controller(budgets=budget, quiet_steps=20, violation=0.01, horizon=900)
+    controller = world.controller(
+        budgets=budget, options=ControllerOptions(cooldown_steps=20), violation=0.01, horizon=900
+    )
     run(world, controller, 900, budgets=budget)
     assert controller.queues.violation <= 0.02
     # Rent in proportion to speed: the best mean time is between the fastest plan and the cheapest.
@@ -375,7 +378,7 @@ def test_wrong_beliefs_cost_time_but_not_the_budget(cases):
     prices = {"usd_per_h": np.array([9000.0, 9000.0, 1800.0, 1800.0])}
     world = World(cases, [0.4, 0.7, 0.5, 0.9], **prices)
     budget = (Budget(name="money", kind="usd", limit=75.0),)
-    controller = world.controller(budgets=budget, quiet_steps=10, weight=1.0)
+    controller = world.controller(budgets=budget, options=ControllerOptions(cooldown_steps=10), weight=1.0)
     for number in range(600):
         event = world.step(number, controller.plan, budget)
         # Nothing is heard of any device, only what the step took and cost.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from foreshard.control.budgets.objective import Objective
 from foreshard.control.search.shortlist import Shortlist
 from foreshard.control.search.slot_search import PipelineSearch
 from foreshard.control.slots import Budget
@@ -23,9 +24,10 @@ def compared(cases, speed, update_s):
         return max((update_s + 4.0 * share) / state.speed[worker] for worker, share in seconds)
 
     slots = PipelineSearch(chain, budgets, max_stages=1, **asked)
-    finalists = Shortlist(slots, budgets, timed=timed, plain=False, **asked)
-    running = slots.compare(state, 1.0, {"money": 0.0}, None).best
-    return finalists.compare(state, 1.0, {"money": 0.0}, running)
+    finalists = Shortlist(slots, timed=timed, plain=False, **asked)
+    free = Objective(time=1.0, costs={}, budgets=tuple(budgets))
+    running = slots.compare(state, free, None).best
+    return finalists.compare(state, free, running)
 
 
 @pytest.mark.parametrize("update_s", [0.0, UPDATE_S])

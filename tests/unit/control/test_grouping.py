@@ -8,17 +8,21 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.budgets.objective import reshare, worth_of
+from foreshard.control.budgets.objective import Objective, Weights
 from foreshard.control.moves import move
-from foreshard.control.search.grouping import solve_slot
+from foreshard.control.search.cache import SearchCache
 from foreshard.control.search.pricing import evaluate, pace_of, runs
 from foreshard.control.search.shares import whole_shares
-from foreshard.control.search.state_cache import StructureMemo, Weights
+from foreshard.control.search.slot_search import reshare, solve_slot
 from foreshard.control.slots import Budget, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError
 
 RENT = (Budget(name="money", kind="usd", limit=1.0),)
 ENERGY = (Budget(name="energy", kind="joule", limit=1.0),)
+
+
+def worth_of(choice, cost_weights, budgets):
+    return Objective(time=1.0, costs=cost_weights, budgets=budgets).of(choice)
 
 
 def partitions(items):
@@ -92,7 +96,7 @@ def test_choice_is_the_best_of_all_for_four_workers(cases, tight, budgets):
                 solve_slot(made, now, **asked, time_weight=1.0, cost_weights=weight, budgets=budgets)
             continue
         choice = solve_slot(made, now, **asked, time_weight=1.0, cost_weights=weight, budgets=budgets)
-        gaps.append(worth_of(choice, 1.0, weight, budgets) / best - 1.0)
+        gaps.append(worth_of(choice, weight, budgets) / best - 1.0)
     assert min(gaps) > -1e-9
     assert sum(gap < 1e-9 for gap in gaps) >= 0.95 * len(gaps) or max(gaps) < 0.002, gaps
 
@@ -106,9 +110,9 @@ def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monk
         asked = {"batch": 48, "micro_batch": 2, "time_weight": 1.0, "cost_weights": weight, "budgets": RENT}
         worth = []
         for limit in (10_000, 0):
-            monkeypatch.setattr("foreshard.control.search.candidates._EXHAUSTIVE", limit)
+            monkeypatch.setattr("foreshard.control.search.pipelines.EXHAUSTIVE", limit)
             try:
-                worth.append(worth_of(solve_slot(made, now, **asked), 1.0, weight, RENT))
+                worth.append(worth_of(solve_slot(made, now, **asked), weight, RENT))
             except InfeasibleError:
                 worth.append(math.inf)
         if math.isfinite(worth[0]):
@@ -120,7 +124,7 @@ def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monk
 def test_a_walk_over_many_slots_gets_no_worse_and_uses_what_it_knows(cases):
     rng = np.random.default_rng(8)
     made, now = cases.random_case(rng, 10, kinds=6, layers=6)
-    memo, start, worths = StructureMemo(), None, []
+    cache, start, worths = SearchCache(), None, []
     for _ in range(12):
         start = solve_slot(
             made,
@@ -130,12 +134,12 @@ def test_a_walk_over_many_slots_gets_no_worse_and_uses_what_it_knows(cases):
             time_weight=1.0,
             cost_weights={"money": 0.1},
             budgets=RENT,
-            start=start,
-            memo=memo,
+            running=start,
+            cache=cache,
             max_stages=4,
             most_looks=5 if start else 20,
         )
-        worths.append(worth_of(start, 1.0, {"money": 0.1}, RENT))
+        worths.append(worth_of(start, {"money": 0.1}, RENT))
     assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(worths))
     full = solve_slot(
         made,
@@ -147,7 +151,7 @@ def test_a_walk_over_many_slots_gets_no_worse_and_uses_what_it_knows(cases):
         budgets=RENT,
         max_stages=4,
     )
-    assert worths[-1] <= 1.05 * worth_of(full, 1.0, {"money": 0.1}, RENT)
+    assert worths[-1] <= 1.05 * worth_of(full, {"money": 0.1}, RENT)
 
 
 def test_weights_decide_between_the_fastest_and_the_cheapest(cases):
@@ -170,16 +174,6 @@ def test_duty_is_weighed_for_its_worker_only(cases):
     assert spared.costs["duty:1"] == 0.0 and 1 not in spared.structure.workers
 
 
-def test_running_structure_is_kept_where_change_weighs_more(cases):
-    made = cases.chain(np.ones(4) * 0.1, 2, boundary=0.01, states=100.0, sync=50.0)
-    now = cases.state([1.0, 1.0])
-    running = Structure(groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 1, 4)),))
-    asked = {"batch": 64, "micro_batch": 2, "time_weight": 1.0, "running": running}
-    moved = solve_slot(made, now, **asked).structure
-    assert moved != running and move(made, now, running, moved).time_s > 0.0
-    assert solve_slot(made, now, **asked, change_weight=100.0).structure == running
-
-
 def test_change_is_what_each_worker_lacks_over_its_fastest_link(cases):
     made, now = cases.chain(np.ones(4), 3, states=[1.0, 2.0, 4.0, 8.0]), cases.state([1.0] * 3)
     old = Structure(groups=(WorkerPipeline(workers=(0, 1), cuts=(0, 2, 4)),))
@@ -193,7 +187,9 @@ def test_change_is_what_each_worker_lacks_over_its_fastest_link(cases):
 def test_reshare_keeps_every_group(cases):
     made = cases.chain(np.ones(4) * 0.1, 2)
     structure = Structure(groups=tuple(WorkerPipeline(workers=(w,), cuts=(0, 4)) for w in (0, 1)))
-    choice = reshare(made, cases.state([1.0, 1e-3]), structure, batch=64, micro_batch=2, time_weight=1.0)
+    choice = reshare(
+        made, cases.state([1.0, 1e-3]), structure, Objective(time=1.0, costs={}), batch=64, micro_batch=2
+    )
     assert choice.shares == (62, 2)
     assert evaluate(made, cases.state([1.0, 1e-3]), structure, (62, 2), micro_batch=2).time_s == choice.time_s
 

@@ -27,7 +27,7 @@ def taught(limit=2.0, horizon=1000, steps=0, cost=2.0, weight=100.0, per="step")
     lessons.rows(b"one", TIMES, COSTS)
     lessons.saw(b"one", max(steps, 1))
     assert lessons.due
-    lessons.teach(queues)
+    lessons.place(queues)
     return queues, lessons
 
 
@@ -63,7 +63,7 @@ def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_be
     for _ in range(4):
         while not lessons.due:
             lessons.saw(b"one", 1)
-        lessons.teach(queues)
+        lessons.place(queues)
     time_weight, costs = queues.weights()
     assert int(np.argmin(time_weight * TIMES + costs["b"] * COSTS[:, 0])) == 2
     assert queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH * UNKEPT_GROWTH**4)
@@ -76,7 +76,7 @@ def test_a_budget_that_can_be_kept_gives_way_to_one_that_cannot():
     for _ in range(3):
         while not lessons.due:
             lessons.saw(b"one", 1)
-        lessons.teach(queues)
+        lessons.place(queues)
     assert queues["lost"].backlog == pytest.approx(10.0 * UNKEPT_WORTH * UNKEPT_GROWTH**2)
     assert queues["kept"].backlog == pytest.approx(10.0 * UNKEPT_WORTH)
 
@@ -113,7 +113,7 @@ def test_lessons_double_in_distance_until_a_run_has_forty_of_them(horizon, apart
         lessons.saw(b"one", 1)
         seen += 1
         if lessons.due:
-            lessons.teach(queues)
+            lessons.place(queues)
             at.append(seen)
     apart_now = np.diff(at)
     assert at[:3] == [1, 2, 16] and apart_now.max() == apart_now[-1] == apart

@@ -11,7 +11,9 @@ import pytest
 from scipy.optimize import linprog
 
 from foreshard.control.budgets.queues import drift
-from foreshard.control.search.state_cache import StructureMemo
+from foreshard.control.search.cache import SearchCache
+from foreshard.control.search.pipelines import PipelineStates
+from foreshard.control.slots import Structure
 
 TOY = json.loads((Path(__file__).parent / "online_toy.json").read_text())
 EXPECTED = TOY["expected"]
@@ -45,7 +47,8 @@ def structures(cases, state):
         bandwidth_bytes_per_s=np.full((4, 4), state["bandwidth"]),
         usd_per_h=3600.0 * np.array(state["price"]),
     )
-    land = StructureMemo().landscape(
+    land = SearchCache().state(
+        PipelineStates,
         chain,
         now,
         batch=TOY["global_batch"],
@@ -57,9 +60,9 @@ def structures(cases, state):
     for size in range(1, 5):
         for subset in itertools.combinations(range(4), size):
             for part in partitions(list(subset)):
-                if all(land.fits(group) for group in part):
-                    units = [land.unit(group, land.front_of(group, 0)[-1]) for group in part]
-                    times.append(land.layout(units).fastest.time_s)
+                if all(land.holds(group) for group in part):
+                    groups = [land.pipeline(group, land.front_of(group, 0)[-1]) for group in part]
+                    times.append(land.layout(Structure(groups=tuple(groups))).fastest.time_s)
                     names.append(part)
     times = np.array(times)
     rent = np.array([sum(state["price"][w] for group in part for w in group) for part in names])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.unit.control.test_clairvoyant import WIDTH, arena_of
 
+from foreshard.control.options import ControllerOptions
 from foreshard.control.search.subsets import COSTS
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.simulate.clairvoyant_bound import bound_of
@@ -14,6 +15,8 @@ from foreshard.simulate.policies import BY_SHARES, Banked, EqualShare, Fleet, Gr
 from foreshard.simulate.policy_adapter import controller_rule
 from foreshard.simulate.slot_loop import Seen, play
 from foreshard.spec.scenario import Scenario
+
+IMPATIENT = ControllerOptions(patience=0.0)
 
 
 def ours_of(arena, budgets, *, sees_now=True, **asked):
@@ -132,11 +135,11 @@ def test_on_stages_that_split_micro_batches_ours_keeps_the_budget_and_the_books_
 
 def test_without_budgets_ours_is_the_fastest_and_with_a_small_weight_the_cheapest():
     arena = arena_of()
-    rule = ours_of(arena, (), patience=0.0)
+    rule = ours_of(arena, (), options=IMPATIENT)
     fastest = run_of(Greedy(arena), arena)
     assert (run_of(rule, arena).time_s - fastest.time_s).mean() == pytest.approx(0.0, abs=0.05)
     budget = budget_of(arena, 0.3)
-    thrifty = run_of(ours_of(arena, (budget,), weight=1e-6, patience=0.0), arena)
+    thrifty = run_of(ours_of(arena, (budget,), weight=1e-6, options=IMPATIENT), arena)
     cheapest = run_of(Greedy(arena, (budget,)), arena)
     batch_usd = lambda run: float(run.costs["usd"][50:].mean())  # noqa: E731
     assert batch_usd(thrifty) == pytest.approx(batch_usd(cheapest), rel=0.05)

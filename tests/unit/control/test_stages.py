@@ -11,7 +11,7 @@ import pytest
 
 from foreshard.control.orders import plan_of
 from foreshard.control.search.pricing import evaluate
-from foreshard.control.search.stage_search import solve_stages
+from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.slots import MP_OVER_DP, Budget, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError
 from foreshard.spec.plan_file import parse_plan
@@ -69,8 +69,15 @@ def test_choice_is_the_best_of_all_at_any_weights(cases, workers, layers, cases_
             return one.time_s + sum(weights[each.name] * one.costs[each.key] for each in ALL_KINDS)
 
         least = min(worth(one) for one in everything(made, now, 24, 4) if math.isfinite(one.time_s))
-        choice = solve_stages(
-            made, now, batch=24, micro_batch=4, time_weight=1.0, cost_weights=weights, budgets=ALL_KINDS
+        choice = solve_slot(
+            made,
+            now,
+            batch=24,
+            micro_batch=4,
+            time_weight=1.0,
+            cost_weights=weights,
+            budgets=ALL_KINDS,
+            reading=MP_OVER_DP,
         )
         assert worth(choice) == pytest.approx(least, rel=1e-9)
         wide += max(len(group.workers) for group in choice.structure.groups) > 1
@@ -81,13 +88,19 @@ def test_choice_is_the_best_of_all_at_any_weights(cases, workers, layers, cases_
 def test_where_nothing_fits_it_is_said(cases):
     made, now = cases.chain([1.0] * 3, 2, memory=1.2), cases.state([1.0, 2.0])
     with pytest.raises(InfeasibleError, match="no stages of 2 workers"):
-        solve_stages(made, now, batch=24, micro_batch=4, time_weight=1.0)
+        solve_slot(made, now, batch=24, micro_batch=4, time_weight=1.0, reading=MP_OVER_DP)
 
 
 def test_stages_become_one_group_with_rank_shares(cases):
     made = cases.chain([1.0] * 4, 3, boundary=0.01, sync=500.0)
-    choice = solve_stages(
-        made, cases.state([2.0, 1.0, 3.0]), batch=48, micro_batch=6, time_weight=1.0, max_stages=2
+    choice = solve_slot(
+        made,
+        cases.state([2.0, 1.0, 3.0]),
+        batch=48,
+        micro_batch=6,
+        time_weight=1.0,
+        max_stages=2,
+        reading=MP_OVER_DP,
     )
     running = parse_plan(
         {

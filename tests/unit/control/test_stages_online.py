@@ -9,9 +9,9 @@ import pytest
 from tests.unit.control.test_stages import everything
 
 from foreshard.control.budgets.queues import Queues
-from foreshard.control.search.stage_cache import StageMemo
-from foreshard.control.search.stage_search import solve_stages
-from foreshard.control.slots import Budget
+from foreshard.control.search.cache import SearchCache
+from foreshard.control.search.slot_search import solve_slot
+from foreshard.control.slots import MP_OVER_DP, Budget
 
 BATCH, MICRO_BATCH, SLOTS, WEIGHT = 24, 4, 1200, 10.0
 CHANCE = np.array([0.5, 0.3, 0.2])
@@ -56,10 +56,10 @@ def played(cases):
     limit = 0.4 * usd[0] + 0.6 * usd[1]
     budget = Budget(name="money", kind="usd", limit=float(limit))
     queues = Queues((budget,), weight=WEIGHT, step_s=fast[0].time_s)
-    memo, drawn, chosen, backlog = StageMemo(), np.random.default_rng(0).choice(3, SLOTS, p=CHANCE), [], []
+    memo, drawn, chosen, backlog = SearchCache(), np.random.default_rng(0).choice(3, SLOTS, p=CHANCE), [], []
     for at in drawn:
         time_weight, cost_weights = queues.weights()
-        choice = solve_stages(
+        choice = solve_slot(
             made,
             states[at],
             batch=BATCH,
@@ -67,7 +67,8 @@ def played(cases):
             time_weight=time_weight,
             cost_weights=cost_weights,
             budgets=(budget,),
-            memo=memo,
+            cache=memo,
+            reading=MP_OVER_DP,
         )
         queues.record(choice.time_s, {"money": choice.costs["usd"]})
         chosen.append(choice)

@@ -56,8 +56,11 @@ class DualLearning:
     by learned multipliers.
     """
 
-    def __init__(self, budgets: Sequence[Budget], horizon: int):
+    def __init__(
+        self, budgets: Sequence[Budget], horizon: int, *, margin: float = MARGIN, catches_up: bool = True
+    ):
         self.budgets, self.horizon = tuple(budgets), horizon
+        self._margin, self._catches_up = margin, catches_up
         self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
         self._seen, self._next, self._unkept = 0, 1, 0
@@ -96,7 +99,7 @@ class DualLearning:
         """Return whether it is time for a lesson."""
         return self._seen >= self._next and bool(self._visited)
 
-    def teach(self, queues: Queues) -> None:
+    def place(self, queues: Queues) -> None:
         """Move the place-holders of the queues to what the states seen so far make of them."""
         self._next = max(min(2 * self._seen, self._seen + self._later), FIRST if self._seen > 1 else 2)
         left = [self._left(queues, one) for one in self.budgets]
@@ -126,10 +129,10 @@ class DualLearning:
     def _left(self, queues: Queues, budget: Budget) -> Budget:
         """Return the budget less what was spent too much, spread over the steps that are left."""
         queue, steps = queues[budget.name], queues.steps
-        if not steps:
-            return replace(budget, limit=budget.limit * (1.0 - MARGIN))
+        if not steps or not self._catches_up:
+            return replace(budget, limit=budget.limit * (1.0 - self._margin))
         total = max(self.horizon, steps)
-        saved = (queue.allowed - queue.spent) / (queue.allowed / steps) - MARGIN * total
+        saved = (queue.allowed - queue.spent) / (queue.allowed / steps) - self._margin * total
         part = saved / max(total - steps, LAST_PART * total)
         part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
         return replace(budget, limit=budget.limit * (1.0 + part))

@@ -1,73 +1,97 @@
-"""What a slot minimises, and the shares with which a structure that is kept is worth most."""
+"""What a slot minimises: weighed seconds and costs, and what the queues add when a choice stays for long."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from foreshard.control.budgets.queues import Curve
-from foreshard.control.search.cached_structures import Weights
-from foreshard.control.search.pricing import boundary_usd, evaluate, pace_of, stage_s, stage_spans
-from foreshard.control.search.shares import counted, whole_shares
-from foreshard.control.search.stage_splits import restaged
-from foreshard.control.slots import MP_OVER_DP, Budget, Chain, Choice, State, Structure
+from foreshard.control.slots import Budget, Choice, State
 
 
-def reshare(
-    chain: Chain,
-    state: State,
-    structure: Structure,
-    *,
-    batch: int,
-    micro_batch: int,
-    time_weight: float,
-    cost_weights: Mapping[str, float] | None = None,
-    budgets: Sequence[Budget] = (),
-) -> Choice:
-    """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """What a slot minimises, by worker.
 
-    Every group keeps at least one sample, and so does every worker of a stage of several: the structure is
-    what it was.
+    Attributes
+    ----------
+    time : float
+        Of a second.
+    active, busy, sent : ndarray, shape (W,)
+        Of a second that a worker is taken, of a busy second on top, of a dollar for bytes that it sends.
     """
-    weights = Weights.of(state, time_weight, cost_weights or {}, budgets)
-    if structure.reading == MP_OVER_DP:
-        return restaged(chain, state, structure, weights, batch=batch, micro_batch=micro_batch)
-    pace = pace_of(chain, state, structure, micro_batch=micro_batch)
-    spans = stage_spans(structure)
-    worker, group, first, stop = spans
-    each = weights.busy[worker] * stage_s(chain, state, worker, first, stop)
-    if weights.sent.any():
-        sent_usd = boundary_usd(chain, state, spans, np.ones(len(structure.groups)))
-        each = each + (weights.sent * sent_usd)[worker]
-    shares = whole_shares(
-        pace.start_s,
-        pace.rate_s,
-        batch,
-        micro_batch,
-        time_weight=weights.time + float(weights.active[worker].sum()),
-        sample_weight=np.bincount(group, each, minlength=len(structure.groups)) if each.any() else None,
-    ).shares
-    for empty in np.flatnonzero(shares == 0):
-        given = min(micro_batch, int(shares.max()) - 1)
-        shares[int(shares.argmax())] -= given
-        shares[empty] = given
-    return evaluate(chain, state, structure, counted(shares), micro_batch=micro_batch)
+
+    time: float
+    active: np.ndarray
+    busy: np.ndarray
+    sent: np.ndarray
+
+    @staticmethod
+    def of(state: State, time: float, costs: Mapping[str, float], budgets: Sequence[Budget]) -> Weights:
+        """Return the weights that weights of budgets, by name, amount to."""
+        size = len(state.speed)
+        active, busy, sent = np.zeros(size), np.zeros(size), np.zeros(size)
+        for budget in budgets:
+            weight = float(costs.get(budget.name, 0.0))
+            who = slice(None) if budget.worker is None else slice(budget.worker, budget.worker + 1)
+            if budget.kind in ("usd", "rent_usd"):
+                active[who] += weight * state.usd_per_h[who] / 3600.0
+            if budget.kind in ("usd", "egress_usd"):
+                sent[who] += weight
+            if budget.kind in ("joule", "carbon_kg"):
+                scale = weight * (state.kg_per_j[who] if budget.kind == "carbon_kg" else 1.0)
+                active[who] += scale * state.idle_w[who]
+                busy[who] += scale * (state.busy_w[who] - state.idle_w[who])
+            if budget.kind == "duty":
+                busy[who] += weight
+        return Weights(time=time, active=active, busy=busy, sent=sent)
+
+    def row(self) -> np.ndarray:
+        """Return the weights of a row of `CachedStructures`."""
+        return np.concatenate([[self.time], self.active, self.busy, self.sent])
 
 
-def worth_of(
-    choice: Choice,
-    time_weight: float,
-    cost_weights: Mapping[str, float],
-    budgets: Sequence[Budget],
-    curve: Curve | None = None,
-) -> float:
-    """Return what a slot minimises."""
-    if not math.isfinite(choice.time_s):
-        return math.inf
-    cost = sum(cost_weights.get(budget.name, 0.0) * choice.costs[budget.key] for budget in budgets)
-    if curve is not None:
-        costs = np.array([[choice.costs[budget.key] for budget in curve.budgets]])
-        cost += float(curve.extra(np.array([choice.time_s]), costs)[0])
-    return time_weight * choice.time_s + cost
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objective:
+    """Weights of a second and of each cost.
+
+    Attributes
+    ----------
+    time : float
+        Of a second; below 0 slow structures are preferred, but no group waits on purpose.
+    costs : mapping of budget name to weight
+    budgets : tuple of Budget
+    curve : Curve, optional
+        What is added that is not linear in time and costs.
+    """
+
+    time: float
+    costs: Mapping[str, float]
+    budgets: tuple[Budget, ...] = ()
+    curve: Curve | None = None
+
+    def weights(self, state: State) -> Weights:
+        """Return the linear part by worker."""
+        return Weights.of(state, self.time, self.costs, self.budgets)
+
+    def extra(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray | float:
+        """Return the part that is not linear, given seconds, shape (n,), and costs, shape (n, budgets)."""
+        if self.curve is None or not self.budgets:
+            return 0.0
+        return self.curve.extra(time_s, costs)
+
+    def of_rows(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
+        """Return the objective, given seconds, shape (n,), and costs, shape (n, budgets)."""
+        weigh = np.array([self.costs.get(one.name, 0.0) for one in self.budgets])
+        linear = self.time * time_s + (costs @ weigh if self.budgets else 0.0)
+        return np.asarray(linear + self.extra(time_s, costs))
+
+    def of(self, choice: Choice) -> float:
+        """Return the objective of a choice; infinite where it cannot run."""
+        if not math.isfinite(choice.time_s):
+            return math.inf
+        costs = np.array([[choice.costs[one.key] for one in self.budgets]])
+        return float(self.of_rows(np.array([choice.time_s]), costs)[0])

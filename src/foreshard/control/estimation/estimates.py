@@ -23,7 +23,7 @@ _SLACK, _ALARM, _CLIP = 0.5, 8.0, 6.0
 _LEAST_SPREAD, _FIRST_SPREAD = 0.02, 0.1
 _SUSPECT = 0.25
 """Logarithm by which a value must be off to be suspected of a change before the alarm rings."""
-GRID = 0.05
+_GRID = 0.05
 """Estimates are handed out in steps of this size in the logarithm, so that noise does not make new states."""
 MOST_REPEATS = 3
 """Steps reported at once count as at most so many values: enough to ring the alarm."""
@@ -42,8 +42,9 @@ class Level:
         Values taken in, changes seen, values that were no numbers.
     """
 
-    def __init__(self, value: float):
+    def __init__(self, value: float, grid: float = _GRID):
         self._log = self._shown = math.log(value)
+        self._grid = grid
         self._spread = _FIRST_SPREAD
         self._up = self._down = 0.0
         self._recent: deque[float] = deque(maxlen=5)
@@ -111,9 +112,12 @@ class Level:
             if abs(scaled) < 3.0:
                 wide = self._spread + GAIN * (1.25 * abs(surprise) - self._spread)
                 self._spread = max(wide, _LEAST_SPREAD)
-        if changed or abs(self._log - self._shown) > 0.75 * GRID + self.uncertainty:
-            self._shown = GRID * round(self._log / GRID)
+        if not self._grid or changed or abs(self._log - self._shown) > 0.75 * self._grid + self.uncertainty:
+            self._shown = self._on_grid()
         return changed
+
+    def _on_grid(self) -> float:
+        return self._grid * round(self._log / self._grid) if self._grid else self._log
 
     def _move(self, upward: bool) -> None:
         """Go to the median of the latest values that lie beyond the old level."""
@@ -126,7 +130,7 @@ class Level:
         """Take a value that is known."""
         if 0.0 < value < math.inf:
             self._log = math.log(value)
-            self._shown = GRID * round(self._log / GRID)
+            self._shown = self._on_grid()
             self._up = self._down = 0.0
             self._recent.clear()
         else:
@@ -287,9 +291,9 @@ class Estimates:
         What is known before anything is measured.
     """
 
-    def __init__(self, stated: State):
-        self._stated = stated
-        self.speed = [Level(float(speed) if speed > 0 else 1.0) for speed in stated.speed]
+    def __init__(self, stated: State, *, grid: float = _GRID, trusts_first_sight: bool = True):
+        self._stated, self._trusts_first_sight = stated, trusts_first_sight
+        self.speed = [Level(float(speed) if speed > 0 else 1.0, grid) for speed in stated.speed]
         self.links = Links(stated)
         self.available = np.array(stated.available, bool)
         self.usd_per_h = np.array(stated.usd_per_h, float)
@@ -326,7 +330,9 @@ class Estimates:
 
     def finest(self) -> State:
         """Return the state that shares are chosen for: the estimates as they are, changes at first sight."""
-        self._fine = self._with([level.latest for level in self.speed], self._fine)
+        first_sight = self._trusts_first_sight
+        speeds = [level.latest if first_sight else level.value for level in self.speed]
+        self._fine = self._with(speeds, self._fine)
         return self._fine
 
     def _with(self, speeds: list[float], last: State | None) -> State:

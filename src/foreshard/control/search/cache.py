@@ -1,44 +1,60 @@
-"""What a search remembers between slots of one chain: landscapes of states, and groups chosen lately."""
+"""What a search remembers between slots of one chain: states, tables of cuts, structures chosen lately."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from foreshard.control.search.cuts import Effort
 from foreshard.control.slots import Chain, State
 
-_STATES, _RECENT = 256, 12
-Groups = tuple[tuple[int, ...], ...]
-L = TypeVar("L")
+if TYPE_CHECKING:
+    from foreshard.control.search.state_cache import StateCache
+
+_MOST_STATES = 256
+"""States kept, each with up to some hundred structures: tens of megabytes for 64 workers."""
+_MOST_TABLES = 4096
+"""Fronts of pipelines or stages of several workers kept."""
+_RECENT = 12
+"""Structures chosen lately that a new state looks at."""
+Cells = tuple[tuple[int, ...], ...]
+"""Workers of each pipeline, or of each stage of one pipeline."""
+Counts = tuple[int, ...]
+"""Workers of each device class."""
+S = TypeVar("S", bound="StateCache")
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class SearchCache(ABC, Generic[L]):
-    """Landscapes by state, those least recently used forgotten, all of them with another chain.
+class SearchCache:
+    """States least recently used are forgotten, everything with another chain.
 
     Attributes
     ----------
+    states : OrderedDict of StateCache
     links : dict
-        Kinds of links by state, see `kinds`.
-    recent : OrderedDict of Groups
-        Groups chosen in the latest slots, the newest last.
+        Classes of links by state, see `device_classes`.
+    mixes : dict
+        All structures of some numbers of workers of each class.
+    recent : OrderedDict of Cells
+        Those of the structures chosen in the latest slots, the newest last.
+    effort : Effort
+        Spent on cuts so far.
     """
 
+    states: OrderedDict[object, StateCache] = field(default_factory=OrderedDict)
     links: dict[bytes, list[int]] = field(default_factory=dict)
-    landscapes: OrderedDict[object, L] = field(default_factory=OrderedDict)
-    recent: OrderedDict[Groups, None] = field(default_factory=OrderedDict)
-    chain: Chain | None = None
+    mixes: dict[object, list[tuple[Counts, ...]]] = field(default_factory=dict)
+    recent: OrderedDict[Cells, None] = field(default_factory=OrderedDict)
+    effort: Effort = field(default_factory=Effort)
+    _tables: dict[object, object] = field(default_factory=dict)
+    _chain: Chain | None = None
 
-    @abstractmethod
-    def made(
-        self, chain: Chain, state: State, batch: int, micro_batch: int, max_stages: int, apart: frozenset[int]
-    ) -> L:
-        """Return the landscape of a new state."""
-
-    def landscape(
+    def state(
         self,
+        kind: type[S],
         chain: Chain,
         state: State,
         *,
@@ -46,28 +62,32 @@ class SearchCache(ABC, Generic[L]):
         micro_batch: int,
         max_stages: int,
         apart: frozenset[int],
-    ) -> L:
-        """Return the landscape of a state, the one of an earlier call where there was one."""
-        if self.chain is not chain:
-            self.forget()
-            self.chain = chain
+    ) -> S:
+        """Return what is known of a state, from an earlier call where there was one."""
+        if self._chain is not chain:
+            for known in (self.states, self.links, self.mixes, self.recent, self._tables):
+                known.clear()
+            self._chain = chain
         asked = (batch, micro_batch, max_stages, apart)
-        key = (state.key(), *asked)
-        if key not in self.landscapes:
-            self.landscapes[key] = self.made(chain, state, *asked)
-            if len(self.landscapes) > _STATES:
-                self.landscapes.popitem(last=False)
-        self.landscapes.move_to_end(key)
-        return self.landscapes[key]
+        key = (kind, state.key(), *asked)
+        if key not in self.states:
+            self.states[key] = kind(self, chain, state, *asked)
+            if len(self.states) > _MOST_STATES:
+                self.states.popitem(last=False)
+        self.states.move_to_end(key)
+        return self.states[key]  # type: ignore[return-value]
 
-    def forget(self) -> None:
-        """Forget everything: it was of another chain."""
-        for known in (self.links, self.landscapes, self.recent):
-            known.clear()
+    def table(self, key: object, make: Callable[[], T]) -> T:
+        """Return what is the same in all states in which some workers are as they are."""
+        if key not in self._tables:
+            if len(self._tables) > _MOST_TABLES:
+                self._tables.clear()
+            self._tables[key] = make()
+        return self._tables[key]  # type: ignore[return-value]
 
-    def chose(self, groups: Groups) -> None:
+    def chose(self, cells: Cells) -> None:
         """Note what a slot has chosen."""
-        self.recent[groups] = None
-        self.recent.move_to_end(groups)
+        self.recent[cells] = None
+        self.recent.move_to_end(cells)
         while len(self.recent) > _RECENT:
             self.recent.popitem(last=False)

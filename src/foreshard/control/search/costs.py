@@ -79,3 +79,11 @@ def slowest_link(state: State, workers: Sequence[int] | np.ndarray) -> tuple[flo
 @cache
 def _apart(count: int) -> np.ndarray:
     return ~np.eye(count, dtype=bool)
+
+
+def stage_link(
+    state: State, before: Sequence[int] | np.ndarray, after: Sequence[int] | np.ndarray
+) -> tuple[float, float]:
+    """Return the least bandwidth and the greatest latency from a worker of one stage to one of the next."""
+    pairs = np.ix_(np.asarray(before), np.asarray(after))
+    return float(state.bandwidth_bytes_per_s[pairs].min()), float(state.latency_s[pairs].max())

@@ -1,19 +1,33 @@
-"""Cuts and order of one pipeline: all good trades between the time to fill it and its slowest stage.
+"""Cuts of one pipeline: all good trades between the time to fill it and its slowest stage.
 
-A batch of n micro-batches takes fill + (n - 1) * slowest, so the best cuts for any n are on the front of
-these two. Workers come by kind: those of one kind are alike in everything, so that orders are sequences of
-kinds.
+A batch of n micro-batches takes fill + (n - 1) * slowest stage, so the best cuts for any n are on the front
+of these two. Stages are workers of device classes in an order that is searched, or given sets of workers that
+split every micro-batch in one of several ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 _MOST_STEPS = 150_000
-"""Transitions between sets of kinds, times pairs of cuts, up to which all orders are searched at once."""
+"""Transitions between sets of classes, times pairs of cuts, up to which all orders are searched at once.
+
+It takes a few milliseconds.
+"""
+LONG_CHAIN = 12
+"""Layers beyond which fronts are thinned: the number of points grows with the square of the layers."""
+
+Node = tuple[tuple[int, ...], int]
+"""Workers used by class, and the class of the last."""
+Tables = tuple[np.ndarray, np.ndarray]
+"""Seconds of a stage, and what it adds to the sum, by first layer and end; inf where it does not fit.
+
+Shape (L + 1, L + 1), or with one table for every way to split micro-batches (splits, L + 1, L + 1).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +37,23 @@ class PipelineCut:
     Attributes
     ----------
     order : tuple of int
-        Kind of the worker of each stage.
+        Device class of each stage.
     cuts : tuple of int
+        Where stages begin, and the end.
+    splits : tuple of int
+        Way to split micro-batches of each stage.
     fill_s, slowest_s : float
         Sum and maximum of the stage times of a micro-batch.
+    weighed : float
+        What the stages add to the sum that was minimised: `fill_s` where nothing but time counts.
     """
 
     order: tuple[int, ...]
     cuts: tuple[int, ...]
+    splits: tuple[int, ...]
     fill_s: float
     slowest_s: float
+    weighed: float
 
     def batch_s(self, num_micro_batches: float) -> float:
         """Return the seconds of a batch."""
@@ -41,24 +62,33 @@ class PipelineCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceClasses:
-    """What stages of each kind take.
+    """What stages of one worker of each device class take.
 
     Attributes
     ----------
-    seconds : ndarray, shape (kinds, L + 1, L + 1), seconds
+    seconds : ndarray, shape (classes, L + 1, L + 1), seconds
         Of a micro-batch through layers [start, stop); inf where stop <= start.
-    hop_s : ndarray, shape (kinds, kinds, L + 1), seconds
-        Message from a stage of the first kind to one of the second that begins at a layer.
+    hop_s : ndarray, shape (classes, classes, L + 1), seconds
+        Message from a stage of the first class to one of the second that begins at a layer.
     hop_extra : ndarray or None, same shape, seconds
         What the message costs otherwise, worth as many seconds; adds to the sum, not to the slowest.
     room : callable
-        (kind, stages from here to the end) -> ndarray of bool, shape (L + 1, L + 1): does the stage fit.
+        (class, stages from here to the end) -> ndarray of bool, shape (L + 1, L + 1): does the stage fit.
     """
 
     seconds: np.ndarray
     hop_s: np.ndarray
     room: Callable[[int, int], np.ndarray]
     hop_extra: np.ndarray | None = None
+
+    def stage(self, before: int, this: int, depth: int) -> Tables:
+        """Return a stage after one of another class, or the first of all, so many stages from the end."""
+        seconds = np.where(self.room(this, depth), self.seconds[this], np.inf)
+        if before < 0:
+            return seconds, seconds
+        seconds = seconds + self.hop_s[before, this][:, None]
+        extra = None if self.hop_extra is None else self.hop_extra[before, this]
+        return seconds, seconds if extra is None else seconds + extra[:, None]
 
 
 @dataclass(slots=True)
@@ -69,7 +99,7 @@ class Effort:
 
 
 def front(
-    kinds: DeviceClasses,
+    classes: DeviceClasses,
     counts: Sequence[int],
     *,
     grain: float = 0.0,
@@ -80,9 +110,9 @@ def front(
 
     Parameters
     ----------
-    kinds : DeviceClasses
+    classes : DeviceClasses
     counts : sequence of int
-        Workers of each kind; all are used.
+        Workers of each class; all are used.
     grain : float
         Points closer than this part in the slowest stage are left out; 0 finds all.
     least_rounds : float
@@ -94,66 +124,16 @@ def front(
     -----
     The least fill is a shortest path over cuts. Forbidding stages as slow as its slowest gives the next
     point, until no path is left: every point in as many searches as there are points. Orders are searched
-    with the path, over how many of each kind are used; where these are too many, a few orders by speed are
+    with the path, over how many of each class are used; where these are too many, a few orders by speed are
     tried.
     """
     counts = tuple(counts)
-    if _num_steps(counts) * kinds.seconds.shape[1] ** 2 <= _MOST_STEPS:
-        return _thinned(_sweep(_Search(kinds, counts, None, effort), grain, least_rounds), kinds)
+    few = _num_steps(counts) * classes.seconds.shape[1] ** 2 <= _MOST_STEPS
+    orders = (None,) if few else _likely_orders(classes, counts)
     found: list[PipelineCut] = []
-    for order in _likely_orders(kinds, counts):
-        found += _sweep(_Search(kinds, counts, order, effort), grain, least_rounds)
-    return _thinned(found, kinds)
-
-
-def _num_steps(counts: Sequence[int]) -> float:
-    alive = [count for count in counts if count]
-    states = float(np.prod([count + 1.0 for count in alive]))
-    return states * len(alive) ** 2 if len(alive) > 1 else sum(alive)
-
-
-def _likely_orders(kinds: DeviceClasses, counts: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """Return orders worth trying: slow or fast first, with neighbours that hear each other well."""
-    alive = [kind for kind, count in enumerate(counts) if count]
-    speed = {kind: float(kinds.seconds[kind, 0, -1]) for kind in alive}
-    orders = [
-        sorted(alive, key=lambda kind: (speed[kind], kind)),
-        sorted(alive, key=lambda k: (-speed[k], k)),
-    ]
-    near = [alive[0]]
-    while len(near) < len(alive):
-        rest = [kind for kind in alive if kind not in near]
-        near.append(min(rest, key=lambda kind: (float(kinds.hop_s[near[-1], kind].sum()), kind)))
-    orders += [near, near[::-1]]
-    return dict.fromkeys(tuple(kind for kind in order for _ in range(counts[kind])) for order in orders)
-
-
-def _sweep(search: _Search, grain: float, least_rounds: float) -> list[PipelineCut]:
-    found: list[PipelineCut] = []
-    limit, step = np.inf, 1.0 - max(grain, 1e-12)
-    while (cut := search.least_fill(limit)) is not None:
-        found.append(cut)
-        limit = cut.slowest_s * step
-        if len(found) == 1 and least_rounds > 1.0:
-            limit = min(limit, _worth_seeing(search, cut, least_rounds))
-    return found
-
-
-def _worth_seeing(search: _Search, first: PipelineCut, least_rounds: float) -> float:
-    """Return the slowest stage above which no cuts are best for so many micro-batches.
-
-    A slower one than the least possible has to pay for its (n - 1) rounds by what it saves in the fill.
-    """
-    slowest = search.least_slowest()
-    last = search.least_fill(slowest * (1.0 + 1e-12))
-    assert last is not None
-    saved = search.weighed_of(last) - search.weighed_of(first)
-    return slowest * (1.0 + 1e-12) + max(saved, 0.0) / (least_rounds - 1.0)
-
-
-def _thinned(found: Sequence[PipelineCut], kinds: DeviceClasses) -> tuple[PipelineCut, ...]:
-    """Return the points that no other beats in both; all where there is something else to weigh."""
-    if kinds.hop_extra is not None:
+    for order in orders:
+        found += points(CutSearch(classes.stage, counts, order, effort), grain, least_rounds - 1.0)
+    if classes.hop_extra is not None:
         return tuple(found)
     kept: list[PipelineCut] = []
     for cut in sorted(found, key=lambda one: (one.fill_s, one.slowest_s, one.order, one.cuts)):
@@ -162,128 +142,173 @@ def _thinned(found: Sequence[PipelineCut], kinds: DeviceClasses) -> tuple[Pipeli
     return tuple(kept)
 
 
-class _Search:
-    """Shortest paths over (workers used by kind, kind of the last, layers done)."""
+def _num_steps(counts: Sequence[int]) -> float:
+    alive = [count for count in counts if count]
+    states = float(np.prod([count + 1.0 for count in alive]))
+    return states * len(alive) ** 2 if len(alive) > 1 else sum(alive)
+
+
+def _likely_orders(classes: DeviceClasses, counts: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """Return orders worth trying: slow or fast first, with neighbours that hear each other well."""
+    alive = [at for at, count in enumerate(counts) if count]
+    speed = {at: float(classes.seconds[at, 0, -1]) for at in alive}
+    orders = [sorted(alive, key=lambda at: (speed[at], at)), sorted(alive, key=lambda at: (-speed[at], at))]
+    near = [alive[0]]
+    while len(near) < len(alive):
+        rest = [at for at in alive if at not in near]
+        near.append(min(rest, key=lambda at: (float(classes.hop_s[near[-1], at].sum()), at)))
+    orders += [near, near[::-1]]
+    return dict.fromkeys(tuple(at for at in order for _ in range(counts[at])) for order in orders)
+
+
+def points(
+    search: CutSearch, grain: float, slowest_weight: float, below: float = math.inf
+) -> Iterator[PipelineCut]:
+    """Yield points of the front, least sum first, as long as one can be best.
+
+    Parameters
+    ----------
+    search : CutSearch
+    grain : float
+        Points closer than this part in the slowest stage are left out.
+    slowest_weight : float
+        What a second of the slowest stage weighs at least; 0 for any weight.
+    below : float
+        Nothing is yielded where no sum plus weighed slowest stage is less.
+    """
+    first = search.least_sum(math.inf)
+    if first is None:
+        return
+    limit, step = first.slowest_s * (1.0 - max(grain, 1e-12)), 1.0 - max(grain, 1e-12)
+    if slowest_weight > 0.0:
+        least_s = search.least_slowest()
+        if first.weighed + slowest_weight * least_s >= below * step:
+            return
+        # A slower stage than the least possible has to pay for itself by what it saves in the sum.
+        last = search.least_sum(least_s * (1.0 + 1e-12))
+        assert last is not None
+        saved = max(last.weighed - first.weighed, 0.0)
+        limit = min(limit, least_s * (1.0 + 1e-12) + saved / slowest_weight)
+    yield first
+    while (cut := search.least_sum(limit)) is not None:
+        yield cut
+        limit = cut.slowest_s * step
+
+
+class CutSearch:
+    """Shortest paths over (workers used by class, class of the last, layers done).
+
+    Parameters
+    ----------
+    stage : callable
+        (class of the stage before, -1 for none; class; stages from here to the end) -> Tables.
+    counts : sequence of int
+        Workers of each class; all are used.
+    order : sequence of int, optional
+        Of classes; all orders are searched without it.
+    effort : Effort, optional
+    """
 
     def __init__(
         self,
-        kinds: DeviceClasses,
-        counts: tuple[int, ...],
-        order: tuple[int, ...] | None,
-        effort: Effort | None,
+        stage: Callable[[int, int, int], Tables],
+        counts: Sequence[int],
+        order: Sequence[int] | None = None,
+        effort: Effort | None = None,
     ):
-        self.effort = effort or Effort()
-        self.kinds, self.counts, self.order = kinds, counts, order
-        self.total = sum(counts)
-        self._ends = np.arange(kinds.seconds.shape[1])
-        self._stage: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._stage, self._counts, self._order = stage, tuple(counts), order
+        self._effort, self._total = effort or Effort(), sum(counts)
+        self._tables: dict[tuple[int, int, int], Tables] = {}
 
-    def least_fill(self, limit: float) -> PipelineCut | None:
-        """Return the cuts of least sum with all stages within the limit."""
-        zero = (0,) * len(self.counts)
-        start = np.full(self.kinds.seconds.shape[1], np.inf)
-        start[0] = 0.0
-        level = {(zero, -1): start}
-        came: list[dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]]] = []
-        for done in range(self.total):
+    def least_sum(self, limit: float) -> PipelineCut | None:
+        """Return the cuts of least weighed sum with all stages within the limit."""
+        level: dict[Node, np.ndarray] = {}
+        came: list[dict[Node, tuple[np.ndarray, np.ndarray]]] = []
+        for done in range(self._total):
             level, back = self._advance(level, done, limit)
             came.append(back)
             if not level:
                 return None
-        last = min(level, key=lambda key: (level[key][-1], key))
-        return self._cut(last, came) if np.isfinite(level[last][-1]) else None
+        last = min(level, key=lambda node: (level[node][-1], node))
+        return self._cut(last, came, limit) if np.isfinite(level[last][-1]) else None
 
     def least_slowest(self) -> float:
-        """Return the slowest stage of the cuts in which it is fastest; some cuts have to fit."""
-        zero = (0,) * len(self.counts)
-        start = np.full(self.kinds.seconds.shape[1], np.inf)
-        start[0] = 0.0
-        level = {(zero, -1): start}
-        for done in range(self.total):
-            level, _ = self._advance(level, done, np.inf, widest=True)
-        return min(float(reached[-1]) for reached in level.values())
-
-    def weighed_of(self, cut: PipelineCut) -> float:
-        """Return what the sum of the stages of some cuts weighs."""
-        total, before = 0.0, -1
-        for depth, kind in enumerate(cut.order):
-            _, weighed = self._stage_of(before, kind, self.total - depth)
-            total += float(weighed[cut.cuts[depth], cut.cuts[depth + 1]])
-            before = kind
-        return total
+        """Return the slowest stage of the cuts in which it is fastest; inf where no cuts fit."""
+        level: dict[Node, np.ndarray] = {}
+        for done in range(self._total):
+            level, _ = self._advance(level, done, math.inf, widest=True)
+        return min((float(reached[-1]) for reached in level.values()), default=math.inf)
 
     def _advance(
-        self,
-        level: dict[tuple[tuple[int, ...], int], np.ndarray],
-        done: int,
-        limit: float,
-        *,
-        widest: bool = False,
-    ) -> tuple[
-        dict[tuple[tuple[int, ...], int], np.ndarray],
-        dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]],
-    ]:
-        options: dict[tuple[tuple[int, ...], int], list[tuple[np.ndarray, int]]] = {}
-        for (used, last), reached in level.items():
-            for kind in self._next(used, done):
-                after = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                seconds, weighed = self._stage_of(last, kind, self.total - done)
-                if widest:
-                    way = np.maximum(reached[:, None], seconds)
-                elif limit < np.inf:
-                    way = reached[:, None] + np.where(seconds <= limit, weighed, np.inf)
+        self, level: dict[Node, np.ndarray], done: int, limit: float, *, widest: bool = False
+    ) -> tuple[dict[Node, np.ndarray], dict[Node, tuple[np.ndarray, np.ndarray]]]:
+        """Return what is reached with one stage more, and by class of the one before and its first layer."""
+        zero = (0,) * len(self._counts)
+        options: dict[Node, list[tuple[np.ndarray, int]]] = {}
+        for (used, last), reached in level.items() if done else [((zero, -1), None)]:
+            for this in self._next(used, done):
+                after = (*used[:this], used[this] + 1, *used[this + 1 :])
+                seconds, weighed = self._stage_of(last, this, self._total - done)
+                each = seconds if widest else weighed
+                if limit < math.inf:
+                    each = np.where(seconds <= limit, each, math.inf)
+                each = each if each.ndim == 2 else each.min(0)
+                if reached is None:
+                    way = np.where(np.arange(len(each))[:, None] == 0, each, math.inf)
+                elif widest:
+                    way = np.maximum(reached[:, None], each)
                 else:
-                    way = reached[:, None] + weighed
-                options.setdefault((after, kind), []).append((way, last))
-                self.effort.done += 1
+                    way = reached[:, None] + each
+                options.setdefault((after, this), []).append((way, last))
+                self._effort.done += 1
         level, back = {}, {}
-        for key, ways in options.items():
+        for node, ways in options.items():
             starts = [way.argmin(0) for way, _ in ways]
-            values = [way[start, self._ends] for start, (way, _) in zip(starts, ways, strict=True)]
-            best, start, lasts = values[0], starts[0], np.full(len(self._ends), ways[0][1])
+            ends = np.arange(len(starts[0]))
+            values = [way[start, ends] for start, (way, _) in zip(starts, ways, strict=True)]
+            best, start, lasts = values[0], starts[0], np.full(len(ends), ways[0][1])
             for value, other, (_, last) in zip(values[1:], starts[1:], ways[1:], strict=True):
                 better = value < best
                 best, start = np.where(better, value, best), np.where(better, other, start)
                 lasts[better] = last
             if np.isfinite(best).any():
-                level[key], back[key] = best, (start, lasts)
+                level[node], back[node] = best, (start, lasts)
         return level, back
 
     def _next(self, used: tuple[int, ...], done: int) -> Iterable[int]:
-        if self.order is not None:
-            return (self.order[done],)
-        return (kind for kind, count in enumerate(self.counts) if used[kind] < count)
+        if self._order is not None:
+            return (self._order[done],)
+        return (at for at, count in enumerate(self._counts) if used[at] < count)
 
-    def _stage_of(self, last: int, kind: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds of a stage, and what it adds to the sum, by first layer and end."""
-        key = (last, kind, depth)
-        if key not in self._stage:
-            seconds = np.where(self.kinds.room(kind, depth), self.kinds.seconds[kind], np.inf)
-            weighed = seconds
-            if last >= 0:
-                seconds = seconds + self.kinds.hop_s[last, kind][:, None]
-                weighed = seconds
-                if self.kinds.hop_extra is not None:
-                    weighed = seconds + self.kinds.hop_extra[last, kind][:, None]
-            self._stage[key] = (seconds, weighed)
-        return self._stage[key]
+    def _stage_of(self, last: int, this: int, depth: int) -> Tables:
+        key = (last, this, depth)
+        if key not in self._tables:
+            self._tables[key] = self._stage(last, this, depth)
+        return self._tables[key]
 
     def _cut(
-        self,
-        last: tuple[tuple[int, ...], int],
-        came: Sequence[dict[tuple[tuple[int, ...], int], tuple[np.ndarray, np.ndarray]]],
+        self, last: Node, came: Sequence[dict[Node, tuple[np.ndarray, np.ndarray]]], limit: float
     ) -> PipelineCut:
         """Walk back along the path."""
-        cuts, order = [self.kinds.seconds.shape[1] - 1], []
-        key, times = last, []
+        cuts, order, splits, times, weighed = [len(came[0][min(came[0])][0]) - 1], [], [], [], 0.0
+        node = last
         for depth, back in enumerate(reversed(came), start=1):
-            used, kind = key
-            starts, lasts = back[key]
+            used, this = node
+            starts, lasts = back[node]
             stop, start, before = cuts[-1], int(starts[cuts[-1]]), int(lasts[cuts[-1]])
-            times.append(float(self._stage_of(before, kind, depth)[0][start, stop]))
-            order.append(kind)
+            own = [np.atleast_1d(table[..., start, stop]) for table in self._stage_of(before, this, depth)]
+            split = int(np.where(own[0] <= limit, own[1], math.inf).argmin())
+            times.append(float(own[0][split]))
+            weighed += float(own[1][split])
+            splits.append(split)
+            order.append(this)
             cuts.append(start)
-            key = ((*used[:kind], used[kind] - 1, *used[kind + 1 :]), before)
+            node = ((*used[:this], used[this] - 1, *used[this + 1 :]), before)
         return PipelineCut(
-            order=tuple(reversed(order)), cuts=tuple(reversed(cuts)), fill_s=sum(times), slowest_s=max(times)
+            order=tuple(reversed(order)),
+            cuts=tuple(reversed(cuts)),
+            splits=tuple(reversed(splits)),
+            fill_s=sum(times),
+            slowest_s=max(times),
+            weighed=weighed,
         )

@@ -1,4 +1,4 @@
-"""Workers that are alike: those of one kind can change places and nothing changes."""
+"""Device classes: workers of one class can change places and nothing changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from foreshard.control.slots import Chain, State, link_kinds
 _STATES = 256
 
 
-def kinds_of(chain: Chain, state: State, apart: frozenset[int], links: dict[bytes, list[int]]) -> list[int]:
-    """Return the kind of every worker; those that budgets count apart are alone in theirs.
+def device_classes(
+    chain: Chain, state: State, apart: frozenset[int], links: dict[bytes, list[int]]
+) -> list[int]:
+    """Return the class of every worker; those that budgets count apart are alone in theirs.
 
     `links` remembers, between states, which workers have the same links.
     """

@@ -1,4 +1,8 @@
-"""What a batch takes and costs under a structure with shares, and whether it runs at all."""
+"""What a batch takes and costs under a structure with shares, and whether it runs at all.
+
+One model for both readings: groups are pipelines of stages, stages are workers that split every micro-batch.
+Pipelines side by side have one worker in every stage, a pipeline of wide stages is alone.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,65 @@ from itertools import pairwise
 
 import numpy as np
 
-from foreshard.control.search.costs import cost_table, slowest_link
-from foreshard.control.search.stage_pricing import evaluate_stages
+from foreshard.control.search.costs import cost_table, slowest_link, stage_link
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure
 from foreshard.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageArrays:
+    """The stages of a structure, groups one after the other, and the workers of each.
+
+    Attributes
+    ----------
+    worker, stage : ndarray of int, shape (workers in use,)
+        Worker, and the stage that it is in.
+    begin : ndarray of int, shape (stages,)
+        Place of the first worker of each stage.
+    group, first, stop : ndarray of int, shape (stages,)
+        Group, and layers [first, stop).
+    """
+
+    worker: np.ndarray
+    stage: np.ndarray
+    begin: np.ndarray
+    group: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+
+    @staticmethod
+    def of(structure: Structure) -> StageArrays:
+        """Return the stages of a structure of either reading."""
+        groups, worker = structure.groups, np.array(structure.workers, dtype=int)
+        sizes = [len(group.workers) for group in groups]
+        if structure.reading == MP_OVER_DP:
+            stage, group = np.repeat(np.arange(len(groups)), sizes), np.zeros(len(groups), dtype=int)
+            begin = np.cumsum([0, *sizes[:-1]])
+        else:
+            stage = begin = np.arange(len(worker))
+            group = np.repeat(np.arange(len(groups)), sizes)
+        return StageArrays(
+            worker=worker,
+            stage=stage,
+            begin=begin,
+            group=group,
+            first=np.array([cut for one in groups for cut in one.cuts[:-1]], dtype=int),
+            stop=np.array([cut for one in groups for cut in one.cuts[1:]], dtype=int),
+        )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether every stage is one worker."""
+        return len(self.worker) == len(self.first)
+
+    def workers_of(self, stage: int) -> np.ndarray:
+        """Return the workers of a stage."""
+        return self.worker[self.stage == stage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRate:
-    """What a structure takes and costs as a function of shares: all of it is linear.
+    """When groups end, as a function of their shares: it is linear.
 
     Attributes
     ----------
@@ -27,16 +81,6 @@ class GroupRate:
 
     start_s: np.ndarray
     rate_s: np.ndarray
-
-
-def stage_spans(structure: Structure) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return worker, group, first layer and end of every stage of `dp_over_mp` pipelines."""
-    groups = structure.groups
-    workers = np.array(structure.workers, dtype=int)
-    group = np.repeat(np.arange(len(groups)), [len(one.workers) for one in groups])
-    first = np.array([cut for one in groups for cut in one.cuts[:-1]], dtype=int)
-    stop = np.array([cut for one in groups for cut in one.cuts[1:]], dtype=int)
-    return workers, group, first, stop
 
 
 def evaluate(
@@ -73,75 +117,117 @@ def evaluate(
     Fill + (n - 1) bottleneck is the flush of one batch through a pipeline; after the last of them gradients
     are summed, in the time of the worker with most of them.
     """
+    active, splits = structure, None
     if structure.reading == MP_OVER_DP:
         if batch is None:
             raise SpecError("no batch", key="batch", rule="Shares of mp_over_dp are parts of a micro-batch")
-        return evaluate_stages(chain, state, structure, shares, micro_batch, schedule_memory, batch)
-    used = [(group, share) for group, share in zip(structure.groups, shares, strict=True) if share > 0]
-    active = Structure(groups=tuple(group for group, _ in used))
-    if not used:
-        return Choice(structure=structure, shares=tuple(shares), time_s=math.inf, costs={})  # type: ignore[arg-type]
-    amounts = np.array([share for _, share in used], dtype=float)
-    spans = stage_spans(active)
-    pace = pace_of(chain, state, active, micro_batch=micro_batch)
-    time_s = float((pace.start_s + pace.rate_s * amounts).max())
-    if not runs(chain, state, active, amounts, micro_batch=micro_batch, schedule_memory=schedule_memory):
+        samples, splits = np.array([float(batch)]), np.array(shares, dtype=float)
+    else:
+        used = [(group, share) for group, share in zip(structure.groups, shares, strict=True) if share > 0]
+        if not used:
+            return Choice(structure=structure, shares=tuple(shares), time_s=math.inf, costs={})  # type: ignore[arg-type]
+        active = Structure(groups=tuple(group for group, _ in used))
+        samples = np.array([share for _, share in used], dtype=float)
+    stages = StageArrays.of(active)
+    pace = pace_of(chain, state, active, micro_batch=micro_batch, splits=splits)
+    time_s = float((pace.start_s + pace.rate_s * samples).max())
+    asked = {"micro_batch": micro_batch, "schedule_memory": schedule_memory, "splits": splits}
+    if not runs(chain, state, active, samples, **asked):  # type: ignore[arg-type]
         time_s = math.inf
-    worker, group, first, stop = spans
-    busy = amounts[group] * stage_s(chain, state, worker, first, stop)
-    sent = boundary_usd(chain, state, spans, amounts) + sync_usd(chain, state, active)
-    costs = cost_table(state, worker, busy, sent, time_s)
+    part = 1.0 if splits is None else splits / micro_batch
+    busy_s = part * samples[stages.group[stages.stage]] * sample_s(chain, state, stages)
+    sent_usd = boundary_usd(chain, state, stages, samples) + sync_usd(chain, state, stages)
+    costs = cost_table(state, stages.worker, busy_s, sent_usd, time_s)
     return Choice(structure=structure, shares=tuple(shares), time_s=time_s, costs=costs)  # type: ignore[arg-type]
 
 
-def pace_of(chain: Chain, state: State, structure: Structure, *, micro_batch: int) -> GroupRate:
-    """Return how `dp_over_mp` groups go when all of them take part."""
-    worker, group, first, stop = stage_spans(structure)
-    period = micro_batch * stage_s(chain, state, worker, first, stop)
-    inner = np.flatnonzero(first > 0)
-    before, after = worker[inner - 1], worker[inner]
-    period[inner] += (
-        2.0 * state.latency_s[before, after]
-        + micro_batch * chain.boundary_bytes[first[inner] - 1] / state.bandwidth_bytes_per_s[before, after]
-    )
-    starts = np.searchsorted(group, np.arange(len(structure.groups)))
+def pace_of(
+    chain: Chain,
+    state: State,
+    structure: Structure,
+    *,
+    micro_batch: int,
+    splits: np.ndarray | None = None,
+) -> GroupRate:
+    """Return how groups go when all of them take part.
+
+    Parameters
+    ----------
+    chain, state, structure, micro_batch
+    splits : ndarray, shape (workers in use,), samples, optional
+        Of every micro-batch by worker; all of it by default.
+    """
+    stages = StageArrays.of(structure)
+    period = period_s(chain, state, stages, micro_batch, splits)
+    starts = np.searchsorted(stages.group, np.arange(stages.group[-1] + 1))
     slowest = np.maximum.reduceat(period, starts)
     fill = np.add.reduceat(period, starts)
     # A ring can begin when the last of its members has computed, whichever group that is in.
-    sync = sync_s(chain, state, structure).max()
+    sync = sync_s(chain, state, stages).max()
     return GroupRate(start_s=fill - slowest + sync, rate_s=slowest / micro_batch)
 
 
-def stage_s(
-    chain: Chain, state: State, worker: np.ndarray, first: np.ndarray, stop: np.ndarray
+def period_s(
+    chain: Chain, state: State, stages: StageArrays, micro_batch: int, splits: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the seconds per sample of layers [first, stop) on each worker."""
-    return (chain.before_s[worker, stop] - chain.before_s[worker, first]) / state.speed[worker]
+    """Return the seconds of a micro-batch in each stage, the message before it included."""
+    own = (micro_batch if splits is None else splits) * sample_s(chain, state, stages)
+    if not stages.is_narrow:
+        own = np.maximum.reduceat(own, stages.begin)
+    return np.asarray(own + hop_s(chain, state, stages, micro_batch))
 
 
-def sync_s(chain: Chain, state: State, structure: Structure) -> np.ndarray:
-    """Return the seconds of gradient synchronisation of every stage, shape (stages,).
+def sample_s(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
+    """Return the seconds per sample of each worker in use."""
+    worker, at = stages.worker, stages.stage
+    before = chain.before_s
+    return (before[worker, stages.stop[at]] - before[worker, stages.first[at]]) / state.speed[worker]
+
+
+def hop_s(chain: Chain, state: State, stages: StageArrays, micro_batch: int) -> np.ndarray:
+    """Return the seconds of the message of a micro-batch before each stage, both ways; 0 before the first.
+
+    Between stages that split micro-batches differently every worker may have to send to every other, over the
+    slowest link; the narrower side is what binds.
+    """
+    found, inner = np.zeros(len(stages.first)), np.flatnonzero(stages.first > 0)
+    if not len(inner):
+        return found
+    if stages.is_narrow:
+        before, after = stages.worker[inner - 1], stages.worker[inner]
+        rate, latency = state.bandwidth_bytes_per_s[before, after], state.latency_s[before, after]
+    else:
+        members = [stages.workers_of(k) for k in range(len(stages.first))]
+        links = [stage_link(state, members[k - 1], members[k]) for k in inner]
+        wide = np.array([min(len(members[k - 1]), len(members[k])) for k in inner])
+        rate, latency = wide * np.array([one for one, _ in links]), np.array([one for _, one in links])
+    found[inner] = 2.0 * latency + micro_batch * chain.boundary_bytes[stages.first[inner] - 1] / rate
+    return found
+
+
+def sync_s(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
+    """Return the seconds in which each worker sums gradients with others, shape (workers in use,).
 
     A ring all-reduce per layer among the workers that hold it, at the rate of the slowest link between two.
     """
-    groups = structure.groups
-    num = len(groups)
-    workers = structure.workers
-    total = np.zeros(len(workers))
-    if num == 1:
-        return total
-    ends = sorted({cut for one in groups for cut in one.cuts})
-    offsets = np.cumsum([0] + [len(one.workers) for one in groups])
-    for low, high in pairwise(ends):
-        at = [
-            offset + next(k for k, stop in enumerate(one.cuts[1:]) if stop > low)
-            for one, offset in zip(groups, offsets, strict=False)
-        ]
-        owners = [workers[place] for place in at]
-        rate, latency = slowest_link(state, owners)
+    total = np.zeros(len(stages.worker))
+    for low, high, at in _rings(stages):
+        num = len(at)
+        rate, latency = slowest_link(state, stages.worker[at])
         size = float(chain.sync_bytes[low:high].sum())
         total[at] += 2.0 * (num - 1) * ((high - low) * latency + size / (num * rate))
     return total
+
+
+def _rings(stages: StageArrays) -> list[tuple[int, int, np.ndarray]]:
+    """Return the layers [low, high) that the same several workers hold, with the places of these."""
+    first, stop = stages.first[stages.stage], stages.stop[stages.stage]
+    found = []
+    for low, high in pairwise(sorted({*first.tolist(), *stop.tolist()})):
+        at = np.flatnonzero((first <= low) & (low < stop))
+        if len(at) > 1:
+            found.append((low, high, at))
+    return found
 
 
 def runs(
@@ -152,49 +238,46 @@ def runs(
     *,
     micro_batch: int,
     schedule_memory: str = "1f1b",
+    splits: np.ndarray | None = None,
 ) -> bool:
-    """Return whether all workers are there and hold their layers."""
-    worker, group, first, stop = stage_spans(structure)
-    if not state.available[worker].all():
+    """Return whether all workers are there and hold their layers; shares are samples by group."""
+    stages = StageArrays.of(structure)
+    group = stages.group
+    if not state.available[stages.worker].all():
         return False
-    ends = np.searchsorted(group, group, side="right")
     rounds = np.ceil(np.asarray(shares, float) / micro_batch - 1e-9)[group]
-    kept = np.minimum(ends - np.arange(len(worker)), rounds) if schedule_memory == "1f1b" else rounds
-    need = chain.before_state[stop] - chain.before_state[first]
-    need = need + kept * micro_batch * (chain.before_saved[stop] - chain.before_saved[first])
-    return bool((need <= chain.memory_bytes[worker]).all())
+    ahead = np.searchsorted(group, group, side="right") - np.arange(len(group))
+    kept = np.minimum(ahead, rounds) if schedule_memory == "1f1b" else rounds
+    states = chain.before_state[stages.stop] - chain.before_state[stages.first]
+    saved = kept * (chain.before_saved[stages.stop] - chain.before_saved[stages.first])
+    own = micro_batch if splits is None else splits
+    need = states[stages.stage] + own * saved[stages.stage]
+    return bool((need <= chain.memory_bytes[stages.worker]).all())
 
 
-def boundary_usd(
-    chain: Chain,
-    state: State,
-    spans: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-    shares: np.ndarray,
-) -> np.ndarray:
-    """Return what each worker's activations and their gradients cost to send, shape (W,)."""
-    worker, group, first, _ = spans
+def boundary_usd(chain: Chain, state: State, stages: StageArrays, samples: np.ndarray) -> np.ndarray:
+    """Return what each worker's activations and their gradients cost to send, shape (W,).
+
+    `samples` are those of each group.
+    """
     sent = np.zeros(chain.num_workers)
-    inner = np.flatnonzero(first > 0)
-    if len(inner) and state.usd_per_byte.any():
-        before, after = worker[inner - 1], worker[inner]
-        # Half of the bytes go forward, half come back.
-        one_way = 0.5 * chain.boundary_bytes[first[inner] - 1] * shares[group[inner]]
-        np.add.at(sent, before, one_way * state.usd_per_byte[before, after])
-        np.add.at(sent, after, one_way * state.usd_per_byte[after, before])
+    if state.usd_per_byte.any():
+        for k in np.flatnonzero(stages.first > 0).tolist():
+            before, after = stages.workers_of(k - 1), stages.workers_of(k)
+            size = chain.boundary_bytes[stages.first[k] - 1] * samples[stages.group[k]]
+            # Half of the bytes go forward, half come back; of each pair of workers an equal part.
+            each = 0.5 * float(size) / (len(before) * len(after))
+            sent[before] += each * state.usd_per_byte[np.ix_(before, after)].sum(1)
+            sent[after] += each * state.usd_per_byte[np.ix_(after, before)].sum(1)
     return sent
 
 
-def sync_usd(chain: Chain, state: State, structure: Structure) -> np.ndarray:
+def sync_usd(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
     """Return what each worker's part of the rings costs to send, shape (W,); rings go in order of workers."""
     sent = np.zeros(chain.num_workers)
-    groups = structure.groups
-    if len(groups) == 1 or not state.usd_per_byte.any():
-        return sent
-    ends = sorted({cut for one in groups for cut in one.cuts})
-    for low, high in pairwise(ends):
-        owners = np.sort(
-            [one.workers[next(k for k, stop in enumerate(one.cuts[1:]) if stop > low)] for one in groups]
-        )
-        size = 2.0 * (len(groups) - 1) / len(groups) * float(chain.sync_bytes[low:high].sum())
-        sent[owners] += size * state.usd_per_byte[owners, np.roll(owners, -1)]
+    if state.usd_per_byte.any():
+        for low, high, at in _rings(stages):
+            ring = np.sort(stages.worker[at])
+            size = 2.0 * (len(ring) - 1) / len(ring) * float(chain.sync_bytes[low:high].sum())
+            sent[ring] += size * state.usd_per_byte[ring, np.roll(ring, -1)]
     return sent

@@ -1,23 +1,30 @@
-"""What searches slots of each kind of plan: pipelines, joint stages, or all subsets of replicas by kinds."""
+"""The best structure of a slot: tentative search over cells of workers, or all subsets of replicas.
+
+All structures are compared where device classes are few enough; else one is searched by tentative moves from
+the running one, from those chosen lately and from a few built ones. Moves are of classes, not of workers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from foreshard.control.budgets.objective import reshare, worth_of
+from foreshard.control.budgets.objective import Objective
 from foreshard.control.budgets.queues import Curve
-from foreshard.control.search.cached_structures import Weights
-from foreshard.control.search.grouping import solve_slot
-from foreshard.control.search.stage_cache import StageMemo
-from foreshard.control.search.stage_search import solve_stages
-from foreshard.control.search.state_cache import StructureMemo
+from foreshard.control.search import pipelines, wide_stages
+from foreshard.control.search.cache import Cells, SearchCache
+from foreshard.control.search.candidates import built, every_structure, neighbours, renamed, repaired
+from foreshard.control.search.pipelines import PipelineStates
+from foreshard.control.search.state_cache import StateCache
 from foreshard.control.search.subsets import SubsetClasses, TooManyError, data_parallel
+from foreshard.control.search.wide_stages import StageStates
 from foreshard.control.slots import (
     DP_OVER_MP,
     MP_OVER_DP,
@@ -30,9 +37,27 @@ from foreshard.control.slots import (
 )
 from foreshard.errors import InfeasibleError, SpecError
 
+MAX_STAGES = 8
 _STATES = 512
+"""States whose subsets of replicas are kept."""
 _MOST_SUBSETS = 20_000
+"""Subsets of replicas that are listed in every new state: some milliseconds."""
 _MOST_STRUCTURES = 10_000
+_COLD_LOOKS = 2000
+"""New structures that a slot looks at where nothing runs yet, or workers are few: a second at most."""
+_WARM_LOOKS, _WARM_EFFORT = 12, 50
+"""New structures, and tables of cuts beyond the first structure, that any other slot has time for: a few
+milliseconds. A state that comes back is looked at further."""
+_STARTS = 2
+"""Structures from which tentative moves are made."""
+_SHORTLIST = 6
+"""Structures that are weighed with the best shares, the change to them included."""
+_VISITS = 6
+"""Slots of a state in which built structures are looked at; later ones only move on from the best."""
+_BETTER = 1.0 - 1e-12
+_STATES_OF: Mapping[str, type[StateCache]] = {DP_OVER_MP: PipelineStates, MP_OVER_DP: StageStates}
+_FEW_WORKERS = {DP_OVER_MP: 6, MP_OVER_DP: 4}
+"""Workers up to which every slot has time for all structures."""
 Rows = tuple[np.ndarray, np.ndarray]
 """Seconds, shape (n,), and costs, shape (n, budgets), of what can run in a state."""
 
@@ -53,91 +78,282 @@ class Compared:
     stay_worth: float
 
 
-class PipelineSearch:
-    """Slots of pipelines of up to so many stages: searched, see `grouping`."""
+def solve_slot(
+    chain: Chain,
+    state: State,
+    *,
+    batch: int,
+    micro_batch: int,
+    time_weight: float,
+    cost_weights: Mapping[str, float] | None = None,
+    budgets: Sequence[Budget] = (),
+    curve: Curve | None = None,
+    running: Structure | Choice | None = None,
+    cache: SearchCache | None = None,
+    reading: str = DP_OVER_MP,
+    max_stages: int = MAX_STAGES,
+    most_looks: int | None = None,
+) -> Choice:
+    """Return the choice that minimises time_weight * seconds + sum of cost_weights * costs.
 
-    _solve: Callable[..., Choice] = staticmethod(solve_slot)
-    _memo: Callable[[], Any] = StructureMemo
+    Parameters
+    ----------
+    chain, state
+    batch, micro_batch : int, samples
+    time_weight : float
+        Of a second; below 0 slow structures are preferred, but no group waits on purpose.
+    cost_weights : mapping of budget name to weight
+    budgets : sequence of Budget
+    curve : Curve, optional
+        What is added that is not linear in time and costs.
+    running : Structure or Choice, optional
+        Where to search from, besides what is built; of workers that are alike those that hold most of its
+        layers already are chosen.
+    cache : SearchCache, optional
+        Makes later slots fast; belongs to one chain.
+    reading : {'dp_over_mp', 'mp_over_dp'}
+        Pipelines side by side, or one pipeline whose stages split every micro-batch. There every worker has a
+        sample of every micro-batch at least; where these can be split in many ways a few are tried.
+    max_stages : int
+        Of a pipeline.
+    most_looks : int, optional
+        New structures to look at in this slot.
+
+    Raises
+    ------
+    InfeasibleError
+        When nothing that the workers that are there can form holds the model.
+    """
+    cache = SearchCache() if cache is None else cache
+    known = cache.state(
+        _STATES_OF[reading],
+        chain,
+        state,
+        batch=batch,
+        micro_batch=micro_batch,
+        max_stages=max_stages,
+        apart=workers_apart(budgets),
+    )
+    objective = Objective(time=time_weight, costs=cost_weights or {}, budgets=tuple(budgets), curve=curve)
+    start = running.structure if isinstance(running, Choice) else running
+    if start is not None and start.reading != reading:
+        start = None
+    is_warm = start is not None and chain.num_workers > _FEW_WORKERS[reading]
+    if most_looks is None:
+        most_looks = _WARM_LOOKS if is_warm else _COLD_LOOKS
+    search = _SlotSearch(known, objective, start, most_looks, _WARM_EFFORT if is_warm else math.inf)
+    search.run()
+    if not search.found:
+        what = "pipeline" if reading == DP_OVER_MP else "stages"
+        raise InfeasibleError(
+            f"no {what} of {len(known.alive)} workers hold{'s' * (what == 'pipeline')} the model",
+            rule="A stage needs memory",
+            fix="Allow more stages, or add workers",
+        )
+    choice = search.best()
+    cache.chose(known.cells_of(choice.structure))
+    return choice
+
+
+class _SlotSearch:
+    """Looks at structures until none is better, or as many as a slot has time for."""
 
     def __init__(
-        self, chain: Chain, budgets: Sequence[Budget], *, batch: int, micro_batch: int, max_stages: int
-    ):
-        self.chain, self.budgets, self.memo = chain, tuple(budgets), self._memo()
-        self._asked: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch}
-        self._max_stages = max_stages
-        self._apart = workers_apart(budgets)
-
-    def compare(
         self,
-        state: State,
-        time_weight: float,
-        cost_weights: Mapping[str, float],
+        state: StateCache,
+        objective: Objective,
         running: Structure | None,
-        change_weight: float = 0.0,
-        curve: Curve | None = None,
-    ) -> Compared:
+        most_looks: int,
+        effort: float,
+    ):
+        self.state, self.objective, self.structures = state, objective, state.structures
+        self.weights = objective.weights(state.state)
+        self.running, self.left = running, most_looks
+        self.until = state.cache.effort.done + effort
+        self.level = state.level(self.weights)
+        self.found: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Look at all structures, or walk from the best that are known."""
+        state = self.state
+        if self.running is not None:
+            self._look_as_is(self.running)
+            self.look(repaired(state, state.cells_of(self.running)))
+        if self.level not in state.complete:
+            spare = self.left // 3
+            for cells in self._promising() if state.visits < _VISITS else ():
+                if self.left <= spare or self._is_spent():
+                    break
+                self.look(repaired(state, cells))
+            state.visits += 1
+            everything = every_structure(state)
+            for cells in everything:
+                self.look(cells)
+            if everything and self.left > 0 and not self._is_spent():
+                state.complete.add(self.level)
+        for at in self._ranked():
+            if self.level not in state.complete:
+                self._walk(at)
+
+    def _promising(self) -> list[Cells]:
+        """Return structures chosen lately and built ones, the most promising first; not all of them fit."""
+        state, known = self.state, dict[object, Cells]()
+        there = set(state.alive)
+        for cells in itertools.chain(state.cache.recent, built(state, self.weights)):
+            alive = tuple(some for cell in cells if (some := tuple(w for w in cell if w in there)))
+            if alive:
+                known.setdefault(state.signature(alive), alive)
+        return sorted(known.values(), key=lambda cells: state.guess(cells, self.weights))
+
+    def _look_as_is(self, structure: Structure) -> None:
+        """Look at a structure with its own order and cuts, if it can run."""
+        known = self.structures.known
+        if self.state.state.available[list(structure.workers)].all():
+            if structure not in known:
+                row = self.state.as_is(structure, self.weights)
+                known[structure] = None if row is None else self.structures.add(row)
+            at = known[structure]
+            if at is not None:
+                self._weigh(at)
+
+    def look(self, cells: Cells) -> int | None:
+        """Return the row of a structure, None if it cannot run or there is no time to see."""
+        if not cells:
+            return None
+        key, known = (self.state.signature(cells), self.level), self.structures.known
+        if key not in known:
+            if self.left <= 0 or (self.found and self._is_spent()):
+                return None
+            self.left -= 1
+            row = self.state.settled(cells, self.weights, self.level)
+            known[key] = None if row is None else self.structures.add(row)
+        return known[key]
+
+    def _is_spent(self) -> bool:
+        """Return whether so many tables of cuts were made as the slot has time for."""
+        return self.state.cache.effort.done >= self.until
+
+    def _ranked(self) -> list[int]:
+        """Weigh the best of all known; return the best few, and at first that of each number of stages."""
+        order = np.argsort(
+            self.structures.objective(self.objective, self.weights, self.state.state), kind="stable"
+        )
+        best_of: dict[int, int] = {}
+        for place, at in enumerate(order.tolist()):
+            count = len(self.structures.layouts[at].structure.groups)
+            if place < _SHORTLIST or (self.state.is_ordered and count not in best_of):
+                self._weigh(at)
+            best_of.setdefault(count, at)
+            if place >= _SHORTLIST and (not self.state.is_ordered or len(best_of) == self.state.max_stages):
+                break
+        best = sorted(self.found, key=lambda at: (self.found[at], at))[:_STARTS]
+        deep = self.state.is_ordered and self.state.visits <= _VISITS
+        return list(dict.fromkeys([*best, *best_of.values()])) if deep else best
+
+    def _weigh(self, at: int) -> float:
+        """Return the objective with parts of samples allowed; look at it without idle cells too."""
+        if at not in self.found:
+            row = self.structures.layouts[at]
+            worth, used = row.objective(self.weights)
+            if self.objective.curve is not None:
+                table = self.structures.table(self.state.state, self.objective.budgets, slice(at, at + 1))
+                worth += float(np.sum(self.objective.extra(*table)))
+            self.found[at] = worth
+            if not used.all():
+                groups = zip(row.structure.groups, used, strict=True)
+                fewer = self.look(tuple(group.workers for group, is_used in groups if is_used))
+                if fewer is not None:
+                    self._weigh(fewer)
+        return self.found[at]
+
+    def _walk(self, at: int) -> None:
+        """Move on while some tentative move is better; where all are known, the ranking has seen them."""
+        while self.left > 0 and (at, self.level) not in self.state.explored:
+            best = at
+            cells = tuple(group.workers for group in self.structures.layouts[at].structure.groups)
+            for other in neighbours(self.state, cells):
+                tried = self.look(other)
+                if tried is not None and self._weigh(tried) < self._weigh(best) * _BETTER:
+                    best = tried
+                if self.left <= 0:
+                    break
+            else:
+                self.state.explored.add((at, self.level))
+            if best == at:
+                return
+            at = best
+
+    def best(self) -> Choice:
+        """Return the best of the shortlist in whole samples."""
+        best: Choice | None = None
+        least = math.inf
+        for place, at in enumerate(sorted(self.found, key=lambda one: (self.found[one], one))):
+            if self.found[at] >= least or (place >= _SHORTLIST and best is not None):
+                break
+            row = self.structures.layouts[at]
+            named = (
+                row.structure if self.running is None else renamed(self.state, row.structure, self.running)
+            )
+            choice = self.state.chosen(row, named, self.weights)
+            worth = self.objective.of(choice)
+            if best is None or worth < least:
+                best, least = choice, worth
+        assert best is not None
+        return best
+
+
+class PipelineSearch:
+    """Slots of pipelines side by side, or of one whose stages split micro-batches: searched."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        budgets: Sequence[Budget],
+        *,
+        batch: int,
+        micro_batch: int,
+        max_stages: int,
+        reading: str = DP_OVER_MP,
+    ):
+        self.chain, self.budgets, self.cache = chain, tuple(budgets), SearchCache()
+        self.reading = reading
+        self._asked: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "max_stages": max_stages}
+
+    def compare(self, state: State, objective: Objective, running: Structure | None) -> Compared:
         """Return what a search finds that starts from the running structure."""
-        best = self._solve(
+        best = solve_slot(
             self.chain,
             state,
-            time_weight=time_weight,
-            cost_weights=cost_weights,
+            time_weight=objective.time,
+            cost_weights=objective.costs,
             budgets=self.budgets,
+            curve=objective.curve,
             running=running,
-            change_weight=change_weight,
-            curve=curve,
-            memo=self.memo,
-            max_stages=self._max_stages,
+            cache=self.cache,
+            reading=self.reading,
             **self._asked,
         )
         stay = np.inf
         if running is not None and state.available[list(running.workers)].all():
-            kept = self._kept(state, running, time_weight, cost_weights)
-            stay = worth_of(kept, time_weight, cost_weights, self.budgets, curve)
-        worth = worth_of(best, time_weight, cost_weights, self.budgets, curve)
-        return Compared(best=best.structure, best_worth=worth, stay_worth=stay)
+            stay = objective.of(self._state(state).kept(running, objective.weights(state)))
+        return Compared(best=best.structure, best_worth=objective.of(best), stay_worth=stay)
 
-    def _kept(
-        self, state: State, running: Structure, time_weight: float, cost_weights: Mapping[str, float]
-    ) -> Choice:
-        """Return the running structure with its best shares."""
-        return reshare(
-            self.chain,
-            state,
-            running,
-            time_weight=time_weight,
-            cost_weights=cost_weights,
-            budgets=self.budgets,
-            **self._asked,
-        )
-
-    def _landscape(self, state: State) -> Any:
-        return self.memo.landscape(
-            self.chain, state, max_stages=self._max_stages, apart=self._apart, **self._asked
-        )
+    def _state(self, state: State) -> StateCache:
+        kind, apart = _STATES_OF[self.reading], workers_apart(self.budgets)
+        return self.cache.state(kind, self.chain, state, apart=apart, **self._asked)
 
     def rows(self, state: State) -> Rows:
         """Return the structures of a state that were looked at so far; a first look where there was none."""
-        library = self._landscape(state).library
-        if not library.layouts:
+        structures = self._state(state).structures
+        if not structures.layouts:
             with contextlib.suppress(InfeasibleError):
-                self.compare(state, 1.0, dict.fromkeys((one.name for one in self.budgets), 0.0), None)
-        return library.table(state, self.budgets)
+                self.compare(state, Objective(time=1.0, costs={}, budgets=self.budgets), None)
+        return structures.table(state, self.budgets)
 
-
-class StageSearch(PipelineSearch):
-    """Slots of one pipeline whose stages are workers that split every micro-batch: searched, see `stages`."""
-
-    _solve: Callable[..., Choice] = staticmethod(solve_stages)
-    _memo: Callable[[], Any] = StageMemo
-
-    def _kept(
-        self, state: State, running: Structure, time_weight: float, cost_weights: Mapping[str, float]
-    ) -> Choice:
-        """Return the running structure with its best splits, those of a state seen before from memory."""
-        weights = Weights.of(state, time_weight, cost_weights, self.budgets)
-        found: Choice = self._landscape(state).kept(running, weights)
-        return found
+    def structure_at(self, state: State, row: int, running: Structure) -> Structure:
+        """Return the structure of a row, by the names of workers that are nearest to the running one."""
+        known = self._state(state)
+        return renamed(known, known.structures.layouts[row].structure, running)
 
 
 class ReplicaSearch:
@@ -147,28 +363,15 @@ class ReplicaSearch:
         self.chain, self.budgets, self._batch, self._micro_batch = chain, tuple(budgets), batch, micro_batch
         self._known: OrderedDict[bytes, tuple[SubsetClasses, np.ndarray] | None] = OrderedDict()
         self._structures: dict[tuple[int, ...], Structure] = {}
-        self._apart = workers_apart(budgets)
         self._searched = PipelineSearch(chain, budgets, batch=batch, micro_batch=micro_batch, max_stages=1)
 
-    def compare(
-        self,
-        state: State,
-        time_weight: float,
-        cost_weights: Mapping[str, float],
-        running: Structure | None,
-        change_weight: float = 0.0,
-        curve: Curve | None = None,
-    ) -> Compared:
+    def compare(self, state: State, objective: Objective, running: Structure | None) -> Compared:
         """Return the best of all subsets; of those that are alike the one nearest to the running one."""
         found = self._listed(state)
         if found is None:
-            return self._searched.compare(state, time_weight, cost_weights, running, change_weight, curve)
+            return self._searched.compare(state, objective, running)
         kinds, costs = found
-        score = time_weight * kinds.time_s
-        if self.budgets:
-            score = score + costs @ np.array([cost_weights[one.name] for one in self.budgets])
-        if curve is not None:
-            score = score + curve.extra(kinds.time_s, costs)
+        score = objective.of_rows(kinds.time_s, costs)
         best = int(np.argmin(score))
         kept = kinds.subset(running.workers) if running is not None else None
         chosen = running if kept == best and running is not None else self._structure(kinds, best, running)
@@ -191,6 +394,13 @@ class ReplicaSearch:
         found = self._listed(state)
         return self._searched.rows(state) if found is None else (found[0].time_s, found[1])
 
+    def structure_at(self, state: State, row: int, running: Structure) -> Structure:
+        """Return the structure of a row, by the names of workers that are nearest to the running one."""
+        found = self._listed(state)
+        if found is None:
+            return self._searched.structure_at(state, row, running)
+        return self._structure(found[0], row, running)
+
     def _listed(self, state: State) -> tuple[SubsetClasses, np.ndarray] | None:
         """Return the subsets of a state and what they cost; None where they are too many."""
         key = state.key()
@@ -201,7 +411,7 @@ class ReplicaSearch:
                     state,
                     self._batch,
                     micro_batch=self._micro_batch,
-                    apart=self._apart,
+                    apart=workers_apart(self.budgets),
                     most=_MOST_SUBSETS,
                 )
                 self._known[key] = kinds, kinds.column(self.budgets)
@@ -224,8 +434,19 @@ def slots_of(
             value=reading,
             rule=f"Plans are read as {DP_OVER_MP} or {MP_OVER_DP}",
         )
-    if reading == MP_OVER_DP:
-        return StageSearch(chain, budgets, max_stages=max_stages, **asked)
-    if max_stages == 1:
+    if reading == DP_OVER_MP and max_stages == 1:
         return ReplicaSearch(chain, budgets, **asked)
-    return PipelineSearch(chain, budgets, max_stages=max_stages, **asked)
+    return PipelineSearch(chain, budgets, max_stages=max_stages, reading=reading, **asked)
+
+
+def reshare(
+    chain: Chain, state: State, structure: Structure, objective: Objective, *, batch: int, micro_batch: int
+) -> Choice:
+    """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
+
+    Every group keeps at least one sample, and so does every worker of a stage of several: the structure is
+    what it was.
+    """
+    best_shares = wide_stages.reshared if structure.reading == MP_OVER_DP else pipelines.reshared
+    weights = objective.weights(state)
+    return best_shares(chain, state, structure, weights, batch=batch, micro_batch=micro_batch)

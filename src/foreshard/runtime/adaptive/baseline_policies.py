@@ -15,8 +15,8 @@ import numpy as np
 
 from foreshard.control import orders
 from foreshard.control.budgets.queues import Queues
-from foreshard.control.search.grouping import solve_slot
-from foreshard.control.search.state_cache import StructureMemo
+from foreshard.control.search.cache import SearchCache
+from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.search.subsets import balanced_shares
 from foreshard.control.slots import Budget, Chain, Choice, State, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError, SpecError
@@ -160,7 +160,7 @@ class GreedyReplanning(BaselinePolicy):
 
     def __init__(self, *given: Any, **more: Any):
         super().__init__(*given, **more)
-        self._memo = StructureMemo()
+        self._cache = SearchCache()
 
     def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
         """Return the fastest of the best plans on each set of ranks."""
@@ -172,7 +172,7 @@ class GreedyReplanning(BaselinePolicy):
                 micro_batch=self._micro_batch,
                 time_weight=1.0,
                 max_stages=self.max_stages,
-                memo=self._memo,
+                cache=self._cache,
             )
             for ranks in allowed
             if ranks

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreshard.control.search.pricing import sync_s
-from foreshard.control.search.stage_pricing import stage_hop_s, stage_sync_s
+from foreshard.control.search.pricing import StageArrays, hop_s, sync_s
 from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure, WorkerPipeline
 from foreshard.runtime.adaptive.layer_times import PassTimes
 
@@ -34,22 +33,21 @@ class StepTiming:
             return self._stages_s(state, structure, shares)
         groups = zip(structure.groups, shares, strict=True)
         ends = [self._group_s(state, group, share) for group, share in groups if share > 0]
-        return max(ends) + float(sync_s(self._chain, state, structure).max())
+        return max(ends) + float(sync_s(self._chain, state, StageArrays.of(structure)).max())
 
     def _stages_s(self, state: State, structure: Structure, shares: Sequence[int]) -> float:
         """Return the seconds of a batch through stages whose workers split every micro-batch."""
-        taken, periods, before = iter(shares), [], None
-        for stage in structure.groups:
+        taken, periods, stages = iter(shares), [], StageArrays.of(structure)
+        hops = hop_s(self._chain, state, stages, self._most).tolist()
+        for stage, message_s in zip(structure.groups, hops, strict=True):
             passing = [
                 size
                 * self._passes.sample_s(rank, (stage.cuts[0], stage.cuts[1]), size, size)
                 / float(state.speed[rank])
                 for rank, size in zip(stage.workers, taken, strict=False)
             ]
-            hop_s = stage_hop_s(self._chain, state, before, stage, self._most) if before else 0.0
-            periods.append(max(passing) + hop_s)
-            before = stage.workers
-        sums = max(stage_sync_s(self._chain, state, stage) for stage in structure.groups)
+            periods.append(max(passing) + message_s)
+        sums = float(sync_s(self._chain, state, stages).max())
         return sum(periods) + (self._batch / self._most - 1.0) * max(periods) + sums
 
     def _group_s(self, state: State, group: WorkerPipeline, share: int) -> float:
