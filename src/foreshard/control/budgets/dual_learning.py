@@ -27,7 +27,8 @@ MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
 """Largest multiplier that is believed, in reference steps per budget of a step; that where none is enough."""
 UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
 """What cannot be kept weighs so much more in every further lesson that says so, until time does not count."""
-LEAST_WEIGHT = 10.0
+LEAST_WEIGHT = 100.0
+"""V of short runs: smaller ones let a few steps above the budget outweigh what is known of it (ablation)."""
 _MOST_STATES = 2048
 
 
