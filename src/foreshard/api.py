@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreshard.advise.change import Effect, apply, effect, rank
@@ -176,14 +177,14 @@ def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, 
     """Predict, write the one-file HTML report, and return the prediction."""
     from foreshard.advise.advice import improvements
     from foreshard.advise.fit import nearest_fit
-    from foreshard.report.pages.prediction_page import page, page_data, write_page
+    from foreshard.report.pages.prediction_page import page, page_data
 
     asked = request(model, cluster, plan, **choices)
     prediction, timeline = asked.predict_timeline()
     fits = prediction.memory.fits
     advice = improvements(asked, prediction) if fits else ()
     fit = None if fits else nearest_fit(asked, prediction)
-    write_page(path, page(page_data(asked, prediction, timeline, advice, fit)))
+    Path(path).write_bytes(page(page_data(asked, prediction, timeline, advice, fit)).encode("utf-8"))
     return prediction
 
 
@@ -287,7 +288,6 @@ def _lab_or_cluster(text: str) -> Cluster:
     """Return the cluster of a file or name; a lab's TOML is one too."""
     if text.endswith(".toml"):
         import tomllib
-        from pathlib import Path
 
         try:
             is_lab = "ranks" in tomllib.loads(Path(text).read_text())
@@ -331,7 +331,6 @@ def profile(
         None for those ranks of torchrun that wrote nothing.
     """
     from functools import partial
-    from pathlib import Path
 
     from foreshard.profile.record import record
     from foreshard.runtime.engine.executor import through

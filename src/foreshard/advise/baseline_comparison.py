@@ -1,4 +1,4 @@
-"""Other planners beside ours: what each comes to under the same judge."""
+"""Other planners beside ours, all plans timed by the same engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlanner:
-    """What another planner comes to.
+    """The best plan of another planner.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class ComparedPlanner:
     note: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object that ``plan --against --json`` prints for one planner."""
+        """Return the object that ``plan --compare-with --json`` prints for one planner."""
         return {
             "name": self.name,
             "step_time_s": self.step_time_s,
@@ -47,8 +47,8 @@ class ComparedPlanner:
         }
 
 
-def rival(judged: Judged, ours_s: float | None) -> ComparedPlanner:
-    """Return a judged planner beside the step time of ours."""
+def compared(judged: Judged, ours_s: float | None) -> ComparedPlanner:
+    """Return a planner's result relative to the step time of ours."""
     known = judged.step_time_s is not None and ours_s
     return ComparedPlanner(
         name=judged.name,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from foreshard.cli.options.answer import cannot_write, dump, say, write_text
-from foreshard.cli.options.request import Amount, Word
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.values import Amount, Word
 from foreshard.interop import TARGETS
 
 if TYPE_CHECKING:

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from foreshard.advise.request import flag_of
 from foreshard.cli.options.answer import (
     answering,
-    cannot_write,
     dump,
     give,
     must_be_writable,
+    save_page,
     say,
     write_text,
 )
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.request import Amount, Count, Word
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.values import Amount, Count, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
@@ -32,59 +33,39 @@ if TYPE_CHECKING:
     from foreshard.spec.plan import Plan
 
 INTERRUPTED = 130
-RENT = "rent"
+ALL = "all"
 _EXPLAIN_S = 5.0
 OBJECTIVES = ("time", "cost", "energy")
 
 
-class Words(click.ParamType):  # type: ignore[type-arg]
-    """Known words joined by commas; `alone` are words that stand by themselves, `order` keeps one a tuple."""
+def _other_planners() -> tuple[str, ...]:
+    from foreshard.planner.baselines import BASELINES
 
-    def __init__(self, *known: str, alone: tuple[str, ...] = (), order: bool = False):
-        self.known, self.alone, self.order = known, alone, order
-        self.name = ",".join(known) if order else "|".join((*alone, "NAME,NAME"))
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | tuple[str, ...]:
-        """Return one word as it is and several in order, or fail naming the known ones."""
-        if isinstance(value, tuple) or value in self.alone:
-            return value  # type: ignore[no-any-return]
-        words = tuple(str(value).split(","))
-        for word in words:
-            Word(*self.known, *(self.alone if len(words) == 1 else ())).convert(word, param, ctx)
-        if len(set(words)) < len(words):
-            self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
-        return words if len(words) > 1 or self.order else words[0]
+    return tuple(BASELINES)
 
 
-class Names(click.ParamType):  # type: ignore[type-arg]
-    """Names of other planners, joined by commas, or all."""
+def _vendors() -> tuple[str, ...]:
+    """Return who sells the instances of the catalog; their names begin with it."""
+    from foreshard.catalog.instances import instances
 
-    name = "all|NAME,NAME"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Return the names, or fail naming the known ones before anything is searched."""
-        from foreshard.planner.baselines import BASELINES
-
-        if isinstance(value, tuple):
-            return value
-        words = tuple(str(value).split(","))
-        for word in words:
-            Word("all", *BASELINES).convert(word, param, ctx)
-        return words
+    return tuple(dict.fromkeys(name.partition("-")[0] for name in instances()))
 
 
 @click.command("plan")
 @click.argument("model")
-@click.argument("cluster")
+@click.argument("cluster", required=False)
+@click.option(
+    "--rent",
+    is_flag=False,
+    flag_value=ALL,
+    type=Words(alone=(ALL,), load=_vendors),
+    help="instead of CLUSTER: rank the instances that clouds sell, all or of these vendors",
+)
 @click.option("--global-batch", type=Count(), required=True, help="samples per step")
 @click.option("--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)")
 @click.option(
     "--objective",
-    type=Words(*OBJECTIVES, order=True),
+    type=Words(*OBJECTIVES),
     default="time",
     show_default=True,
     help="what to make small",
@@ -97,13 +78,13 @@ class Names(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--dtype",
     "precision",
-    type=Words(*PRECISIONS),
+    type=Words(*PRECISIONS, single=True),
     metavar="WORD,WORD",
     help="of the matrix products; of several the search chooses (default bf16)",
 )
 @click.option(
     "--comm",
-    type=Words(*COMM_OPTIONS, alone=("framework", "all")),
+    type=Words(*COMM_OPTIONS, alone=("framework", ALL), single=True),
     help="communication options the search may set (default framework: none)",
 )
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="default adamw")
@@ -113,7 +94,11 @@ class Names(click.ParamType):  # type: ignore[type-arg]
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="where to search (default local)")
 @click.option("--usd-per-device-hour", type=Amount(), help="price instead of the catalog's")
 @click.option("--costs", metavar="FILE", help="measured costs (foreshard calibrate) instead of formulas")
-@click.option("--against", type=Names(), help="Compare with other planners: all, or names.")
+@click.option(
+    "--compare-with",
+    type=Words(alone=(ALL,), load=_other_planners),
+    help="Compare with other planners: all, or these.",
+)
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
 @click.option("--explain", is_flag=True, help="Search again on changed hardware: what each would gain.")
 @click.pass_context
@@ -121,22 +106,23 @@ def command(
     ctx: click.Context,
     /,
     model: str,
-    cluster: str,
+    cluster: str | None,
+    rent: str | tuple[str, ...] | None,
     report: str | None,
     explain: bool,
-    against: tuple[str, ...] | None,
+    compare_with: str | tuple[str, ...] | None,
     **values: Any,
 ) -> None:
     """Find the best plans for MODEL on CLUSTER, and prove how far they can be from the best possible.
 
     Stops at a proven gap of 1 %, or at the budget. Ctrl-C prints the best plan so far. -o writes the chosen
-    plan as a file that predict --plan and export read. The word rent for CLUSTER searches the instances that
-    clouds sell, for a run of --tokens.
+    plan as a file that predict --plan and export read. --rent in place of CLUSTER searches the instances
+    that clouds sell, for a run of --tokens.
 
     \b
     foreshard plan llama3-8b 2x8xh100-sxm --global-batch 512 --seq 8192 -o plan.json
     foreshard plan llama3-8b 2x8xa100-sxm-80gb+1x8xh100-sxm --global-batch 512 --report plan.html
-    foreshard plan llama3-8b rent --global-batch 512 --tokens 1e12 --max-hours 1000
+    foreshard plan llama3-8b --rent --global-batch 512 --tokens 1e12 --max-hours 1000
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
@@ -144,27 +130,35 @@ def command(
     if report:
         must_be_writable(report)
     asked = {name: value for name, value in values.items() if value is not None}
+    of_one_cluster = {"report": report, "explain": explain, "compare_with": compare_with}
+    if rent is not None:
+        _only_where_one_cluster_is_planned(cluster, asked, of_one_cluster)
+        _rent(ctx, api.load_model(model), asked, rent)
+        return
+    if cluster is None:
+        raise SpecError(
+            "no cluster",
+            key="CLUSTER",
+            rule="A plan is for a cluster, or for one to be rented",
+            fix="Name a cluster after the model, or give --rent",
+        )
     if "costs" in asked:
-        _measured(ctx, model, cluster, asked, {"report": report, "explain": explain, "against": against})
+        _measured(ctx, model, cluster, asked, of_one_cluster)
         return
-    source = api.load_model(model)
-    if cluster == RENT:
-        _rent(ctx, source, asked, {"--report": report, "--explain": explain, "--against": against})
-        return
-    target = api.load_cluster(cluster)
+    source, target = api.load_model(model), api.load_cluster(cluster)
     with watched(asked.get("budget_s")) as pressed:
         result = api.plan(source, target, **asked)
     gains = _gains(source, target, asked, result) if explain and result.plans and not pressed else ()
-    rivals: tuple[ComparedPlanner, ...] = ()
-    if against and not pressed:
-        result, rivals = _rivals(source, target, asked, result, against)
+    others: tuple[ComparedPlanner, ...] = ()
+    if compare_with and not pressed:
+        result, others = _compared(source, target, asked, result, compare_with)
     _write_plan(ctx, [one.plan for one in result.plans[:1]])
-    screen = _screen(result, source.name, target, gains, rivals, bool(pressed))
+    screen = _screen(result, source.name, target, gains, others, bool(pressed))
     if report:
-        _write_report(report, result, target, screen, gains, rivals)
+        _write_report(report, result, target, screen, gains, others)
     more: dict[str, Any] = {"explain": [one.to_dict() for one in gains]} if explain else {}
-    if against:
-        more["against"] = [one.to_dict() for one in rivals]
+    if compare_with:
+        more["against"] = [one.to_dict() for one in others]
     give(result.to_dict() | more, screen)
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
@@ -187,7 +181,7 @@ def _limits_need_tokens(values: dict[str, Any]) -> None:
         if values[name] is not None and values["tokens"] is None:
             raise SpecError(
                 "a limit on the run without its length",
-                key=f"--{name.replace('_', '-')}",
+                key=flag_of(name),
                 value=values[name],
                 rule="Time and price of the run follow from its tokens",
                 fix="Give --tokens",
@@ -204,31 +198,44 @@ def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanRe
     return sensitivity(lambda changed: api.plan(model, changed, **again), cluster, result)
 
 
-def _rivals(
-    model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult, names: tuple[str, ...]
+def _compared(
+    model: Model,
+    cluster: Cluster,
+    asked: dict[str, Any],
+    result: PlanResult,
+    names: str | tuple[str, ...],
 ) -> tuple[PlanResult, tuple[ComparedPlanner, ...]]:
-    """Return what other planners come to, and the result with the best of their plans if it is better."""
-    from foreshard.advise.baseline_comparison import rival
+    """Return the result with the best plan of other planners if it is better, and what each reaches."""
+    from foreshard.advise.baseline_comparison import compared
     from foreshard.planner.baselines import beside_others
 
-    result, judged = beside_others(model, cluster, result, names, **asked)
+    named = (names,) if isinstance(names, str) else names
+    result, judged = beside_others(model, cluster, result, named, **asked)
     ours_s = result.plans[0].prediction.step_time_s if result.plans else None
-    return result, tuple(rival(one, ours_s) for one in judged)
+    return result, tuple(compared(one, ours_s) for one in judged)
 
 
-def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], others: dict[str, Any]) -> None:
+def _only_where_one_cluster_is_planned(
+    cluster: str | None, asked: dict[str, Any], of_one_cluster: dict[str, Any]
+) -> None:
+    for name, value in {"cluster": cluster, "costs": asked.get("costs"), **of_one_cluster}.items():
+        if value:
+            flag = "CLUSTER" if name == "cluster" else flag_of(name)
+            raise SpecError(
+                f"--rent together with {flag}",
+                key=flag,
+                value=value if isinstance(value, str) else None,
+                rule=f"--rent compares clusters, {flag} is about one",
+                fix="Leave out --rent, or plan on the cluster that it chooses",
+            )
+
+
+def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str | tuple[str, ...]) -> None:
     """Answer which instances to rent."""
+    from foreshard.catalog.instances import instances
     from foreshard.planner.rental import rent
     from foreshard.report.rental_table import rental_screen
 
-    for flag, value in others.items():
-        if value:
-            raise SpecError(
-                "renting compares clusters",
-                key=flag,
-                rule=f"{flag} is about one cluster",
-                fix="Plan on the cluster that is chosen",
-            )
     if "tokens" not in asked:
         raise SpecError(
             "renting without the length of the run",
@@ -238,6 +245,8 @@ def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], others: dict[
         )
     if ctx.get_parameter_source("objective") is click.core.ParameterSource.DEFAULT:
         del asked["objective"]
+    if vendors != ALL:
+        asked["instances"] = [name for name in instances() if name.partition("-")[0] in vendors]
     with watched(asked.get("budget_s")) as pressed:
         result = rent(model, **asked)
     plans = [one.ranked.plan for one in result.offers[:1]]
@@ -259,13 +268,13 @@ def _screen(
     model: str,
     cluster: Cluster,
     gains: tuple[Gain, ...],
-    rivals: tuple[ComparedPlanner, ...],
+    others: tuple[ComparedPlanner, ...],
     pressed: bool,
 ) -> Callable[[], Screen]:
     def made() -> Screen:
         from foreshard.report.plan_table import plan_screen
 
-        return plan_screen(result, model, cluster, gains=gains, rivals=rivals, pressed=pressed)
+        return plan_screen(result, model, cluster, gains=gains, others=others, pressed=pressed)
 
     return made
 
@@ -276,19 +285,14 @@ def _write_report(
     cluster: Cluster,
     screen: Callable[[], Screen],
     gains: tuple[Gain, ...],
-    rivals: tuple[ComparedPlanner, ...],
+    others: tuple[ComparedPlanner, ...],
 ) -> None:
     from foreshard.report.pages.plan_page import plan_page
-    from foreshard.report.pages.prediction_page import write_page
 
     if not result.plans:
         say(f"report: no plan to draw, {path} not written")
         return
-    try:
-        size = write_page(path, plan_page(result, cluster, screen(), gains, rivals))
-    except OSError as error:
-        raise cannot_write(path, error) from None
-    say(f"report: {path} ({size / 1e6:.2f} MB)")
+    save_page(path, plan_page(result, cluster, screen(), gains, others))
 
 
 def _leave(

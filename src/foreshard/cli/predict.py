@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard.cli.options import measured
-from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
+from foreshard.cli.options.answer import answering, give, save, save_page, say, wants_json
 from foreshard.cli.options.request import describing_a_run, to_request
 from foreshard.cli.options.sources import configurable
 from foreshard.errors import SpecError
@@ -136,7 +135,7 @@ def _write_trace(path: str, prediction: Prediction, timeline: Timeline | None) -
             rule="A trace shows tasks",
             fix="Use --engine graph",
         )
-    _save(path, "trace", lambda: write_trace(path, prediction, timeline))
+    save(path, "trace", lambda: write_trace(path, prediction, timeline))
 
 
 def _write_report(
@@ -147,19 +146,9 @@ def _write_report(
     advice: tuple[Effect, ...],
     fit: Fit | None,
 ) -> None:
-    from foreshard.report.pages.prediction_page import page, page_data, write_page
+    from foreshard.report.pages.prediction_page import page, page_data
 
-    made = page(page_data(request, prediction, timeline, advice, fit))
-    _save(path, "report", lambda: write_page(path, made))
-
-
-def _save(path: str, what: str, write: Callable[[], int]) -> None:
-    """Write a file the user asked for, and say where it is."""
-    try:
-        size = write()
-    except OSError as error:
-        raise cannot_write(path, error) from None
-    say(f"{what}: {path} ({size / 1e6:.2f} MB)")
+    save_page(path, page(page_data(request, prediction, timeline, advice, fit)))
 
 
 command = configurable(answering(describing_a_run(command)))

@@ -9,27 +9,10 @@ import click
 from foreshard.cli.options.answer import answering, give, say
 from foreshard.cli.options.extras import needs_torch
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.values import Counts
 from foreshard.errors import SpecError
 
-
-class Sizes(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers joined by commas."""
-
-    name = "N,N,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Return the numbers, rising."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = sorted({int(word) for word in str(value).split(",")})
-        except ValueError:
-            self.fail(f"{str(value)[:40]!r} is not whole numbers joined by commas", param, ctx)
-        if numbers[0] < 1 or numbers[-1] > 65536:
-            self.fail(f"{str(value)[:40]!r}: numbers are from 1 to 65536", param, ctx)
-        return tuple(numbers)
+SIZES = Counts(65536)
 
 
 @configurable
@@ -37,9 +20,9 @@ class Sizes(click.ParamType):  # type: ignore[type-arg]
 @click.command("profile")
 @click.argument("job", metavar="JOB.py")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
-@click.option("--samples", type=Sizes(), default="1,2,4,8", show_default=True, help="Micro-batches to time.")
+@click.option("--samples", type=SIZES, default="1,2,4,8", show_default=True, help="Micro-batches to time.")
 @click.option(
-    "--tp", type=Sizes(), default=(), help="Also a rank's part of layers that so many compute together."
+    "--tp", type=SIZES, default=(), help="Also a rank's part of layers that so many compute together."
 )
 @click.option("--repeats", type=int, default=15, show_default=True, help="Passes of each.")
 @click.option("--local", type=int, default=1, show_default=True, help="Ranks that will share this machine.")

@@ -12,9 +12,9 @@ import click
 
 from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.options.extras import needs_torch
-from foreshard.cli.options.request import Word
 from foreshard.cli.options.resumable import resumable
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.values import Word
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.units import format_seconds
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.options.answer import answering, cannot_write, give, must_be_writable, say
-from foreshard.cli.options.request import Count
+from foreshard.cli.options.answer import answering, give, must_be_writable, save_page
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.values import Count, Words
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
@@ -17,25 +17,11 @@ if TYPE_CHECKING:
     from foreshard.spec.scenario import Scenario
 
 
-class Policies(click.ParamType):  # type: ignore[type-arg]
-    """Names joined by commas."""
-
-    name = "A,B"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Return the names in order; which are known is checked with the scenario."""
-        if isinstance(value, tuple):
-            return value
-        return tuple(word.strip() for word in str(value).split(",") if word.strip())
-
-
 @answering
 @configurable
 @click.command("simulate")
 @click.argument("file", metavar="SCENARIO.toml")
-@click.option("--policy", type=Policies(), help="Policies to run (default: all).")
+@click.option("--policy", type=Words(), help="Policies to run (default: all).")
 @click.option("--seeds", type=Count(1, 10_000), help="Paths to run (default 1).")
 @click.option("--slots", type=Count(1, 10_000_000), help="Slots of a path (default: the scenario's).")
 @click.option(
@@ -134,15 +120,10 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
 
 
 def _write(path: str, found: Evaluation) -> None:
-    from foreshard.report.pages.prediction_page import write_page
     from foreshard.report.pages.simulation_page import online_page
     from foreshard.simulate.sweeps import sweeps
 
-    try:
-        size = write_page(path, online_page(found, sweeps(found.scenario, found.slots)))
-    except OSError as error:
-        raise cannot_write(path, error) from None
-    say(f"report: {path} ({size / 1e6:.2f} MB)")
+    save_page(path, online_page(found, sweeps(found.scenario, found.slots)))
 
 
 def _screen(found: Evaluation) -> Screen:

@@ -10,8 +10,8 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import answering, give, say
-from foreshard.cli.options.request import Amount
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.values import Amount
 from foreshard.errors import AccuracyError
 from foreshard.report.screen import Screen, table
 

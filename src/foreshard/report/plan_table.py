@@ -33,7 +33,7 @@ def plan_screen(
     cluster: Cluster,
     *,
     gains: Sequence[Gain] = (),
-    rivals: Sequence[ComparedPlanner] = (),
+    others: Sequence[ComparedPlanner] = (),
     pressed: bool = False,
 ) -> Screen:
     """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn.
@@ -42,8 +42,8 @@ def plan_screen(
     ----------
     gains : sequence of Gain
         What other hardware would gain.
-    rivals : sequence of ComparedPlanner
-        Other planners under the same judge.
+    others : sequence of ComparedPlanner
+        Other planners, timed by the same engine.
     pressed : bool
         Whether Ctrl-C ended the search.
     """
@@ -55,8 +55,8 @@ def plan_screen(
     tables = [ranked_table(result.plans), drawn(chosen.plan, cluster)]
     if len(result.front) > 1:
         tables.append(front_table(result.front))
-    if rivals:
-        tables.append(rivals_table(rivals))
+    if others:
+        tables.append(others_table(others))
         notes += (words,) if (words := beyond(chosen.plan, cluster)) else ()
     if gains:
         tables.append(gains_table(gains))
@@ -261,8 +261,8 @@ def front_table(plans: Sequence[Ranked]) -> Table:
     return without_empty(table("The trade-off", columns, rows, spare=spare))
 
 
-def rivals_table(rivals: Sequence[ComparedPlanner]) -> Table:
-    """Return other planners under the same judge."""
+def others_table(others: Sequence[ComparedPlanner]) -> Table:
+    """Return other planners, their plans timed by the same engine."""
     rows = [
         (
             one.name,
@@ -272,10 +272,10 @@ def rivals_table(rivals: Sequence[ComparedPlanner]) -> Table:
             quantity.seconds(one.wall_s),
             one.note,
         )
-        for one in rivals
+        for one in others
     ]
-    columns = ("planner", ">step", ">against ours", ">above the bound", ">took", "note")
-    return without_empty(table("Other planners, same judge", columns, rows))
+    columns = ("planner", ">step", ">over ours", ">above the bound", ">took", "note")
+    return without_empty(table("Other planners, timed by the same engine", columns, rows))
 
 
 def gains_table(gains: Sequence[Gain]) -> Table:

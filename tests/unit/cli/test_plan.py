@@ -153,7 +153,7 @@ def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
 
 
 def test_other_planners_under_one_judge(shell):
-    answer = shell(*MIXED, "--budget-s", "3", "--against", "all", "--json")
+    answer = shell(*MIXED, "--budget-s", "3", "--compare-with", "all", "--json")
     rivals = {one["name"]: one for one in answer.json["against"]}
     assert answer.code == 0 and {"even", "lb-bsp", "pipedream", "amp", "metis", "sailor"} <= set(rivals)
     ours = answer.json["plans"][0]["prediction"]["step_time_s"]
@@ -166,16 +166,16 @@ def test_other_planners_under_one_judge(shell):
 
 
 def test_named_planners_only(shell):
-    answer = shell(*MIXED, "--budget-s", "2", "--against", "even,metis")
+    answer = shell(*MIXED, "--budget-s", "2", "--compare-with", "even,metis")
     assert "metis" in answer.out and "pipedream" not in answer.out
 
 
 def test_an_unknown_planner_exits_2_before_the_search(shell):
-    answer = shell(*RUN, "--against", "evne", "--json")
-    assert answer.code == 2 and answer.json["error"]["key"] == "--against"
+    answer = shell(*RUN, "--compare-with", "evne", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--compare-with"
 
 
-RENT = ("plan", "llama3-8b", "rent", "--global-batch", "64", "--seq", "2048", "--max-devices", "8")
+RENT = ("plan", "llama3-8b", "--rent", "--global-batch", "64", "--seq", "2048", "--max-devices", "8")
 
 
 def test_what_to_rent(shell, tmp_path):
@@ -195,7 +195,29 @@ def test_renting_needs_the_length_of_the_run(shell):
     assert answer.code == 2 and answer.json["error"]["key"] == "--tokens"
 
 
-@pytest.mark.parametrize("flag", [("--report", "x.html"), ("--explain",), ("--against", "all")])
+def test_renting_of_one_vendor(shell):
+    answer = shell(
+        *(word if word != "--rent" else "--rent=lambda" for word in RENT), "--tokens", "1e10", "--json"
+    )
+    assert answer.code == 0 and answer.json["offers"]
+    assert all(one["instance"].startswith("lambda-") for one in answer.json["offers"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("--rent=lamda",), "--rent"),
+        (("1x8xh100-sxm", "--rent"), "CLUSTER"),
+        (("--rent", "--costs", "costs.json"), "--costs"),
+        ((), "CLUSTER"),
+    ],
+)
+def test_a_plan_is_for_a_cluster_or_for_rented_nodes(shell, words, key):
+    answer = shell("plan", "llama3-8b", *words, "--global-batch", "64", "--tokens", "1e10", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == key
+
+
+@pytest.mark.parametrize("flag", [("--report", "x.html"), ("--explain",), ("--compare-with", "all")])
 def test_renting_compares_clusters(shell, flag):
     answer = shell(*RENT, "--tokens", "1e10", *flag, "--json")
     assert answer.code == 2 and answer.json["error"]["key"] == flag[0]

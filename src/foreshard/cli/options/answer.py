@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -44,7 +45,7 @@ def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 
 def must_be_writable(path: str) -> None:
-    """Refuse, before a search or a run, a file that could not be written after it."""
+    """Raise, before a search or a run, for a file that could not be written after it."""
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path):
         wrong = errno.EISDIR
@@ -90,6 +91,20 @@ def write_text(path: str, text: str) -> None:
         raise cannot_write(path, error) from None
 
 
+def save(path: str, what: str, write: Callable[[], int]) -> None:
+    """Write a file the user named by a function that returns its bytes, and say where it is."""
+    try:
+        size = write()
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    say(f"{what}: {path} ({size / 1e6:.2f} MB)")
+
+
+def save_page(path: str, text: str) -> None:
+    """Write an HTML report, and say where it is."""
+    save(path, "report", lambda: Path(path).write_bytes(text.encode("utf-8")))
+
+
 def cannot_write(path: str, error: OSError) -> ForeshardError:
     """Return the error for a file that cannot be written: bad input, or the system's where a disk is full."""
     what = f"cannot write: {error.strerror or error}"
@@ -99,7 +114,7 @@ def cannot_write(path: str, error: OSError) -> ForeshardError:
 
 
 def say(text: str) -> None:
-    """Tell the user something that is not the answer (standard error, on a terminal cut at words)."""
+    """Print a line that is not the answer (standard error, on a terminal wrapped at words)."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         words = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

@@ -2,99 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from foreshard.advise.request import DEGREES, OPTIONS, Request
+from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
-
-MAX_COUNT = 2**31
-MAX_AMOUNT = 1e30
-
-
-class Count(click.ParamType):  # type: ignore[type-arg]
-    """A whole number from `low` to `high`."""
-
-    name = "N"
-
-    def __init__(self, low: int = 1, high: int = MAX_COUNT):
-        self.low, self.high = low, high
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number, or fail naming the range."""
-        text = str(value)
-        digits = text.removeprefix("-")
-        if len(text) < 20 and digits.isascii() and digits.isdecimal() and self.low <= int(text) <= self.high:
-            return int(text)
-        self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
-
-
-class Amount(click.ParamType):  # type: ignore[type-arg]
-    """A finite number above zero."""
-
-    name = "X"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, or fail."""
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
-        if 0 < number <= MAX_AMOUNT:
-            return number
-        text = str(value)[:40]
-        suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
-        hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
-        self.fail(f"{text!r} is not a number above zero{hint}", param, ctx)
-
-
-_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
-_MEANT = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-    "e4m3": "fp8",
-    "fp4": "nvfp4",
-    "adam": "adamw",
-    "adam8bit": "adamw-8bit",
-    "adamw8bit": "adamw-8bit",
-    "interleaved-1f1b": "interleaved",
-    "afab": "gpipe",
-    "zb": "zb-h1",
-    "zero-bubble": "zb-h1",
-}
-
-
-class Word(click.ParamType):  # type: ignore[type-arg]
-    """One of the known words; another fails with the one that was likely meant."""
-
-    name = "WORD"
-
-    def __init__(self, *known: str):
-        self.known = known
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """Return the words as --help shows them."""
-        return f"[{'|'.join(self.known)}]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the word, or fail naming the known ones."""
-        text = str(value)
-        if text in self.known:
-            return text
-        meant = _MEANT.get(text.lower().replace("_", "-"))
-        near = [meant] if meant in self.known else get_close_matches(text[:40].lower(), self.known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{hint}", param, ctx)
-
 
 _DEGREE_HELP = {
     "dp": "data-parallel replicas (default: what the others leave)",

@@ -93,7 +93,7 @@ def _named(name: str) -> Baseline:
     if name not in BASELINES:
         raise SpecError(
             f"unknown baseline {name!r}",
-            key="--against",
+            key="--compare-with",
             value=name,
             rule="Baselines have names",
             fix=f"Use all or some of {', '.join(BASELINES)}",

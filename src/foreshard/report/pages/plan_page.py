@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from foreshard import quantity
 from foreshard.report.pages.plan_drawing import drawing, scatter
-from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, ranked_table, rivals_table
+from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, others_table, ranked_table
 from foreshard.report.screen import Screen, Table
 from foreshard.report.summary import PART_NAMES
 from foreshard.spec.cluster import Cluster
@@ -31,7 +31,7 @@ def plan_page(
     cluster: Cluster,
     screen: Screen,
     gains: Sequence[Gain] = (),
-    rivals: Sequence[ComparedPlanner] = (),
+    others: Sequence[ComparedPlanner] = (),
 ) -> str:
     """Return the report as one HTML text.
 
@@ -43,7 +43,7 @@ def plan_page(
     screen : Screen
         What the command shows; its header, boxes and notes head the page.
     gains : sequence of Gain
-    rivals : sequence of ComparedPlanner
+    others : sequence of ComparedPlanner
     """
     chosen = result.plans[0]
     sections = [
@@ -68,9 +68,9 @@ def plan_page(
     ]
     if len(result.front) > 1:
         sections.append(_front(result.front))
-    if rivals:
+    if others:
         lead = "Planners as published, on the same prices of stages, their plans timed by the same engine."
-        sections.append(_section("Other planners", lead, _table(rivals_table(rivals), caption=False)))
+        sections.append(_section("Other planners", lead, _table(others_table(others), caption=False)))
     if gains:
         lead = "The search again on a cluster changed in one thing, with the same engine."
         sections.append(

@@ -38,14 +38,6 @@ _STREAMS = ("compute", "tensor", "context", "expert", "host", "send_forward", "s
 MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 
-def write_page(path: str, text: str) -> int:
-    """Write the page and return how many bytes it takes."""
-    raw = text.encode("utf-8")
-    with open(path, "wb") as stream:
-        stream.write(raw)
-    return len(raw)
-
-
 def page(data: dict[str, Any]) -> str:
     """Return the report as one HTML text."""
     folder = files("foreshard.report.pages").joinpath("static")

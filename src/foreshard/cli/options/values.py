@@ -1,0 +1,150 @@
+"""The values that options take: whole numbers, amounts, known words, and several of them joined by commas."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+MAX_COUNT = 2**31
+MAX_AMOUNT = 1e30
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]
+    """A whole number from `low` to `high`."""
+
+    name = "N"
+
+    def __init__(self, low: int = 1, high: int = MAX_COUNT):
+        self.low, self.high = low, high
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, or fail naming the range."""
+        text = str(value)
+        digits = text.removeprefix("-")
+        if len(text) < 20 and digits.isascii() and digits.isdecimal() and self.low <= int(text) <= self.high:
+            return int(text)
+        self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
+
+
+class Amount(click.ParamType):  # type: ignore[type-arg]
+    """A finite number above zero."""
+
+    name = "X"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail."""
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if 0 < number <= MAX_AMOUNT:
+            return number
+        text = str(value)[:40]
+        suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
+        hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
+        self.fail(f"{text!r} is not a number above zero{hint}", param, ctx)
+
+
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
+_MEANT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "e4m3": "fp8",
+    "fp4": "nvfp4",
+    "adam": "adamw",
+    "adam8bit": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "interleaved-1f1b": "interleaved",
+    "afab": "gpipe",
+    "zb": "zb-h1",
+    "zero-bubble": "zb-h1",
+}
+
+
+class Word(click.ParamType):  # type: ignore[type-arg]
+    """One of the known words; another fails with the one that was likely meant."""
+
+    name = "WORD"
+
+    def __init__(self, *known: str):
+        self.known = known
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the words as --help shows them."""
+        return f"[{'|'.join(self.known)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the word, or fail naming the known ones."""
+        text = str(value)
+        if text in self.known:
+            return text
+        meant = _MEANT.get(text.lower().replace("_", "-"))
+        near = [meant] if meant in self.known else get_close_matches(text[:40].lower(), self.known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{hint}", param, ctx)
+
+
+class Words(click.ParamType):  # type: ignore[type-arg]
+    """Words joined by commas, as a tuple in their order.
+
+    Parameters
+    ----------
+    *known : str
+        Any words when empty and `load` is not given.
+    alone : tuple of str
+        Words that stand by themselves and are returned as they are.
+    single : bool
+        Return one word as it is, not as a tuple of one.
+    load : callable, optional
+        Returns the known words where they are costly to import.
+    """
+
+    def __init__(
+        self,
+        *known: str,
+        alone: tuple[str, ...] = (),
+        single: bool = False,
+        load: Callable[[], Iterable[str]] | None = None,
+    ):
+        self.known, self.alone, self.single, self.load = known, alone, single, load
+        self.name = "|".join((*alone, "NAME,NAME")) if alone or load or not known else ",".join(known)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | tuple[str, ...]:
+        """Return the words, or fail naming the known ones."""
+        if isinstance(value, tuple) or value in self.alone:
+            return value  # type: ignore[no-any-return]
+        words = tuple(word.strip() for word in str(value).split(","))
+        known = (*self.known, *(self.load() if self.load else ()))
+        for word in words if known else ():
+            Word(*(self.alone if len(words) == 1 else ()), *known).convert(word, param, ctx)
+        if len(set(words)) < len(words):
+            self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
+        return words[0] if self.single and len(words) == 1 else words
+
+
+class Counts(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers joined by commas, as a rising tuple."""
+
+    name = "N,N,..."
+
+    def __init__(self, high: int):
+        self.high = high
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the numbers, or fail naming the range."""
+        if isinstance(value, tuple):
+            return value
+        one = Count(1, self.high)
+        return tuple(sorted({one.convert(word.strip(), param, ctx) for word in str(value).split(",")}))
