@@ -204,7 +204,7 @@ def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:
     key = _short(normalise(name[:_MAX_CHARS]))
     near = list(candidates) or get_close_matches(key, [*devices(), *_aliases()["exact"]], n=3, cutoff=0.6)
     why = _aliases()["unresolvable"].get(name)
-    listed = " or ".join(repr(one) for one in near)
+    listed = " or ".join(repr(name) for name in near)
     hint = f"{'Write ' + listed + '.' if candidates else 'Did you mean ' + listed + '?'} " if near else ""
     return SpecError(
         f"device name '{shown}' fits several devices" if candidates else f"unknown device '{shown}'",

@@ -111,9 +111,14 @@ def default_price(device: str, per_node: int, *, today: date | None = None) -> D
     cheapest per device. A price of another number of devices is scaled, and says so.
     """
     ranked = sorted(
-        ("libcloud" not in one.price_source, one.per_node != per_node, one.usd_per_h / one.per_node, one.name)
-        for one in instances().values()
-        if one.device == device and one.usd_per_h is not None
+        (
+            "libcloud" not in entry.price_source,
+            entry.per_node != per_node,
+            entry.usd_per_h / entry.per_node,
+            entry.name,
+        )
+        for entry in instances().values()
+        if entry.device == device and entry.usd_per_h is not None
     )
     if not ranked:
         return None

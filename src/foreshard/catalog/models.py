@@ -190,7 +190,9 @@ def _call(path: Path, factory: str) -> Any:
 
 
 def _no_factory(path: Path, factory: str, module: ModuleType) -> SpecError:
-    found = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+    found = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
     return SpecError(
         f"no function {factory!r}",
         file=str(path),

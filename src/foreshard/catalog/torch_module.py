@@ -129,7 +129,7 @@ def _mlp(module: Any, matrices: list[Any], hidden: int, where: str) -> dict[str,
 
 
 def _with_vectors(module: Any, attention: Any, block: Block) -> Block:
-    """Return the block with its norms and biases, told apart by the module that holds them."""
+    """Return the block with its norms and biases, distinguished by the module that holds them."""
     inside = {id(parameter) for parameter in attention.parameters()}
     flags: dict[str, Any] = {}
     norms = 0

@@ -81,21 +81,22 @@ def calibrate(
         When profiles are not of one job, or the clock says nothing about the device.
     """
     profiles = {"": profile, **(others or {})}
-    for name, one in profiles.items():
-        _check(profile, one, clock, name)
-    layers = {name: _layers(one, _COLUMN[clock]) for name, one in profiles.items()}
-    parts = {name: _parts(one, _COLUMN[clock]) for name, one in profiles.items()}
-    spreads = [_spread(one, _COLUMN[clock]) for one in profiles.values()]
+    for name, other in profiles.items():
+        _check(profile, other, clock, name)
+    layers = {name: _layers(other, _COLUMN[clock]) for name, other in profiles.items()}
+    parts = {name: _parts(other, _COLUMN[clock]) for name, other in profiles.items()}
+    spreads = [_spread(other, _COLUMN[clock]) for other in profiles.values()]
     if table_s is not None:
         clock, spreads = "table", [(1.0, 1.0)]
         stated = _stated(table_s)
         layers = {name: [layer | stated for layer in rows] for name, rows in layers.items()}
         parts = {
-            name: {degree: [layer | stated for layer in rows] for degree, rows in told.items()}
-            for name, told in parts.items()
+            name: {degree: [layer | stated for layer in rows] for degree, rows in by_degree.items()}
+            for name, by_degree in parts.items()
         }
     devices = dict(slow or {}) | dict.fromkeys(others or {}, 1.0)
-    timed = next((one["links"] for one in profiles.values() if one.get("links")), None) if links else None
+    found = [other["links"] for other in profiles.values() if other.get("links")]
+    timed = found[0] if links and found else None
     print_of = profile["fingerprint"]
     return {
         "schema_version": 1,
@@ -155,13 +156,13 @@ def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
     layers = []
     for layer, held in enumerate(profile["bytes"]):
         lines = {f"{phase}_s": _line(profile, phase, layer, sizes, column) for phase in _PHASES}
-        told = profile["optimizer"][layer]
+        optimizer = profile["optimizer"][layer]
         layers.append(
             {
                 **{name: list(line) for name, line in lines.items()},
                 **held,
-                "optimizer_s": float(np.median([row[column] for row in told["seconds"]])),
-                "state_bytes": told["state_bytes"],
+                "optimizer_s": float(np.median([row[column] for row in optimizer["seconds"]])),
+                "state_bytes": optimizer["state_bytes"],
                 "saved_bytes_per_sample": largest["saved_bytes"][layer] / sizes[-1],
                 "boundary_bytes_per_sample": largest["boundary_bytes"][layer] / sizes[-1],
                 "relative_error": _relative_error(profile, layer, sizes, column, lines),
@@ -176,15 +177,15 @@ def _parts(profile: Mapping[str, Any], column: int) -> dict[str, list[dict[str, 
         degree: [
             row | {"sums_forward": forward, "sums_backward": backward}
             for row, forward, backward in zip(
-                _layers(told, column), told["sums"]["forward"], told["sums"]["backward"], strict=True
+                _layers(part, column), part["sums"]["forward"], part["sums"]["backward"], strict=True
             )
         ]
-        for degree, told in profile.get("tensor", {}).items()
+        for degree, part in profile.get("tensor", {}).items()
     }
 
 
 def _seconds(profile: Mapping[str, Any], phase: str, layer: int, size: int, column: int) -> np.ndarray:
-    return np.array([one[layer][column] for one in profile["passes"][str(size)][phase]])
+    return np.array([row[layer][column] for row in profile["passes"][str(size)][phase]])
 
 
 def _line(
@@ -229,10 +230,10 @@ def _relative_error(
 def _spread(profile: Mapping[str, Any], column: int) -> tuple[float, float]:
     """Return the 5th and 95th percentile of whole passes over their median, all sizes together."""
     ratios: list[float] = []
-    for told in profile["passes"].values():
+    for passes in profile["passes"].values():
         whole = [
-            sum(row[column] for phase in ("forward", "backward") for row in told[phase][n])
-            for n in range(len(told["forward"]))
+            sum(row[column] for phase in ("forward", "backward") for row in passes[phase][n])
+            for n in range(len(passes["forward"]))
         ]
         ratios += [value / float(np.median(whole)) for value in whole]
     return float(np.quantile(ratios, 0.05)), float(np.quantile(ratios, 0.95))

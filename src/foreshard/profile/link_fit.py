@@ -18,12 +18,12 @@ def fitted_links(links: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _fitted(links: Mapping[str, Any], apart: bool) -> dict[str, float] | None:
-    messages = [(1.0, one["bytes"], one["seconds"]) for one in links["messages"] if one["apart"] == apart]
+    messages = [(1.0, row["bytes"], row["seconds"]) for row in links["messages"] if row["apart"] == apart]
     sums = []
-    for one in links["sums"]:
-        if one["apart"] == apart:
-            hops = 2 * (len(one["ranks"]) - 1)
-            sums.append((float(hops), hops / len(one["ranks"]) * one["bytes"], one["seconds"]))
+    for row in links["sums"]:
+        if row["apart"] == apart:
+            hops = 2 * (len(row["ranks"]) - 1)
+            sums.append((float(hops), hops / len(row["ranks"]) * row["bytes"], row["seconds"]))
     if not messages:
         return None
     floor_s, rate, error = floor_and_rate(messages)
@@ -48,11 +48,11 @@ def floor_and_rate(timed: Sequence[tuple[float, float, Sequence[float]]]) -> tup
     ----------
     timed : sequence of (hops, bytes, seconds of repeats)
     """
-    points = sorted(timed, key=lambda one: one[1] / one[0])
+    points = sorted(timed, key=lambda point: point[1] / point[0])
     hops, size, seconds = (
-        np.array([one[0] for one in points]),
-        np.array([one[1] for one in points], dtype=float),
-        np.maximum([float(np.median(one[2])) for one in points], 1e-9),
+        np.array([point[0] for point in points]),
+        np.array([point[1] for point in points], dtype=float),
+        np.maximum([float(np.median(point[2])) for point in points], 1e-9),
     )
     best, least = (0.0, np.inf), np.inf
     for split in range(len(points)):

@@ -135,10 +135,10 @@ def counts_of(size: int) -> list[int]:
 
 def launch_s(device: torch.device) -> float:
     """Return the seconds that starting an operation on one number keeps the host busy, the median of many."""
-    one, spans = torch.zeros(1, device=device), []
+    number, spans = torch.zeros(1, device=device), []
     for _ in range(_LAUNCHES):
         began = time.perf_counter()
-        one.add_(1)
+        number.add_(1)
         spans.append(time.perf_counter() - began)
     _wait(device)
     return sorted(spans)[len(spans) // 2]

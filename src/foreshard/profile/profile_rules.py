@@ -10,7 +10,7 @@ import numpy as np
 from foreshard.errors import SpecError
 
 _PHASES = ("forward", "backward", "backward_input")
-_TOLD = {"job": str, "layers": int, "device": str, "processor": str, "accelerator": str}
+_FINGERPRINT = {"job": str, "layers": int, "device": str, "processor": str, "accelerator": str}
 
 
 class Rules:
@@ -21,23 +21,25 @@ class Rules:
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Raise SpecError for what is missing, or is not what a profile has there."""
-        told = self.table(data, "fingerprint", tuple(_TOLD))
-        for key, kind in _TOLD.items():
-            if not isinstance(told[key], kind) or isinstance(told[key], bool):
-                raise self.error(f"fingerprint.{key}", told[key], f"It is of type {kind.__name__}")
-        if told["layers"] < 1:
-            raise self.error("fingerprint.layers", told["layers"], "A job has a layer or more")
+        fingerprint = self.table(data, "fingerprint", tuple(_FINGERPRINT))
+        for key, kind in _FINGERPRINT.items():
+            if not isinstance(fingerprint[key], kind) or isinstance(fingerprint[key], bool):
+                raise self.error(f"fingerprint.{key}", fingerprint[key], f"It is of type {kind.__name__}")
+        if fingerprint["layers"] < 1:
+            raise self.error("fingerprint.layers", fingerprint["layers"], "A job has a layer or more")
         if not isinstance(data.get("date"), str):
             raise self.error("date", data.get("date"), "It is the day of the profile")
         self.numbers(data, "tokens_per_sample", "", shape=(), least=1e-9)
-        self.layers(data, "", told["layers"])
+        self.layers(data, "", fingerprint["layers"])
         parts = self.table({"tensor": {}, **data}, "tensor")
         for degree in parts:
             where, part = f"tensor.{degree}.", self.table(parts, degree, ("sums",), where="tensor.")
             sums = self.table(part, "sums", ("forward", "backward"), where=where)
-            if not all(isinstance(row, list) and len(row) == told["layers"] for row in sums.values()):
-                raise self.error(f"{where}sums", "", f"It has lists for {told['layers']} layers each way")
-            self.layers(part, where, told["layers"])
+            if not all(isinstance(row, list) and len(row) == fingerprint["layers"] for row in sums.values()):
+                raise self.error(
+                    f"{where}sums", "", f"It has lists for {fingerprint['layers']} layers each way"
+                )
+            self.layers(part, where, fingerprint["layers"])
         if data.get("links"):
             self.links(self.table(data, "links", ("launch_s", "messages", "sums")))
 
@@ -46,13 +48,13 @@ class Rules:
         passes = self.table(data, "passes", where=where)
         if not passes or not all(size.isascii() and size.isdecimal() and int(size) for size in passes):
             raise self.error(f"{where}passes", list(passes), "Passes are by numbers of samples, one at least")
-        for size, told in passes.items():
+        for size, rows in passes.items():
             key = f"{where}passes.{size}."
             self.table(passes, size, ("saved_bytes", "boundary_bytes", *_PHASES), where=f"{where}passes.")
             for name in ("saved_bytes", "boundary_bytes"):
-                self.numbers(told, name, key, shape=(count,))
+                self.numbers(rows, name, key, shape=(count,))
             for name in _PHASES:
-                self.numbers(told, name, key, shape=(-1, count, 2))
+                self.numbers(rows, name, key, shape=(-1, count, 2))
         for name, number in (("bytes", "parameter_bytes"), ("optimizer", "state_bytes")):
             rows = data.get(name)
             if not isinstance(rows, list) or len(rows) != count:
@@ -99,18 +101,18 @@ class Rules:
         self, data: Mapping[str, Any], name: str, where: str, *, shape: tuple[int, ...], least: float = 0.0
     ) -> None:
         """Check that numbers are there, finite and not below `least`; -1 in the shape is any, from one on."""
-        told = data.get(name)
+        stated = data.get(name)
         try:
-            found = np.array(told)
+            found = np.array(stated)
         except ValueError:  # ragged
             found = np.array(None)
         fits = found.ndim == len(shape) and all(
             have == want or (want == -1 and have > 0) for have, want in zip(found.shape, shape, strict=True)
         )
         if not fits or found.dtype.kind not in "iuf" or not (np.isfinite(found) & (found >= least)).all():
-            size = " x ".join("n" if one == -1 else str(one) for one in shape)
+            size = " x ".join("n" if length == -1 else str(length) for length in shape)
             what = f"{size} numbers" if shape else "a number"
-            raise self.error(f"{where}{name}", told, f"It is {what}, finite and not negative")
+            raise self.error(f"{where}{name}", stated, f"It is {what}, finite and not negative")
 
     def error(self, key: str, value: object, rule: str) -> SpecError:
         """Return the error of a broken rule."""

@@ -13,8 +13,9 @@ import torch
 from foreshard.errors import SpecError
 from foreshard.profile.companion import companions
 from foreshard.profile.heap import keep_heap
-from foreshard.profile.layer_times import Through, TimedPart, Trainable, profile_layers, write_profile
+from foreshard.profile.layer_times import profile_layers, write_profile
 from foreshard.profile.link_times import TimedRanks, local_links, time_links, torchrun_ranks
+from foreshard.profile.timed_chain import Through, TimedPart, Trainable
 
 Tell = Callable[[str], None]
 
