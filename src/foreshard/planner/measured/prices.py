@@ -135,7 +135,7 @@ def _tail(
     ring_s = [costs.ring_s(cluster, (rank, *others), size) for size in prices.total("parameter_bytes")]
     tail_s = prices.slow * prices.total("optimizer_s") + np.array(ring_s)
     if len(block) > 1 and copies == 1:  # what is whole on each of them they sum too
-        cut = [costs.cut_bytes(layer, len(block)) / len(block) for layer in range(len(costs.layers))]
+        cut = [costs.split_bytes(layer, len(block)) / len(block) for layer in range(len(costs.layers))]
         whole = prices.total("parameter_bytes") - prices.over(cut)
         tail_s += np.array([costs.ring_s(cluster, block, size) for size in whole])
     return np.where(prices.starts == 0, tail_s, 0.0)

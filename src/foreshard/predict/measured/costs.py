@@ -63,6 +63,27 @@ class LayerCost:
     sums_backward: Sums = ()
 
 
+class LayerSums:
+    """Numbers of layers summed over intervals [start, stop): differences of running sums."""
+
+    def __init__(self, layers: Sequence[LayerCost]):
+        self._layers = layers
+        self._upto: dict[str, np.ndarray] = {}
+
+    def upto(self, name: str) -> np.ndarray:
+        """Return the sums of a number over the first layers, shape (layers + 1,) or (layers + 1, 2)."""
+        if name not in self._upto:
+            values = np.array([getattr(layer, name) for layer in self._layers])
+            self._upto[name] = np.concatenate((np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)))
+        return self._upto[name]
+
+    def line(self, name: str, span: tuple[int, int]) -> Line:
+        """Return (fixed seconds, seconds per sample) of the layers of an interval."""
+        upto = self.upto(name)
+        fixed, each = (upto[span[1]] - upto[span[0]]).tolist()
+        return fixed, each
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
     """Calibrated costs of one model on the devices it was timed on.
@@ -104,6 +125,9 @@ class MeasuredCosts:
     largest: int = 8
     tied: tuple[tuple[tuple[int, ...], float], ...] = ()
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
+    _sums: dict[tuple[str, int], LayerSums] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is.
@@ -146,42 +170,55 @@ class MeasuredCosts:
             )
         return known[tp]
 
-    def cut_bytes(self, layer: int, tp: int) -> float:
-        """Return the trained bytes of a layer that so many ranks share out; what is left each holds whole."""
+    def sums(self, device: str, tp: int = 1) -> LayerSums:
+        """Return the sums over layers of a device's table, or of a rank's part of it, before `slow_of`."""
+        key = (device if device in self.tables else "", tp)
+        if key not in self._sums:
+            self._sums[key] = LayerSums(self.layers_on(device, tp))
+        return self._sums[key]
+
+    def split_bytes(self, layer: int, tp: int) -> float:
+        """Return the trained bytes of a layer that so many ranks share out; the rest each holds whole."""
         whole, part = self.layers[layer].parameter_bytes, self.layers_on("", tp)[layer].parameter_bytes
         return (whole - part) * tp / (tp - 1)
 
-    def summed(self) -> list[tuple[tuple[int, ...], float]]:
-        """Return the trained bytes that layers have each for itself, and those they share."""
+    def gradients(self) -> list[tuple[tuple[int, ...], float]]:
+        """Return (layers, bytes) of gradients: those of each layer alone, then those that layers share."""
         own = [layer.parameter_bytes for layer in self.layers]
         for layers, size in self.tied:
             for layer in layers:
                 own[layer] -= size
         return [*(((layer,), size) for layer, size in enumerate(own)), *self.tied]
 
-    def work_s(self, device: str, span: tuple[int, int], name: str, samples: int, tp: int = 1) -> float:
-        """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
-        lines = [getattr(layer, name) for layer in self.layers_on(device, tp)[slice(*span)]]
-        return self.slow_of(device) * float(sum(fixed + each * samples for fixed, each in lines))
+    def work_s(self, device: str, span: tuple[int, int], name: str, samples: Any, tp: int = 1) -> Any:
+        """Return the seconds that a device needs for samples on layers [start, stop), or its part of them.
+
+        Parameters
+        ----------
+        name : {'forward_s', 'backward_s', 'backward_input_s'}
+        samples : int or ndarray
+        """
+        fixed, each = self.sums(device, tp).line(name, span)
+        return self.slow_of(device) * (fixed + each * samples)
 
     def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:
         """Return the seconds that a device needs to update layers, or its part of them."""
         table = self.layers_on(device, tp)
         return self.slow_of(device) * float(sum(table[layer].optimizer_s for layer in layers))
 
-    def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
-        """Return the seconds of a message between two ranks."""
+    def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: Any) -> Any:
+        """Return the seconds of a message between two ranks; `num_bytes` is a number or an array."""
         measured = self.links.between(apart=_apart(cluster, (source, target)))
         if measured is not None:
             return measured.message_s(num_bytes)
         rate, latency_s = _stated(cluster, source, target)
         return latency_s + num_bytes / rate
 
-    def ring_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: float) -> float:
+    def ring_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: Any) -> Any:
         """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005)."""
         m = len(owners)
         if m < 2:
-            return 0.0
+            return 0.0 * num_bytes
         measured = self.links.between(apart=_apart(cluster, owners))
         if measured is not None:
             return measured.ring_s(m, num_bytes)
@@ -243,24 +280,24 @@ def _parsed(data: Any, path: str) -> MeasuredCosts:
         model=str(data.get("model", "")),
         machine=str(data.get("machine", "")),
         largest=int(max(data["samples"])),
-        tied=tuple((tuple(map(int, one["layers"])), float(one["bytes"])) for one in data.get("tied", [])),
+        tied=tuple((tuple(map(int, tie["layers"])), float(tie["bytes"])) for tie in data.get("tied", [])),
         parts={
-            str(name): {int(degree): _layers(rows) for degree, rows in told.items()}
-            for name, told in data.get("tensor", {}).items()
+            str(name): {int(degree): _layers(rows) for degree, rows in by_degree.items()}
+            for name, by_degree in data.get("tensor", {}).items()
         },
     )
 
 
 def _layers(rows: Any) -> tuple[LayerCost, ...]:
     layers = []
-    for told in rows:
-        numbers: dict[str, Any] = {name: float(told[name]) for name in _NUMBERS}
-        lines: dict[str, Any] = {name: (float(told[name][0]), float(told[name][1])) for name in _LINES}
+    for row in rows:
+        numbers: dict[str, Any] = {name: float(row[name]) for name in _NUMBERS}
+        lines: dict[str, Any] = {name: (float(row[name][0]), float(row[name][1])) for name in _LINES}
         sums: dict[str, Any] = {
-            name: tuple((float(size), float(ring)) for size, ring in told.get(name, ()))
+            name: tuple((float(size), float(ring)) for size, ring in row.get(name, ()))
             for name in ("sums_forward", "sums_backward")
         }
-        pairs = (*lines.values(), *(pair for one in sums.values() for pair in one))
+        pairs = (*lines.values(), *(pair for ring in sums.values() for pair in ring))
         seen = np.array([*numbers.values(), *(v for pair in pairs for v in pair)])
         if not (np.isfinite(seen) & (seen >= 0)).all():
             raise ValueError("layers with finite seconds and bytes")

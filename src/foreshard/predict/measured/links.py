@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
@@ -27,16 +29,14 @@ class LinkCost:
     ring_bytes_per_s: float
     relative_error: float
 
-    def message_s(self, num_bytes: float) -> float:
-        """Return the seconds of a message one way."""
-        return max(self.floor_s, num_bytes / self.bytes_per_s)
+    def message_s(self, num_bytes: Any) -> Any:
+        """Return the seconds of a message one way; `num_bytes` is a number or an array."""
+        return np.maximum(self.floor_s, num_bytes / self.bytes_per_s)
 
-    def ring_s(self, num_ranks: int, num_bytes: float) -> float:
-        """Return the seconds of an all-reduce."""
-        if num_ranks < 2:
-            return 0.0
+    def ring_s(self, num_ranks: int, num_bytes: Any) -> Any:
+        """Return the seconds of an all-reduce over two or more ranks."""
         hops = 2 * (num_ranks - 1)
-        return max(hops * self.hop_s, hops / num_ranks * num_bytes / self.ring_bytes_per_s)
+        return np.maximum(hops * self.hop_s, hops / num_ranks * num_bytes / self.ring_bytes_per_s)
 
     def to_dict(self) -> dict[str, float]:
         """Return it as a costs file holds it."""
@@ -61,9 +61,9 @@ class MeasuredLinks:
         """
         made = {}
         for name in ("within", "across"):
-            told = (data or {}).get(name)
-            if told is not None:
-                cost = LinkCost(**{key: float(value) for key, value in told.items()})
+            fitted = (data or {}).get(name)
+            if fitted is not None:
+                cost = LinkCost(**{key: float(value) for key, value in fitted.items()})
                 if min(cost.bytes_per_s, cost.ring_bytes_per_s) <= 0 or min(cost.floor_s, cost.hop_s) < 0:
                     raise ValueError("links with positive rates")
                 made[name] = cost

@@ -60,7 +60,7 @@ def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> t
     """Return the bytes of a sample kept from forward to backward, and those made again in its backward."""
     layers = costs.layers_on("", stage.tp)[slice(*span)]
     saved = sum(layer.saved_bytes_per_sample for layer in layers)
-    again = part_again(stage)
+    again = recomputed_share(stage)
     if not again:
         return saved, 0.0
     _, _, rest = stage.recompute.partition(":")
@@ -91,7 +91,7 @@ def counts_of(stage: Stage, size: int) -> list[int]:
     return [hi - lo for lo, hi in pairwise(bounds)]
 
 
-def part_again(stage: Stage) -> float:
+def recomputed_share(stage: Stage) -> float:
     """Return the part of the forward that runs again in the backward."""
     head, _, rest = stage.recompute.partition(":")
     layers = max(hi - lo for lo, hi in stage.layers)

@@ -1,0 +1,171 @@
+"""Lowering of a step by measured costs to a program of tasks, as `predict.graph.lowering` does by formulas.
+
+Pipelines run as scheduled, with messages beside the work. Gradients that the same ranks hold are summed in
+one ring, one ring after another on every rank. Then each rank runs its optimizer, and a small sum over all
+ranks (they agree on how to go on) ends the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_shape
+from foreshard.graph.program import Kind, Program, ProgramBuilder
+from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.passes import PassSeconds, RankWork
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Group, Plan, Stage
+
+
+@dataclass(slots=True, kw_only=True)
+class RankTasks:
+    """What a rank does in a step, and which tasks of the program that is.
+
+    Attributes
+    ----------
+    part : int
+        Of the layers that `stage.tp` ranks share out.
+    gradients : dict of int
+        The task of its stage that completes the gradients of each layer.
+    reduced : int or None
+        The last ring that the rank takes part in.
+    optimizer : int
+    """
+
+    stage: Stage
+    part: int
+    work: RankWork
+    gradients: dict[int, int]
+    reduced: int | None = None
+    optimizer: int = -1
+
+    def holds(self, layers: Sequence[int], part: int | None) -> bool:
+        """Return whether the rank has any of the layers, or a part of them that `tp` ranks share out."""
+        whole = part is None or self.stage.tp == 1 or self.part == part
+        return whole and not self.gradients.keys().isdisjoint(layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MeasuredStep:
+    """The program of a step, and the tasks of every rank in it."""
+
+    program: Program
+    ranks: dict[int, RankTasks]
+
+
+def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> MeasuredStep:
+    """Return the program of one step of a plan."""
+    builder = ProgramBuilder()
+    ranks: dict[int, RankTasks] = {}
+    for g, group in enumerate(plan.groups):
+        ranks |= _add_group(builder, costs, cluster, g, group)
+    _add_rings(builder, costs, cluster, ranks)
+    for rank, tasks in sorted(ranks.items()):
+        stage, after = tasks.stage, set(tasks.gradients.values())
+        seconds = costs.optimizer_s(cluster.device_of(rank).name, tasks.gradients, stage.tp)
+        shards = stage.inner_dp if stage.zero >= 1 else 1
+        if tasks.reduced is not None:
+            after.add(tasks.reduced)
+        tasks.optimizer = builder.add(f"rank{rank}", seconds / shards, sorted(after), kind=Kind.OPTIMIZER)
+    everyone = sorted(ranks)
+    vote_s = float(costs.ring_s(cluster, everyone, 0.0))
+    builder.add("vote", vote_s, [ranks[rank].optimizer for rank in everyone])
+    return MeasuredStep(program=builder.build(), ranks=ranks)
+
+
+def _add_group(
+    builder: ProgramBuilder, costs: MeasuredCosts, cluster: Cluster, g: int, group: Group
+) -> dict[int, RankTasks]:
+    """Append the pipeline of a group; return its ranks."""
+    passes = PassSeconds(costs, cluster, group)
+    if passes.forward.shape[:2] == (1, 1):  # a stage alone waits for nothing: its passes are one task
+        chunks = [(builder.add(f"group{g}", float(passes.forward.sum() + passes.backward.sum())),)]
+    else:
+        shape = pipeline_shape(
+            group.schedule,
+            num_stages=len(group.stages),
+            num_chunks=group.num_chunks,
+            num_micro_batches=len(passes.sizes),
+            overlap_p2p=True,
+            overlap_warm_up=True,
+        )
+        backward_s: dict[str, Any] = {"backward_s": passes.backward}
+        if group.schedule == "zb-h1":
+            weight_s = passes.backward - passes.backward_input
+            backward_s = {"backward_input_s": passes.backward_input, "backward_weight_s": weight_s}
+        seconds = pipeline_durations(
+            shape,
+            forward_s=passes.forward,
+            send_forward_s=_sends(costs, cluster, group, passes.sizes[0], forward=True),
+            send_backward_s=_sends(costs, cluster, group, passes.sizes[0], forward=False),
+            **backward_s,
+        )
+        last = add_pipeline(builder, shape, seconds, group=g).ops.max(axis=(0, 3))
+        chunks = [tuple(row) for row in last.tolist()]
+    ranks = {}
+    for s, stage in enumerate(group.stages):
+        gradients = {
+            layer: task for task, span in zip(chunks[s], stage.layers, strict=True) for layer in range(*span)
+        }
+        for place, rank in enumerate(stage.ranks):
+            work = passes.of_rank[rank]
+            ranks[rank] = RankTasks(stage=stage, part=place % stage.tp, work=work, gradients=gradients)
+    return ranks
+
+
+def _sends(
+    costs: MeasuredCosts, cluster: Cluster, group: Group, size: int, *, forward: bool
+) -> list[float] | float:
+    """Return the seconds of a message over each boundary, the one back to the first stage last."""
+    stages, found = group.stages, []
+    for s, stage in enumerate(stages if group.num_chunks > 1 else stages[:-1]):
+        after = stages[(s + 1) % len(stages)]
+        size_bytes = (
+            costs.layers[stage.layers[0][1] - 1].boundary_bytes_per_sample
+            * size
+            / min(stage.inner_dp, after.inner_dp)
+            / (stage.tp if group.sp and stage.tp == after.tp else 1)
+        )
+        pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
+        found.append(max((float(costs.message_s(cluster, a, b, size_bytes)) for a, b in pairs), default=0.0))
+    return found
+
+
+def _add_rings(
+    builder: ProgramBuilder, costs: MeasuredCosts, cluster: Cluster, ranks: dict[int, RankTasks]
+) -> None:
+    """Append the sums of gradients: one ring for all that the same ranks hold, in the order of the ranks."""
+    rings: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
+    for layers, size, part in _pieces(costs, ranks):
+        owners = tuple(rank for rank in sorted(ranks) if ranks[rank].holds(layers, part))
+        if size > 0 and len(owners) > 1:
+            rings.setdefault(owners, []).append((layers, size))
+    for owners, pieces in sorted(rings.items()):
+        held = {layer for layers, _ in pieces for layer in layers}
+        after: set[int] = set()
+        for tasks in (ranks[rank] for rank in owners):
+            after.update(task for layer, task in tasks.gradients.items() if layer in held)
+            after.update(() if tasks.reduced is None else (tasks.reduced,))
+        seconds = float(costs.ring_s(cluster, owners, sum(size for _, size in pieces)))
+        ring = builder.add(f"rings{owners}", seconds, sorted(after), kind=Kind.GRADIENT_REDUCE)
+        for rank in owners:
+            ranks[rank].reduced = ring
+
+
+def _pieces(
+    costs: MeasuredCosts, ranks: dict[int, RankTasks]
+) -> Iterator[tuple[tuple[int, ...], float, int | None]]:
+    """Yield layers, the bytes of their gradients, and which part it is of those that ranks share out."""
+    degrees = {
+        layer: tasks.stage.tp for tasks in ranks.values() if tasks.stage.tp > 1 for layer in tasks.gradients
+    }
+    for layers, size in costs.gradients():
+        split = 0.0
+        if len(layers) == 1 and layers[0] in degrees:  # what layers share is whole on every rank
+            tp = degrees[layers[0]]
+            split = costs.split_bytes(layers[0], tp)
+            for part in range(tp):
+                yield layers, split / tp, part
+        yield layers, size - split, None

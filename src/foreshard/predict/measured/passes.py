@@ -1,0 +1,111 @@
+"""Seconds of every pass of a pipeline, from measured layers: their computation, and sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.memory import counts_of, recomputed_share
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """Busy seconds of a rank in all passes of a step."""
+
+    compute_s: float
+    recompute_s: float
+    tensor_s: float
+
+
+class PassSeconds:
+    """Seconds of every pass of a group, shape (stages, chunks, micro-batches), and of every rank by itself.
+
+    A stage takes as long as its slowest rank.
+    """
+
+    def __init__(self, costs: MeasuredCosts, cluster: Cluster, group: Group):
+        self._costs, self._cluster, self._group = costs, cluster, group
+        self.sizes = [
+            min(group.micro_batch, group.share - lo) for lo in range(0, group.share, group.micro_batch)
+        ]
+        self._distinct = np.unique(self.sizes, return_inverse=True, return_counts=True)
+        shape = (len(group.stages), group.num_chunks, len(self.sizes))
+        self.forward, self.backward, self.backward_input = np.zeros((3, *shape))
+        self.of_rank: dict[int, RankWork] = {}
+        for s in range(len(group.stages)):
+            self._add_stage(s)
+        self.backward_input[0, 0] = 0.0  # nobody is before the first stage: all of its backward can wait
+
+    def _add_stage(self, s: int) -> None:
+        stage = self._group.stages[s]
+        distinct, which, times = self._distinct
+        counts = np.array([counts_of(stage, int(size)) for size in distinct]).T  # (inner dp ranks, sizes)
+        for lo in range(0, len(stage.ranks), stage.tp):
+            block, samples = stage.ranks[lo : lo + stage.tp], counts[lo // stage.tp]
+            sums = [self._sums(s, c, block, samples) for c in range(len(stage.layers))]
+            for rank in block:
+                total = np.zeros(3)
+                for c, (sum_forward, sum_backward) in enumerate(sums):
+                    forward, backward, inputs, again = self._passes(s, c, rank, samples)
+                    own = (forward + backward - again, again, sum_forward + sum_backward)
+                    total += np.array([seconds @ times for seconds in own])
+                    for table, seconds in (
+                        (self.forward, forward + sum_forward),
+                        (self.backward, backward + sum_backward),
+                        (self.backward_input, inputs + sum_backward),
+                    ):
+                        table[s, c] = np.maximum(table[s, c], seconds[which])
+                compute_s, recompute_s, tensor_s = total.tolist()
+                self.of_rank[rank] = RankWork(compute_s=compute_s, recompute_s=recompute_s, tensor_s=tensor_s)
+
+    def _passes(self, s: int, c: int, rank: int, samples: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the seconds of forward, backward, its part for the input, and what runs again in both."""
+        stage, device = self._group.stages[s], self._cluster.device_of(rank).name
+        forward, backward, inputs = (
+            self._costs.work_s(device, stage.layers[c], name, samples, stage.tp) * (samples > 0)
+            for name in ("forward_s", "backward_s", "backward_input_s")
+        )
+        again = recomputed_share(stage) * forward
+        return forward, backward + again, np.minimum(inputs, backward) + again, again
+
+    def _sums(
+        self, s: int, c: int, block: Sequence[int], samples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds that ranks need to sum what they compute together, in forward and backward."""
+        if len(block) == 1:
+            return np.zeros(len(samples)), np.zeros(len(samples))
+        stage = self._group.stages[s]
+        layers = self._costs.layers_on("", len(block))[slice(*stage.layers[c])]
+        seconds = []
+        for name in ("sums_forward", "sums_backward"):
+            rings = np.array([ring for layer in layers for ring in getattr(layer, name)]).reshape(-1, 2)
+            each = self._costs.ring_s(self._cluster, block, rings[:, :1] * samples)
+            seconds.append((rings[:, 1:] * each).sum(0) * (samples > 0))
+        forward, backward = seconds
+        after, before = self._seams(s, c, block, samples)
+        return forward + after, backward + recomputed_share(stage) * forward + before
+
+    def _seams(
+        self, s: int, c: int, block: Sequence[int], samples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds in which cut sequences are put together at the ends of a chunk, with sp.
+
+        Where the stage beside it has another tp: outputs in the forward, gradients of inputs in the backward.
+        Putting together is the second half of a ring that sums.
+        """
+        stages, virtual = self._group.stages, c * len(self._group.stages) + s
+        lo, hi = stages[s].layers[c]
+
+        def seam_s(beside: int, layer: int) -> np.ndarray:
+            exists = 0 <= beside < len(stages) * self._group.num_chunks
+            if not (self._group.sp and exists and stages[beside % len(stages)].tp != len(block)):
+                return np.zeros(len(samples))
+            size = self._costs.layers[layer].boundary_bytes_per_sample * samples
+            return 0.5 * self._costs.ring_s(self._cluster, block, size) * (samples > 0)
+
+        return seam_s(virtual + 1, hi - 1), seam_s(virtual - 1, lo - 1)
