@@ -1,4 +1,11 @@
-"""Plans as other tools read them, one module per target, each imported when it is asked for."""
+"""Exporters: write a plan as the configuration files of another tool.
+
+In goes a Plan, with its model and cluster where the target needs them; out come files and notes on what they
+do not state, or a SpecError with every reason why the target cannot train as the plan says. One module per
+target, imported when it is asked for. `uniform` finds the one set of degrees that most targets can express;
+`hosts` is what launchers share. A new exporter is a module with a function of `exported.ExportRequest` and a
+line in `TARGETS`. Read `exported` first.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +67,8 @@ def export(
             rule=f"Targets are {', '.join(TARGETS)}",
         )
     module, name = TARGETS[target]
-    made: Exported = getattr(import_module(f"foreshard.interop.{module}"), name)(
-        plan, model=model, cluster=cluster, prediction=prediction
-    )
+    from foreshard.interop.exported import ExportRequest
+
+    request = ExportRequest(plan=plan, model=model, cluster=cluster, prediction=prediction)
+    made: Exported = getattr(import_module(f"foreshard.interop.{module}"), name)(request)
     return made

@@ -9,31 +9,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import Exported, File, refuse
-from foreshard.interop.uniform import Uniform, placement_note, uniform
-from foreshard.spec.cluster import Cluster
-from foreshard.spec.model import Model
+from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Prediction
 
 TARGET = "deepspeed"
 VERSION = "DeepSpeed 0.19.8"
 
 
-def export(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
-    """Return ``ds_config.json``; pipelines and experts live in DeepSpeed user code, so they are refused."""
-    degrees, reasons = uniform(plan)
-    if degrees is None:
-        refuse(TARGET, reasons)
-        raise AssertionError("refused")
-    refuse(TARGET, _gaps(plan, degrees))
+def export(request: ExportRequest) -> Exported:
+    """Return ``ds_config.json``; pipelines and experts live in DeepSpeed user code, so they are rejected."""
+    plan = request.plan
+    degrees = required_uniform(plan, TARGET)
+    reject_if(TARGET, _gaps(plan, degrees))
     text = json.dumps(_config(plan, degrees), indent=2) + "\n"
     return Exported(
         target=TARGET,
@@ -91,6 +79,4 @@ def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
             f"recompute {degrees.recompute} is model code (gradient_checkpointing_enable() in transformers)."
         )
     notes.append("The learning rate is a placeholder; sequence length and data are the script's.")
-    if load_framework(plan.framework).name != "deepspeed":
-        notes.append(f"The plan was made for {plan.framework}: under DeepSpeed its time and memory differ.")
-    return tuple(notes)
+    return (*notes, *other_framework_note(plan, ("deepspeed",), "DeepSpeed"))

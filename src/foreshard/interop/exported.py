@@ -1,4 +1,4 @@
-"""What an export is: files for another tool, and what that tool cannot say of the plan."""
+"""What an exporter takes and returns: a plan with what is known beside it, and files for another tool."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """A plan to export, and what the caller knows beside it."""
+
+    plan: Plan
+    model: Model | None = None
+    cluster: Cluster | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +33,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The files of one target, and what the user still has to know: what they do not state, in sentences."""
+    """The files of one target, and notes: what the files do not state, in sentences."""
 
     target: str
     version: str
@@ -37,13 +51,13 @@ class Exported:
         }
 
 
-def refuse(target: str, reasons: Iterable[str]) -> None:
-    """Raise when there are reasons why the target would not train as the plan says.
+def reject_if(target: str, reasons: Iterable[str]) -> None:
+    """Raise if there are reasons why the target would not train as the plan says.
 
     Raises
     ------
     SpecError
-        With every reason, so that a plan is mended once.
+        With every reason, so that the plan is corrected once.
     """
     found = tuple(dict.fromkeys(reasons))
     if found:
@@ -51,6 +65,6 @@ def refuse(target: str, reasons: Iterable[str]) -> None:
             f"{target} cannot express the plan: {'; '.join(found)}",
             key="--to",
             value=target,
-            rule="An export trains as the plan does, or is refused",
+            rule="An export trains exactly as the plan does",
             fix="Choose another target, or change the plan",
         )

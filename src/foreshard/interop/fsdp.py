@@ -10,31 +10,21 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.interop.exported import Exported, File, refuse
-from foreshard.interop.uniform import Uniform, placement_note, uniform
+from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.uniform import Uniform, placement_note, required_uniform
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Prediction
 
 TARGET = "fsdp"
 VERSION = "accelerate 1.15.0.dev0"
 _PRECISIONS = {"fp32": "no", "tf32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
 
-def export(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
+def export(request: ExportRequest) -> Exported:
     """Return ``accelerate.json`` for ``accelerate launch --config_file accelerate.json``."""
-    degrees, reasons = uniform(plan)
-    if degrees is None:
-        refuse(TARGET, reasons)
-        raise AssertionError("refused")
-    refuse(TARGET, _gaps(plan, degrees))
+    plan, cluster = request.plan, request.cluster
+    degrees = required_uniform(plan, TARGET)
+    reject_if(TARGET, _gaps(plan, degrees))
     text = json.dumps(_config(plan, degrees, cluster), indent=2) + "\n"
     return Exported(
         target=TARGET,

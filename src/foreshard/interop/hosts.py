@@ -1,4 +1,4 @@
-"""The nodes a plan needs, as launchers ask for them: how many, of what, with how many devices each."""
+"""What launchers share: the nodes a plan needs (how many, of what, with how many devices each), and notes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from foreshard.errors import SpecError
+from foreshard.interop.uniform import placement_note, uniform
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 
@@ -40,3 +41,12 @@ def need_cluster(cluster: Cluster | None, target: str) -> Cluster:
             fix="Give MODEL and CLUSTER after the plan",
         )
     return cluster
+
+
+def launch_notes(plan: Plan, *more: str) -> tuple[str, ...]:
+    """Return what a launch script cannot state of the plan, with `more` of one launcher in between."""
+    degrees, _ = uniform(plan)
+    notes = (*placement_note(degrees.ranks if degrees else plan.ranks), *more)
+    if degrees is None:
+        notes += ("The plan is uneven: the training script must read it; most frameworks cannot.",)
+    return notes

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import Exported, File, refuse
+from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
 from foreshard.interop.megatron_model import model_flags, model_gaps
-from foreshard.interop.uniform import Uniform, placement_note, uniform
-from foreshard.spec.cluster import Cluster
+from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Prediction
 
 TARGET = "megatron"
 VERSION = "Megatron-LM core_v0.19.0"
@@ -36,13 +34,7 @@ _PRECISIONS: dict[str, tuple[Flag, ...]] = {
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def export(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
+def export(request: ExportRequest) -> Exported:
     """Return ``megatron_args.sh``, which fills the bash array MEGATRON_ARGS.
 
     Raises
@@ -50,12 +42,10 @@ def export(
     SpecError
         With all that Megatron cannot express of the plan or the model.
     """
-    degrees, reasons = uniform(plan)
-    if degrees is None:
-        refuse(TARGET, reasons)
-        raise AssertionError("refused")
+    plan, model = request.plan, request.model
+    degrees = required_uniform(plan, TARGET)
     of_model = (*model_gaps(model), *_module_gaps(degrees, model)) if model else ()
-    refuse(TARGET, (*_gaps(plan, degrees), *_expert_gaps(plan, degrees, model), *of_model))
+    reject_if(TARGET, (*_gaps(plan, degrees), *_expert_gaps(plan, degrees, model), *of_model))
     flags = [*_degree_flags(degrees, model), *_batch_flags(plan, degrees), *_option_flags(plan, degrees)]
     flags += model_flags(model) if model else []
     return Exported(
@@ -267,7 +257,4 @@ def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> tuple[str, ...]
         notes.append(
             "p2p_overlap acts on virtual stages only; without them Megatron waits for each transfer."
         )
-    family = load_framework(plan.framework).name
-    if not family.startswith(("megatron", "nemo", "mlperf")):
-        notes.append(f"The plan was made for {plan.framework}: under Megatron its time and memory differ.")
-    return tuple(notes)
+    return (*notes, *other_framework_note(plan, ("megatron", "nemo", "mlperf"), "Megatron"))

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 
-from foreshard.interop.exported import Exported, File, refuse
-from foreshard.interop.hosts import hosts, need_cluster
-from foreshard.interop.uniform import placement_note, uniform
-from foreshard.spec.cluster import Cluster
-from foreshard.spec.model import Model
+from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.hosts import hosts, launch_notes, need_cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -39,17 +36,12 @@ ACCELERATORS = {
 }
 
 
-def export(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
+def export(request: ExportRequest) -> Exported:
     """Return ``task.yaml`` for ``sky launch task.yaml --env TRAIN='script.py flags'``."""
-    nodes = hosts(plan, need_cluster(cluster, TARGET))
+    plan, prediction = request.plan, request.prediction
+    nodes = hosts(plan, need_cluster(request.cluster, TARGET))
     unnamed = sorted({one.device for one in nodes} - set(ACCELERATORS))
-    refuse(
+    reject_if(
         TARGET,
         (
             *([f"{len(nodes)} kinds of nodes (a task has equal nodes)"] if len(nodes) > 1 else []),
@@ -93,8 +85,7 @@ def _estimate(prediction: Prediction | None) -> tuple[str, ...]:
 
 
 def _notes(plan: Plan, device: str, accelerator: str, prediction: Prediction | None) -> tuple[str, ...]:
-    degrees, _ = uniform(plan)
-    notes = list(placement_note(degrees.ranks if degrees else plan.ranks))
+    notes = []
     if prediction is None or prediction.run_time_s is None:
         notes.append("No estimate of the whole run: it takes MODEL, CLUSTER and --tokens.")
     form = {"h100-pcie": "SXM", "h100-sxm": "PCIe", "a100-pcie-40gb": "SXM", "a100-pcie-80gb": "SXM"}.get(
@@ -102,6 +93,4 @@ def _notes(plan: Plan, device: str, accelerator: str, prediction: Prediction | N
     )
     if form:
         notes.append(f"{accelerator} also names the {form} form: pin instance_type or infra to get {device}.")
-    if degrees is None:
-        notes.append("The plan is uneven: the script that is started must read it, most frameworks cannot.")
-    return tuple(notes)
+    return launch_notes(plan, *notes)

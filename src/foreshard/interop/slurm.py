@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import math
 
-from foreshard.interop.exported import Exported, File
-from foreshard.interop.hosts import Hosts, hosts, need_cluster
-from foreshard.interop.uniform import placement_note, uniform
-from foreshard.spec.cluster import Cluster
-from foreshard.spec.model import Model
+from foreshard.interop.exported import Exported, ExportRequest, File
+from foreshard.interop.hosts import Hosts, hosts, launch_notes, need_cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -21,16 +18,11 @@ VERSION = "Slurm 25.05"
 MARGIN = 1.25  # the limit over the upper end of the predicted run: start-up, checkpoints, evaluation
 
 
-def export(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
+def export(request: ExportRequest) -> Exported:
     """Return ``train.sbatch``; its arguments are the training script and its flags."""
-    nodes = hosts(plan, need_cluster(cluster, TARGET))
-    seconds = _limit_s(prediction)
+    plan = request.plan
+    nodes = hosts(plan, need_cluster(request.cluster, TARGET))
+    seconds = _limit_s(request.prediction)
     return Exported(
         target=TARGET,
         version=VERSION,
@@ -86,8 +78,7 @@ def _launch(nodes: tuple[Hosts, ...]) -> list[str]:
 
 
 def _notes(plan: Plan, nodes: tuple[Hosts, ...], seconds: float | None) -> tuple[str, ...]:
-    degrees, _ = uniform(plan)
-    notes = list(placement_note(degrees.ranks if degrees else plan.ranks))
+    notes = []
     if seconds is None:
         notes.append("No time limit: with MODEL, CLUSTER and --tokens it is the predicted run time.")
     if len(nodes) > 1:
@@ -95,6 +86,4 @@ def _notes(plan: Plan, nodes: tuple[Hosts, ...], seconds: float | None) -> tuple
             "A heterogeneous job: name each group's nodes with --partition or --constraint of your site; "
             "--gpus-per-node does not say which device."
         )
-    if degrees is None:
-        notes.append("The plan is uneven: the script that is started must read it, most frameworks cannot.")
-    return tuple(notes)
+    return launch_notes(plan, *notes)

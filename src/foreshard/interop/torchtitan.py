@@ -12,12 +12,10 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError
-from foreshard.interop.exported import Exported, File, refuse
-from foreshard.interop.uniform import Uniform, placement_note, uniform
-from foreshard.spec.cluster import Cluster
+from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Prediction
 
 V02, V03 = "torchtitan 0.2.2", "torchtitan 0.3.0"
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
@@ -39,15 +37,10 @@ _QWEN = {
 }
 
 
-def export_toml(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
+def export_toml(request: ExportRequest) -> Exported:
     """Return ``train.toml`` for ``torchtitan.train --job.config_file train.toml`` of releases up to 0.2.2."""
-    degrees, family, flavor = _known(plan, model, "torchtitan@0.2", _gaps_02)
+    plan = request.plan
+    degrees, family, flavor = _known(plan, request.model, "torchtitan@0.2", _gaps_02)
     sections = _sections_02(plan, degrees, family, flavor)
     return Exported(
         target="torchtitan@0.2",
@@ -57,15 +50,10 @@ def export_toml(
     )
 
 
-def export_recipe(
-    plan: Plan,
-    *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    prediction: Prediction | None = None,
-) -> Exported:
+def export_recipe(request: ExportRequest) -> Exported:
     """Return ``foreshard_recipe.py`` for ``--module foreshard_recipe --config planned`` of torchtitan 0.3."""
-    degrees, family, flavor = _known(plan, model, "torchtitan@0.3", _gaps_03)
+    plan = request.plan
+    degrees, family, flavor = _known(plan, request.model, "torchtitan@0.3", _gaps_03)
     return Exported(
         target="torchtitan@0.3",
         version=V03,
@@ -92,13 +80,10 @@ def _known(plan: Plan, model: Model | None, target: str, gaps: Any) -> tuple[Uni
             rule="torchtitan trains models it ships, by family and flavor",
             fix="Give MODEL after the plan",
         )
-    degrees, reasons = uniform(plan)
-    if degrees is None:
-        refuse(target, reasons)
-        raise AssertionError("refused")
+    degrees = required_uniform(plan, target)
     named = flavor_of(model)
     shipped = [] if named else [f"{model.name} (it ships Llama 3 and Qwen 3)"]
-    refuse(target, (*shipped, *_gaps(plan, degrees), *gaps(plan, degrees)))
+    reject_if(target, (*shipped, *_gaps(plan, degrees), *gaps(plan, degrees)))
     assert named is not None
     return degrees, *named
 
@@ -293,7 +278,4 @@ def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
 
 def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
     notes = [*placement_note(degrees.ranks), "Yours to add: data, tokenizer assets, learning rate, steps."]
-    family = load_framework(plan.framework).name
-    if family != "torchtitan":
-        notes.append(f"The plan was made for {plan.framework}: under torchtitan its time and memory differ.")
-    return tuple(notes)
+    return (*notes, *other_framework_note(plan, ("torchtitan",), "torchtitan"))

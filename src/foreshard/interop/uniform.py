@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foreshard.catalog.frameworks import load_framework
+from foreshard.interop.exported import reject_if
 from foreshard.spec.plan import Group, Plan, Stage
 
 Span = tuple[int, int]
@@ -76,6 +78,14 @@ def uniform(plan: Plan) -> tuple[Uniform | None, tuple[str, ...]]:
     """Return the plan's degrees, or None and the reasons why one set of degrees does not describe it."""
     reasons = tuple(dict.fromkeys((*_groups_alike(plan), *_stages_alike(plan), *_samples_divide(plan))))
     return (None, reasons) if reasons else (_degrees(plan), ())
+
+
+def required_uniform(plan: Plan, target: str) -> Uniform:
+    """Return the plan's degrees, or raise SpecError for a target that needs one set of them."""
+    degrees, reasons = uniform(plan)
+    reject_if(target, reasons)
+    assert degrees is not None
+    return degrees
 
 
 def _groups_alike(plan: Plan) -> list[str]:
@@ -172,3 +182,10 @@ def placement_note(ranks: tuple[int, ...]) -> tuple[str, ...]:
             "accordingly, or the run trains the same at another speed.",
         )
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)
+
+
+def other_framework_note(plan: Plan, names: tuple[str, ...], target: str) -> tuple[str, ...]:
+    """Return a caution where the plan was predicted for a framework other than the target."""
+    if load_framework(plan.framework).name.startswith(names):
+        return ()
+    return (f"The plan was made for {plan.framework}: under {target} its time and memory differ.",)
