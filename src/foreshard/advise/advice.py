@@ -15,10 +15,12 @@ from foreshard.catalog.offers import Offers, offers_of
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
-WORTH_SAYING = 0.01
+# Least gain of throughput reported: the predictor does not resolve less between plans.
+MIN_GAIN = 0.01
 TOP = 5
+# Largest context and expert degree tried; more has not been trained.
 _MAX_DEGREE = 64
-# Changes of one kind compete, and the best of them is said.
+# Of the changes of one kind only the best is reported.
 _KINDS = {"tp": "split", "pp": "split", "cp": "split", "ep": "experts", "etp": "experts", "vpp": "schedule"}
 
 
@@ -46,16 +48,16 @@ def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple
     tried = (*larger, *_time_changes(request, base.plan), *better_shares(request, base.plan))
     changes = dict.fromkeys(tried)
     effects = [effect(request, reference, change, engine="analytical") for change in changes]
-    good = _one_of_a_kind([one for one in rank(effects) if _worth(one)])[: top + 2]
+    good = _one_of_a_kind([one for one in rank(effects) if _gains(one)])[: top + 2]
     if base.engine != "analytical":
-        good = [one for one in rank([effect(request, base, one.change) for one in good]) if _worth(one)]
+        good = [one for one in rank([effect(request, base, one.change) for one in good]) if _gains(one)]
     return tuple(good[:top])
 
 
-def _worth(one: Effect) -> bool:
+def _gains(one: Effect) -> bool:
     if one.prediction is None or one.gain is None:
         return False
-    return one.prediction.memory.fits and one.gain >= WORTH_SAYING
+    return one.prediction.memory.fits and one.gain >= MIN_GAIN
 
 
 def _one_of_a_kind(ranked: Sequence[Effect]) -> list[Effect]:

@@ -14,7 +14,9 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 
 _TOGETHER = ("data_comm", "optimizer", "straggler")  # what groups do together, after their own samples
-UNEVEN = 0.02  # a wait below this share of the work is not worth words
+# Wait over work from which groups are called uneven: within the noise of a step below it.
+UNEVEN = 0.02
+# Groups timed alone at most, each with a prediction; tables of more are not read.
 MAX_GROUPS = 64
 
 
@@ -63,7 +65,7 @@ def _moved(group: Group, cluster: Cluster) -> Group:
 
 
 def uneven(times: Sequence[GroupTime]) -> bool:
-    """Return whether some group waits a share of the step worth saying."""
+    """Return whether some group waits for more than a hundredth or two of its work."""
     return any(one.wait_s > UNEVEN * (one.wait_s + one.work_s) for one in times)
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
 
 Search = Callable[[Cluster], "PlanResult"]
-_KINDS = 4
-_MORE_MEMORY = 1.2
-_FASTER_NIC = 2.0
+_MAX_NODE_GROUPS = 4  # node groups that are tried with one node more; each takes a search
+_MORE_MEMORY = 1.2  # about the step between memory sizes of a device generation
+_FASTER_NIC = 2.0  # the step between generations of networks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def sensitivity(search: Search, cluster: Cluster, base: PlanResult) -> tuple[Gai
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Yield a node more of each kind, twice the NIC rate (of several nodes), and 20 % more memory."""
-    for g, nodes in enumerate(cluster.nodes[:_KINDS]):
+    for g, nodes in enumerate(cluster.nodes[:_MAX_NODE_GROUPS]):
         text = f"one node more of {nodes.per_node} {nodes.device.name}"
         yield text, _with(cluster, g, count=nodes.count + 1)
     if cluster.num_nodes > 1:

@@ -53,9 +53,9 @@ def command(profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...]
     give(made, lambda: costs_screen(made, out))
 
 
-def _named_once(flag: str, told: list[tuple[str, T]]) -> dict[str, T]:
-    """Return what is told by name, or raise SpecError where a name comes twice."""
-    names = [name for name, _ in told]
+def _named_once(flag: str, named: list[tuple[str, T]]) -> dict[str, T]:
+    """Return the values by name, or raise SpecError for a name given twice."""
+    names = [name for name, _ in named]
     for name in names:
         if names.count(name) > 1:
             raise SpecError(
@@ -65,7 +65,7 @@ def _named_once(flag: str, told: list[tuple[str, T]]) -> dict[str, T]:
                 rule="Devices have names of their own",
                 fix="Leave one out",
             )
-    return dict(told)
+    return dict(named)
 
 
 def _profile(word: str) -> tuple[str, str]:

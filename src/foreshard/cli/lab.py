@@ -9,9 +9,8 @@ import click
 
 from foreshard.cli import run
 from foreshard.cli.options.answer import answering, give, say
-from foreshard.cli.options.extras import needs_torch
-from foreshard.cli.options.resumable import resumable
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.training import needs_torch, resumable
 from foreshard.errors import SpecError
 from foreshard.report.lab_screen import lab_screen
 

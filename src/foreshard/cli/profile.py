@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from foreshard.cli.options.answer import answering, give, say
-from foreshard.cli.options.extras import needs_torch
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.training import needs_torch
 from foreshard.cli.options.values import Counts
 from foreshard.errors import SpecError
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
-from foreshard.cli.options.extras import needs_torch
-from foreshard.cli.options.resumable import resumable
 from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.training import needs_torch, resumable
 from foreshard.cli.options.values import Word
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.units import format_seconds

@@ -51,12 +51,12 @@ def command(file: str, budgets: tuple[str, ...], **options: Any) -> None:
 
     if "ranks" in codec.parse_toml(codec.read_text(file), file=file):
         _refuse(options, ("seeds", "slots", "report"), file, "A lab has one path", "Leave it out")
-        _foretell(file, budgets, options)
+        _simulate_lab(file, budgets, options)
     else:
         _refuse(options, ("costs", "plan", "steps"), file, "Only a lab takes it", "Name the TOML of a lab")
         if options["report"]:
             must_be_writable(options["report"])
-        _contest(file, budgets, options)
+        _simulate_cluster(file, budgets, options)
 
 
 def _refuse(options: dict[str, Any], names: tuple[str, ...], file: str, rule: str, fix: str) -> None:
@@ -67,7 +67,7 @@ def _refuse(options: dict[str, Any], names: tuple[str, ...], file: str, rule: st
             )
 
 
-def _contest(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
+def _simulate_cluster(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
     from foreshard import api
 
     found = api.simulate(
@@ -93,7 +93,7 @@ def _budgeted(file: str, budgets: tuple[str, ...]) -> Scenario:
     return replace(scenario, budget=(*kept, *more.values()))
 
 
-def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
+def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
     for name in ("costs", "plan"):
         if options[name] is None:
             raise SpecError(
@@ -104,7 +104,7 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
                 fix=f"Add --{name} FILE",
             )
     from foreshard.lab.simulated_run import foretell
-    from foreshard.report.simulated_run_screen import foretold_screen
+    from foreshard.report.lab_screen import simulated_lab_screen
     from foreshard.runtime.adaptive.steering import POLICIES
 
     found = foretell(
@@ -116,7 +116,9 @@ def _foretell(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> N
         budgets=budgets,
     )
     policies = {name: one.to_dict() for name, one in found.items()}
-    give({"schema_version": 1, "lab": file, "policies": policies}, lambda: foretold_screen(file, policies))
+    give(
+        {"schema_version": 1, "lab": file, "policies": policies}, lambda: simulated_lab_screen(file, policies)
+    )
 
 
 def _write(path: str, found: Evaluation) -> None:

@@ -1,4 +1,4 @@
-"""What was measured of a job's layers and links, and the costs fitted to it, as screens."""
+"""The measured times of a job's layers and links, and the costs fitted to them, as screens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYER = (">layer", ">forward", ">backward", ">optimizer", ">parameters", ">kept
 
 def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
     """Return the screen of a profile: the largest micro-batch, layer by layer."""
-    told, most = profile["fingerprint"], max(profile["passes"], key=int)
+    machine, most = profile["fingerprint"], max(profile["passes"], key=int)
     passes, kept = profile["passes"][most], profile["passes"][most]["saved_bytes"]
     rows = []
     for layer, held in enumerate(profile["bytes"]):
@@ -27,9 +27,9 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
     tables = [table(title, _LAYER, rows, spare=(">optimizer",))]
     if profile.get("links"):
         tables.append(_links_table(profile["links"]))
-    threads = number_of(told["threads"], "thread")
+    threads = number_of(machine["threads"], "thread")
     return Screen(
-        header=(f"{told['job']} on {told['accelerator'] or told['processor']}, {threads}",),
+        header=(f"{machine['job']} on {machine['accelerator'] or machine['processor']}, {threads}",),
         tables=tuple(tables),
         notes=(f"Written to {path}; foreshard calibrate makes costs of it.",),
     )
@@ -50,15 +50,15 @@ def _links_table(links: Mapping[str, Any]) -> Table:
 def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
     """Return the screen of calibrated costs."""
     rows = []
-    for layer, told in enumerate(costs["layers"]):
-        fixed, each = (told["forward_s"][i] + told["backward_s"][i] for i in (0, 1))
-        times = (seconds(fixed), seconds(each), seconds(told["optimizer_s"]))
-        rows.append((layer, *times, percent(told["relative_error"])))
+    for layer, cost in enumerate(costs["layers"]):
+        fixed, each = (cost["forward_s"][i] + cost["backward_s"][i] for i in (0, 1))
+        times = (seconds(fixed), seconds(each), seconds(cost["optimizer_s"]))
+        rows.append((layer, *times, percent(cost["relative_error"])))
     low, high = costs["spread"]
     devices = ", ".join(_device(*one) for one in costs["devices"].items())
     written = f"Written to {path}." if path else "Not written: give -o FILE."
     notes = [
-        "A layer takes its fixed time and so much more a sample; the error is of that line at a size timed.",
+        "A layer takes its fixed time plus a time per sample; the error is the largest at a measured size.",
         f"Passes spread from {low:.3f} to {high:.3f} of their median.",
         written,
     ]

@@ -75,13 +75,13 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
     peak = f">peak {unit}"
     price = ">per 1B tokens" if all(one.prediction.cost.usd_total is None for one in plans) else ">price"
     columns = ("chosen", "plan", ">devices", ">step", ">tokens/s", ">MFU", peak, ">run", price, "why")
-    names = told_apart([one.plan for one in plans])
+    names = distinct_names([one.plan for one in plans])
     rows = [_row(i, one, name, unit) for i, (one, name) in enumerate(zip(plans, names, strict=True))]
     spare = (">MFU", ">tokens/s", peak, ">devices", ">run")
     return without_empty(table("Plans, best first", columns, rows, spare=spare))
 
 
-def told_apart(plans: Sequence[Plan]) -> list[str]:
+def distinct_names(plans: Sequence[Plan]) -> list[str]:
     """Return what distinguishes each plan: its degrees; of equal ones also shares, cuts and ranks."""
     names = [degrees(plan) for plan in plans]
     for more in (_shares, _cuts, _placed):
@@ -136,9 +136,9 @@ def degrees(plan: Plan) -> str:
     cuts = [cut if len(plan.groups) == 1 else f"{count} x ({cut})" for (cut, _), count in kinds.items()]
     words = [" + ".join(cuts)]
     for name, usual, *values in zip(_OPTIONS, _USUAL, *(options for _, options in kinds), strict=True):
-        told = values[:1] if len(set(values)) == 1 else values
+        said = values[:1] if len(set(values)) == 1 else values
         if set(values) != {usual}:
-            words.append(f"{name} {' | '.join(told)}".strip())
+            words.append(f"{name} {' | '.join(said)}".strip())
     on = [name for name, value in plan.comm.items() if value]
     words += [f"with {' '.join(on)}"] if on else []
     return " ".join(words)
@@ -159,7 +159,7 @@ def _cut(group: Group) -> str:
 
 
 _OPTIONS = ("micro-batch", "zero", "shards", "", "recompute", "offload")
-_USUAL = ("", "", "all", "1f1b", "none", "none")  # not said
+_USUAL = ("", "", "all", "1f1b", "none", "none")  # left out of the words
 
 
 def _options(group: Group) -> tuple[str, ...]:
@@ -212,14 +212,11 @@ def drawn(plan: Plan, cluster: Cluster) -> Table:
 
 
 def _stage_cells(s: int, group: Group, stage: Stage, cluster: Cluster) -> tuple[str, ...]:
-    names: dict[str, int] = {}
-    for rank in stage.ranks:
-        name = cluster.device_of(rank).name
-        names[name] = names.get(name, 0) + 1
+    devices = cluster.device_counts(stage.ranks)
     named = [f"{name} {getattr(stage, name)}" for name in _RARER if getattr(stage, name) > 1]
     return (
         str(s),
-        " + ".join(f"{count} {name}" for name, count in names.items()),
+        " + ".join(f"{count} {name}" for name, count in devices.items()),
         ", ".join(f"{start}-{stop - 1}" if stop - start > 1 else str(start) for start, stop in stage.layers),
         " ".join([f"tp {stage.tp}", f"dp {stage.inner_dp}", *named]),
         "" if stage.recompute == "none" else stage.recompute,
@@ -340,12 +337,6 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
 
 def idle_words(plan: Plan, cluster: Cluster) -> str:
     """Return the devices a plan leaves out, by kind."""
-    used: dict[str, int] = {}
-    for rank in plan.ranks:
-        name = cluster.device_of(rank).name
-        used[name] = used.get(name, 0) + 1
-    kinds: dict[str, int] = {}
-    for nodes in cluster.nodes:
-        kinds[nodes.device.name] = kinds.get(nodes.device.name, 0) + nodes.num_devices
-    idle = {name: count - used.get(name, 0) for name, count in kinds.items()}
-    return ", ".join(f"{count} of {kinds[name]} {name}" for name, count in idle.items() if count)
+    used, present = cluster.device_counts(plan.ranks), cluster.device_counts(range(cluster.num_devices))
+    idle = {name: count - used.get(name, 0) for name, count in present.items()}
+    return ", ".join(f"{count} of {present[name]} {name}" for name, count in idle.items() if count)

@@ -37,7 +37,7 @@ class Board:
         self.line: Mapping[str, Any] = {}
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._orders: deque[str] = deque(maxlen=_ORDERS)
-        self._told, self._changes = "", 0
+        self._last_order, self._changes = "", 0
         self._most_backlog: dict[str, float] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
@@ -46,9 +46,9 @@ class Board:
         if line.get(_MEAN):
             self._times.append(line[_MEAN])
         order = (line.get("controller/order", ""), line.get("controller/orders", 0))
-        if order[0] and order != (self._told, self._changes):
+        if order[0] and order != (self._last_order, self._changes):
             self._orders.append(f"step {line['step']}  {order[0]}")
-        self._told, self._changes = order
+        self._last_order, self._changes = order
         for name, values in self._budgets():
             self._most_backlog[name] = max(self._most_backlog.get(name, 0.0), values["backlog"])
 
@@ -76,8 +76,7 @@ class Board:
         total = sum(self.line["shares"])
         rows = []
         for share, stages in zip(self.line["shares"], self.line["pipelines"], strict=True):
-            told = "  >  ".join(_stage(stage) for stage in stages)
-            rows.append((f"{share} ({100 * share / total:.0f} %)", told))
+            rows.append((f"{share} ({100 * share / total:.0f} %)", "  >  ".join(map(_stage, stages))))
         return rows
 
     def budgets(self) -> list[tuple[str, str, str, str, str]]:

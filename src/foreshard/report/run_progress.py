@@ -36,8 +36,8 @@ class Follow:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def told(line: dict[str, Any], predicted_s: float | None = None) -> str:
-    """Return what is said of a step: loss, its time, the predicted one if there is one, tokens per second."""
+def step_words(line: dict[str, Any], predicted_s: float | None = None) -> str:
+    """Return a step in words: loss, its time, the predicted time if there is one, tokens per second."""
     words = [f"loss {shown_loss(line)}"]
     step_s = line["time_metrics/end_to_end(s)"]
     if step_s:  # none for a step that a change of ranks cut in two
@@ -48,7 +48,7 @@ def told(line: dict[str, Any], predicted_s: float | None = None) -> str:
 
 @contextmanager
 def progress(steps: int, predicted_s: float | None = None) -> Iterator[Callable[[Path], None] | None]:
-    """Run the body with what draws the progress of a run from its metrics, or None where nobody looks.
+    """Run the body with what draws the progress of a run from its metrics, or None without a terminal.
 
     However the body ends, the rest is drawn and the terminal is as before: the next line starts on its own.
 
@@ -112,15 +112,15 @@ def _bar(steps: int, predicted_s: float | None) -> tuple[Draw, Callable[[], None
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[words]}"),
         transient=True,
         console=Console(stderr=True),
     )
-    task = bar.add_task("run", total=steps, told="")
+    task = bar.add_task("run", total=steps, words="")
 
     def draw(lines: list[dict[str, Any]]) -> None:
         bar.start()
-        bar.update(task, completed=lines[-1]["step"] + 1, told=told(lines[-1], predicted_s))
+        bar.update(task, completed=lines[-1]["step"] + 1, words=step_words(lines[-1], predicted_s))
 
     return draw, bar.stop
 

@@ -1,4 +1,4 @@
-"""What came of a run, as a screen."""
+"""The outcome of a run, as a screen."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 _BROKEN = (
-    "The loss is not a number, and training went on with it. events.jsonl says from which step on; see the "
-    "data, lower the learning rate, or clip with --clip-norm."
+    "The loss became NaN or infinite and training continued; events.jsonl says from which step. Check the "
+    "data, lower the learning rate, or clip gradients with --clip-norm."
 )
 _LOSS_DIGITS = 5
-_UNDISTURBED = "Predicted is a step of the lab as it is stated at first, without its changes."
+_UNDISTURBED = "The prediction is for the lab's initial state, without its changes."
 
 
 def _budget(name: str, limit: float, mean: float) -> Box:
@@ -27,9 +27,12 @@ def _budget(name: str, limit: float, mean: float) -> Box:
 
 
 def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
-    told = ", ".join(map(str, ranks))
-    note = "not there at the end; supervisor.jsonl says since when and why"
-    return (Box(title="Ranks left out", value=told, note=note, alarm=True),) if ranks else ()
+    note = "absent at the end; supervisor.jsonl says since when and why"
+    return (
+        (Box(title="Ranks left out", value=", ".join(map(str, ranks)), note=note, alarm=True),)
+        if ranks
+        else ()
+    )
 
 
 def _loss(value: float | None) -> str:
@@ -44,7 +47,7 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
     outcome : RunOutcome
     predicted_s : float, optional
     changes : bool
-        Whether the lab has changed during the run, of which the prediction knows nothing.
+        Whether the lab changed during the run; the prediction does not include changes.
     """
     step = "-" if outcome.median_step_s is None else format_seconds(outcome.median_step_s)
     against = ""
@@ -56,8 +59,8 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
     loss = "not finite" if broken else last or "-"
     began = f"from {first}" if first else ""
     wrong = outcome.lost + outcome.repeated + outcome.misread
-    told = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} not the same on all ranks"
-    ledger = told if wrong else "every one once"
+    faults = f"{outcome.lost} lost, {outcome.repeated} repeated, {outcome.misread} different among ranks"
+    ledger = faults if wrong else "each trained once"
     starts, together = str(outcome.restarts), number_of(outcome.generations, "generation")
     return Screen(
         header=(f"{number_of(outcome.steps, 'step')}, {outcome.clock} clock",),
@@ -67,11 +70,11 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
             Box(title="Samples", value=f"{outcome.samples:,}", note=ledger, alarm=wrong > 0),
             Box(title="Ranks restarted", value=starts, note=together),
             *_absent(outcome.absent),
-            *(_budget(name, **told) for name, told in outcome.budgets.items()),
+            *(_budget(name, **numbers) for name, numbers in outcome.budgets.items()),
         ),
         notes=(
             *((_BROKEN,) if broken else ()),
             *((_UNDISTURBED,) if against and changes else ()),
-            f"Numbers by step in {outcome.out}/metrics.jsonl, what happened in {outcome.out}/events.jsonl.",
+            f"Metrics of each step: {outcome.out}/metrics.jsonl; events: {outcome.out}/events.jsonl.",
         ),
     )

@@ -1,4 +1,4 @@
-"""A contest of policies as a screen: who kept the budgets, how far each is from the bound."""
+"""Policies on a changing cluster as a screen: which keep the budgets, how far each is from the bound."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _equal_budget(found: Evaluation) -> tuple[str, ...]:
     """Return sentences on equal shares that keep the budgets."""
     if "lyapunov" not in found.policies:
         return ()
-    rivals = {"equal": "the best devices of every state"}
+    fixed_sets = {"equal": "the best devices of every state"}
     if FIXED in found.policies:
-        rivals[FIXED] = "the best fixed devices"
+        fixed_sets[FIXED] = "the best fixed devices"
     notes = []
-    for name, devices in rivals.items():
+    for name, devices in fixed_sets.items():
         cut = found.cut("lyapunov", name)
         if not cut.feasible:
             notes.append(f"Equal shares on {devices} in hindsight do not keep the budgets.")
@@ -124,12 +124,12 @@ def policies_table(found: Evaluation) -> Table:
         ">over bound",
         ">budget",
         ">reconfigurations",
-        ">re-shares",
+        ">rebalances",
         ">devices",
     )
     if len(found.rounds) == 1:  # one path has no spread
         columns, cells = columns[:2] + columns[3:], [row[2:4] + row[5:] for row in rows]
-    return table("Policies", columns, cells, spare=(">devices", ">re-shares"))
+    return table("Policies", columns, cells, spare=(">devices", ">rebalances"))
 
 
 def _notes(found: Evaluation) -> tuple[str, ...]:

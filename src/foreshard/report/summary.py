@@ -192,7 +192,7 @@ def advice_table(advice: Sequence[Effect]) -> Table:
 
 
 def speed_line(prediction: Prediction) -> str:
-    """Return throughput, utilisation and what binds, in one line; what nobody knows is left out."""
+    """Return throughput, utilisation and what binds, in one line; unknown values are left out."""
     words = [
         f"{quantity.count(prediction.tokens_per_s)} tokens/s",
         f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foreshard.spec.device import Device
@@ -98,6 +100,10 @@ class Cluster:
     def device_of(self, rank: int) -> Device:
         """Return the device of this rank."""
         return self._locate(rank)[0].device
+
+    def device_counts(self, ranks: Iterable[int]) -> dict[str, int]:
+        """Return how many of the ranks are on each kind of device, by its name."""
+        return dict(Counter(self.device_of(rank).name for rank in ranks))
 
     def node_of(self, rank: int) -> int:
         """Return the index of the rank's node, counted over all groups."""

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is in the extra `run`")
 
 from foreshard.cli import run
-from foreshard.cli.options.resumable import how_to_resume
+from foreshard.cli.options.training import how_to_resume
 from foreshard.report.run_screen import run_screen
 from foreshard.runtime import launch
 from foreshard.runtime.records.outcome import RunOutcome

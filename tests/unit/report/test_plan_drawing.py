@@ -9,7 +9,7 @@ import pytest
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report.pages import plan_drawing
-from foreshard.report.plan_table import degrees, drawn, idle_words, told_apart
+from foreshard.report.plan_table import degrees, distinct_names, drawn, idle_words
 from foreshard.report.summary import plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -94,7 +94,7 @@ def test_points_stay_inside_the_picture():
         assert 0 < float(one.get("cx")) < width and 0 < float(one.get("cy")) < height
 
 
-def test_plans_of_equal_degrees_are_told_apart(plan):
+def test_plans_of_equal_degrees_are_distinct_names(plan):
     def of(shares, ranks, cut=8):
         groups = [
             Group(share=share, micro_batch=1, stages=(stage([a], (0, cut)), stage([b], (cut, 34))))
@@ -102,15 +102,15 @@ def test_plans_of_equal_degrees_are_told_apart(plan):
         ]
         return Plan(global_batch=sum(shares), seq_len=1024, groups=tuple(groups))
 
-    names = told_apart([of((3, 5), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)))])
+    names = distinct_names([of((3, 5), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)))])
     assert [name.split(") ")[1] for name in names] == [
         "micro-batch 1 zero 1 shares 3:5",
         "micro-batch 1 zero 1 shares 4:4",
     ]
-    names = told_apart([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)), cut=9), plan])
+    names = distinct_names([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 4), (1, 5)), cut=9), plan])
     assert names[0].endswith("shares 4:4 layers 8:26") and names[1].endswith("layers 9:25")
     assert names[2] == degrees(plan)
-    names = told_apart([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 5), (1, 4)))])
+    names = distinct_names([of((4, 4), ((0, 4), (1, 5))), of((4, 4), ((0, 5), (1, 4)))])
     assert len(set(names)) == 2 and "ranks" in names[0]
 
 

@@ -6,18 +6,18 @@ from contextlib import suppress
 
 import pytest
 
-from foreshard.report.run_progress import Follow, progress, told
+from foreshard.report.run_progress import Follow, progress, step_words
 
 LINE = {"step": 4, "loss_metrics/global_avg_loss": 2.5, "time_metrics/end_to_end(s)": 0.5, "n_tokens": 1000.0}
 
 
 def test_a_step_against_what_was_predicted():
-    assert told(LINE, 0.48) == "loss 2.5, 500 ms a step (480 ms predicted), 2.00 k tokens/s"
-    assert told(LINE) == "loss 2.5, 500 ms a step, 2.00 k tokens/s"
+    assert step_words(LINE, 0.48) == "loss 2.5, 500 ms a step (480 ms predicted), 2.00 k tokens/s"
+    assert step_words(LINE) == "loss 2.5, 500 ms a step, 2.00 k tokens/s"
 
 
 def test_a_step_cut_in_two_has_no_time():
-    assert told(LINE | {"time_metrics/end_to_end(s)": None}, 0.48) == "loss 2.5"
+    assert step_words(LINE | {"time_metrics/end_to_end(s)": None}, 0.48) == "loss 2.5"
 
 
 def test_whole_lines_only_and_each_once(tmp_path):
@@ -70,7 +70,7 @@ def test_a_loss_that_is_no_number_is_said_on_the_way_and_at_the_end():
     from foreshard.report.run_screen import run_screen
     from foreshard.runtime.records.outcome import RunOutcome
 
-    assert told({**LINE, "loss_metrics/global_avg_loss": None}).startswith("loss not finite")
+    assert step_words({**LINE, "loss_metrics/global_avg_loss": None}).startswith("loss not finite")
     told_of = {
         "out": "run",
         "steps": 5,

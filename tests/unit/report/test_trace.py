@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from foreshard.report.flows import pipeline_flows
-from foreshard.report.trace import trace_object, write_trace
+from foreshard.report.trace import pipeline_flows, trace_object, write_trace
 from foreshard.spec.timeline import Event, Timeline
 
 

@@ -66,7 +66,7 @@ def folded(plan: Plan, cluster: Cluster) -> list[tuple[list[int], Group]]:
 
 def _shape(stage: Stage, cluster: Cluster) -> tuple[object, ...]:
     return (
-        *kinds(stage, cluster).items(),
+        *cluster.device_counts(stage.ranks).items(),
         stage.layers,
         stage.tp,
         stage.cp,
@@ -75,15 +75,6 @@ def _shape(stage: Stage, cluster: Cluster) -> tuple[object, ...]:
         stage.zero,
         stage.recompute,
     )
-
-
-def kinds(stage: Stage, cluster: Cluster) -> dict[str, int]:
-    """Return how many devices of each kind a stage has."""
-    counts: dict[str, int] = {}
-    for rank in stage.ranks:
-        name = cluster.device_of(rank).name
-        counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 def _row(y: int, numbers: list[int], group: Group, cluster: Cluster, most: int, batch: int) -> list[str]:
@@ -110,7 +101,7 @@ def _box(
     x: float, y: int, width: float, s: int, span: tuple[int, int], stage: Stage, cluster: Cluster
 ) -> str:
     """Return one box: its colours the kinds of devices, its words as many as it has room for."""
-    counts, shades = kinds(stage, cluster), colours(cluster)
+    counts, shades = cluster.device_counts(stage.ranks), colours(cluster)
     devices = " + ".join(f"{count} {name}" for name, count in counts.items())
     layers = f"layers {span[0]}-{span[1] - 1}" if span[1] - span[0] > 1 else f"layer {span[0]}"
     degrees = (
@@ -122,10 +113,10 @@ def _box(
         or "one device"
     )
     recompute = "" if stage.recompute == "none" else f", recompute {stage.recompute}"
-    told = [f"stage {s}: {layers}", devices, degrees + recompute, f"ranks {spans(sorted(stage.ranks))}"]
+    details = [f"stage {s}: {layers}", devices, degrees + recompute, f"ranks {spans(sorted(stage.ranks))}"]
     if stage.rank_shares is not None:
-        told.append(f"samples {':'.join(map(str, stage.rank_shares))} over its ranks")
-    out = [f"<g><title>{html.escape(chr(10).join(told))}</title>"]
+        details.append(f"samples {':'.join(map(str, stage.rank_shares))} over its ranks")
+    out = [f"<g><title>{html.escape(chr(10).join(details))}</title>"]
     at, total = x, len(stage.ranks)
     for name, count in counts.items():
         part = width * count / total
@@ -150,10 +141,7 @@ def _box(
 
 def _legend(plan: Plan, cluster: Cluster) -> str:
     shades = colours(cluster)
-    used: dict[str, int] = {}
-    for rank in plan.ranks:
-        name = cluster.device_of(rank).name
-        used[name] = used.get(name, 0) + 1
+    used = cluster.device_counts(plan.ranks)
     items = "".join(
         f'<li><span class="swatch" style="background-color:var(--{shades[name]})"></span>'
         f"{html.escape(name)}: {count} used</li>"

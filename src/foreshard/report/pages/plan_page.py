@@ -6,13 +6,13 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
+from foreshard.report.pages.markup import embedded_json, filled, html_table, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, others_table, ranked_table
-from foreshard.report.screen import Screen, Table
+from foreshard.report.screen import Screen
 from foreshard.report.summary import PART_NAMES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.prediction import TIME_PARTS, Prediction
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
     from foreshard.advise.sensitivity import Gain
     from foreshard.planner.result import PlanResult, Ranked
-
-_SENTENCE = 28  # letters of a cell that would be broken into a column of words on a narrow page
 
 
 def plan_page(
@@ -48,44 +46,40 @@ def plan_page(
     chosen = result.plans[0]
     sections = [
         _head(screen),
-        _section(
+        section(
             "The chosen plan",
             "One row for each kind of group: a pipeline that holds one replica.",
             drawing(chosen.plan, cluster),
-            _table(drawn(chosen.plan, cluster), caption=False),
+            html_table(drawn(chosen.plan, cluster)),
         ),
-        _section(
+        section(
             "Where the time goes",
             "Exposed time on the critical rank of the chosen plan.",
             _time(chosen.prediction),
         ),
-        _section(
+        section(
             "Plans, best first",
             "What decides between each plan and the chosen one.",
-            _table(ranked_table(result.plans), caption=False, marked=True),
+            html_table(ranked_table(result.plans), marked=True),
         ),
-        _section("How good it is", _proof_words(result), _ladder(result)),
+        section("How good it is", _proof_words(result), _ladder(result)),
     ]
     if len(result.front) > 1:
         sections.append(_front(result.front))
     if others:
         lead = "Planners as published, on the same prices of stages, their plans timed by the same engine."
-        sections.append(_section("Other planners", lead, _table(others_table(others), caption=False)))
+        sections.append(section("Other planners", lead, html_table(others_table(others))))
     if gains:
         lead = "The search again on a cluster changed in one thing, with the same engine."
-        sections.append(
-            _section("What other hardware would gain", lead, _table(gains_table(gains), caption=False))
-        )
+        sections.append(section("What other hardware would gain", lead, html_table(gains_table(gains))))
     sections.append(_rests(chosen))
-    folder = files("foreshard.report.pages").joinpath("static")
-    parts = {
-        "title": html.escape(screen.header[0]),
-        "style": folder.joinpath("report.css").read_text(encoding="utf-8"),
-        "body": "\n".join(sections),
-        "data": json.dumps(result.to_dict(), separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    template = folder.joinpath("plan.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], template)
+    return filled(
+        "plan.html",
+        title=html.escape(screen.header[0]),
+        style=static("report.css"),
+        body="\n".join(sections),
+        data=embedded_json(result.to_dict()),
+    )
 
 
 def _head(screen: Screen) -> str:
@@ -100,37 +94,6 @@ def _head(screen: Screen) -> str:
     return (
         f'<header class="top"><h1>{html.escape(model)}<span class="on"> on </span>{html.escape(cluster)}</h1>'
         f'<button type="button" id="theme">Theme</button></header><div class="boxes">{boxes}</div>{notes}'
-    )
-
-
-def _section(title: str, lead: str, *body: str) -> str:
-    name = html.escape(title)
-    return (
-        f'<section aria-label="{name}"><h2>{name}</h2><p class="lead">{html.escape(lead)}</p>'
-        f"{''.join(body)}</section>"
-    )
-
-
-def _table(table: Table, *, caption: bool = True, marked: bool = False) -> str:
-    """Return a Table as HTML; `marked` sets the first row apart."""
-    kinds = [' class="n"' if column.startswith(">") else "" for column in table.columns]
-    longest = [max((len(row[i]) for row in table.rows), default=0) for i in range(len(kinds))]
-    kinds = [
-        kind or (' class="words"' if n >= _SENTENCE else "") for kind, n in zip(kinds, longest, strict=True)
-    ]
-    heads = "".join(
-        f'<th scope="col"{kind}>{html.escape(column.removeprefix(">"))}</th>'
-        for column, kind in zip(table.columns, kinds, strict=True)
-    )
-    rows = "".join(
-        f"<tr{' class=chosen' if marked and i == 0 else ''}>"
-        + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-        + "</tr>"
-        for i, row in enumerate(table.rows)
-    )
-    title = f"<caption>{html.escape(table.title)}</caption>" if caption and table.title else ""
-    return (
-        f'<div class="wide"><table>{title}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 
@@ -190,7 +153,7 @@ def _front(plans: Sequence[Ranked]) -> str:
     known = [(seconds, usd, words) for seconds, usd, words in points if usd is not None]
     picture = scatter(known, "step time, s (fastest in red)", "$ per 1B tokens") if len(known) > 1 else ""
     lead = "Plans that no other found beats in time, cost or energy without losing in another."
-    return _section("The trade-off", lead, picture, _table(front_table(plans), caption=False))
+    return section("The trade-off", lead, picture, html_table(front_table(plans)))
 
 
 def _rests(chosen: Ranked) -> str:
@@ -204,7 +167,7 @@ def _rests(chosen: Ranked) -> str:
         f"Framework {made.framework}, catalog {made.catalog_version or 'unversioned'}."
     )
     return (
-        _section("Assumptions", "What was not stated and took a default.", f"<ol>{assumed}</ol>")
+        section("Assumptions", "What was not stated and took a default.", f"<ol>{assumed}</ol>")
         + f'<details><summary>Plan file</summary><pre tabindex="0">{plan}</pre></details>'
         '<p><button type="button" id="save">Save plan.json</button></p>'
         f"<footer>{html.escape(footer)}</footer>"

@@ -7,11 +7,8 @@ plain-text summary.
 from __future__ import annotations
 
 import html
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 from foreshard import quantity
@@ -20,6 +17,7 @@ from foreshard.advise.fit import Fit, verdict
 from foreshard.advise.group_times import group_times, uneven
 from foreshard.advise.request import Request
 from foreshard.report.explain import explanations
+from foreshard.report.pages.markup import embedded_json, filled, static
 from foreshard.report.plain import render
 from foreshard.report.screen import spans
 from foreshard.report.summary import (
@@ -40,18 +38,14 @@ MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 def page(data: dict[str, Any]) -> str:
     """Return the report as one HTML text."""
-    folder = files("foreshard.report.pages").joinpath("static")
-    parts = {
-        "title": html.escape(f"{data['title']} on {data['cluster']}"),
-        "style": folder.joinpath("report.css").read_text(encoding="utf-8"),
-        "script": folder.joinpath("report.js").read_text(encoding="utf-8"),
-        "data": json.dumps({k: v for k, v in data.items() if k != "text"}, separators=(",", ":")).replace(
-            "<", "\\u003c"
-        ),
-        "text": html.escape(data["text"]),
-    }
-    template = folder.joinpath("report.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], template)
+    return filled(
+        "report.html",
+        title=html.escape(f"{data['title']} on {data['cluster']}"),
+        style=static("report.css"),
+        script=static("report.js"),
+        data=embedded_json({key: value for key, value in data.items() if key != "text"}),
+        text=html.escape(data["text"]),
+    )
 
 
 def page_data(

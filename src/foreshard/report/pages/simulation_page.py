@@ -1,13 +1,12 @@
-"""The one-file HTML report of a contest: the table, and the figures a paper would print."""
+"""The one-file HTML report of a simulation: the policies side by side, and the figures of a paper."""
 
 from __future__ import annotations
 
 import html
-import json
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from foreshard.report.pages.line_chart import Line, chart
+from foreshard.report.pages.markup import embedded_json, html_table, section, static
 from foreshard.report.screen import Table
 from foreshard.report.simulation_table import online_screen
 
@@ -25,18 +24,19 @@ def online_page(found: Evaluation, swept: Sweeps) -> str:
     sections = [
         f"<h1>{title}</h1>" + "".join(f"<p>{html.escape(line)}</p>" for line in screen.header),
         f"<p>{html.escape(' '.join(found.scenario.doc.split()))}</p>",
-        *(_section("Policies, those that keep the budgets first", _table(one)) for one in screen.tables),
+        *(
+            section("Policies, those that keep the budgets first", "", html_table(one))
+            for one in screen.tables
+        ),
         "".join(f"<p>{html.escape(note)}</p>" for note in screen.notes),
-        _section("Gain against heterogeneity", _uneven(swept)),
-        _section("Rate of change", _rates(swept)),
-        _section("Cost and time over V", _front(swept)),
-        _section("Over the run, first path", _series(found)),
-        _section("Regret to the bound, first path", _regret(found)),
+        section("Gain against heterogeneity", "", _uneven(swept)),
+        section("Rate of change", "", _rates(swept)),
+        section("Cost and time over V", "", _front(swept)),
+        section("Over the run, first path", "", _series(found)),
+        section("Regret to the bound, first path", "", _regret(found)),
     ]
     style = _style()
-    data = json.dumps(found.to_dict() | {"sweeps": _data(swept)}, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    data = embedded_json(found.to_dict() | {"sweeps": _data(swept)})
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -54,7 +54,7 @@ def online_page(found: Evaluation, swept: Sweeps) -> str:
 
 def _style() -> str:
     """Return the style of all reports; without a script the theme is the system's."""
-    style = files("foreshard.report.pages").joinpath("static", "report.css").read_text(encoding="utf-8")
+    style = static("report.css")
     _, _, rest = style.partition(':root[data-theme="dark"] {')
     dark, _, _ = rest.partition("}")
     return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
@@ -67,25 +67,6 @@ def _data(swept: Sweeps) -> dict[str, object]:
         "rates": list(swept.rates),
         "front": list(swept.front),
     }
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
-
-
-def _table(one: Table) -> str:
-    classes = [' class="n"' if name.startswith(">") else "" for name in one.columns]
-    head = "".join(
-        f"<th{kind}>{html.escape(name.removeprefix('>'))}</th>"
-        for kind, name in zip(classes, one.columns, strict=True)
-    )
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row, strict=True))
-        + "</tr>"
-        for row in one.rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _words(text: str) -> str:
@@ -103,12 +84,12 @@ def _uneven(swept: Sweeps) -> str:
         Line(name=text, points=[(row[axis], row[name]) for row in swept.uneven], dashed=name == "ideal")
         for name, text in names.items()
     ]
-    said = f"Cut of mean batch time against equal shares on all devices, over {swept.slots} slots. "
+    words = f"Cut of mean batch time against equal shares on all devices, over {swept.slots} slots. "
     if any(row["ours"] > row["ideal"] for row in swept.uneven):
         # Nothing that keeps the budget is above the bound.
-        said += "Where ours is above the bound it spent more than its budget: so few slots do not settle it. "
+        words += "Where ours is above the bound it spent more than its budget, which so few slots allow. "
     if axis == "power":
-        return _words(said + "All factors of the scenario to a power: 0 is constant.") + chart(
+        return _words(words + "All factors of the scenario to a power: 0 is constant.") + chart(
             lines, x="power of all factors", y="cut", percent=True
         )
     lines.append(
@@ -122,7 +103,7 @@ def _uneven(swept: Sweeps) -> str:
         )
     )
     lines.append(Line(name=f"paper: {100 * PAPER_CUT:.2f} %", points=[(PAPER_FACTOR, PAPER_CUT)]))
-    said += (
+    words += (
         f"Ling et al. report a cut of up to {100 * PAPER_CUT:.2f} %; one straggler among four that "
         f"is {PAPER_FACTOR} times slower gives as much."
     )
@@ -138,9 +119,9 @@ def _uneven(swept: Sweeps) -> str:
         ">formula",
     )
     return (
-        _words(said)
+        _words(words)
         + chart(lines, x="how many times slower the straggler is", y="cut", percent=True)
-        + _table(Table(title="", columns=columns, rows=tuple(rows)))
+        + html_table(Table(title="", columns=columns, rows=tuple(rows)))
     )
 
 
@@ -149,12 +130,12 @@ def _rates(swept: Sweeps) -> str:
         Line(name=name, points=[(row["rate"], row[name]) for row in swept.rates])
         for name in ("lyapunov", "static-best")
     ]
-    said = (
+    words = (
         "Time over the bound when everything changes so many times as fast; reconfigurations per 1000 slots."
     )
     moves = [Line(name="lyapunov", points=[(row["rate"], row["reconfigurations"]) for row in swept.rates])]
     return (
-        _words(said)
+        _words(words)
         + chart(lines, x="rate of change", y="time over the bound", percent=True, log_x=True)
         + chart(moves, x="rate of change", y="reconfigurations", log_x=True)
     )
@@ -165,10 +146,10 @@ def _front(swept: Sweeps) -> str:
         Line(name="time over the bound", points=[(row["weight"], row["over_bound"]) for row in swept.front]),
         Line(name="cost over the budget", points=[(row["weight"], row["excess"]) for row in swept.front]),
     ]
-    said = (
+    words = (
         f"Over {swept.slots} slots: a larger V leans to time, and leaves more of the budget's excess unpaid."
     )
-    return _words(said) + chart(lines, x="V", y="part", percent=True, log_x=True)
+    return _words(words) + chart(lines, x="V", y="part", percent=True, log_x=True)
 
 
 def _series(found: Evaluation) -> str:
@@ -198,5 +179,5 @@ def _regret(found: Evaluation) -> str:
         at = [round((i + 1) * len(over) / 100) for i in range(100)] if len(over) >= 100 else [len(over)]
         total = over.cumsum()
         lines.append(Line(name=name, points=[(k, float(total[k - 1])) for k in at], dots=False))
-    said = "Seconds above the bound's mean so far, slot by slot; falling stretches are slots that are easy."
-    return _words(said) + chart(lines, x="slot", y="seconds")
+    words = "Seconds above the bound's mean so far, slot by slot; falling stretches are slots that are easy."
+    return _words(words) + chart(lines, x="slot", y="seconds")

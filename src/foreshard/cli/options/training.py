@@ -1,13 +1,26 @@
-"""A run that Ctrl-C ends: how it goes on."""
+"""What verbs that train share: they need torch, and say how an interrupted run is resumed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from foreshard.cli.options.answer import say
+from foreshard.errors import ExtraMissingError
+
+
+def needs_torch(verb: str, what: str) -> None:
+    """Raise where torch is not installed, which `what` (Training, Profiling) needs."""
+    if find_spec("torch") is None:
+        raise ExtraMissingError(
+            "torch is not installed",
+            key=verb,
+            rule=f"{what} needs the extra 'run'",
+            fix="pip install 'foreshard[run]'",
+        )
 
 
 @contextmanager

@@ -1,0 +1,56 @@
+"""What the HTML reports share: files of the page, tables, sections, and the data inside a page."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib.resources import files
+from typing import Any
+
+from foreshard.report.screen import Table
+
+# Characters from which a cell gets a column wide enough for sentences.
+_SENTENCE_CHARS = 28
+
+
+def static(name: str) -> str:
+    """Return the text of a file beside the pages: a template, style or script."""
+    return files("foreshard.report.pages").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def filled(template: str, **parts: str) -> str:
+    """Return a template with the text of each ``{{slot}}`` in its place."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], static(template))
+
+
+def embedded_json(data: Any) -> str:
+    """Return data as JSON that cannot end the script element it is written into."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def section(title: str, lead: str, *body: str) -> str:
+    """Return a section under its heading, with a sentence that introduces it (or none)."""
+    name = html.escape(title)
+    intro = f'<p class="lead">{html.escape(lead)}</p>' if lead else ""
+    return f'<section aria-label="{name}"><h2>{name}</h2>{intro}{"".join(body)}</section>'
+
+
+def html_table(table: Table, *, marked: bool = False) -> str:
+    """Return a Table as HTML without its title; `marked` sets the first row apart."""
+    longest = [max((len(row[i]) for row in table.rows), default=0) for i in range(len(table.columns))]
+    kinds = [
+        ' class="n"' if column.startswith(">") else ' class="words"' if chars >= _SENTENCE_CHARS else ""
+        for column, chars in zip(table.columns, longest, strict=True)
+    ]
+    heads = "".join(
+        f'<th scope="col"{kind}>{html.escape(column.removeprefix(">"))}</th>'
+        for column, kind in zip(table.columns, kinds, strict=True)
+    )
+    rows = "".join(
+        f"<tr{' class=chosen' if marked and i == 0 else ''}>"
+        + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
+        + "</tr>"
+        for i, row in enumerate(table.rows)
+    )
+    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
