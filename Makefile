@@ -78,9 +78,13 @@ test: $(VENV)/.tested
 lint: $(VENV)/.dev
 	BIN=$(BIN) scripts/check --static
 
-# The picture of the README, drawn from a plan that is made here.
+# The picture of the README, drawn from a plan that is made here and from those of other planners.
+PICTURE_CLUSTER ?= 1x8xh100-sxm+1x8xa100-sxm-40gb@400Gb/s
 picture: $(VENV)/.installed
-	$(BIN)/python scripts/readme_picture.py docs/plan.svg
+	mkdir -p demo
+	$(BIN)/foreshard plan llama3-8b $(PICTURE_CLUSTER) --global-batch 512 --seq 4096 --budget-s 30 --compare-with all \
+	    -o demo/picture_plan.json --json > demo/picture.json
+	$(BIN)/python scripts/readme_picture.py demo/picture.json demo/picture_plan.json $(PICTURE_CLUSTER) docs/plan.svg
 
 bench: $(VENV)/.tested
 	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

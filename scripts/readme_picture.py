@@ -15,9 +15,10 @@ from pathlib import Path
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report.pages.plan_drawing import colours, drawing
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import load_plan
+from foreshard.spec.plan_file import load_plan
 
 MARGIN, TITLE, BAR, LABEL, VALUE = 24, 70, 26, 210, 240
+COMPARED = "Predicted step of each plan, timed by the same engine (other planners rebuilt from their papers)"
 FONT = "system-ui, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
 ANOTHER = {"even": "equal shares", "random": "best of 200 random plans"}  # others have their published names
 
@@ -66,7 +67,14 @@ def bars(answer: dict, y: float, width: float) -> list[str]:
     steps = [("foreshard", ours), *sorted(steps, key=lambda step: step[1])]
     room = width - LABEL - VALUE
     scale = room / max(seconds for _, seconds in steps)
-    out = [text(0, y, "Predicted step of each planner's plan, all timed by the same engine", "head")]
+    out = [
+        text(
+            0,
+            y,
+            COMPARED,
+            "head",
+        )
+    ]
     for i, (name, seconds) in enumerate(steps):
         top = y + 16 + i * BAR
         shade = "--data_comm" if i == 0 else "--bubble"
