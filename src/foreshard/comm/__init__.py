@@ -1,1 +1,7 @@
-"""Collectives: their cost on a cluster, the choice NCCL would make, the seams of the communication layers."""
+"""Time of collectives on a cluster, with the algorithm and protocol that NCCL would choose.
+
+Decides how long an all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send takes. Bytes,
+ranks and a fabric (two levels of bandwidth and latency, made from a cluster) go in; seconds come out,
+vectorised over plans. A new collective is a function of ``collectives.py``; read it first, then
+``fabric.py``.
+"""
