@@ -89,16 +89,21 @@ class Noisy:
 
 
 def played(
-    scenario: Scenario, arena: Environment, budgets: Sequence[Budget], bound: Bound, noise: float, **rule: Any
+    scenario: Scenario,
+    environment: Environment,
+    budgets: Sequence[Budget],
+    bound: Bound,
+    noise: float,
+    **rule: Any,
 ) -> Played:
     """Return how the controller fares with some rules."""
     weight = {"weight": rule.pop("weight")} if "weight" in rule else {}
     reading = MP_OVER_DP if Path(scenario.file or "").stem in STAGES else DP_OVER_MP
     adapter = controller_rule(
-        arena, budgets, scenario, reading=reading, options=ControllerOptions(**rule), **weight
+        environment, budgets, scenario, reading=reading, options=ControllerOptions(**rule), **weight
     )
     adapter.policy = Noisy(adapter.policy, noise)
-    run = run_of(adapter, arena, scenario)
+    run = run_of(adapter, environment, scenario)
     mean_s = float(run.time_s.mean())
     excess = [float(run.costs[one.key].mean()) - float(one.allowance(mean_s)) for one in budgets]
     priced_s = mean_s + float(np.dot(bound.multipliers, excess))
@@ -129,12 +134,12 @@ def main() -> None:
             scenario = load_scenario(path)
             cluster = cluster_of(scenario)
             work = workload(scenario, model_of(scenario), cluster)
-            arena, budgets, _ = environment_of(
+            environment, budgets, _ = environment_of(
                 scenario, cluster, work, slots=asked.slots, seed=scenario.seed + seed
             )
-            bound = bound_of(arena, budgets)
+            bound = bound_of(environment, budgets)
             for name in asked.rules:
-                run = played(scenario, arena, budgets, bound, asked.noise, **RULES[name], **weight)
+                run = played(scenario, environment, budgets, bound, asked.noise, **RULES[name], **weight)
                 found.setdefault((name, path.stem), []).append(run)
     names = [path.stem for path in asked.scenarios]
     print("| rules |", " | ".join(names), "| mean change |")

@@ -273,15 +273,17 @@ def simulate(
     scenario : str or Scenario
         Path of a TOML file (`foreshard schema scenario`).
     policies : iterable of str, optional
-        Of `control.contest.POLICIES`; all by default.
+        Of `simulate.evaluation.POLICIES`; all by default.
     seeds, slots : int
         Paths, and slots of each; the scenario's slots by default.
     """
-    from foreshard.simulate.evaluation import contest
+    from foreshard.simulate.evaluation import evaluate_policies
     from foreshard.spec.scenario import load_scenario
 
     found = load_scenario(scenario) if isinstance(scenario, str) else scenario
-    return contest(found, policies=None if policies is None else tuple(policies), seeds=seeds, slots=slots)
+    return evaluate_policies(
+        found, policies=None if policies is None else tuple(policies), seeds=seeds, slots=slots
+    )
 
 
 def _lab_or_cluster(text: str) -> Cluster:

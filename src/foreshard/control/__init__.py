@@ -1,1 +1,8 @@
-"""The online controller: the best plan now, the budget in the long run, while everything changes."""
+"""The online controller: which plan to run next while speeds, links, prices and ranks change.
+
+Facts come in as `spec.online` events (measured steps, prices, ranks lost or back), commands with a whole
+`Plan` go out; there is no clock, file or network in it. `estimation` says what the cluster is like now,
+`budgets` what a second and each cost weigh so that long-term budgets are kept, `search` which structure is
+best at these weights; `controller` decides whether changing to it pays. Read `controller` first, then
+`slots`, which has the model of one step that everything shares.
+"""

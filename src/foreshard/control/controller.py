@@ -75,7 +75,7 @@ class Controller:
     late_steps : int
         That still run the old plan after a change is ordered.
     timed : callable, optional
-        Times finalists more closely than the search: what it finds, the running structure, and the best
+        Times the shortlist more closely than the search: what it finds, the running structure, and the best
         replicas, which are then looked at too.
     log : text stream, optional
         Gets every event and command as a line; `journal.replay` reads it.

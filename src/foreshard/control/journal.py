@@ -1,4 +1,4 @@
-"""Events and commands as lines of JSON, and back: a controller's day can be lived again."""
+"""Events and commands as lines of JSON, and back, so that a controller's run can be replayed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _EVENTS: dict[str, type] = {
 
 def event_line(event: Event) -> str:
     """Return an event as a line."""
-    return json.dumps(_told(event))
+    return json.dumps(_encoded(event))
 
 
-def _told(event: Event) -> dict[str, Any]:
+def _encoded(event: Event) -> dict[str, Any]:
     if isinstance(event, Together):
-        return {"event": "Together", "step": event.step, "events": [_told(one) for one in event.events]}
+        return {"event": "Together", "step": event.step, "events": [_encoded(one) for one in event.events]}
     data: dict[str, Any] = {"event": type(event).__name__}
     for one in fields(event):
         value = getattr(event, one.name)
@@ -55,17 +55,17 @@ def event_of(line: str) -> Event:
         When the line holds none.
     """
     try:
-        return _heard(json.loads(line))
+        return _decoded(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(
             "no event", key="log", value=line[:60], rule="A line is a JSON object of a known event"
         ) from error
 
 
-def _heard(data: dict[str, Any]) -> Event:
+def _decoded(data: dict[str, Any]) -> Event:
     kind = _EVENTS[data.pop("event")]
     if kind is Together:
-        return Together(step=data["step"], events=tuple(_heard(one) for one in data["events"]))  # type: ignore[misc]
+        return Together(step=data["step"], events=tuple(_decoded(one) for one in data["events"]))  # type: ignore[misc]
     if kind is StepMeasured and "relative_speed" in data:
         data["relative_speed"] = {int(rank): float(speed) for rank, speed in data["relative_speed"].items()}
     if "link_s" in data:
@@ -99,7 +99,7 @@ def logged(decide: Callable[[Event], Sequence[Command]], event: Event, log: Log 
 
 
 def replay(log: Iterable[str], policy: Policy) -> Sequence[str]:
-    """Return the commands (as lines) that a policy gives when it lives through a log; skip other lines."""
+    """Return the commands (as lines) that a policy gives on the events of a log; skip other lines."""
     commands: list[str] = []
     for line in log:
         if '"event"' in line[:12]:

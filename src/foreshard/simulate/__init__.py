@@ -1,1 +1,7 @@
-"""Policies against a changing cluster: scenarios, baseline policies, the clairvoyant bound, evaluation."""
+"""A test bed for policies: a cluster that changes, slot by slot, and what every policy makes of it.
+
+A scenario goes in, an `Evaluation` comes out: mean step time, costs and changes of every policy on the same
+paths, beside the bound of one who knows them. `dynamics` draws paths, `slot_loop` plays them, `policies`
+are what the controller is compared with, `policy_adapter` plays any policy of events, `clairvoyant_bound`
+and `hindsight` know the path. Read `evaluation` first.
+"""

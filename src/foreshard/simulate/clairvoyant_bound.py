@@ -8,14 +8,14 @@ shares are real numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foreshard.control.budgets import dual
-from foreshard.control.slots import Budget
+from foreshard.control.search.subsets import SubsetClasses, sample_s
+from foreshard.control.slots import Budget, Chain, State
 from foreshard.simulate.environment import Environment
-from foreshard.simulate.equal_shares import equal_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class Bound:
     num_states: int
 
 
-def bound_of(arena: Environment, budgets: Sequence[Budget], *, equal: bool = False) -> Bound:
+def bound_of(environment: Environment, budgets: Sequence[Budget], *, equal: bool = False) -> Bound:
     """Return the clairvoyant bound of a path under budgets.
 
     Parameters
     ----------
-    arena : Environment
+    environment : Environment
     budgets : sequence of Budget
     equal : bool
         Only equal shares: the least mean time of whoever knows the path and never balances.
@@ -60,24 +60,24 @@ def bound_of(arena: Environment, budgets: Sequence[Budget], *, equal: bool = Fal
     empirical frequencies it bounds every policy on the path by Jensen: states visited f_s of the time, mixed
     in any way.
     """
-    path = arena.path
+    path = environment.path
     seen = np.stack([path.condition, path.pattern], axis=1)
     pairs, counts = np.unique(seen, axis=0, return_counts=True)
     found: dict[bytes, int] = {}
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     weights: list[float] = []
     for (condition, pattern), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        kinds = arena.kinds(condition, pattern)
+        subsets = environment.subsets(condition, pattern)
         if equal:
-            state = arena.state(condition, pattern)
-            kinds = equal_shares(kinds, arena.work.chain, state, arena.work.batch)
-        floor = kinds.column(budgets, floor=True)
-        key = kinds.time_s.tobytes() + floor.tobytes()
+            state = environment.state(condition, pattern)
+            subsets = equal_shares(subsets, environment.work.chain, state, environment.work.batch)
+        floor = subsets.column(budgets, floor=True)
+        key = subsets.time_s.tobytes() + floor.tobytes()
         if key in found:
             weights[found[key]] += count
             continue
         found[key] = len(rows)
-        rows.append((kinds.time_s, floor))
+        rows.append((subsets.time_s, floor))
         weights.append(count)
     best = dual.solve(dual.table_of(rows, weights, budgets), budgets)
     return Bound(
@@ -86,3 +86,23 @@ def bound_of(arena: Environment, budgets: Sequence[Budget], *, equal: bool = Fal
         feasible=best.feasible,
         num_states=len(rows),
     )
+
+
+def equal_shares(subsets: SubsetClasses, chain: Chain, state: State, batch: int) -> SubsetClasses:
+    """Return all subsets with the same share for every device, parts of samples allowed.
+
+    Everybody waits for the slowest; gradients are summed as with any shares. Duty is taken to be free.
+    """
+    first = np.array([kind[0] for kind in subsets.members])
+    counts, each_s = subsets.counts, sample_s(chain, state)[first]
+    share = batch / counts.sum(1)
+    busy_s = share * np.where(counts > 0, each_s, 0.0).max(1)
+    time_s = busy_s + (subsets.time_s - subsets.busy_s)
+    rent, egress = subsets.costs[:, 1] / subsets.time_s * time_s, subsets.costs[:, 2]
+    costs = [rent + egress, rent, egress]
+    for scale in (np.ones(len(first)), state.kg_per_j[first]):
+        idle = counts @ (scale * state.idle_w[first])
+        more = counts @ (scale * (state.busy_w - state.idle_w)[first] * each_s)
+        costs.append(idle * time_s + more * share)
+    priced = np.stack(costs, axis=1)
+    return replace(subsets, time_s=time_s, busy_s=busy_s, costs=priced, floor=priced)

@@ -65,9 +65,9 @@ class Environment:
         """Return which devices of a pattern hold the whole model, shape (devices,)."""
         return np.asarray(self.path.available[pattern] & self.holds)
 
-    def kinds(self, condition: int, pattern: int) -> SubsetClasses:
+    def subsets(self, condition: int, pattern: int) -> SubsetClasses:
         """Return every subset of the devices of a state, with least time and costs."""
-        key = ("kinds", condition, pattern)
+        key = ("subsets", condition, pattern)
         if key not in self._memo:
             state = self.state(condition, pattern)
             self._memo[key] = SubsetClasses.of(

@@ -233,7 +233,7 @@ def _series(run: Run) -> dict[str, list[float]]:
     return {name: [float(f"{values[part].mean():.6g}") for part in parts] for name, values in rows.items()}
 
 
-def contest(
+def evaluate_policies(
     scenario: Scenario,
     *,
     policies: Sequence[str] | None = None,
@@ -289,26 +289,28 @@ def _known(name: str, file: str | None, key: str) -> None:
 def _round(
     scenario: Scenario, cluster: Cluster, work: Workload, names: Sequence[str], slots: int, seed: int
 ) -> EvaluatedPath:
-    arena, budgets, spent = environment_of(scenario, cluster, work, slots=slots, seed=seed)
+    environment, budgets, spent = environment_of(scenario, cluster, work, slots=slots, seed=seed)
     return EvaluatedPath(
         seed=seed,
         budgets=budgets,
-        bound=bound_of(arena, budgets),
-        equal=bound_of(arena, budgets, equal=True),
+        bound=bound_of(environment, budgets),
+        equal=bound_of(environment, budgets, equal=True),
         runs={
             name: spent[name]
             if name in spent
-            else run_of(_rule(name, arena, budgets, scenario), arena, scenario)
+            else run_of(_rule(name, environment, budgets, scenario), environment, scenario)
             for name in names
         },
-        path=describe(arena.path),
+        path=describe(environment.path),
     )
 
 
-def run_of(rule: Rule, arena: Environment, scenario: Scenario) -> Run:
+def run_of(rule: Rule, environment: Environment, scenario: Scenario) -> Run:
     """Return how a policy fares on the path of its environment."""
     seen, batches = scenario.sees_now, scenario.batches
-    return play(rule, arena, arena.path, kinds=arena.cost_kinds, sees_now=seen, batches=batches)
+    return play(
+        rule, environment, environment.path, kinds=environment.cost_kinds, sees_now=seen, batches=batches
+    )
 
 
 def environment_of(
@@ -316,7 +318,7 @@ def environment_of(
 ) -> tuple[Environment, tuple[Budget, ...], Mapping[str, Run]]:
     """Return a path, the budgets in numbers, and the runs of the policies that they are a part of."""
     path = draw(scenario, cluster, slots=slots, seed=seed)
-    arena = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
+    environment = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
     spenders = {one.of for one in scenario.budget if one.of}
     for name in spenders:
         if name not in _FREE:
@@ -327,8 +329,11 @@ def environment_of(
                 value=name,
                 rule=f"Budgets are parts of what one of these spends: {', '.join(_FREE)}",
             )
-    spent = {name: run_of(_rule(name, arena, (), scenario), arena, scenario) for name in sorted(spenders)}
-    return arena, tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget))), spent
+    spent = {
+        name: run_of(_rule(name, environment, (), scenario), environment, scenario)
+        for name in sorted(spenders)
+    }
+    return environment, tuple(_budget(scenario, i, spent) for i in range(len(scenario.budget))), spent
 
 
 def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:
@@ -371,26 +376,26 @@ def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
 
 
 _FREE: Mapping[str, Callable[[Environment], Rule]] = {
-    **{name: (lambda arena, made=made: made(arena, None)) for name, made in BY_SHARES.items()},  # type: ignore[misc]
+    **{name: (lambda environment, made=made: made(environment, None)) for name, made in BY_SHARES.items()},  # type: ignore[misc]
     "amp-like": Fleet,
     "greedy-fastest": Greedy,
 }
 
 
-def _rule(name: str, arena: Environment, budgets: Sequence[Budget], scenario: Scenario) -> Rule:
+def _rule(name: str, environment: Environment, budgets: Sequence[Budget], scenario: Scenario) -> Rule:
     """Return a policy, ready for the first slot."""
     if name in _FREE:
-        return _FREE[name](arena)
+        return _FREE[name](environment)
     if name == "lyapunov":
-        return controller_rule(arena, budgets, scenario)
+        return controller_rule(environment, budgets, scenario)
     if name == STAGES:
-        return controller_rule(arena, budgets, scenario, reading=MP_OVER_DP)
+        return controller_rule(environment, budgets, scenario, reading=MP_OVER_DP)
     if name == "sailor-like":
-        return Fleet(arena, budgets)
+        return Fleet(environment, budgets)
     if name == "greedy-cheapest":
-        return Greedy(arena, budgets or [Budget(name="usd", kind="usd", limit=1.0)])
+        return Greedy(environment, budgets or [Budget(name="usd", kind="usd", limit=1.0)])
     if name == "greedy-banked":
-        return Banked(arena, budgets)
+        return Banked(environment, budgets)
     base = "lb-bsp" if name == "static-best" else name.removesuffix("@budget")
-    kept = best_subset(arena, base, budgets, sees_now=scenario.sees_now, batches=scenario.batches)
-    return BY_SHARES[base](arena, on_subset(arena, kept))
+    kept = best_subset(environment, base, budgets, sees_now=scenario.sees_now, batches=scenario.batches)
+    return BY_SHARES[base](environment, on_subset(environment, kept))

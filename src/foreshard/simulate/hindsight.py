@@ -18,19 +18,23 @@ _TRIED, _SAMPLED = 24, 400
 
 
 def best_subset(
-    arena: Environment, name: str, budgets: Sequence[Budget], *, sees_now: bool, batches: int = 1
+    environment: Environment, name: str, budgets: Sequence[Budget], *, sees_now: bool, batches: int = 1
 ) -> tuple[int, ...]:
     """Return the subset on which a rule is fastest among those that keep the budgets.
 
-    Candidates are the subsets, by kinds of the mean state, that no other beats in both time and cost there.
+    Candidates are the subsets, by device class of the mean state, that no other beats in both time and cost there.
     Each is played on stretches of the path; when none keeps the budgets, the one that is least above them.
     """
-    stretch = _stretches(arena.path)
+    stretch = _stretches(environment.path)
     part = Environment(
-        work=arena.work, path=stretch, pause_s=arena.pause_s, apart=arena.apart, _memo=arena._memo
+        work=environment.work,
+        path=stretch,
+        pause_s=environment.pause_s,
+        apart=environment.apart,
+        _memo=environment._memo,
     )
     best, least = None, np.inf
-    for devices in _candidates(arena, budgets):
+    for devices in _candidates(environment, budgets):
         rule = BY_SHARES[name](part, on_subset(part, devices))
         run = play(rule, part, stretch, kinds=part.cost_kinds, sees_now=sees_now, batches=batches)
         over = violation(run, budgets)
@@ -50,24 +54,24 @@ def violation(run: Run, budgets: Sequence[Budget]) -> float:
     return max(over, default=0.0)
 
 
-def _candidates(arena: Environment, budgets: Sequence[Budget]) -> list[tuple[int, ...]]:
-    work = arena.work
-    kinds = SubsetClasses.of(
-        work.chain, _nominal(arena), work.batch, micro_batch=work.micro_batch, apart=arena.apart
+def _candidates(environment: Environment, budgets: Sequence[Budget]) -> list[tuple[int, ...]]:
+    work = environment.work
+    subsets = SubsetClasses.of(
+        work.chain, _nominal(environment), work.batch, micro_batch=work.micro_batch, apart=environment.apart
     )
-    order = np.lexsort((kinds.costs[:, 0], kinds.time_s))
+    order = np.lexsort((subsets.costs[:, 0], subsets.time_s))
     front, least = [], np.inf
     for at in order:
-        if kinds.costs[at, 0] < least * (1.0 - 1e-9):
+        if subsets.costs[at, 0] < least * (1.0 - 1e-9):
             front.append(int(at))
-            least = kinds.costs[at, 0]
+            least = subsets.costs[at, 0]
     picked = np.unique(np.round(np.linspace(0, len(front) - 1, min(_TRIED, len(front)))).astype(int))
-    return [kinds.devices(front[i]) for i in picked]
+    return [subsets.devices(front[i]) for i in picked]
 
 
-def _nominal(arena: Environment) -> State:
+def _nominal(environment: Environment) -> State:
     """Return the mean state, rounded so that devices that are alike in the long run are one kind."""
-    state = arena.mean_state()
+    state = environment.mean_state()
     return replace(state, speed=_rounded(state.speed), usd_per_h=_rounded(state.usd_per_h))
 
 

@@ -27,14 +27,14 @@ SLOWED = 1.1
 class _Simple:
     """A rule that learns nothing from what a slot took."""
 
-    def __init__(self, arena: Environment, devices: Devices | None = None):
-        self.arena = arena
+    def __init__(self, environment: Environment, devices: Devices | None = None):
+        self.environment = environment
         self.devices = devices or self.everyone
         self._memo: dict[tuple[object, ...], Decision] = {}
 
     def everyone(self, seen: Seen) -> tuple[int, ...]:
         """Return all devices that are there and hold the model."""
-        return tuple(np.flatnonzero(self.arena.replicas(seen.pattern)).tolist())
+        return tuple(np.flatnonzero(self.environment.replicas(seen.pattern)).tolist())
 
     def learn(self, happened: Happened) -> None:
         """Forget it."""
@@ -44,10 +44,10 @@ class _Simple:
         times = sample_s[list(workers)]
         key = (workers, times.tobytes())
         if key not in self._memo:
-            shares = balanced_shares(times, self.arena.work.batch)
+            shares = balanced_shares(times, self.environment.work.batch)
             used = [(worker, int(share)) for worker, share in zip(workers, shares, strict=True) if share]
             chosen = tuple(worker for worker, _ in used)
-            self._memo[key] = self.arena.structure(chosen), tuple(share for _, share in used)
+            self._memo[key] = self.environment.structure(chosen), tuple(share for _, share in used)
         return self._memo[key]
 
 
@@ -57,8 +57,8 @@ class EqualShare(_Simple):
     def decide(self, seen: Seen) -> Decision:
         """Return equal shares."""
         workers = self.devices(seen)
-        shares = even_shares(len(workers), self.arena.work.batch)
-        return self.arena.structure(workers), tuple(shares.tolist())
+        shares = even_shares(len(workers), self.environment.work.batch)
+        return self.environment.structure(workers), tuple(shares.tolist())
 
 
 class SpeedShare(_Simple):
@@ -71,7 +71,7 @@ class SpeedShare(_Simple):
 
     def decide(self, seen: Seen) -> Decision:
         """Return shares by last speeds."""
-        return self.balanced(self.devices(seen), self.arena.sample_s(seen.condition))
+        return self.balanced(self.devices(seen), self.environment.sample_s(seen.condition))
 
 
 class Proportional(_Simple):
@@ -83,14 +83,14 @@ class Proportional(_Simple):
     worker's time from the mean, with smoothing and a dead band; constants are ours.
     """
 
-    def __init__(self, arena: Environment, devices: Devices | None = None):
-        super().__init__(arena, devices)
+    def __init__(self, environment: Environment, devices: Devices | None = None):
+        super().__init__(environment, devices)
         self._smooth: np.ndarray | None = None
         self._last: Decision | None = None
 
     def decide(self, seen: Seen) -> Decision:
         """Return the shares of before, or new ones when times are out of balance."""
-        now = self.arena.sample_s(seen.condition)
+        now = self.environment.sample_s(seen.condition)
         old = now if self._smooth is None else self._smooth
         self._smooth = old + SMOOTHING * (now - old)
         workers = self.devices(seen)
@@ -113,7 +113,7 @@ class Stated(_Simple):
 
     def decide(self, seen: Seen) -> Decision:
         """Return shares by mean speeds."""
-        return self.balanced(self.devices(seen), self.arena.mean_sample_s())
+        return self.balanced(self.devices(seen), self.environment.mean_sample_s())
 
 
 class Fleet(_Simple):
@@ -128,8 +128,8 @@ class Fleet(_Simple):
     which devices to rent under a price limit, re-planned on a change of what is available.
     """
 
-    def __init__(self, arena: Environment, budgets: Sequence[Budget] = ()):
-        super().__init__(arena)
+    def __init__(self, environment: Environment, budgets: Sequence[Budget] = ()):
+        super().__init__(environment)
         self.budgets = budgets
         self._chosen: dict[int, Decision] = {}
 
@@ -140,18 +140,21 @@ class Fleet(_Simple):
         return self._chosen[seen.pattern]
 
     def _plan(self, pattern: int) -> Decision:
-        work, state = self.arena.work, self.arena.mean_state()
-        there = np.flatnonzero(self.arena.replicas(pattern))
+        work, state = self.environment.work, self.environment.mean_state()
+        there = np.flatnonzero(self.environment.replicas(pattern))
         # Even shares wait for the slowest, so that the best fleet of a size has its fastest, or its cheapest.
-        orders = (self.arena.mean_sample_s()[there], (self.arena.mean_sample_s() * state.usd_per_h)[there])
+        orders = (
+            self.environment.mean_sample_s()[there],
+            (self.environment.mean_sample_s() * state.usd_per_h)[there],
+        )
         best, least = None, np.inf
         for order in orders:
             ranked = there[np.argsort(order, kind="stable")]
             for count in range(1, len(ranked) + 1):
                 workers = tuple(sorted(ranked[:count].tolist()))
                 shares = tuple(even_shares(count, work.batch).tolist())
-                structure = self.arena.structure(workers)
-                time_s, costs = self.arena.price(state, structure, shares)
+                structure = self.environment.structure(workers)
+                time_s, costs = self.environment.price(state, structure, shares)
                 over = max([costs[b.key] / b.allowance(time_s) - 1.0 for b in self.budgets], default=0.0)
                 rank = time_s if over <= 0.0 else 1e9 * (1.0 + over)
                 if rank < least:
@@ -169,13 +172,13 @@ class Malleus(_Simple):
     plans the data-parallel ones are simulated.
     """
 
-    def __init__(self, arena: Environment, devices: Devices | None = None):
-        super().__init__(arena, devices)
+    def __init__(self, environment: Environment, devices: Devices | None = None):
+        super().__init__(environment, devices)
         self._basis: np.ndarray | None = None
 
     def decide(self, seen: Seen) -> Decision:
         """Return shares by the times at the last change."""
-        now = self.arena.sample_s(seen.condition)
+        now = self.environment.sample_s(seen.condition)
         if self._basis is None or np.maximum(now / self._basis, self._basis / now).max() > SLOWED:
             self._basis = now
         return self.balanced(self.devices(seen), self._basis)
@@ -184,8 +187,8 @@ class Malleus(_Simple):
 class Greedy(_Simple):
     """The fastest subset of the state last seen, or with budgets the cheapest, slot by slot."""
 
-    def __init__(self, arena: Environment, budgets: Sequence[Budget] = ()):
-        super().__init__(arena)
+    def __init__(self, environment: Environment, budgets: Sequence[Budget] = ()):
+        super().__init__(environment)
         self.budgets = budgets
         self._choice: dict[tuple[int, int], Decision] = {}
 
@@ -193,11 +196,11 @@ class Greedy(_Simple):
         """Return the best subset, whatever a change to it costs."""
         key = (seen.condition, seen.pattern)
         if key not in self._choice:
-            kinds = self.arena.kinds(*key)
-            spent = kinds.column(self.budgets) / [one.allowance(1.0) for one in self.budgets]
-            rank = spent.sum(1) if self.budgets else kinds.time_s
-            workers = kinds.devices(int(np.argmin(rank)))
-            self._choice[key] = self.balanced(workers, self.arena.sample_s(seen.condition))
+            subsets = self.environment.subsets(*key)
+            spent = subsets.column(self.budgets) / [one.allowance(1.0) for one in self.budgets]
+            rank = spent.sum(1) if self.budgets else subsets.time_s
+            workers = subsets.devices(int(np.argmin(rank)))
+            self._choice[key] = self.balanced(workers, self.environment.sample_s(seen.condition))
         return self._choice[key]
 
 
@@ -209,30 +212,30 @@ class Banked(_Simple):
     the allowance alone runs, or else the cheapest.
     """
 
-    def __init__(self, arena: Environment, budgets: Sequence[Budget]):
-        super().__init__(arena)
+    def __init__(self, environment: Environment, budgets: Sequence[Budget]):
+        super().__init__(environment)
         self.budgets = budgets
         self._saved = np.zeros(len(budgets))
         self._now: tuple[int, ...] = ()
 
     def decide(self, seen: Seen) -> Decision:
         """Return the fastest subset that can be paid."""
-        kinds = self.arena.kinds(seen.condition, seen.pattern)
-        paid = self._over(kinds, self._saved) <= 0.0
-        plain = self._over(kinds, np.zeros(len(self.budgets)))
+        subsets = self.environment.subsets(seen.condition, seen.pattern)
+        paid = self._over(subsets, self._saved) <= 0.0
+        plain = self._over(subsets, np.zeros(len(self.budgets)))
         paid = paid if paid.any() else plain <= 0.0
-        best = int(np.argmin(np.where(paid, kinds.time_s, np.inf)) if paid.any() else np.argmin(plain))
-        kept = kinds.subset(self._now)
-        if kept is None or not paid[kept] or kinds.time_s[kept] > SLOWED * kinds.time_s[best]:
-            self._now = kinds.devices(best, self._now)
-        return self.balanced(self._now, self.arena.sample_s(seen.condition))
+        best = int(np.argmin(np.where(paid, subsets.time_s, np.inf)) if paid.any() else np.argmin(plain))
+        kept = subsets.subset(self._now)
+        if kept is None or not paid[kept] or subsets.time_s[kept] > SLOWED * subsets.time_s[best]:
+            self._now = subsets.devices(best, self._now)
+        return self.balanced(self._now, self.environment.sample_s(seen.condition))
 
-    def _over(self, kinds: SubsetClasses, saved: np.ndarray) -> np.ndarray:
+    def _over(self, subsets: SubsetClasses, saved: np.ndarray) -> np.ndarray:
         """Return by how much of an allowance the batch of each subset is above it and the savings."""
-        over = np.full(len(kinds.time_s), -np.inf)
-        costs = kinds.column(self.budgets)
+        over = np.full(len(subsets.time_s), -np.inf)
+        costs = subsets.column(self.budgets)
         for i, (one, spare) in enumerate(zip(self.budgets, saved, strict=True)):
-            allowed = one.allowance(1.0) * (1.0 if one.per == "step" else kinds.time_s)
+            allowed = one.allowance(1.0) * (1.0 if one.per == "step" else subsets.time_s)
             over = np.maximum(over, (costs[:, i] - spare) / allowed - 1.0)
         return over
 
@@ -243,10 +246,12 @@ class Banked(_Simple):
             self._saved[i] += part * (one.allowance(happened.time_s) - happened.costs[one.key])
 
 
-def on_subset(arena: Environment, subset: Sequence[int]) -> Devices:
+def on_subset(environment: Environment, subset: Sequence[int]) -> Devices:
     """Return the devices of a subset that are there; when none is, all that are."""
     chosen = frozenset(subset)
-    there = [np.flatnonzero(arena.replicas(at)).tolist() for at in range(len(arena.path.available))]
+    there = [
+        np.flatnonzero(environment.replicas(at)).tolist() for at in range(len(environment.path.available))
+    ]
     kept = [tuple(one for one in row if one in chosen) or tuple(row) for row in there]
     return lambda seen: kept[seen.pattern]
 

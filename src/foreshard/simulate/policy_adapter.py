@@ -44,7 +44,7 @@ class PolicyAdapter:
 
     def __init__(
         self,
-        arena: Environment,
+        environment: Environment,
         policy: Policy,
         plan: Plan,
         budgets: Sequence[Budget],
@@ -52,14 +52,14 @@ class PolicyAdapter:
         sees_now: bool = False,
         reading: str = DP_OVER_MP,
     ):
-        self.arena, self.policy, self.budgets, self._sees_now = arena, policy, budgets, sees_now
+        self.environment, self.policy, self.budgets, self._sees_now = environment, policy, budgets, sees_now
         self._reading = reading
-        self._there = np.ones(arena.work.num_devices, dtype=bool)
-        self._price = arena.work.state.usd_per_h.copy()
-        self._carbon = arena.work.state.kg_per_j.copy()
-        self._speed = np.ones(arena.work.num_devices)
+        self._there = np.ones(environment.work.num_devices, dtype=bool)
+        self._price = environment.work.state.usd_per_h.copy()
+        self._carbon = environment.work.state.kg_per_j.copy()
+        self._speed = np.ones(environment.work.num_devices)
         self._batches = 0
-        self._probed = _probed(arena)
+        self._probed = _probed(environment)
         self._rate: dict[tuple[int, int], float] = {}
         self._follow(plan)
 
@@ -74,7 +74,7 @@ class PolicyAdapter:
 
     def decide(self, seen: Seen) -> Decision:
         """Tell what changed; return the structure and the shares that are ordered."""
-        path, work = self.arena.path, self.arena.work
+        path, work = self.environment.path, self.environment.work
         facts: list[Fact] = []
         step = self._batches
         prices = work.state.usd_per_h * path.price[seen.condition]
@@ -102,14 +102,14 @@ class PolicyAdapter:
         return self._structure, self._shares
 
     def _links_now(self, seen: Seen, step: int) -> list[Fact]:
-        rate = self.arena.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
+        rate = self.environment.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
         moved = [pair for pair in self._probed if self._rate.get(pair) != rate[pair]]
         self._rate |= {pair: float(rate[pair]) for pair in moved}
         return [LinkSeen(step=step, source=u, target=v, bytes_per_s=float(rate[u, v])) for u, v in moved]
 
     def learn(self, happened: Happened) -> None:
         """Tell what was measured."""
-        state = self.arena.state(happened.condition, happened.pattern)
+        state = self.environment.state(happened.condition, happened.pattern)
         links = {}
         for u, v in self._probed:
             # A gibibyte: the rate, not the delay, is what is seen.
@@ -132,16 +132,16 @@ class PolicyAdapter:
         )
 
 
-def _probed(arena: Environment) -> tuple[tuple[int, int], ...]:
+def _probed(environment: Environment) -> tuple[tuple[int, int], ...]:
     """Return a pair of devices at the ends of every link between racks."""
-    link_of = arena.work.link_of
-    return tuple(tuple(np.argwhere(link_of == k)[0].tolist()) for k in range(arena.path.link.shape[1]))  # type: ignore[return-value]
+    link_of = environment.work.link_of
+    return tuple(tuple(np.argwhere(link_of == k)[0].tolist()) for k in range(environment.path.link.shape[1]))  # type: ignore[return-value]
 
 
-def first_plan(arena: Environment, scenario: Scenario) -> Plan:
+def first_plan(environment: Environment, scenario: Scenario) -> Plan:
     """Return the plan that a run starts with: a replica on every device that holds it, by stated speeds."""
-    work = arena.work
-    ranks = np.flatnonzero(arena.holds)
+    work = environment.work
+    ranks = np.flatnonzero(environment.holds)
     shares = balanced_shares(work.chain.before_s[ranks, -1], work.batch)
     groups = tuple(
         Group(
@@ -161,7 +161,7 @@ def first_plan(arena: Environment, scenario: Scenario) -> Plan:
     )
 
 
-def staged_plan(arena: Environment, scenario: Scenario) -> Plan:
+def staged_plan(environment: Environment, scenario: Scenario) -> Plan:
     """Return the fastest plan by stated speeds of one pipeline whose stages split micro-batches.
 
     Raises
@@ -169,7 +169,7 @@ def staged_plan(arena: Environment, scenario: Scenario) -> Plan:
     InfeasibleError
         When no stages hold the model.
     """
-    work = arena.work
+    work = environment.work
     choice = solve_slot(
         work.chain,
         work.state,
@@ -179,11 +179,13 @@ def staged_plan(arena: Environment, scenario: Scenario) -> Plan:
         reading=MP_OVER_DP,
         max_stages=MOST_STAGES,
     )
-    return orders.plan_of(first_plan(arena, scenario), choice, batch=work.batch, micro_batch=work.micro_batch)
+    return orders.plan_of(
+        first_plan(environment, scenario), choice, batch=work.batch, micro_batch=work.micro_batch
+    )
 
 
 def controller_rule(
-    arena: Environment,
+    environment: Environment,
     budgets: Sequence[Budget],
     scenario: Scenario,
     *,
@@ -192,16 +194,16 @@ def controller_rule(
 ) -> PolicyAdapter:
     """Return the controller of the runtime on data-parallel plans, or on stages; more options are its own."""
     wide = reading == MP_OVER_DP
-    plan = staged_plan(arena, scenario) if wide else first_plan(arena, scenario)
+    plan = staged_plan(environment, scenario) if wide else first_plan(environment, scenario)
     controller = Controller(
-        arena.work.chain,
-        arena.work.state,
+        environment.work.chain,
+        environment.work.state,
         plan,
         budgets=budgets,
-        horizon=arena.path.num_slots * scenario.batches,
-        pause_s=arena.pause_s,
+        horizon=environment.path.num_slots * scenario.batches,
+        pause_s=environment.pause_s,
         max_stages=MOST_STAGES if wide else 1,
         reading=reading,
         **asked,
     )
-    return PolicyAdapter(arena, controller, plan, budgets, sees_now=scenario.sees_now, reading=reading)
+    return PolicyAdapter(environment, controller, plan, budgets, sees_now=scenario.sees_now, reading=reading)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from foreshard.errors import SpecError
 from foreshard.simulate.dynamics import draw
 from foreshard.simulate.environment import Environment
-from foreshard.simulate.evaluation import Evaluation, apart_of, contest
+from foreshard.simulate.evaluation import Evaluation, apart_of, evaluate_policies
 from foreshard.simulate.hindsight import violation
 from foreshard.simulate.policy_adapter import controller_rule
 from foreshard.simulate.slot_loop import play
@@ -84,9 +84,9 @@ def uneven(scenario: Scenario, slots: int) -> list[dict[str, float]]:
 
 
 def _tried(scenario: Scenario, policies: Sequence[str], slots: int) -> Evaluation | None:
-    """Return a contest; None where the changed scenario cannot be played."""
+    """Return an evaluation; None where the changed scenario cannot be played."""
     try:
-        return contest(scenario, policies=policies, slots=slots)
+        return evaluate_policies(scenario, policies=policies, slots=slots)
     except SpecError:
         return None
 
@@ -125,16 +125,21 @@ def rates(scenario: Scenario, slots: int) -> list[dict[str, float]]:
 
 def front(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     """Return time and excess over the budget as V grows."""
-    found = contest(scenario, policies=("greedy-fastest",), slots=slots)
+    found = evaluate_policies(scenario, policies=("greedy-fastest",), slots=slots)
     first = found.rounds[0]
     path = draw(scenario, found.cluster, slots=slots, seed=first.seed)
     work = workload(scenario, model_of(scenario), found.cluster)
-    arena = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
+    environment = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
     rows = []
     for weight in WEIGHTS:
-        rule = controller_rule(arena, first.budgets, scenario, weight=weight)
+        rule = controller_rule(environment, first.budgets, scenario, weight=weight)
         run = play(
-            rule, arena, path, kinds=arena.cost_kinds, sees_now=scenario.sees_now, batches=scenario.batches
+            rule,
+            environment,
+            path,
+            kinds=environment.cost_kinds,
+            sees_now=scenario.sees_now,
+            batches=scenario.batches,
         )
         rows.append(
             {

@@ -16,7 +16,7 @@ from foreshard.simulate.workload import Workload
 WIDTH = 4
 
 
-def arena_of(seed=0, slots=200):
+def environment_of(seed=0, slots=200):
     rng = np.random.default_rng(seed)
     chain = Chain(
         layer_s=np.full((WIDTH, 2), 0.05),
@@ -52,13 +52,13 @@ def arena_of(seed=0, slots=200):
     return Environment(work=work, path=path, pause_s=0.5)
 
 
-def program(arena, budgets):
+def program(environment, budgets):
     """Return the optimum of the linear program over states and subsets, by scipy."""
     from scipy.optimize import linprog
 
-    path = arena.path
+    path = environment.path
     pairs, counts = np.unique(np.stack([path.condition, path.pattern], 1), axis=0, return_counts=True)
-    tables = [arena.kinds(int(c), int(p)) for c, p in pairs]
+    tables = [environment.subsets(int(c), int(p)) for c, p in pairs]
     weight = counts / path.num_slots
     cost = np.concatenate([w * one.time_s for w, one in zip(weight, tables, strict=True)])
     spent = np.concatenate([w * one.costs[:, 0] for w, one in zip(weight, tables, strict=True)])
@@ -84,51 +84,54 @@ def program(arena, budgets):
 @pytest.mark.parametrize("per", ["step", "hour"])
 def test_the_bound_is_the_value_of_the_linear_program(seed, per):
     pytest.importorskip("scipy")
-    arena = arena_of(seed)
-    free = bound_of(arena, ())
+    environment = environment_of(seed)
+    free = bound_of(environment, ())
     fast = np.array(
-        [arena.kinds(int(c), int(p)) for c, p in zip(arena.path.condition, arena.path.pattern, strict=True)]
+        [
+            environment.subsets(int(c), int(p))
+            for c, p in zip(environment.path.condition, environment.path.pattern, strict=True)
+        ]
     )
     mean = np.mean([one.costs[one.time_s.argmin(), 0] for one in fast])
     rate = 3600.0 * mean / free.mean_step_time_s
     budget = Budget(name="usd", kind="usd", limit=0.75 * (mean if per == "step" else rate), per=per)
-    found, exact = bound_of(arena, (budget,)), program(arena, (budget,))
+    found, exact = bound_of(environment, (budget,)), program(environment, (budget,))
     assert found.feasible == (exact.status == 0)
     if found.feasible:
         assert found.mean_step_time_s == pytest.approx(exact.fun, rel=1e-6)
         assert found.mean_step_time_s <= exact.fun * (1.0 + 1e-9)
         assert found.multipliers[0] == pytest.approx(-exact.ineqlin.marginals[0], rel=1e-3)
-    assert free.mean_step_time_s == pytest.approx(program(arena, ()).fun)
+    assert free.mean_step_time_s == pytest.approx(program(environment, ()).fun)
 
 
 def test_two_budgets_bind_below_the_program():
     pytest.importorskip("scipy")
-    arena = arena_of(2)
-    one = bound_of(arena, ())
+    environment = environment_of(2)
+    one = bound_of(environment, ())
     cost = np.mean(
         [
-            arena.kinds(int(c), int(p)).costs[:, 0].min()
-            for c, p in zip(arena.path.condition, arena.path.pattern, strict=True)
+            environment.subsets(int(c), int(p)).costs[:, 0].min()
+            for c, p in zip(environment.path.condition, environment.path.pattern, strict=True)
         ]
     )
     budgets = (
         Budget(name="a", kind="usd", limit=1.3 * cost),
         Budget(name="b", kind="usd", limit=0.9 * 3600.0 * 3.0 * cost / one.mean_step_time_s, per="hour"),
     )
-    found, exact = bound_of(arena, budgets), program(arena, budgets)
+    found, exact = bound_of(environment, budgets), program(environment, budgets)
     assert exact.status == 0 and one.mean_step_time_s <= found.mean_step_time_s <= exact.fun * (1.0 + 1e-9)
 
 
 def test_a_budget_that_nobody_can_keep_is_said():
-    found = bound_of(arena_of(), (Budget(name="usd", kind="usd", limit=1e-9),))
+    found = bound_of(environment_of(), (Budget(name="usd", kind="usd", limit=1e-9),))
     assert not found.feasible and found.multipliers == (0.0,)
 
 
 def test_a_wide_budget_costs_nothing():
-    arena = arena_of()
-    wide = bound_of(arena, (Budget(name="usd", kind="usd", limit=1e9),))
+    environment = environment_of()
+    wide = bound_of(environment, (Budget(name="usd", kind="usd", limit=1e9),))
     assert wide.multipliers == (0.0,)
-    assert wide.mean_step_time_s == bound_of(arena, ()).mean_step_time_s
+    assert wide.mean_step_time_s == bound_of(environment, ()).mean_step_time_s
 
 
 @pytest.mark.parametrize("per", ["step", "hour", None])
@@ -136,11 +139,11 @@ def test_a_wide_budget_costs_nothing():
 def test_equal_shares_in_budget_are_the_best_mixture_of_all_subsets_with_equal_shares(seed, per):
     from scipy.optimize import linprog
 
-    arena = arena_of(seed)
-    arena = replace(arena, work=replace(arena.work, batch=60), _memo={})
+    environment = environment_of(seed)
+    environment = replace(environment, work=replace(environment.work, batch=60), _memo={})
     limit = {"step": 3.5e-3, "hour": 2.0, None: 1.0}[per]
     budgets = [Budget(name="b", kind="usd", limit=limit, per=per)] if per else []
-    path = arena.path
+    path = environment.path
     pairs, counts = np.unique(np.stack([path.condition, path.pattern], 1), axis=0, return_counts=True)
     cost, over, owner = [], [], []
     for at, ((condition, pattern), count) in enumerate(zip(pairs.tolist(), counts.tolist(), strict=True)):
@@ -148,7 +151,7 @@ def test_equal_shares_in_budget_are_the_best_mixture_of_all_subsets_with_equal_s
         for size in range(1, len(there) + 1):
             for workers in combinations(there, size):
                 shares = tuple(even_shares(size, 60).tolist())
-                time_s, costs = arena.batch(arena.structure(workers), shares, condition, pattern)
+                time_s, costs = environment.batch(environment.structure(workers), shares, condition, pattern)
                 cost.append(count * time_s)
                 over.append([count * (costs["usd"] - one.allowance(time_s)) for one in budgets])
                 owner.append(at)
@@ -160,7 +163,7 @@ def test_equal_shares_in_budget_are_the_best_mixture_of_all_subsets_with_equal_s
         A_eq=rows,
         b_eq=np.ones(len(pairs)),
     )
-    found = bound_of(arena, budgets, equal=True)
+    found = bound_of(environment, budgets, equal=True)
     assert best.success == found.feasible
     assert found.mean_step_time_s == pytest.approx(best.fun / path.num_slots, rel=1e-6)
-    assert found.mean_step_time_s >= bound_of(arena, budgets).mean_step_time_s
+    assert found.mean_step_time_s >= bound_of(environment, budgets).mean_step_time_s

@@ -1,1 +1,7 @@
-"""Long-term budgets: virtual queues, their dual, and the end of the horizon."""
+"""What a second and each cost weigh, so that every budget is kept in the long run.
+
+Measured costs go in, weights come out. `queues` has the virtual queues of drift plus penalty,
+`dual_learning` places them by what the states seen so far make of the budgets (`dual` solves for that),
+`objective` is what a slot then minimises, `end_of_horizon` spends what is left at the end of a run. Read
+`queues` first. A new kind of budget is a kind of cost in `slots` and `search.costs`.
+"""

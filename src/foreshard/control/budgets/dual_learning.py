@@ -1,4 +1,4 @@
-"""What budgets are worth, learned from the states seen so far.
+"""Dual learning: place-holder backlogs from the multipliers of the states seen so far.
 
 The queues of drift plus penalty settle near V times the multipliers of the long-term problem. Those of the
 states seen so far are known long before a queue has filled: queues start from there, and are moved when more
@@ -16,17 +16,18 @@ from foreshard.control.budgets import dual
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.slots import Budget
 
-FIRST, LATER, LESSONS = 16, 250, 40
-"""Lessons double in distance up to this many decisions, and then come every so many: at most LATER, and less
-where a run would have fewer than LESSONS."""
+FIRST, LATER, UPDATES = 16, 250, 40
+"""Decisions between updates: they double up to FIRST, and are then LATER, or less where a run would have fewer
+than so many updates. An update takes milliseconds, what it learns changes ever more slowly."""
 LAST_PART, MOST_CORRECTION = 0.05, 0.2
-"""The excess so far is worked off by the end, over no less than this part of the run, by no larger part."""
+"""The excess so far is worked off by the end, over no less than this part of the run, and by no more than this
+part of the budget at a time: far from the budget the multipliers are known from few states."""
 MARGIN = 0.004
-"""Part of the budget that lessons aim to leave unspent: what changes and late sight cost is not in them."""
+"""Part of the budget that is aimed to be left: what changes and late sight cost is not in what is learned."""
 MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
-"""Largest multiplier that is believed, in reference steps per budget of a step; that where none is enough."""
+"""Multipliers, in reference steps per budget of a step: the largest believed; that where no plan is enough."""
 UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
-"""What cannot be kept weighs so much more in every further lesson that says so, until time does not count."""
+"""What cannot be kept weighs so much more in every further update that says so, until time does not count."""
 LEAST_WEIGHT = 100.0
 """V of short runs: smaller ones let a few steps above the budget outweigh what is known of it (ablation)."""
 _MOST_STATES = 2048
@@ -43,7 +44,7 @@ class _Visited:
 
 
 class DualLearning:
-    """Keeps states and what can run in them, and places queues by what these are worth.
+    """Keeps states and what can run in them, and places queues at V times their multipliers.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ class DualLearning:
         self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
         self._seen, self._next, self._unkept = 0, 1, 0
-        self._later = max(FIRST, min(LATER, horizon // LESSONS))
+        self._later = max(FIRST, min(LATER, horizon // UPDATES))
 
     def knows(self, key: bytes) -> bool:
         """Return whether it is known what runs in a state."""
@@ -97,7 +98,7 @@ class DualLearning:
 
     @property
     def due(self) -> bool:
-        """Return whether it is time for a lesson."""
+        """Return whether an update is due."""
         return self._seen >= self._next and bool(self._visited)
 
     def place(self, queues: Queues) -> None:

@@ -1,1 +1,6 @@
-"""Estimates of speeds, links and costs from measured steps, and detection of change."""
+"""What the cluster is like, from what steps measured.
+
+Measured speeds, transfers and prices go in, a `State` comes out: robust averages with change detection
+(`estimates`), which numbers are believed at all (`plausibility`), and whether anything has changed since
+the running plan was chosen (`cooldown`). Read `estimates` first.
+"""

@@ -201,8 +201,8 @@ class Links:
             before = self._rates
             self._refresh()
             # What was forgotten of a link and is found as it was is news too.
-            told = (pair for rates in together.values() for pair in rates)
-            changed |= any(_differ(before[pair], self._rates[pair]) for pair in told)
+            measured = (pair for rates in together.values() for pair in rates)
+            changed |= any(_differ(before[pair], self._rates[pair]) for pair in measured)
         return changed
 
     def set(self, source: int, target: int, rate: float) -> bool:
@@ -307,7 +307,7 @@ class Estimates:
         return self._believes(rank, relative) and self.speed[rank].see(relative, times)
 
     def set_speed(self, rank: int, relative: float) -> bool:
-        """Take a speed that is told; return whether it is believed."""
+        """Take a speed that is known; return whether it is believed."""
         if not self._believes(rank, relative):
             return False
         self.speed[rank].set(relative)

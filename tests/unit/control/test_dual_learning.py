@@ -21,18 +21,18 @@ TIMES, COSTS = np.array([1.0, 1.5, 4.0]), np.array([[4.0], [2.5], [1.0]])
 
 def taught(limit=2.0, horizon=1000, steps=0, cost=2.0, weight=100.0, per="step"):
     budgets = (Budget(name="b", kind="usd", limit=limit, per=per),)
-    queues, lessons = Queues(budgets, weight=weight, step_s=1.0), DualLearning(budgets, horizon)
+    queues, learning = Queues(budgets, weight=weight, step_s=1.0), DualLearning(budgets, horizon)
     if steps:
         queues.record(1.0, {"b": cost}, steps)
-    lessons.rows(b"one", TIMES, COSTS)
-    lessons.saw(b"one", max(steps, 1))
-    assert lessons.due
-    lessons.place(queues)
-    return queues, lessons
+    learning.rows(b"one", TIMES, COSTS)
+    learning.saw(b"one", max(steps, 1))
+    assert learning.due
+    learning.place(queues)
+    return queues, learning
 
 
 def test_a_queue_is_placed_at_the_weight_times_the_multiplier():
-    queues, lessons = taught()
+    queues, learning = taught()
     left = [Budget(name="b", kind="usd", limit=2.0 * (1.0 - MARGIN))]
     table = dual.table_of([(TIMES, COSTS)], [1.0], left)
     (multiplier,) = dual.solve(table, left).multipliers
@@ -40,7 +40,7 @@ def test_a_queue_is_placed_at_the_weight_times_the_multiplier():
     assert queues["b"].backlog == pytest.approx(100.0 * multiplier * 2.0)
     time_weight, costs = queues.weights()
     assert costs["b"] / time_weight == pytest.approx(multiplier)
-    assert lessons.feasible and not lessons.due and queues.identity_error() < 1e-12
+    assert learning.feasible and not learning.due and queues.identity_error() < 1e-12
 
 
 @pytest.mark.parametrize(("cost", "more"), [(3.0, True), (1.0, False)])
@@ -54,16 +54,16 @@ def test_what_was_spent_too_much_is_worked_off(cost, more):
 
 
 def test_a_budget_that_no_state_can_keep_has_a_worth_to_start_with():
-    queues, lessons = taught(limit=0.5)
-    assert not lessons.feasible and queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH)
+    queues, learning = taught(limit=0.5)
+    assert not learning.feasible and queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH)
 
 
 def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_best():
-    queues, lessons = taught(limit=0.01)
+    queues, learning = taught(limit=0.01)
     for _ in range(4):
-        while not lessons.due:
-            lessons.saw(b"one", 1)
-        lessons.place(queues)
+        while not learning.due:
+            learning.saw(b"one", 1)
+        learning.place(queues)
     time_weight, costs = queues.weights()
     assert int(np.argmin(time_weight * TIMES + costs["b"] * COSTS[:, 0])) == 2
     assert queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH * UNKEPT_GROWTH**4)
@@ -71,12 +71,12 @@ def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_be
 
 def test_a_budget_that_can_be_kept_gives_way_to_one_that_cannot():
     budgets = (Budget(name="lost", kind="usd", limit=0.1), Budget(name="kept", kind="joule", limit=9.0))
-    queues, lessons = Queues(budgets, weight=10.0, step_s=1.0), DualLearning(budgets, 1000)
-    lessons.rows(b"one", TIMES, np.hstack([COSTS, COSTS[::-1]]))
+    queues, learning = Queues(budgets, weight=10.0, step_s=1.0), DualLearning(budgets, 1000)
+    learning.rows(b"one", TIMES, np.hstack([COSTS, COSTS[::-1]]))
     for _ in range(3):
-        while not lessons.due:
-            lessons.saw(b"one", 1)
-        lessons.place(queues)
+        while not learning.due:
+            learning.saw(b"one", 1)
+        learning.place(queues)
     assert queues["lost"].backlog == pytest.approx(10.0 * UNKEPT_WORTH * UNKEPT_GROWTH**2)
     assert queues["kept"].backlog == pytest.approx(10.0 * UNKEPT_WORTH)
 
@@ -90,13 +90,13 @@ def test_budgets_per_time_are_placed_by_the_mean_step():
 
 
 def test_rows_are_looked_at_again_less_and_less_often():
-    lessons = DualLearning((Budget(name="b", kind="usd", limit=1.0),), 100)
+    learning = DualLearning((Budget(name="b", kind="usd", limit=1.0),), 100)
     looked = 0
     for _ in range(100):
-        if lessons.needs(b"x"):
-            lessons.rows(b"x", TIMES, COSTS)
+        if learning.needs(b"x"):
+            learning.rows(b"x", TIMES, COSTS)
             looked += 1
-        lessons.saw(b"x", 1)
+        learning.saw(b"x", 1)
     assert looked == 8
 
 
@@ -106,14 +106,14 @@ def test_the_weight_follows_the_wanted_excess():
 
 
 @pytest.mark.parametrize(("horizon", "apart"), [(100, 16), (1000, 25), (10_000, 250), (10**6, 250)])
-def test_lessons_double_in_distance_until_a_run_has_forty_of_them(horizon, apart):
-    queues, lessons = taught(horizon=horizon)
+def test_updates_double_in_distance_until_a_run_has_forty_of_them(horizon, apart):
+    queues, learning = taught(horizon=horizon)
     at, seen = [1], 1
     while len(at) < 14:
-        lessons.saw(b"one", 1)
+        learning.saw(b"one", 1)
         seen += 1
-        if lessons.due:
-            lessons.place(queues)
+        if learning.due:
+            learning.place(queues)
             at.append(seen)
     apart_now = np.diff(at)
     assert at[:3] == [1, 2, 16] and apart_now.max() == apart_now[-1] == apart

@@ -24,10 +24,10 @@ def compared(cases, speed, update_s):
         return max((update_s + 4.0 * share) / state.speed[worker] for worker, share in seconds)
 
     slots = PipelineSearch(chain, budgets, max_stages=1, **asked)
-    finalists = Shortlist(slots, timed=timed, plain=False, **asked)
+    shortlist = Shortlist(slots, timed=timed, plain=False, **asked)
     free = Objective(time=1.0, costs={}, budgets=tuple(budgets))
     running = slots.compare(state, free, None).best
-    return finalists.compare(state, free, running)
+    return shortlist.compare(state, free, running)
 
 
 @pytest.mark.parametrize("update_s", [0.0, UPDATE_S])
