@@ -22,8 +22,8 @@ def best_subset(
 ) -> tuple[int, ...]:
     """Return the subset on which a rule is fastest among those that keep the budgets.
 
-    Candidates are the subsets, by device class of the mean state, that no other beats in both time and cost there.
-    Each is played on stretches of the path; when none keeps the budgets, the one that is least above them.
+    Candidates are the subsets, by device class of the mean state, that no other beats in both time and cost
+    there. Each is played on stretches of the path; when none keeps the budgets, the least above them is taken.
     """
     stretch = _stretches(environment.path)
     part = Environment(

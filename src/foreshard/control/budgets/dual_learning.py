@@ -17,15 +17,19 @@ from foreshard.control.budgets.queues import Queues
 from foreshard.control.slots import Budget
 
 FIRST, LATER, UPDATES = 16, 250, 40
-"""Decisions between updates: they double up to FIRST, and are then LATER, or less where a run would have fewer
-than so many updates. An update takes milliseconds, what it learns changes ever more slowly."""
+"""Decisions between updates: they double up to FIRST, and are then LATER, or less so that a run has UPDATES.
+
+An update takes milliseconds, and what it learns changes ever more slowly.
+"""
 LAST_PART, MOST_CORRECTION = 0.05, 0.2
-"""The excess so far is worked off by the end, over no less than this part of the run, and by no more than this
-part of the budget at a time: far from the budget the multipliers are known from few states."""
+"""The excess so far is worked off by the end: over at least a part of the run, by at most a part of a budget.
+
+Far from the budget the multipliers are known from few states.
+"""
 MARGIN = 0.004
 """Part of the budget that is aimed to be left: what changes and late sight cost is not in what is learned."""
 MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
-"""Multipliers, in reference steps per budget of a step: the largest believed; that where no plan is enough."""
+"""Multipliers, in reference steps per budget of a step: the largest believed; where nothing is enough."""
 UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
 """What cannot be kept weighs so much more in every further update that says so, until time does not count."""
 LEAST_WEIGHT = 100.0
