@@ -23,7 +23,7 @@ def best_subset(
     """Return the subset on which a rule is fastest among those that keep the budgets.
 
     Candidates are the subsets, by device class of the mean state, that no other beats in both time and cost
-    there. Each is played on stretches of the path; when none keeps the budgets, the least above them is taken.
+    there. Each is played on stretches of the path; when none keeps the budgets, the least above is taken.
     """
     stretch = _stretches(environment.path)
     part = Environment(
