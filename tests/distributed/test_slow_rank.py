@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 from rehearsal import plan_of
 from small_files import TWO_RANKS
 
+from foreshard.lab.emulation import emulation_of
 from foreshard.runtime.launch import launch
 
 JOB = """
@@ -48,7 +49,7 @@ def test_a_slow_rank_is_an_event(tmp_path: Path) -> None:
         local=2,
         steps=75,
         out=str(out),
-        lab=str(tmp_path / "lab.toml"),
+        emulation=emulation_of(str(tmp_path / "lab.toml"), ranks=2),
     )
     events = [json.loads(text) for text in (out / "events.jsonl").read_text().splitlines()]
     told = [(e["kind"], e["who"], e["since_step"]) for e in events if e["kind"].startswith("rank_")]

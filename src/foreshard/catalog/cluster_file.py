@@ -23,6 +23,7 @@ MAX_TOML_BYTES = 4 * 2**20
 
 Rate = Annotated[float, Unit("bytes_per_s"), Range(1.0, 1e15)]
 Latency = Annotated[float, Unit("s"), Range(0.0, 60.0)]
+Power = Annotated[float, Unit("w"), Range(0.0, 1e6)]
 Name = Annotated[str, Size(1, 200)]
 Kind = Literal["flat", "fat-tree", "rail", "leaf-spine", "torus", "dragonfly", "graph"]
 PeakName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
@@ -41,6 +42,9 @@ class NodesTable:
     nic_latency: Latency | None = None
     usd_per_h: Annotated[float, Range(0.0, 1e9)] | None = None
     rack: Name | None = None
+    power: Power | None = None
+    idle_power: Power | None = None
+    carbon_kg_per_kwh: Annotated[float, Range(0.0, 1e6)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,7 @@ class DeviceTable:
     link: str | None = None
     link_bandwidth: Annotated[float, Unit("bytes_per_s"), Range(0.0, 1e15)] | None = None
     pcie: Annotated[float, Unit("bytes_per_s"), Range(0.0, 1e15)] | None = None
-    tdp: Annotated[float, Unit("w"), Range(0.0, 1e6)] | None = None
+    tdp: Power | None = None
     source: str | None = None
     notes: str | None = None
 

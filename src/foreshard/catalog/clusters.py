@@ -170,6 +170,9 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         usd_per_h=usd_per_h,
         price_date=price_date,
         rack=table.rack,
+        busy_w=table.power,
+        idle_w=table.idle_power,
+        carbon_kg_per_kwh=table.carbon_kg_per_kwh,
         nvlink_domain=nvlink_domain(device, table.per_node),
     )
 

@@ -83,6 +83,7 @@ def show(lab: Lab) -> None:
 def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, Any]) -> None:
     """Run the job on the lab and print what came of it."""
     needs_torch("lab", "Training")
+    from foreshard.lab.emulation import emulation_of
     from foreshard.lab.network import LabNetwork, missing
     from foreshard.runtime.launch import launch
 
@@ -97,13 +98,14 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
             rule="The machine itself slows ranks and links then",
             fix='Run as root on Linux with iproute2, or use clock = "cpu"',
         )
-    predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file)
-    with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as bed:
-        if bed is not None:
-            say(f"rank of slow factor 1: {bed.unit_cores:.2f} of a core")
+    predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file, changes=bool(lab.changes))
+    with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as network:
+        if network is not None:
+            say(f"rank of slow factor 1: {network.unit_cores:.2f} of a core")
         with resumable(options["out"]), run.progress_of(options["steps"], predicted_s) as progress:
+            emulation = emulation_of(lab_file, ranks=len(lab.slow), network=network)
             outcome = launch(
-                job, plan_file, local=len(lab.slow), lab=lab_file, bed=bed, progress=progress, **options
+                job, plan_file, local=len(lab.slow), emulation=emulation, progress=progress, **options
             )
     if outcome is not None:
         run.tell(outcome, predicted_s, lab_file)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 @click.option("--checkpoint-every", type=int, default=0, show_default=True, help="Steps between checkpoints.")
 @click.option("--resume", is_flag=True, help="Go on from the latest checkpoint in DIR.")
 @click.option("--lab", metavar="LAB.toml", help="Test bed: speeds, links and clock of the ranks.")
+@click.option("--cluster", metavar="CLUSTER", help="What the ranks are: devices, links, prices, power.")
 @click.option(
     "--detect-s", type=float, default=30.0, show_default=True, help="Silence after which a rank is lost."
 )
@@ -55,14 +56,17 @@ if TYPE_CHECKING:
 @click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @click.option(
-    "--costs", metavar="FILE", help="Measured costs: the predicted step beside the measured; with a lab."
+    "--costs", metavar="FILE", help="Measured costs: what a policy starts from, and a predicted step."
+)
+@click.option(
+    "--model", metavar="MODEL", help="What the job trains: its prediction stands in for missing costs."
 )
 @click.option(
     "--policy",
     type=Word("static", "lyapunov", "lb-bsp", "greedy"),
     default="static",
     show_default=True,
-    help="Keep the plan, let the controller change it, or a rule to compare it with.",
+    help="Keep the plan, let the controller change it, or a policy to compare it with.",
 )
 @click.option(
     "--budget",
@@ -89,12 +93,28 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     if options["resume"] and not os.path.isdir(os.path.join(options["out"], "ckpt")):
         others = ", unless other hosts train on" if "RANK" in os.environ else ""
         say(f"no checkpoint in {options['out']}/: the run starts at its first step{others}")
-    predicted_s = predicted(options["costs"], options["lab"], plan_file)
+    lab = options.pop("lab")
+    if lab is not None and options["cluster"] is not None:
+        raise SpecError(
+            "--cluster with --lab",
+            key="--cluster",
+            value=options["cluster"],
+            rule="A lab states what its ranks are",
+            fix="Leave one of them out",
+        )
+    predicted_s = predicted(options["costs"], lab or options["cluster"], plan_file, changes=changes_of(lab))
+    emulation = None
+    if lab is not None:
+        from foreshard.lab.emulation import emulation_of
+
+        local = options["local"]
+        ranks = int(os.environ["WORLD_SIZE"]) if local is None else local
+        emulation = emulation_of(lab, ranks=ranks)
     with resumable(options["out"]), progress_of(options["steps"], predicted_s) as progress:
-        outcome = launch(job, plan_file, progress=progress, **options)
+        outcome = launch(job, plan_file, progress=progress, emulation=emulation, **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
-    tell(outcome, predicted_s, options["lab"])
+    tell(outcome, predicted_s, lab)
     say(f"written to {options['out']}/")
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
@@ -151,31 +171,37 @@ def _refuse_unless(valid: bool, name: str, value: float, rule: str) -> None:
         raise SpecError(f"{value} is not valid", key=f"--{name.replace('_', '-')}", value=value, rule=rule)
 
 
-def predicted(costs: str | None, lab: str | None, plan_file: str) -> float | None:
-    """Return the step time of the plan on the lab by measured costs, if there are any."""
+def predicted(
+    costs: str | None, cluster: str | None, plan_file: str, *, changes: bool = False
+) -> float | None:
+    """Return the step time of the plan on a cluster or a lab by measured costs, if there are any.
+
+    Devices without costs, and plans that costs cannot time, have no prediction: the run needs none.
+    """
     if costs is None:
         return None
-    if lab is None:
+    if cluster is None:
         raise SpecError(
-            "costs without a lab",
+            "costs without a cluster",
             key="--costs",
             value=costs,
             rule="A prediction needs the cluster",
-            fix="Add --lab LAB.toml",
+            fix="Add --cluster CLUSTER or --lab LAB.toml",
         )
     from foreshard import api
 
     plan = api.load_plan(plan_file)
     try:
-        told = api.predict_measured(costs, lab, plan).step_time_s
+        step_s = api.predict_measured(costs, cluster, plan).step_time_s
     except SpecError as error:
-        if all(stage.tp == 1 for group in plan.groups for stage in group.stages):
+        unmeasured = error.key == "devices"
+        if not unmeasured and all(stage.tp == 1 for group in plan.groups for stage in group.stages):
             raise
-        say(f"no predicted step: {error.what}")  # the run needs none
+        say(f"no predicted step: {error.what}")
         return None
-    if changes_of(lab):
-        say(f"predicted: {format_seconds(told)} a step of the lab as stated at first, without its changes")
-    return told
+    if changes:
+        say(f"predicted: {format_seconds(step_s)} a step of the lab as stated at first, without its changes")
+    return step_s
 
 
 def changes_of(lab: str | None) -> bool:

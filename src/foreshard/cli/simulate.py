@@ -105,7 +105,7 @@ def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) 
             )
     from foreshard.lab.simulated_run import foretell
     from foreshard.report.lab_screen import simulated_lab_screen
-    from foreshard.runtime.adaptive.steering import POLICIES
+    from foreshard.runtime.adaptive.controller_config import POLICIES
 
     found = foretell(
         file,

@@ -27,8 +27,6 @@ _NETWORK_KEYS = ("bandwidth", "latency")
 _TABLE_KEYS = ("forward", "backward", "optimizer")
 MAX_RANKS = 1024
 _Row = tuple[str, float, float | None, float | None, float | None, float | None, float | None]
-PROBED_LAYERS = 2
-"""The first layers of a job, which idle ranks are timed with: their inputs are at hand."""
 _LEAST_BYTES_PER_S = 1e3
 _MEMORY_BYTES = 8.0 * 2**30
 """Of a rank that states none."""
@@ -175,14 +173,19 @@ class Lab:
 
     def cluster(self) -> Cluster:
         """Return the lab as a cluster of devices of its own, one a node; measured costs alone price them."""
-        memory = self.memory_bytes or (None,) * len(self.slow)
-        price = self.usd_per_h or (None,) * len(self.slow)
+        unstated = (None,) * len(self.slow)
+        memory = self.memory_bytes or unstated
+        busy, idle = self.busy_w or unstated, self.idle_w or unstated
+        price, carbon = self.usd_per_h or unstated, self.kg_per_kwh or unstated
         nodes = tuple(
             NodeGroup(
                 count=1,
                 per_node=1,
                 device=_device(name, memory[rank]),
                 usd_per_h=price[rank],
+                busy_w=busy[rank],
+                idle_w=idle[rank],
+                carbon_kg_per_kwh=carbon[rank],
                 nic_bytes_per_s=self.bandwidth_bytes_per_s,
                 nic_latency_s=self.latency_s,
                 nvlink_domain=1,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import product
 
-from foreshard.lab.lab import PROBED_LAYERS, Lab
+from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.engine import rank_times
+from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
 from foreshard.runtime.adaptive.steering import PROBE_EVERY
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
+from foreshard.spec.plan_moves import layers_of, moves_between
 
 _PROBE_BYTES = 2.0**20
 
@@ -21,7 +22,7 @@ class LabSimulator:
     """The lab step by step, in measured costs."""
 
     def __init__(self, lab: Lab, costs: MeasuredCosts):
-        self.lab, self._costs, self._cluster = lab, costs, lab.cluster()
+        self.lab, self._costs, self.cluster = lab, costs, lab.cluster()
 
     def there(self, step: int) -> tuple[int, ...]:
         """Return the ranks that are there in a step."""
@@ -30,7 +31,7 @@ class LabSimulator:
     def at(self, step: int) -> tuple[MeasuredCosts, Cluster]:
         """Return costs and cluster of a step, every rank a device of its own."""
         lab, slow, tables, nodes = self.lab, {}, {}, []
-        for rank, node in enumerate(self._cluster.nodes):
+        for rank, node in enumerate(self.cluster.nodes):
             device, name = node.device.name, f"rank {rank}"
             slow[name] = self._costs.slow_of(device) * lab.slow_at(step, rank) / lab.slow[rank]
             tables[name] = self._costs.layers_on(device)
@@ -45,7 +46,7 @@ class LabSimulator:
             )
         return (
             replace(self._costs, slow=slow, tables=tables),
-            replace(self._cluster, nodes=tuple(nodes)),
+            replace(self.cluster, nodes=tuple(nodes)),
         )
 
     def move_s(self, step: int, old: Plan, new: Plan) -> float:
@@ -53,8 +54,9 @@ class LabSimulator:
         layers = self._costs.layers
         size = [one.parameter_bytes + one.frozen_bytes + one.state_bytes for one in layers]
         there, taken = self.there(step), [0.0]
-        held = {rank: kept for rank, kept in _layers_of(old).items() if rank in there}
-        for (source, target), moved in moves_between(held, _layers_of(new), size).items():
+        held = {rank: kept for rank, kept in layers_of(old).items() if rank in there}
+        moves, _ = moves_between(held, layers_of(new), layer_of=int, order=int, weight=size.__getitem__)
+        for (source, target), moved in moves.items():
             rate, latency_s = self.lab.link_at(step, source, target)
             taken.append(latency_s + sum(size[layer] for layer in moved) / rate)
         return max(taken)
@@ -102,31 +104,3 @@ class LabSimulator:
                 rate, latency_s = self.lab.link_at(step, source, target)
                 told[source, target] = (_PROBE_BYTES, latency_s + _PROBE_BYTES / rate)
         return told
-
-
-def _layers_of(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return the layers that each rank holds."""
-    return {
-        rank: frozenset(layer for lo, hi in stage.layers for layer in range(lo, hi))
-        for group in plan.groups
-        for stage in group.stages
-        for rank in stage.ranks
-    }
-
-
-def moves_between(
-    held: Mapping[int, AbstractSet[int]], wanted: Mapping[int, AbstractSet[int]], size: Sequence[float]
-) -> dict[tuple[int, int], list[int]]:
-    """Return the layers that each rank gets from each, as `migrate.moves_of` deals them out.
-
-    A layer comes from the holder that has sent the least so far; what nobody holds comes from nobody.
-    """
-    sent, found = dict.fromkeys(held, 0.0), dict[tuple[int, int], list[int]]()
-    for target in sorted(wanted):
-        for layer in sorted(wanted[target] - held.get(target, frozenset())):
-            holders = [rank for rank in sorted(held) if layer in held[rank]]
-            if holders:
-                source = min(holders, key=lambda rank: sent[rank])
-                sent[source] += size[layer]
-                found.setdefault((source, target), []).append(layer)
-    return found

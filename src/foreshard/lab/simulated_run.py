@@ -1,7 +1,7 @@
-"""A run in a lab, foretold: the controller plays against its changes, steps are timed by measured costs.
+"""A run in a lab, simulated: policies meet its changes, steps are timed by measured costs.
 
-What steers is what steers a run (`steering`), told what a run tells it; a plan that is ordered after a step
-runs two steps later, as in a run. Nothing is trained, and seconds are those that `predict --costs` gives.
+The policy is that of a run, behind the same `Steering`; a plan that is ordered after a step runs two steps
+later, as in a run. Nothing is trained, and seconds are those that `predict --costs` gives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.control.nominal import cluster_state
 from foreshard.control.slots import Budget
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.lab.lab import load_lab
@@ -21,7 +22,8 @@ from foreshard.lab.lab_simulator import LabSimulator
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import RankTimes, rank_times
 from foreshard.runtime.adaptive.budgets import budget_of, spent
-from foreshard.runtime.adaptive.steering import POLICIES, PROBE_EVERY, ControllerConfig, Steering, own_samples
+from foreshard.runtime.adaptive.controller_config import POLICIES, ControllerConfig
+from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun, own_samples
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
@@ -117,29 +119,30 @@ def foretell(
                     value=name,
                     rule=f"In a lab policies are {', '.join(POLICIES)}",
                 )
-            wheel = ControllerConfig(
+            config = ControllerConfig(
                 plan=load_plan(plan),
+                cluster=world.cluster,
                 costs=costs,
-                lab=lab,
                 budgets=tuple(budgets),
                 steps=steps,
                 log=Path(folder) / f"{name}.jsonl",
                 policy="lyapunov" if name == "static" else name,
             )
-            found[name] = _Play(world, wheel, steered=name != "static").run(steps)
+            found[name] = _Play(world, config, steered=name != "static").run(steps)
         return found
 
 
 class _Play:
     """One policy's run."""
 
-    def __init__(self, world: LabSimulator, wheel: ControllerConfig, *, steered: bool):
-        wheel.check()
-        self._world, self._wheel = world, wheel
+    def __init__(self, world: LabSimulator, config: ControllerConfig, *, steered: bool):
+        config.check()
+        self._world, self._config = world, config
+        self._state = cluster_state(world.cluster)[0]
         self._orders: list[Plan] = []
-        self._steering = Steering(wheel, lambda command: self._ordered(command.plan)) if steered else None
+        self._steering = Steering(config, lambda command: self._ordered(command.plan)) if steered else None
         self._due: dict[int, Plan] = {}
-        self._decided, self._number, self._there = wheel.plan, 0, tuple(range(len(world.lab.slow)))
+        self._decided, self._number, self._there = config.plan, 0, tuple(range(len(world.lab.slow)))
 
     def _ordered(self, plan: Plan | None) -> None:
         if plan is not None:
@@ -147,10 +150,9 @@ class _Play:
 
     def run(self, steps: int) -> SimulatedRun:
         """Play all steps."""
-        lab = self._world.lab
-        budgets = tuple(budget_of(text) for text in self._wheel.budgets)
+        budgets = tuple(budget_of(text) for text in self._config.budgets)
         time_s, costs = np.zeros(steps), {one.name: np.zeros(steps) for one in budgets}
-        running, plans = self._wheel.plan, [(0, self._wheel.plan)]
+        running, plans = self._config.plan, [(0, self._config.plan)]
         counts, change_s, clock_s = {"reconfigurations": 0, "reshares": 0}, np.zeros(steps), 0.0
         for step in range(steps):
             before = self._there
@@ -172,7 +174,7 @@ class _Play:
             clock_s += float(time_s[step])
             work_s = {one.rank: one.compute_s + one.recompute_s for one in ranks}
             for one in budgets:
-                costs[one.name][step] = spent(one, lab, running, float(time_s[step]), work_s)
+                costs[one.name][step] = spent(one, self._state, running, float(time_s[step]), work_s)
             self._tell(step, float(time_s[step] - change_s[step]), clock_s, running, ranks)
         return SimulatedRun(
             time_s=time_s, change_s=change_s, spent=costs, budgets=budgets, plans=plans, **counts
@@ -204,7 +206,7 @@ class _Play:
         if self._steering is None:
             return
         own = own_samples(running)
-        self._steering.stepped(
+        done = SteppedRun(
             step=step,
             time_s=time_s,
             running=running,
@@ -217,6 +219,7 @@ class _Play:
             idle_s={} if step % PROBE_EVERY else self._world.idle_s(step, running),
             clock_s=clock_s,
         )
+        self._steering.stepped(done)
         if self._orders:
             self._due[step + _DELAY] = self._orders[-1]
             self._orders.clear()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from foreshard.errors import SpecError
-from foreshard.lab.lab import Lab, load_lab
-from foreshard.lab.network import LabNetwork
 from foreshard.profile.address import own_address
-from foreshard.runtime.adaptive.steering import wheel_of
-from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.adaptive.controller_config import PolicyOptions
+from foreshard.runtime.hardware import Emulation, no_words
+from foreshard.runtime.membership.agent import WORKER, Agent
 from foreshard.runtime.membership.leader_failover import goes_on
 from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
 from foreshard.runtime.membership.supervisor_state import holds_run, reopen
@@ -39,7 +37,6 @@ def launch(
     clip_norm: float | None = None,
     checkpoint_every: int = 0,
     resume: bool = False,
-    lab: str | None = None,
     detect_s: float = 30.0,
     interface: str | None = None,
     port: int = 0,
@@ -49,10 +46,12 @@ def launch(
     tensorboard: bool = False,
     trace: str | None = None,
     progress: Watch | None = None,
-    bed: LabNetwork | None = None,
+    emulation: Emulation | None = None,
     policy: str = "static",
     budgets: Sequence[str] = (),
+    cluster: str | None = None,
     costs: str | None = None,
+    model: str | None = None,
     dtype: str | None = None,
 ) -> RunOutcome | None:
     """Train and return what came of it; None for ranks of torchrun but the first.
@@ -76,9 +75,13 @@ def launch(
     check_sound(plan, file=plan_file)
     ranks = local if local is not None else int(os.environ["WORLD_SIZE"])
     _fits(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
-    if lab is not None:
-        _fits_lab(load_lab(lab), ranks, lab, bed)
     folder = Path(out).resolve()
+    options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, emulation=emulation)
+    if options is not None:
+        stands_for = None if emulation is None else emulation.cluster
+        config = options.config(plan, stands_for, steps=steps, out=folder)
+        _fits(plan, config.cluster.num_devices, "--cluster")
+        config.check()
     # torchrun that starts all agents again means the run to go on
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if local is not None:
@@ -91,21 +94,21 @@ def launch(
         clip_norm=clip_norm,
         checkpoint_every=checkpoint_every,
         resume=resume,
-        lab=str(Path(lab).resolve()) if lab else None,
+        emulated=None if emulation is None else emulation.file,
         detect_s=detect_s,
         interface=interface,
         threads=threads,
         tensorboard=tensorboard,
         trace=trace is not None,
         double=dtype == "fp64",
-        steering=_steering(policy, budgets, costs, lab, steps, plan, folder),
+        policy=None if options is None else asdict(options),
     )
     agent = (
-        _local(plan, work, local, interface, port, max_starts, bed)
+        _local(plan, work, local, interface, port, max_starts, emulation)
         if local is not None
-        else _under_torchrun(plan, work, interface, port, secret_file, max_starts)
+        else _under_torchrun(plan, work, interface, port, secret_file, max_starts, emulation)
     )
-    restarts = agent.run(_watching([progress, bed.follow if bed is not None else None], folder))
+    restarts = agent.run(_watching([progress, emulation.watch if emulation is not None else None], folder))
     if not agent.supervises:
         return None
     if trace is not None:
@@ -113,16 +116,16 @@ def launch(
     return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
 
 
-def _steering(
+def _policy_options(
     policy: str,
     budgets: Sequence[str],
+    *,
+    cluster: str | None,
     costs: str | None,
-    lab: str | None,
-    steps: int,
-    plan: Plan,
-    folder: Path,
-) -> str | None:
-    """Return what ranks build the controller from, or None for a plan that stays."""
+    model: str | None,
+    emulation: Emulation | None,
+) -> PolicyOptions | None:
+    """Return what ranks build the policy from, or None for a plan that stays."""
     if policy == "static":
         if budgets:
             raise SpecError(
@@ -133,24 +136,26 @@ def _steering(
                 fix="Add --policy lyapunov",
             )
         return None
-    if costs is None or lab is None:
+    if cluster is None and emulation is None:
         raise SpecError(
-            f"--policy {policy} without measured costs of a lab",
+            f"--policy {policy} without a cluster",
             key="--policy",
             value=policy,
-            rule="The controller starts from measured layers and stated devices",
-            fix="Give --costs costs.json and --lab LAB.toml",
+            rule="A policy starts from the devices, links and prices of the ranks",
+            fix="Add --cluster CLUSTER, or --lab LAB.toml",
         )
-    told = {
-        "costs": str(Path(costs).resolve()),
-        "lab": str(Path(lab).resolve()),
-        "budgets": list(budgets),
-        "steps": steps,
-        "policy": policy,
-    }
-    text = json.dumps(told)
-    wheel_of(text, plan, folder).check()
-    return text
+    return PolicyOptions(
+        policy=policy,
+        cluster=_absolute(cluster),
+        costs=_absolute(costs),
+        model=_absolute(model),
+        budgets=tuple(budgets),
+    )
+
+
+def _absolute(name: str | None) -> str | None:
+    """Return the path of a file from anywhere, and a name as it is."""
+    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
 def _local(
@@ -160,12 +165,12 @@ def _local(
     interface: str | None,
     port: int,
     max_starts: int,
-    bed: LabNetwork | None,
+    emulation: Emulation | None,
 ) -> Agent:
     secret = make_secret(Path(work.out) / "secret")
-    lab = load_lab(work.lab) if work.lab is not None else None
-    expected = [rank for rank in range(local) if lab is None or lab.there_at(0, rank)]
-    address = bed.address if bed is not None else interface or "127.0.0.1"
+    address, expected = interface or "127.0.0.1", list(range(local))
+    if emulation is not None:
+        address, expected = emulation.address or address, list(emulation.expected)
     return Agent(
         out=Path(work.out),
         plan=plan,
@@ -176,12 +181,19 @@ def _local(
         address=address,
         port=port,
         max_starts=max_starts,
-        command=bed.command if bed is not None else lambda rank: [],
+        command=no_words if emulation is None else emulation.command,
+        worker=WORKER if emulation is None else emulation.worker,
     )
 
 
 def _under_torchrun(
-    plan: Plan, work: RunSettings, interface: str | None, port: int, secret_file: str | None, max_starts: int
+    plan: Plan,
+    work: RunSettings,
+    interface: str | None,
+    port: int,
+    secret_file: str | None,
+    max_starts: int,
+    emulation: Emulation | None,
 ) -> Agent:
     """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -221,6 +233,7 @@ def _under_torchrun(
         max_starts=max_starts,
         own=own,
         rehost_s=max(2 * work.detect_s, 5.0),
+        worker=WORKER if emulation is None else emulation.worker,
     )
 
 
@@ -256,26 +269,6 @@ def _fits(plan: Plan, ranks: int, key: str) -> None:
             value=ranks,
             rule="Ranks are 0 to N - 1",
             fix=f"Start {most + 1} ranks",
-        )
-
-
-def _fits_lab(lab: Lab, ranks: int, file: str, bed: LabNetwork | None) -> None:
-    if len(lab.slow) < ranks:
-        raise SpecError(
-            f"the lab has {len(lab.slow)} ranks, {ranks} start",
-            file=file,
-            key="ranks",
-            value=len(lab.slow),
-            rule="A lab says what every rank is",
-        )
-    if lab.clock == "wall" and bed is None:
-        raise SpecError(
-            "the wall clock has to be enforced",
-            file=file,
-            key="clock",
-            value="wall",
-            rule="Only `foreshard lab` makes slow ranks and links, as root",
-            fix='Use foreshard lab, or clock = "cpu"',
         )
 
 

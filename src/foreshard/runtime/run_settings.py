@@ -1,9 +1,11 @@
-"""What the ranks of a run are told, apart from the plan."""
+"""What the ranks of a run receive, apart from the plan."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from foreshard.runtime.records.ledger import KEPT_BYTES
 
@@ -15,7 +17,10 @@ TELL_FD = "FORESHARD_TELL_FD"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What a worker is told, as JSON in FORESHARD_JOB."""
+    """What a worker receives, as JSON in FORESHARD_JOB.
+
+    `policy` holds `PolicyOptions`; `emulated` is what the worker of a test bed reads.
+    """
 
     job: str
     out: str
@@ -24,13 +29,13 @@ class RunSettings:
     clip_norm: float | None = None
     checkpoint_every: int = 0
     resume: bool = False
-    lab: str | None = None
+    emulated: str | None = None
     detect_s: float = 30.0
     interface: str | None = None
     tensorboard: bool = False
     threads: int = 1
     trace: bool = False
-    steering: str | None = None
+    policy: Mapping[str, Any] | None = None
     double: bool = False
     kept_bytes: int = KEPT_BYTES
 

@@ -11,18 +11,17 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from foreshard.errors import ForeshardError
-from foreshard.lab.fault_schedule import await_turn, come_and_go
-from foreshard.lab.lab import Lab, load_lab
 from foreshard.profile.heap import keep_heap
-from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, wheel_of
+from foreshard.runtime.adaptive.controller_config import PolicyOptions
+from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun
 from foreshard.runtime.adaptive.straggler_detector import StragglerDetector, slow_in
 from foreshard.runtime.committed_step import StepDone
-from foreshard.runtime.engine.clock import Clock, WallClock
+from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.membership.leader_failover import located
@@ -51,19 +50,20 @@ class RankWorker:
     rank : int
     store : (host, port)
     secret : bytes
+    hardware : Hardware
     """
 
-    def __init__(self, work: RunSettings, rank: int, store: tuple[str, int], secret: bytes):
+    def __init__(
+        self, work: RunSettings, rank: int, store: tuple[str, int], secret: bytes, hardware: Hardware
+    ):
         self.work, self.rank, self.out = work, rank, Path(work.out)
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
-        self.lab: Lab | None = load_lab(work.lab) if work.lab else None
+        self.hardware, self.clock = hardware, hardware.clock
         job = load_job(work.job, seed=work.seed)
         self.job = job.in_double() if work.double else job
-        await_turn(self.lab, rank, self.out / "metrics.jsonl", work.steps)
-        self._at = [0]
+        hardware.await_turn(self.out / "metrics.jsonl", work.steps)
         self._pace, self._paced_in = StragglerDetector(), -1
-        self.clock: Clock = self.lab.make_clock(self._at) if self.lab else WallClock()
         self.timeline = (
             TraceRecorder(rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s())
             if work.trace
@@ -89,10 +89,23 @@ class RankWorker:
         self.steering = self._make_steering()
 
     def _make_steering(self) -> Steering | None:
-        if self.work.steering is None:
+        work = self.work
+        if work.policy is None:
             return None
-        first = load_plan(str(self.out / "plan.json"))
-        return Steering(wheel_of(self.work.steering, first, self.out), self.trainer.propose, self._event)
+        config = PolicyOptions(**{**work.policy, "budgets": tuple(work.policy["budgets"])}).config(
+            load_plan(str(self.out / "plan.json")),
+            self.hardware.cluster,
+            steps=work.steps,
+            out=self.out,
+            parameter_bytes=self._parameter_bytes(),
+        )
+        return Steering(config, self.trainer.propose, self._event)
+
+    def _parameter_bytes(self) -> list[float]:
+        """Return the bytes of each layer's trained parameters; tied ones count in all their layers."""
+        width = 8.0 if self.work.double else 4.0
+        parameters = self.trainer.parameters
+        return [width * sum(parameters.of([i]).values()) for i in range(self.job.num_layers)]
 
     def _make_trainer(self) -> Trainer:
         work, plan = self.work, self.membership.generation.plan
@@ -114,7 +127,7 @@ class RankWorker:
                 clip_norm=work.clip_norm,
                 checkpoint_every=work.checkpoint_every,
                 track_norm=True,
-                probe_every=PROBE_EVERY if work.steering else 0,
+                probe_every=PROBE_EVERY if work.policy else 0,
             ),
             checkpoints=self.out / "ckpt",
             phase=self._phases(),
@@ -129,18 +142,10 @@ class RankWorker:
                 copies=LedgerBackup(self.membership.client, self.rank),
                 kept_bytes=work.kept_bytes,
             ),
-            room_bytes=self._room_bytes(),
+            room_bytes=self.hardware.memory_bytes(self.device),
             before_step=self._before,
             on_step=self._tell,
         )
-
-    def _room_bytes(self) -> float | None:
-        """Return the memory of this rank's device: of the lab's, or of the accelerator."""
-        if self.lab is not None:
-            return self.lab.memory_bytes[self.rank] if self.rank < len(self.lab.memory_bytes) else None
-        if self.device.type != "cuda":
-            return None
-        return float(torch.cuda.get_device_properties(self.device).total_memory)
 
     def run(self) -> None:
         """Train until the steps are done."""
@@ -180,18 +185,13 @@ class RankWorker:
             trouble = _trouble(lambda: self.trainer.adopt(generation))  # noqa: B023 - called at once
 
     def _before(self, step: int) -> None:
-        self._at[0] = step
         self.metrics.flush()
         if self.steering is not None:
             self.steering.flush()
-        if self.lab is not None and self.lab.has_comings:
-            waits = self.clock.virtual
-            if not come_and_go(self.lab, self.rank, step, self.membership, waits=waits):
-                self._event("late", "a rank that is due has not come", step=step)
+        if not self.hardware.before_step(step, self.membership):
+            self._event("late", "a rank that is due has not come", step=step)
         if self.timeline is not None:
             self.timeline.begin_step(step, self.trainer.plan, self.clock.now())
-        if self.lab is not None and hasattr(self.clock, "slow"):
-            self.clock.slow = self.lab.slow_at(step, self.rank)
 
     def _phases(self) -> Callable[[str], None]:
         """Return what is told the phase: the fault that a test asked for, and the trace."""
@@ -212,17 +212,19 @@ class RankWorker:
         more: dict[str, Any] = {"clock_s": self.clock.now()}
         if self.steering is not None and done.time_s is not None:  # else told late, by any rank
             self.steering.stepped(
-                step=done.step,
-                time_s=done.time_s,
-                running=plan,
-                ranks=self.membership.generation.ranks,
-                generation=self.membership.generation.number,
-                stage_s=done.vote.sample_s,
-                link_s=done.vote.links,
-                idle_s=done.vote.idle_s,
-                clock_s=self.clock.now(),
+                SteppedRun(
+                    step=done.step,
+                    time_s=done.time_s,
+                    running=plan,
+                    ranks=self.membership.generation.ranks,
+                    generation=self.membership.generation.number,
+                    stage_s=done.vote.sample_s,
+                    link_s=done.vote.links,
+                    idle_s=done.vote.idle_s,
+                    clock_s=self.clock.now(),
+                )
             )
-            more |= self.steering.told(plan)
+            more |= self.steering.metrics(plan)
         self.metrics.step(
             step=done.step,
             loss=done.loss,
@@ -308,15 +310,15 @@ def phase_hook(rank: int) -> Callable[[str], None]:
     return hook
 
 
-def main() -> int:
-    """Run a rank as the environment says."""
+def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank: Hardware()) -> int:
+    """Run a rank as the environment says, on this machine or what a test bed makes of it."""
     rank = int(os.environ["FORESHARD_RANK"])
     host, _, port = os.environ["FORESHARD_STORE"].rpartition(":")
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
     work = RunSettings(**json.loads(os.environ["FORESHARD_JOB"]))
     keep_heap()
     try:
-        RankWorker(work, rank, (host, int(port)), secret).run()
+        RankWorker(work, rank, (host, int(port)), secret, hardware_of(work, rank)).run()
     except ForeshardError as error:
         _tell(error)
         return JOB_FAULT
@@ -332,9 +334,13 @@ def _tell(error: ForeshardError) -> None:
         traceback.print_exc()
 
 
-if __name__ == "__main__":
-    code = main()
+def exit_with(code: int) -> NoReturn:
+    """End the process; threads of torch may still wait for peers that are gone."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # threads of torch may still wait for peers that are gone
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_with(main())

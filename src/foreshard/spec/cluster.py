@@ -24,6 +24,10 @@ class NodeGroup:
     price_date : str or None
         Date of a catalog price as its source writes it; None for a price the user gave, or no price.
     rack : str or None
+    busy_w, idle_w : float or None
+        Power of a device while it computes and while it waits; None: see `device_power_w`.
+    carbon_kg_per_kwh : float or None
+        Of the electricity; None when not stated.
     nvlink_domain : int
         Largest number of consecutive devices that share the device links (NVLink, xGMI, ICI): `per_node`
         on boards with such links, 72 on nvl72 across nodes, 1 when devices meet only over PCIe.
@@ -37,6 +41,9 @@ class NodeGroup:
     usd_per_h: float | None = None
     price_date: str | None = None
     rack: str | None = None
+    busy_w: float | None = None
+    idle_w: float | None = None
+    carbon_kg_per_kwh: float | None = None
     nvlink_domain: int
 
     @property

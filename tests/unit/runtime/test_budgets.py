@@ -2,6 +2,7 @@
 
 import pytest
 
+from foreshard.control.nominal import cluster_state
 from foreshard.control.slots import Budget
 from foreshard.errors import SpecError
 from foreshard.lab.lab import Lab
@@ -82,16 +83,16 @@ def test_what_is_no_budget_is_refused_with_the_names(text):
 def test_what_the_lab_does_not_state_has_no_budget(text, field, said):
     from dataclasses import replace
 
-    check_budgets([budget_of(text)], LAB, "lab.toml")
+    check_budgets([budget_of(text)], LAB.cluster())
     for lacking in ((1.0, None, 1.0), (0.0, 0.0, 0.0)):
         with pytest.raises(SpecError, match=said):
-            check_budgets([budget_of(text)], replace(LAB, **{field: lacking}), "lab.toml")
+            check_budgets([budget_of(text)], replace(LAB, **{field: lacking}).cluster())
 
 
 def test_duty_is_of_a_rank_of_the_lab():
-    check_budgets([budget_of("duty:2=0.5")], LAB, "lab.toml")
+    check_budgets([budget_of("duty:2=0.5")], LAB.cluster())
     with pytest.raises(SpecError, match="rank 3 of 3"):
-        check_budgets([budget_of("duty:3=0.5")], LAB, "lab.toml")
+        check_budgets([budget_of("duty:3=0.5")], LAB.cluster())
 
 
 def test_a_step_costs_what_its_ranks_do():
@@ -99,7 +100,7 @@ def test_a_step_costs_what_its_ranks_do():
     work_s = {0: 2.0, 2: 1.0}
 
     def cost(text):
-        return spent(budget_of(text), LAB, PLAN, 2.0, work_s)
+        return spent(budget_of(text), cluster_state(LAB.cluster())[0], PLAN, 2.0, work_s)
 
     assert cost("usd_per_h=1") == pytest.approx(5.0 * 2 / 3600)
     assert cost("energy_j_per_step=1") == pytest.approx(2 * 300 + 100 + 20)

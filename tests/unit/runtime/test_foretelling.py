@@ -11,13 +11,13 @@ import pytest
 
 from foreshard.errors import SpecError
 from foreshard.lab.lab import load_lab
-from foreshard.lab.lab_simulator import moves_between
 from foreshard.lab.simulated_run import foretell
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import rank_times, step_seconds
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.state.migration import moves_of
 from foreshard.spec.plan_file import load_plan
+from foreshard.spec.plan_moves import moves_between
 
 RANKS = (
     'clock = "cpu"\n[[ranks]]\ncount = 2\ndevice = "fast"\nusd_per_h = 4.0\n'
@@ -200,7 +200,8 @@ def test_layers_are_foretold_to_come_from_who_sends_them():
             lambda piece: size[piece[1]],
         )
         told = {(one.source, one.target): [piece[1] for piece in one.pieces] for one in moves}
-        assert moves_between(held, wanted, size) == told
+        found, _ = moves_between(held, wanted, layer_of=int, order=int, weight=size.__getitem__)
+        assert found == told
 
 
 def joint(files, tmp_path, micro_batch=6):

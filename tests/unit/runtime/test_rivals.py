@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from foreshard.control import orders
+from foreshard.control.baselines import GreedyReplanning, LbBsp
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError
-from foreshard.runtime.adaptive.baseline_policies import GreedyReplanning, LbBsp
 from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured
 from foreshard.spec.plan_file import parse_plan
 
@@ -111,7 +111,7 @@ def test_the_greedy_plan_is_the_fastest_of_all(plan, sync_bytes, speeds):
     rule = GreedyReplanning(chain(sync_bytes), stated(2e7), plan, max_stages=3)
     measured(rule, 0, speeds)
     measured(rule, 1, speeds)
-    state = rule._seen((0, 1, 2))
+    state = rule.estimates.state((0, 1, 2))
     best = min(times(chain(sync_bytes), state))
     now = evaluate(
         chain(sync_bytes), state, orders.structure_of(rule.plan), rule.choice.shares, micro_batch=1

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foreshard.control.slots import J_PER_KWH, Budget
+from foreshard.control.nominal import power_w
+from foreshard.control.slots import Budget, State
 from foreshard.errors import SpecError
-from foreshard.lab.lab import Lab
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.scenario import budget_table
 
 NAMES = tuple(
     f"{quantity}_per_{period}" for quantity in ("usd", "energy_j", "carbon_kg") for period in ("h", "step")
 )
-_STATED = {
-    "usd": (("usd_per_h", "usd_per_h"),),
-    "joule": (("busy_w", "power"),),
-    "carbon_kg": (("busy_w", "power"), ("kg_per_kwh", "carbon_kg_per_kwh")),
-}
 _RULE = f"Budgets are {', '.join(NAMES)}, and duty:RANK, the part of the time that a rank may be busy"
 
 
@@ -37,43 +33,47 @@ def budget_of(text: str) -> Budget:
             rule=_RULE,
             fix="Write it like usd_per_h=3.5",
         )
-    told = budget_table(text)
-    assert told.limit is not None
-    return Budget(name=told.name, kind=told.kind, limit=told.limit, per=told.per, worker=told.rank)
+    table = budget_table(text)
+    assert table.limit is not None
+    return Budget(name=table.name, kind=table.kind, limit=table.limit, per=table.per, worker=table.rank)
 
 
-def check_budgets(budgets: Sequence[Budget], lab: Lab, file: str) -> None:
-    """Raise for what the lab does not state for every rank, and for ranks it does not have."""
+def check_budgets(budgets: Sequence[Budget], cluster: Cluster) -> None:
+    """Raise for what the cluster does not state for every rank, and for ranks it does not have."""
+    usd = {"usd_per_h": [nodes.usd_per_h for nodes in cluster.nodes]}
+    power = {"power": [power_w(nodes)[0] if nodes.device.tdp_w else nodes.busy_w for nodes in cluster.nodes]}
+    carbon = {"carbon_kg_per_kwh": [nodes.carbon_kg_per_kwh for nodes in cluster.nodes]}
+    needed = {"usd": usd, "joule": power, "carbon_kg": power | carbon}
     for budget in budgets:
-        if budget.worker is not None and budget.worker >= len(lab.slow):
+        if budget.worker is not None and budget.worker >= cluster.num_devices:
             raise SpecError(
-                f"rank {budget.worker} of {len(lab.slow)}",
-                file=file,
+                f"rank {budget.worker} of {cluster.num_devices}",
+                file=cluster.name,
                 key="--budget",
                 value=budget.name,
-                rule="duty is of a rank of the lab",
+                rule="duty is of a rank of the cluster",
             )
-        for field, key in _STATED.get(budget.kind, ()):
-            stated = getattr(lab, field)
-            if any(one is None for one in stated) or not any(stated):
+        for key, stated in needed.get(budget.kind, {}).items():
+            if any(value is None for value in stated) or not any(stated):
                 what = "prices" if key == "usd_per_h" else key
                 raise SpecError(
                     f"no {what}",
-                    file=file,
-                    key=f"ranks.{key}",
+                    file=cluster.name,
+                    key=key,
                     value=budget.name,
                     rule=f"A budget of {budget.name} needs {what} of all ranks, not all 0",
-                    fix=f"Add {key} to all [[ranks]]",
+                    fix=f"State {key} of all nodes (of all [[ranks]] of a lab)",
                 )
 
 
-def spent(budget: Budget, lab: Lab, plan: Plan, time_s: float, work_s: Mapping[int, float]) -> float:
+def spent(budget: Budget, cluster: State, plan: Plan, time_s: float, work_s: Mapping[int, float]) -> float:
     """Return what a step has cost: of the ranks that the plan uses, those that wait included.
 
     Parameters
     ----------
     budget : Budget
-    lab : Lab
+    cluster : State
+        Prices and powers.
     plan : Plan
     time_s : float
         Of the step.
@@ -83,12 +83,10 @@ def spent(budget: Budget, lab: Lab, plan: Plan, time_s: float, work_s: Mapping[i
     if budget.kind == "duty":
         return work_s.get(budget.worker or 0, 0.0)
     if budget.kind == "usd":
-        return sum(lab.usd_per_h[rank] or 0.0 for rank in plan.ranks) * time_s / 3600.0
-    joule = {
-        rank: (lab.busy_w[rank] or 0.0) * work_s.get(rank, 0.0)
-        + (lab.idle_w[rank] or 0.0) * max(time_s - work_s.get(rank, 0.0), 0.0)
-        for rank in plan.ranks
-    }
-    if budget.kind == "joule":
-        return sum(joule.values())
-    return sum(joule[rank] * (lab.kg_per_kwh[rank] or 0.0) / J_PER_KWH for rank in plan.ranks)
+        return float(sum(cluster.usd_per_h[rank] for rank in plan.ranks)) * time_s / 3600.0
+    total = 0.0
+    for rank in plan.ranks:
+        busy_s = work_s.get(rank, 0.0)
+        joule = cluster.busy_w[rank] * busy_s + cluster.idle_w[rank] * max(time_s - busy_s, 0.0)
+        total += float(joule if budget.kind == "joule" else joule * cluster.kg_per_j[rank])
+    return total

@@ -1,113 +1,96 @@
-"""What steers a run, as the command line gives it, and what it is built from."""
+"""The options of `run --policy`, checked, and the policy that they describe."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
+from typing import Protocol
 
-import numpy as np
-
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.control.baselines import BASELINE_POLICIES, LastMeasured
+from foreshard.control.budgets.queues import Queues
 from foreshard.control.controller import Controller
+from foreshard.control.estimation.estimates import Estimates
 from foreshard.control.orders import reading_of
-from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Chain, State
+from foreshard.control.slots import MP_OVER_DP, Chain
 from foreshard.errors import SpecError
-from foreshard.lab.lab import Lab, load_lab
-from foreshard.predict.measured.costs import MeasuredCosts, load_costs
-from foreshard.runtime.adaptive.baseline_policies import RIVALS, BaselinePolicy
+from foreshard.predict.measured.costs import load_costs
 from foreshard.runtime.adaptive.budgets import budget_of, check_budgets
-from foreshard.runtime.adaptive.layer_times import PassTimes
 from foreshard.runtime.adaptive.stage_balancer import StageBalancer
+from foreshard.runtime.adaptive.starting_costs import StartingCosts, starting_costs
 from foreshard.runtime.adaptive.step_timing import StepTiming
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.online import Command, Event
 from foreshard.spec.plan import Group, Plan
 
-POLICIES = ("static", "lyapunov", *RIVALS)
+POLICIES = ("static", "lyapunov", *BASELINE_POLICIES)
 _LONGEST_PIPELINE = 4
-_PIECES = 64
-"""Pieces that the batch is shared out in at least, if it has as many samples."""
+"""Stages of the longest pipelines that are searched: a decision has to fit between two steps."""
+_LEAST_PIECES = 64
+"""Pieces that the batch is shared out in, if it has as many samples: shares are then 1.6 % apart."""
 _LATE_STEPS = 1
-"""Steps that run the old plan after an order: it is announced in the next vote."""
+"""Steps that still run the old plan after an order: the next vote announces it."""
 
 
-def chain_of(costs: MeasuredCosts, cluster: Cluster, micro_batch: int) -> Chain:
-    """Return the measured layers as the controller knows them, on devices of nominal speed."""
-    ranks = range(cluster.num_devices)
-    return Chain(
-        layer_s=PassTimes(costs, cluster).layer_s(micro_batch),
-        boundary_bytes=np.array([2 * one.boundary_bytes_per_sample for one in costs.layers[:-1]]),
-        sync_bytes=np.array([one.parameter_bytes for one in costs.layers]),
-        state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in costs.layers]),
-        saved_bytes=np.array([one.saved_bytes_per_sample for one in costs.layers]),
-        memory_bytes=np.array([cluster.device_of(rank).capacity_bytes for rank in ranks]),
-    )
+class RunPolicy(Protocol):
+    """A policy as a run uses it."""
+
+    chain: Chain
+    plan: Plan
+    step: int
+    queues: Queues
+
+    @property
+    def reconfigurations(self) -> int:
+        """Changes of layers, groups or ranks so far."""
+        ...
+
+    @property
+    def estimates(self) -> Estimates | LastMeasured:
+        """The cluster as the policy believes it is."""
+        ...
+
+    def on(self, event: Event) -> Sequence[Command]:
+        """Take a fact in; return what to do about it."""
+        ...
 
 
-def stated_of(costs: MeasuredCosts, cluster: Cluster, lab: Lab | None = None) -> State:
-    """Return the cluster as it is stated before anything is measured, and what the lab's ranks draw."""
-    count = cluster.num_devices
-    rate, latency_s = np.full((count, count), np.inf), np.zeros((count, count))
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                ends = cluster.node_group_of(a), cluster.node_group_of(b)
-                rate[a, b] = min(end.nic_bytes_per_s for end in ends)
-                latency_s[a, b] = max(end.nic_latency_s for end in ends)
-    usd = [cluster.node_group_of(rank) for rank in range(count)]
-
-    def drawn(field: str) -> np.ndarray:
-        found = getattr(lab, field) if lab is not None else ()
-        return np.array([one or 0.0 for one in found or (None,) * count])
-
-    return State(
-        speed=np.array([1.0 / costs.slow_of(cluster.device_of(rank).name) for rank in range(count)]),
-        available=np.ones(count, dtype=bool),
-        bandwidth_bytes_per_s=rate,
-        latency_s=latency_s,
-        usd_per_h=np.array([(node.usd_per_h or 0.0) / node.per_node for node in usd]),
-        busy_w=drawn("busy_w"),
-        idle_w=drawn("idle_w"),
-        usd_per_byte=np.zeros((count, count)),
-        kg_per_j=drawn("kg_per_kwh") / J_PER_KWH,
-    )
-
-
-@cache
-def passes_of(costs: str, lab: str) -> PassTimes:
-    """Return the passes of two files."""
-    return PassTimes(load_costs(costs), load_lab(lab).cluster())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """What a controller is built from, the same on every rank.
+    """What a policy is built from, the same on every rank.
 
     Attributes
     ----------
     plan : Plan
         The run's first.
-    costs, lab : str
-        Files.
-    budgets : tuple of str
-        As ``--budget`` gives them.
+    cluster : Cluster
     steps : int
         Of the run: the horizon over which budgets are to be kept.
     log : Path
     policy : str
         Of `POLICIES`, but static.
+    costs, model : str or None
+        File of measured costs; what the job trains, as `predict` takes it.
+    budgets : tuple of str
+        As ``--budget`` gives them.
+    parameter_bytes : tuple of float or None
+        By layer; of use where there are neither costs nor a model.
     """
 
     plan: Plan
-    costs: str
-    lab: str
-    budgets: tuple[str, ...]
+    cluster: Cluster
     steps: int
     log: Path
     policy: str = "lyapunov"
+    costs: str | None = None
+    model: str | None = None
+    budgets: tuple[str, ...] = ()
+    parameter_bytes: tuple[float, ...] | None = None
 
     def check(self) -> None:
-        """Raise for what the controller cannot steer."""
+        """Raise for what the policy cannot change, and for budgets of what the cluster does not state."""
         for g, group in enumerate(self.plan.groups):
             for s, stage in enumerate(group.stages):
                 where = f"groups[{g}].stages[{s}]"
@@ -115,16 +98,16 @@ class ControllerConfig:
                     raise SpecError(
                         "a stage of several chunks",
                         key=where,
-                        rule="What steers knows stages of one piece",
+                        rule="A policy changes plans whose stages are one interval of layers",
                         fix="Use --policy static, or another plan",
                     )
-                dealt = self.is_wide and not self.is_joint and self.budgets
-                if stage.tp > 1 or (len(stage.ranks) > 1 and (self.policy in RIVALS or dealt)):
+                balanced = self.is_wide and not self.is_joint and self.budgets
+                if stage.tp > 1 or (len(stage.ranks) > 1 and (self.policy in BASELINE_POLICIES or balanced)):
                     raise SpecError(
                         "a stage of several ranks",
                         key=where,
-                        rule="Where stages have several data-parallel ranks, only --policy lyapunov steers; "
-                        "in several pipelines samples inside stages alone, and no budget is kept",
+                        rule="Stages of several data-parallel ranks need --policy lyapunov; in several "
+                        "pipelines it changes samples inside stages alone, and keeps no budget",
                         fix="Leave out --budget, use --policy static, or another plan",
                     )
                 if self.is_joint and stage.shard_size is not None:
@@ -134,13 +117,23 @@ class ControllerConfig:
                         rule="Stages that change their ranks shard states over all or none",
                         fix="Leave out shard_size, or use --policy static",
                     )
-        check_budgets([budget_of(text) for text in self.budgets], load_lab(self.lab), self.lab)
-        self.controller()
+        check_budgets([budget_of(text) for text in self.budgets], self.cluster)
+        self.make_policy(self.starting_costs())
+
+    def starting_costs(self) -> StartingCosts:
+        """Return what is known before the first step."""
+        return starting_costs(
+            self.plan,
+            self.cluster,
+            costs=None if self.costs is None else load_costs(self.costs),
+            model=None if self.model is None else load_model(self.model),
+            parameter_bytes=self.parameter_bytes,
+        )
 
     @property
     def grain(self) -> int:
         """Samples that shares are counted in."""
-        return max(1, min(self.plan.groups[0].micro_batch, self.plan.global_batch // _PIECES))
+        return max(1, min(self.plan.groups[0].micro_batch, self.plan.global_batch // _LEAST_PIECES))
 
     @property
     def is_wide(self) -> bool:
@@ -149,73 +142,93 @@ class ControllerConfig:
 
     @property
     def is_joint(self) -> bool:
-        """Whether the plan is one pipeline with stages of several ranks; in more only samples are dealt."""
+        """Whether the plan is one pipeline with stages of several ranks."""
         return reading_of(self.plan) == MP_OVER_DP
 
     @property
-    def most(self) -> int:
+    def largest_micro_batch(self) -> int:
         """Samples of the largest micro-batch: what memory was planned for."""
         return max(group.micro_batch for group in self.plan.groups)
 
-    @property
-    def _passing(self) -> int:
-        """Samples that pass a rank at once, as the search sees them: what the plan's widest stage splits."""
-        if not self.is_joint:
-            return self.most
-        return max(1, self.most // max(len(stage.ranks) for stage in self.plan.groups[0].stages))
-
-    def as_run(self, plan: Plan) -> Plan:
-        """Return a plan of the controller with micro-batches that suit its pipelines."""
+    def as_run(self, plan: Plan, known: StartingCosts) -> Plan:
+        """Return a plan of the policy with micro-batches that suit its pipelines."""
         if self.is_wide:
             return plan
-        passes = passes_of(self.costs, self.lab)
 
         def size(group: Group) -> int:
             stages = [(stage.ranks[0], stage.layers[0]) for stage in group.stages]
-            return passes.best_size(stages, group.share, self.most)
+            return known.passes.best_size(stages, group.share, self.largest_micro_batch)
 
         return replace(plan, groups=tuple(replace(group, micro_batch=size(group)) for group in plan.groups))
 
-    def controller(self) -> Controller | BaselinePolicy | StageBalancer:
-        """Return a controller that has seen nothing, or the rule that takes its place."""
-        costs, lab = load_costs(self.costs), load_lab(self.lab)
-        cluster = lab.cluster()
-        chain = chain_of(costs, cluster, self._passing)
-        stated = stated_of(costs, cluster, lab)
+    def make_policy(self, known: StartingCosts) -> RunPolicy:
+        """Return a policy that has seen nothing."""
+        most, budgets = self.largest_micro_batch, tuple(budget_of(text) for text in self.budgets)
+        passing = most  # samples that pass a rank at once: what the plan's widest stage splits
+        if self.is_joint:
+            passing = max(1, most // max(len(stage.ranks) for stage in self.plan.groups[0].stages))
+        chain, state, plan = known.chain(passing), known.state, self.plan
         if self.is_wide and not self.is_joint:
-            return StageBalancer(chain, stated, self.plan)
-        fine = (
-            self.plan
-            if self.is_joint
-            else replace(
-                self.plan, groups=tuple(replace(group, micro_batch=self.grain) for group in self.plan.groups)
+            return StageBalancer(chain, state, plan)
+        if not self.is_joint:
+            plan = replace(
+                plan, groups=tuple(replace(group, micro_batch=self.grain) for group in plan.groups)
             )
-        )
-        budgets = tuple(budget_of(text) for text in self.budgets)
-        longest = min(_LONGEST_PIPELINE, cluster.num_devices)
-        if self.policy in RIVALS:
-            return RIVALS[self.policy](chain, stated, fine, budgets=budgets, max_stages=longest)
+        longest = min(_LONGEST_PIPELINE, self.cluster.num_devices)
+        if not known.knows_layers:  # what passes between layers is unknown: no pipeline gets longer
+            longest = max(len(group.stages) for group in plan.groups)
+        if self.policy in BASELINE_POLICIES:
+            return BASELINE_POLICIES[self.policy](chain, state, plan, budgets=budgets, max_stages=longest)
         return Controller(
             chain,
-            stated,
-            fine,
+            state,
+            plan,
             budgets=budgets,
             horizon=self.steps,
             max_stages=longest,
             late_steps=_LATE_STEPS,
-            timed=StepTiming(PassTimes(costs, cluster), chain, self.most, self.plan.global_batch),
+            timed=StepTiming(known.passes, chain, most, plan.global_batch),
         )
 
 
-def wheel_of(told: str, plan: Plan, out: Path) -> ControllerConfig:
-    """Return the wheel from what a worker is told."""
-    data = json.loads(told)
-    return ControllerConfig(
-        plan=plan,
-        costs=data["costs"],
-        lab=data["lab"],
-        budgets=tuple(data["budgets"]),
-        steps=data["steps"],
-        log=out / "controller.jsonl",
-        policy=data.get("policy", "lyapunov"),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """The options of a run that its policy follows from, as its ranks receive them.
+
+    Attributes
+    ----------
+    policy : str
+    cluster : str or None
+        As `load_cluster` takes it; None where the test bed says it.
+    costs, model : str or None
+    budgets : tuple of str
+    """
+
+    policy: str
+    cluster: str | None = None
+    costs: str | None = None
+    model: str | None = None
+    budgets: tuple[str, ...] = ()
+
+    def config(
+        self,
+        plan: Plan,
+        cluster: Cluster | None,
+        *,
+        steps: int,
+        out: Path,
+        parameter_bytes: Sequence[float] | None = None,
+    ) -> ControllerConfig:
+        """Return the configuration on a cluster, by default the one that the options name."""
+        assert cluster is not None or self.cluster is not None
+        return ControllerConfig(
+            plan=plan,
+            cluster=cluster or load_cluster(str(self.cluster)),
+            steps=steps,
+            log=out / "controller.jsonl",
+            policy=self.policy,
+            costs=self.costs,
+            model=self.model,
+            budgets=self.budgets,
+            parameter_bytes=None if parameter_bytes is None else tuple(parameter_bytes),
+        )

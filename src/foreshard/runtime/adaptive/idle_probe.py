@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from foreshard.lab.lab import PROBED_LAYERS
 from foreshard.profile.batches import as_tuple
+from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job

@@ -1,8 +1,9 @@
-"""What passes take at nominal speed with micro-batches of a size: measured layers, in sums over layers."""
+"""Nominal seconds of forward and backward passes: layers on each rank, for micro-batches of any size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,27 +13,29 @@ from foreshard.spec.cluster import Cluster
 Span = tuple[int, int]
 
 
+@dataclass(frozen=True, kw_only=True)
 class PassTimes:
     """Forward and backward of layers on each rank.
-
-    Parameters
-    ----------
-    costs : MeasuredCosts
-    cluster : Cluster
 
     Attributes
     ----------
     fixed_s, each_s : ndarray, shape (ranks, layers)
-        Seconds per micro-batch and per sample, at the speed of the measured device.
-    slow : ndarray, shape (ranks,)
-        As stated.
+        Seconds per micro-batch and per sample, at nominal speed.
+    speed : ndarray, shape (ranks,)
+        Relative to the nominal speed, as stated or as first measured.
     """
 
-    def __init__(self, costs: MeasuredCosts, cluster: Cluster):
+    fixed_s: np.ndarray
+    each_s: np.ndarray
+    speed: np.ndarray
+
+    @classmethod
+    def measured(cls, costs: MeasuredCosts, cluster: Cluster) -> PassTimes:
+        """Return the measured layers; a device without costs is as fast as the first that was measured."""
         names = [cluster.device_of(rank).name for rank in range(cluster.num_devices)]
         lines = np.array([[_line(layer) for layer in costs.layers_on(name)] for name in names])
-        self.fixed_s, self.each_s = lines[:, :, 0], lines[:, :, 1]
-        self.slow = np.array([costs.slow_of(name) for name in names])
+        speed = np.array([1.0 / costs.slow.get(name, 1.0) for name in names])
+        return cls(fixed_s=lines[:, :, 0], each_s=lines[:, :, 1], speed=speed)
 
     def layer_s(self, size: int) -> np.ndarray:
         """Return seconds per sample of every layer on every rank."""
@@ -44,7 +47,7 @@ class PassTimes:
         return -(-share // size) * fixed / share + each
 
     def best_size(self, stages: Sequence[tuple[int, Span]], share: int, most: int) -> int:
-        """Return the micro-batch with which a share passes through stages soonest, by stated speeds.
+        """Return the micro-batch with which a share passes through stages soonest, at `speed`.
 
         Small ones fill the pipeline sooner, large ones pause less often.
         """
@@ -52,7 +55,7 @@ class PassTimes:
         def step_s(size: int) -> float:
             def pass_s(samples: int) -> list[float]:
                 return [
-                    float(self.slow[rank]) * samples * self.sample_s(rank, span, samples, samples)
+                    samples * self.sample_s(rank, span, samples, samples) / float(self.speed[rank])
                     for rank, span in stages
                 ]
 

@@ -28,6 +28,7 @@ from foreshard.runtime.membership.store import Client
 from foreshard.runtime.run_settings import JOB_FAULT, TELL_FD, RunSettings
 from foreshard.spec.plan import Plan
 
+WORKER = "foreshard.runtime.worker"
 _GRACE_S = 5.0
 _TEND_S = 0.2
 _STALLED_S = 10.0
@@ -80,6 +81,8 @@ class Agent:
         Before a dead rank is started again; negative for never.
     command : callable of rank, optional
         Words put before a rank's command line, such as a network namespace.
+    worker : str
+        Module that ranks are started from.
     """
 
     out: Path
@@ -96,6 +99,7 @@ class Agent:
     max_starts: int = 4
     restart_s: float = 1.0
     command: Callable[[int], list[str]] = lambda rank: []
+    worker: str = WORKER
     _ranks: dict[int, Started] = field(default_factory=dict)
     _supervisor: subprocess.Popen[bytes] | None = None
     _client: Client | None = None
@@ -329,7 +333,7 @@ class Agent:
 
     def _spawn(self, rank: int) -> tuple[subprocess.Popen[bytes], int]:
         """Return the process of a rank, and the end of the pipe on which it says what is wrong."""
-        words = [*self.command(rank), sys.executable, "-m", "foreshard.runtime.worker"]
+        words = [*self.command(rank), sys.executable, "-m", self.worker]
         with self._opened(f"rank-{rank}.log") as log, _pipe() as (told, tell):
             env = {
                 **os.environ,

@@ -1,8 +1,4 @@
-"""Layers on the move: who sends which items to whom when a plan changes, and the sending.
-
-Every rank reads the same table of who holds what and works out the same moves, so nothing is negotiated. A
-layer comes from the holder that has sent the least so far; what a rank has already stays.
-"""
+"""Layers that change ranks: the pieces that move between two plans, and sending them."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.shard_keys import Held, Item, Piece
 from foreshard.runtime.state.slices import finer, grains
+from foreshard.spec.plan_moves import moves_between
 
 _TAG = 1 << 24
 
@@ -48,8 +45,7 @@ def moves_of(
 ) -> tuple[list[ItemMove], frozenset[int]]:
     """Return the moves that give every rank what it wants, and layers of which nobody has a piece.
 
-    The pieces of a layer come from one rank as far as one has them; a piece is the finest slice that either
-    side tells apart.
+    A piece is the finest slice that either side tells apart; see `plan_moves.moves_between`.
 
     Parameters
     ----------
@@ -60,30 +56,15 @@ def moves_of(
         Seconds a byte, or anything in proportion.
     """
     held, wanted = _in_common(held, wanted)
-    found: dict[tuple[int, int], list[Piece]] = {}
-    load = dict.fromkeys(held, 0.0)
-    missing: set[int] = set()
-    holders: dict[Piece, list[int]] = {}
-    for rank in sorted(held):
-        for piece in held[rank]:
-            holders.setdefault(piece, []).append(rank)
-    for target in sorted(wanted):
-        near: dict[int, int] = {}
-        lacking = wanted[target] - held.get(target, frozenset())
-        for piece in sorted(lacking, key=lambda p: (p[1], p[0] != "value", p)):
-            sources = holders.get(piece)
-            if not sources:
-                missing.add(piece[1])
-                continue
-            size = weight(piece)
-            source = near.get(piece[1])
-            if source not in sources:
-                source = min(sources, key=lambda rank: (load[rank] + size * link_cost(rank, target), rank))
-                near[piece[1]] = source
-            load[source] += size * link_cost(source, target)
-            found.setdefault((source, target), []).append(piece)
-    moves = [ItemMove(source=s, target=t, pieces=tuple(pieces)) for (s, t), pieces in sorted(found.items())]
-    return moves, frozenset(missing)
+    found, missing = moves_between(
+        held,
+        wanted,
+        layer_of=lambda piece: piece[1],
+        order=lambda piece: (piece[1], piece[0] != "value", piece),
+        weight=weight,
+        link_cost=link_cost,
+    )
+    return [ItemMove(source=s, target=t, pieces=tuple(pieces)) for (s, t), pieces in found.items()], missing
 
 
 def _in_common(

@@ -1,7 +1,7 @@
-"""Rules to run beside the controller on the same ranks: shares by the speeds last seen, and the greedy plan.
+"""Policies to compare the controller with: shares by the speeds last measured, and the greedy plan.
 
-They are told what the controller is told and order plans as it does. A budget of money they keep by renting
-no more than it allows at any time, by stated prices.
+They receive the controller's events and order plans as it does. A budget of money they keep by renting no
+more than it allows at any time, at stated prices.
 """
 
 from __future__ import annotations
@@ -20,11 +20,44 @@ from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.search.subsets import balanced_shares
 from foreshard.control.slots import Budget, Chain, Choice, State, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError, SpecError
-from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
+from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured, Together
 from foreshard.spec.plan import Plan
 
 _MOST_RANKS = 12
-"""Beyond which not all subsets that a budget allows are compared."""
+"""Ranks up to which all subsets within a budget are compared (4,096); of more the best value is rented."""
+_LEAST_MOVING = 0.01
+"""Part of a transfer that counts as bytes on the move at least, whatever the stated latency."""
+
+
+class LastMeasured:
+    """Estimates without memory: the cluster is as it was last measured."""
+
+    def __init__(self, stated: State):
+        self._stated = stated
+        self.speed, self._rate = stated.speed.copy(), stated.bandwidth_bytes_per_s.copy()
+        self.available = np.array(stated.available, bool)
+
+    def see(self, event: Event) -> None:
+        """Take a fact in."""
+        if isinstance(event, RankLost | DeviceSeen):
+            self.available[event.rank] = isinstance(event, DeviceSeen)
+        if isinstance(event, DeviceSeen) and event.relative_speed is not None:
+            self.speed[event.rank] = event.relative_speed
+        if not isinstance(event, StepMeasured):
+            return
+        for rank, relative in event.relative_speed.items():
+            self.speed[rank] = relative
+        for (source, target), (size, seconds) in event.link_s.items():
+            moving = max(seconds - float(self._stated.latency_s[source, target]), _LEAST_MOVING * seconds)
+            self._rate[source, target] = size / moving
+
+    def state(self, ranks: Sequence[int] | None = None) -> State:
+        """Return the cluster, with no other ranks than these if they are given."""
+        available = self.available
+        if ranks is not None:
+            available = np.zeros_like(available)
+            available[list(ranks)] = True
+        return replace(self._stated, speed=self.speed, bandwidth_bytes_per_s=self._rate, available=available)
 
 
 class BaselinePolicy:
@@ -46,7 +79,7 @@ class BaselinePolicy:
         for budget in budgets:
             if budget.kind != "usd" or budget.per != "hour":
                 raise SpecError(
-                    f"a rule that does not know {budget.name}",
+                    f"a policy that does not know {budget.name}",
                     key="--budget",
                     value=budget.name,
                     rule="Only --policy lyapunov keeps budgets other than usd_per_h",
@@ -54,8 +87,7 @@ class BaselinePolicy:
         self.chain, self.stated, self.plan, self.max_stages = chain, stated, plan, max_stages
         self.queues = Queues(budgets, weight=1.0, step_s=1.0)
         self.step, self.reconfigurations, self.reshares = -1, 0, 0
-        self.speed, self._rate = stated.speed.copy(), stated.bandwidth_bytes_per_s.copy()
-        self._there = np.array(stated.available, bool)
+        self.estimates = LastMeasured(stated)
         self._batch, self._micro_batch = plan.global_batch, plan.groups[0].micro_batch
         self.choice = Choice(
             structure=orders.structure_of(plan),
@@ -67,23 +99,12 @@ class BaselinePolicy:
     def on(self, event: Event) -> Sequence[Command]:
         """Take a fact in; return the command for the next step boundary."""
         self.step = max(self.step, event.step)
-        self._see(event)
+        for fact in event.events if isinstance(event, Together) else (event,):
+            self.estimates.see(fact)
+            if isinstance(fact, StepMeasured):
+                costs = {budget.name: fact.costs[budget.name] for budget in self.queues.budgets}
+                self.queues.record(fact.time_s, costs, max(fact.steps, 1))
         return self._decided()
-
-    def _see(self, event: Event) -> None:
-        if isinstance(event, RankLost | DeviceSeen):
-            self._there[event.rank] = isinstance(event, DeviceSeen)
-        if isinstance(event, DeviceSeen) and event.relative_speed is not None:
-            self.speed[event.rank] = event.relative_speed
-        if not isinstance(event, StepMeasured):
-            return
-        costs = {budget.name: event.costs[budget.name] for budget in self.queues.budgets}
-        self.queues.record(event.time_s, costs)
-        for rank, relative in event.relative_speed.items():
-            self.speed[rank] = relative
-        for (source, target), (size, seconds) in event.link_s.items():
-            moving = max(seconds - float(self.stated.latency_s[source, target]), 0.01 * seconds)
-            self._rate[source, target] = size / moving
 
     def _decided(self) -> Sequence[Command]:
         try:
@@ -101,7 +122,7 @@ class BaselinePolicy:
 
     def _allowed(self) -> list[tuple[int, ...]]:
         """Return the sets of ranks that may be rented at once, none part of another."""
-        there = tuple(int(rank) for rank in np.flatnonzero(self._there))
+        there = tuple(int(rank) for rank in np.flatnonzero(self.estimates.available))
         limit = min([budget.limit for budget in self.queues.budgets], default=np.inf)
         price = self.stated.usd_per_h
         if price[list(there)].sum() <= limit:
@@ -113,14 +134,11 @@ class BaselinePolicy:
         found: list[tuple[int, ...]] = []
         for count in range(len(there), 0, -1):
             for chosen in itertools.combinations(there, count):
-                if price[list(chosen)].sum() <= limit and not any(set(chosen) < set(one) for one in found):
+                if price[list(chosen)].sum() <= limit and not any(
+                    set(chosen) < set(other) for other in found
+                ):
                     found.append(chosen)
         return found
-
-    def _seen(self, ranks: Sequence[int]) -> State:
-        there = np.zeros(len(self._there), dtype=bool)
-        there[list(ranks)] = True
-        return replace(self.stated, speed=self.speed, bandwidth_bytes_per_s=self._rate, available=there)
 
     def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
         """Return what to run.
@@ -146,8 +164,8 @@ class LbBsp(BaselinePolicy):
         if not any(allowed):
             raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
         whole = self.chain.before_s[:, -1]
-        ranks = max(allowed, key=lambda one: (self.stated.speed[list(one)] / whole[list(one)]).sum())
-        shares = balanced_shares(whole[list(ranks)] / self.speed[list(ranks)], self._batch)
+        ranks = max(allowed, key=lambda ranks: (self.stated.speed[list(ranks)] / whole[list(ranks)]).sum())
+        shares = balanced_shares(whole[list(ranks)] / self.estimates.speed[list(ranks)], self._batch)
         used = [(rank, int(share)) for rank, share in zip(ranks, shares, strict=True) if share]
         groups = tuple(WorkerPipeline(workers=(rank,), cuts=(0, self.chain.num_layers)) for rank, _ in used)
         return Choice(
@@ -167,7 +185,7 @@ class GreedyReplanning(BaselinePolicy):
         choices = [
             solve_slot(
                 self.chain,
-                self._seen(ranks),
+                self.estimates.state(ranks),
                 batch=self._batch,
                 micro_batch=self._micro_batch,
                 time_weight=1.0,
@@ -182,4 +200,4 @@ class GreedyReplanning(BaselinePolicy):
         return min(choices, key=lambda choice: choice.time_s)
 
 
-RIVALS: dict[str, type[BaselinePolicy]] = {"lb-bsp": LbBsp, "greedy": GreedyReplanning}
+BASELINE_POLICIES: dict[str, type[BaselinePolicy]] = {"lb-bsp": LbBsp, "greedy": GreedyReplanning}

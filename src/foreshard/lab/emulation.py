@@ -1,0 +1,55 @@
+"""A lab as the runtime takes it: how its ranks are started, what they stand for, who is there at first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from foreshard.errors import SpecError
+from foreshard.lab.lab import load_lab
+from foreshard.lab.network import LabNetwork
+from foreshard.runtime.hardware import Emulation, no_words
+
+
+def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) -> Emulation:
+    """Return how ranks of a lab are started.
+
+    Parameters
+    ----------
+    file : str
+        The lab's TOML.
+    ranks : int
+    network : LabNetwork, optional
+        What enforces the wall clock.
+
+    Raises
+    ------
+    SpecError
+        For a lab of too few ranks, or one in the wall clock that nothing enforces.
+    """
+    lab = load_lab(file)
+    if len(lab.slow) < ranks:
+        raise SpecError(
+            f"the lab has {len(lab.slow)} ranks, {ranks} start",
+            file=file,
+            key="ranks",
+            value=len(lab.slow),
+            rule="A lab says what every rank is",
+        )
+    if lab.clock == "wall" and network is None:
+        raise SpecError(
+            "the wall clock has to be enforced",
+            file=file,
+            key="clock",
+            value="wall",
+            rule="Only `foreshard lab` makes slow ranks and links, as root",
+            fix='Use foreshard lab, or clock = "cpu"',
+        )
+    return Emulation(
+        worker="foreshard.lab.worker",
+        file=str(Path(file).resolve()),
+        cluster=lab.cluster(),
+        expected=[rank for rank in range(ranks) if lab.there_at(0, rank)],
+        address=None if network is None else network.address,
+        command=no_words if network is None else network.command,
+        watch=None if network is None else network.follow,
+    )
