@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.trainer import Trainer
-from foreshard.spec.plan import parse_plan
+from foreshard.spec.plan_file import parse_plan
 
 STEPS, SLOW_FROM, BATCH, SLOW_RANK = 30, 12, 24, 2
 JOB = """
