@@ -108,5 +108,5 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
                 job, plan_file, local=len(lab.slow), emulation=emulation, progress=progress, **options
             )
     if outcome is not None:
-        run.tell(outcome, predicted_s, lab_file)
+        run.print_outcome(outcome, predicted_s, lab_file)
         say(f"written to {options['out']}/")

@@ -59,41 +59,43 @@ def _vendors() -> tuple[str, ...]:
     is_flag=False,
     flag_value=ALL,
     type=Words(alone=(ALL,), load=_vendors),
-    help="instead of CLUSTER: rank the instances that clouds sell, all or of these vendors",
+    help="Instead of CLUSTER: rank the instances that clouds sell, all or of these vendors.",
 )
-@click.option("--global-batch", type=Count(), required=True, help="samples per step")
-@click.option("--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)")
+@click.option("--global-batch", type=Count(), required=True, help="Samples per step.")
+@click.option(
+    "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
+)
 @click.option(
     "--objective",
     type=Words(*OBJECTIVES),
     default="time",
     show_default=True,
-    help="what to make small",
+    help="What to minimise.",
 )
-@click.option("--max-usd", type=Amount(), help="limit on the price of the run (with --tokens)")
-@click.option("--max-hours", type=Amount(), help="limit on the time of the run (with --tokens)")
-@click.option("--tokens", type=Amount(), help="tokens of the whole run")
-@click.option("--max-devices", type=Count(), help="use at most so many")
-@click.option("--framework", metavar="NAME[@RELEASE]", help="default megatron-core")
+@click.option("--max-usd", type=Amount(), help="Limit on the price of the run (with --tokens).")
+@click.option("--max-hours", type=Amount(), help="Limit on the time of the run (with --tokens).")
+@click.option("--tokens", type=Amount(), help="Tokens of the whole run.")
+@click.option("--max-devices", type=Count(), help="Devices to use at most.")
+@click.option("--framework", metavar="NAME[@RELEASE]", help="Default megatron-core.")
 @click.option(
     "--dtype",
     "precision",
     type=Words(*PRECISIONS, single=True),
     metavar="WORD,WORD",
-    help="of the matrix products; of several the search chooses (default bf16)",
+    help="Of the matrix products; of several the search chooses (default bf16).",
 )
 @click.option(
     "--comm",
     type=Words(*COMM_OPTIONS, alone=("framework", ALL), single=True),
-    help="communication options the search may set (default framework: none)",
+    help="Communication options the search may set (default framework: none).",
 )
-@click.option("--optimizer", type=Word(*OPTIMIZERS), help="default adamw")
-@click.option("--engine", type=Word("analytical", "graph"), help="default analytical")
-@click.option("--top", type=Count(1, 1000), help="plans to show (default 5)")
-@click.option("--budget-s", type=Amount(), help="seconds to search (default 60)")
-@click.option("--executor", metavar="local|ray[:ADDRESS]", help="where to search (default local)")
-@click.option("--usd-per-device-hour", type=Amount(), help="price instead of the catalog's")
-@click.option("--costs", metavar="FILE", help="measured costs (foreshard calibrate) instead of formulas")
+@click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
+@click.option("--engine", type=Word("analytical", "graph"), help="Default analytical.")
+@click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
+@click.option("--budget-s", type=Amount(), help="Seconds to search (default 60).")
+@click.option("--executor", metavar="local|ray[:ADDRESS]", help="Where to search (default local).")
+@click.option("--usd-per-device-hour", type=Amount(), help="Price instead of the catalog's.")
+@click.option("--costs", metavar="FILE", help="Measured costs (foreshard calibrate) instead of formulas.")
 @click.option(
     "--compare-with",
     type=Words(alone=(ALL,), load=_other_planners),

@@ -9,7 +9,7 @@ import click
 from foreshard.cli.options.answer import answering, give, say
 from foreshard.cli.options.sources import configurable
 from foreshard.cli.options.training import needs_torch
-from foreshard.cli.options.values import Counts
+from foreshard.cli.options.values import Count, Counts
 from foreshard.errors import SpecError
 
 SIZES = Counts(65536)
@@ -24,15 +24,21 @@ SIZES = Counts(65536)
 @click.option(
     "--tp", type=SIZES, default=(), help="Also a rank's part of layers that so many compute together."
 )
-@click.option("--repeats", type=int, default=15, show_default=True, help="Passes of each.")
-@click.option("--local", type=int, default=1, show_default=True, help="Ranks that will share this machine.")
+@click.option("--repeats", type=Count(1, 10**7), default=15, show_default=True, help="Passes of each.")
+@click.option(
+    "--local", type=Count(1, 1024), default=1, show_default=True, help="Ranks that will share this machine."
+)
 @click.option(
     "--links/--no-links", default=True, show_default=True, help="Time links, where ranks are several."
 )
 @click.option(
-    "--threads", type=int, default=1, show_default=True, help="Threads of torch, as the run will have."
+    "--threads",
+    type=Count(1, 1024),
+    default=1,
+    show_default=True,
+    help="Threads of torch, as the run will have.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of first values.")
+@click.option("--seed", type=Count(0, 2**63 - 1), default=0, show_default=True, help="Of first values.")
 def command(job: str, **options: Any) -> None:
     """Time the layers of JOB.py here and the links between ranks; `foreshard calibrate` makes costs of it.
 
@@ -51,14 +57,6 @@ def command(job: str, **options: Any) -> None:
 
     meta = click.get_current_context().meta
     out = meta.pop("foreshard.output", None) or "profile.json"
-    for name, most in (("repeats", 10**7), ("local", 1024), ("threads", 1024)):
-        if not 1 <= options[name] <= most:
-            raise SpecError(
-                f"{options[name]} is not valid",
-                key=f"--{name}",
-                value=options[name],
-                rule=f"Must be from 1 to {most}",
-            )
     if 1 in options["tp"]:
         raise SpecError(
             "1 is not valid",

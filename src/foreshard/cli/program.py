@@ -78,8 +78,10 @@ def run(args: Sequence[str]) -> int:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     except OSError as error:  # a full disk, a closed pipe: neither our fault nor bad input
-        refused = ForeshardError(f"the system refused: {error.strerror or error}", file=error.filename)
-        return _fail(refused, args)
+        failed = ForeshardError(
+            f"the operating system reports: {error.strerror or error}", file=error.filename
+        )
+        return _fail(failed, args)
     except Exception as error:  # the last line of defence: a fault of ours, never a traceback at the user
         return _fault(error, args)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,15 @@ import click
 from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
 from foreshard.cli.options.sources import configurable
 from foreshard.cli.options.training import needs_torch, resumable
-from foreshard.cli.options.values import Word
+from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.units import format_seconds
 
 if TYPE_CHECKING:
     from foreshard.runtime.records.outcome import RunOutcome
+
+SEED = Count(-(2**63), 2**63 - 1)
+"""What torch takes as a seed."""
 
 
 @answering
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--local", type=int, metavar="N", help="Start N ranks on this machine; else be a rank of torchrun."
 )
-@click.option("--steps", type=int, default=100, show_default=True, help="Steps to train.")
+@click.option("--steps", type=Count(), default=100, show_default=True, help="Steps to train.")
 @click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
 @click.option(
     "--dtype",
@@ -37,23 +39,35 @@ if TYPE_CHECKING:
     help="Instead of the plan's precision; bf16 by autocast, fp64 builds the layers in it.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of first values, order of samples, dropout."
+    "--seed", type=SEED, default=0, show_default=True, help="Of first values, order of samples, dropout."
 )
-@click.option("--clip-norm", type=float, help="Largest norm of the gradient.")
-@click.option("--checkpoint-every", type=int, default=0, show_default=True, help="Steps between checkpoints.")
+@click.option("--clip-norm", type=Amount(), help="Largest norm of the gradient.")
+@click.option(
+    "--checkpoint-every", type=Count(0), default=0, show_default=True, help="Steps between checkpoints."
+)
 @click.option("--resume", is_flag=True, help="Go on from the latest checkpoint in DIR.")
 @click.option("--lab", metavar="LAB.toml", help="Test bed: speeds, links and clock of the ranks.")
 @click.option("--cluster", metavar="CLUSTER", help="What the ranks are: devices, links, prices, power.")
 @click.option(
-    "--detect-s", type=float, default=30.0, show_default=True, help="Silence after which a rank is lost."
+    "--detect-s",
+    type=Amount(0.2, 86400),
+    default=30.0,
+    show_default=True,
+    help="Silence after which a rank is lost.",
 )
 @click.option("--interface", metavar="ADDRESS", help="Address of this host that ranks meet on.")
-@click.option("--port", type=int, default=0, show_default=True, help="Of the rendezvous; 0 for any free one.")
+@click.option(
+    "--port",
+    type=Count(0, 65535),
+    default=0,
+    show_default=True,
+    help="Of the rendezvous; 0 for any free one.",
+)
 @click.option("--secret-file", metavar="FILE", help="Secret that all hosts share; made in DIR if not given.")
 @click.option(
-    "--max-starts", type=int, default=4, show_default=True, help="Times a rank that dies is started."
+    "--max-starts", type=Count(), default=4, show_default=True, help="Times a rank that dies is started."
 )
-@click.option("--threads", type=int, default=1, show_default=True, help="Threads of torch in a rank.")
+@click.option("--threads", type=Count(), default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @click.option(
     "--costs", metavar="FILE", help="Measured costs: what a policy starts from, and a predicted step."
@@ -77,7 +91,7 @@ if TYPE_CHECKING:
 )
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
-    """Train JOB.py under a plan, and survive what happens to the ranks.
+    """Train JOB.py under a plan, and continue when ranks fail, leave or join.
 
     JOB.py defines model(), dataset(), loss(output, batch) and optimizer(params). DIR gets metrics.jsonl,
     events.jsonl, samples.jsonl and ckpt/.
@@ -114,11 +128,11 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         outcome = launch(job, plan_file, progress=progress, emulation=emulation, **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
-    tell(outcome, predicted_s, lab)
+    print_outcome(outcome, predicted_s, lab)
     say(f"written to {options['out']}/")
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
-            f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} unlike among ranks",
+            f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} differ among ranks",
             file=f"{options['out']}/samples.jsonl",
             rule="Every sample of a step is trained once",
             fix="Report it with the folder of the run",
@@ -126,19 +140,7 @@ def command(job: str, plan_file: str, **options: Any) -> None:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Raise for options out of range."""
-    for name in ("steps", "max_starts", "threads"):
-        _refuse_unless(options[name] >= 1, name, options[name], "Must be a whole number of at least 1")
-    told = options["detect_s"]
-    _refuse_unless(0.2 <= told <= 86400, "detect_s", told, "Must be from 0.2 to 86400 seconds")
-    told = options["checkpoint_every"]
-    _refuse_unless(told >= 0, "checkpoint_every", told, "Must be 0 or more steps")
-    told = options["clip_norm"]
-    if told is not None:
-        _refuse_unless(0 < told < math.inf, "clip_norm", told, "Must be a finite number above zero")
-    told = options.get("port", 0)
-    _refuse_unless(0 <= told <= 65535, "port", told, "Must be a port, 0 to 65535")
-    _refuse_unless(-(2**63) <= options["seed"] < 2**63, "seed", options["seed"], "Must be a 64-bit integer")
+    """Raise for a folder that cannot be made, and for options that do not go together."""
     if not os.path.isdir(_existing(options["out"])):
         raise cannot_write(options["out"], OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     if options.get("secret_file") and options.get("local") is not None:
@@ -164,11 +166,6 @@ def _existing(path: str) -> str:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
-
-
-def _refuse_unless(valid: bool, name: str, value: float, rule: str) -> None:
-    if not valid:
-        raise SpecError(f"{value} is not valid", key=f"--{name.replace('_', '-')}", value=value, rule=rule)
 
 
 def predicted(
@@ -200,7 +197,9 @@ def predicted(
         say(f"no predicted step: {error.what}")
         return None
     if changes:
-        say(f"predicted: {format_seconds(step_s)} a step of the lab as stated at first, without its changes")
+        say(
+            f"predicted: {format_seconds(step_s)} a step in the initial state of the lab, without its changes"
+        )
     return step_s
 
 
@@ -212,17 +211,17 @@ def changes_of(lab: str | None) -> bool:
 
 
 def progress_of(steps: int, predicted_s: float | None) -> AbstractContextManager[Any]:
-    """Return the context of a run with what draws its progress, None where nobody looks."""
+    """Return the context of a run with what draws its progress, None without a terminal."""
     from foreshard.report.run_progress import progress
 
     return nullcontext() if wants_json() else progress(steps, predicted_s)
 
 
-def tell(outcome: RunOutcome, predicted_s: float | None, lab: str | None) -> None:
-    """Print what came of a run, beside what was predicted."""
+def print_outcome(outcome: RunOutcome, predicted_s: float | None, lab: str | None) -> None:
+    """Print the outcome of a run beside its prediction."""
     from foreshard.report.run_screen import run_screen
 
     changes = changes_of(lab)
-    told = {"predicted_step_s": predicted_s, "predicted_without_changes": changes}
-    told = {} if predicted_s is None else told
-    give(outcome.to_dict() | told, lambda: run_screen(outcome, predicted_s, changes=changes))
+    more = {"predicted_step_s": predicted_s, "predicted_without_changes": changes}
+    more = {} if predicted_s is None else more
+    give(outcome.to_dict() | more, lambda: run_screen(outcome, predicted_s, changes=changes))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "budgets",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A budget more, or instead of the file's of this name: usd_per_h=3.5, duty:2=0.5",
+    help="A budget more, or instead of the file's of this name: usd_per_h=3.5, duty:2=0.5.",
 )
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report with all figures.")
 @click.option("--costs", metavar="FILE", help="Of a lab: measured costs of the job.")

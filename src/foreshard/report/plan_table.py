@@ -65,7 +65,7 @@ def plan_screen(
         boxes=(step_box(chosen.prediction), bound_box(result), searched_box(result)),
         tables=tuple(tables),
         notes=notes,
-        footer=(f"The bound speaks of: {result.space}.",) if result.space else (),
+        footer=(f"The bound covers: {result.space}.",) if result.space else (),
     )
 
 
@@ -328,7 +328,7 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
         notes.append(f"Bounds, the simplest first: {steps}.")
     notes += [one if one.endswith(".") else f"{one}." for one in result.notes]
     if pressed:
-        so_far = "the best plan so far; the bound holds for all it speaks of"
+        so_far = "the best plan so far; the bound still holds"
         notes.append(f"Interrupted: {so_far}." if result.plans else "Interrupted before a plan was found.")
     elif result.interrupted and result.plans and result.gap > _CLOSED:
         notes.append("The budget ended the search before the gap closed; --budget-s gives it more.")

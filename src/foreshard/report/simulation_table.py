@@ -15,8 +15,8 @@ def online_screen(found: Evaluation) -> Screen:
     devices = number_of(found.cluster.num_devices, "device")
     header = (
         f"{scenario.name or scenario.file}: {scenario.model} on {devices}",
-        f"{seeds} of {found.slots} slots, {scenario.batches} batches each; decisions see "
-        + ("their own slot" if scenario.sees_now else "the batch before")
+        f"{seeds} of {found.slots} slots, {scenario.batches} batches each; decisions know "
+        + ("the present slot" if scenario.sees_now else "the previous batch")
         + f"; {first.path['changes_per_1000']:.0f} changes per 1000 slots",
     )
     return Screen(
@@ -30,7 +30,7 @@ def online_screen(found: Evaluation) -> Screen:
 def _boxes(found: Evaluation) -> tuple[Box, ...]:
     bound = found.times("bound")
     feasible = all(one.bound.feasible for one in found.rounds)
-    note = "no policy can know more" if feasible else "no policy keeps the budgets; without them"
+    note = "clairvoyant" if feasible else "clairvoyant, without the budgets: none keeps them"
     boxes = [Box(title="bound", value=f"{quantity.seconds(float(bound.mean()))} a batch", note=note)]
     if "lyapunov" in found.policies:
         gap = float((found.times("lyapunov") / bound - 1.0).mean())
@@ -85,7 +85,7 @@ def _equal_budget(found: Evaluation) -> tuple[str, ...]:
         if not cut.feasible:
             notes.append(f"Equal shares on {devices} in hindsight do not keep the budgets.")
             continue
-        part = "too little for a part of it to say much" if cut.part is None else f"{cut.part:.3f} of it"
+        part = "too small a gain to compare" if cut.part is None else f"{cut.part:.3f} of it"
         notes.append(
             f"Equal shares in budget on {devices} in hindsight: {quantity.seconds(cut.equal_s)} a batch. "
             f"The bound cuts {100 * cut.ideal:.1f} % of it, lyapunov {100 * cut.ours:.1f} %: {part}."
@@ -135,10 +135,10 @@ def policies_table(found: Evaluation) -> Table:
 def _notes(found: Evaluation) -> tuple[str, ...]:
     notes = [
         *_equal_budget(found),
-        "Plans are data-parallel on subsets of the devices; the bound is over all of them, changes free.",
+        "Plans are data-parallel on subsets of the devices; the bound covers all of them, with free changes.",
     ]
     if STAGES in found.policies:
-        notes.append(f"{STAGES} also cuts the layers between devices: the bound is not one of it.")
+        notes.append(f"{STAGES} also cuts layers between devices, so the bound does not hold for it.")
     for i, one in enumerate(found.scenario.budget):
         limit = sum(part.budgets[i].limit for part in found.rounds) / len(found.rounds)
         of = f", {one.share:g} of what {one.of} spends" if one.of else ""

@@ -13,13 +13,13 @@ from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
 
 _DEGREE_HELP = {
-    "dp": "data-parallel replicas (default: what the others leave)",
-    "tp": "tensor-parallel degree",
-    "pp": "pipeline stages",
-    "cp": "context-parallel degree",
-    "ep": "expert-parallel degree",
-    "etp": "tensor degree of the experts",
-    "vpp": "virtual stages per rank (interleaved schedule)",
+    "dp": "Data-parallel replicas (default: what the others leave).",
+    "tp": "Tensor-parallel degree.",
+    "pp": "Pipeline stages.",
+    "cp": "Context-parallel degree.",
+    "ep": "Expert-parallel degree.",
+    "etp": "Tensor degree of the experts.",
+    "vpp": "Virtual stages per rank (interleaved schedule).",
 }
 _COMM_HELP = {
     "tp_overlap": "hide tensor-parallel collectives behind products (with sp)",
@@ -35,41 +35,41 @@ def _run_options() -> list[click.Option]:
     """Return fresh options of a run; every default is None, so that unstated is known."""
     degrees = [click.Option([f"--{name}"], type=Count(), help=_DEGREE_HELP[name]) for name in DEGREES]
     return [
-        click.Option(["--plan"], metavar="FILE", help="plan file instead of degrees and options"),
+        click.Option(["--plan"], metavar="FILE", help="Plan file instead of degrees and options."),
         *degrees,
-        click.Option(["--sp/--no-sp"], default=None, help="sequence parallelism (default: on when tp > 1)"),
-        click.Option(["--zero"], type=Count(0, 3), help="ZeRO level 0-3 (default: the framework's, 1)"),
-        click.Option(["--shard-size"], type=Count(), help="ranks that share one copy (hybrid sharding)"),
+        click.Option(["--sp/--no-sp"], default=None, help="Sequence parallelism (default: on when tp > 1)."),
+        click.Option(["--zero"], type=Count(0, 3), help="ZeRO level 0-3 (default: the framework's, 1)."),
+        click.Option(["--shard-size"], type=Count(), help="Ranks that share one copy (hybrid sharding)."),
         click.Option(
-            ["--micro-batch"], type=Count(), help="samples per data-parallel rank and pass (default 1)"
+            ["--micro-batch"], type=Count(), help="Samples per data-parallel rank and pass (default 1)."
         ),
         click.Option(
-            ["--global-batch"], type=Count(), help="samples per step (default dp x pp x micro-batch)"
+            ["--global-batch"], type=Count(), help="Samples per step (default dp x pp x micro-batch)."
         ),
         click.Option(
-            ["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="tokens per sample (default: the model's)"
+            ["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
         ),
         click.Option(
             ["--recompute"],
             metavar="RULE",
-            help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N",
+            help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N.",
         ),
-        click.Option(["--offload"], type=Word(*OFFLOADS), help="to host memory"),
-        click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="of the pipeline (default 1f1b)"),
+        click.Option(["--offload"], type=Word(*OFFLOADS), help="To host memory."),
+        click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="Of the pipeline (default 1f1b)."),
         click.Option(
-            ["--dtype", "precision"], type=Word(*PRECISIONS), help="of the matrix products (default bf16)"
+            ["--dtype", "precision"], type=Word(*PRECISIONS), help="Of the matrix products (default bf16)."
         ),
-        click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="default adamw"),
+        click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="Default adamw."),
         click.Option(
             ["--framework"],
             metavar="NAME[@RELEASE]",
-            help="default megatron-core; 'foreshard schema frameworks' lists them",
+            help="Default megatron-core; 'foreshard schema frameworks' lists them.",
         ),
         *(_comm_option(name) for name in COMM_OPTIONS),
         click.Option(
             ["--lora"],
             metavar="RANK[:TARGETS]",
-            help="train adapters only, as 16 or 16:q+v (default q+k+v+o)",
+            help="Train adapters only, as 16 or 16:q+v (default q+k+v+o).",
         ),
     ]
 
@@ -82,16 +82,16 @@ def _comm_option(name: str) -> click.Option:
 
 def _question_options(with_engine: bool) -> list[click.Option]:
     engine = [
-        click.Option(["--engine"], type=Word("analytical", "graph"), help="default graph"),
-        click.Option(["--costs"], metavar="SOURCE", help="cost source (default formula)"),
+        click.Option(["--engine"], type=Word("analytical", "graph"), help="Default graph."),
+        click.Option(["--costs"], metavar="SOURCE", help="Cost source (default formula)."),
     ]
     return [
         *(engine if with_engine else []),
-        click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="default zero-shot"),
-        click.Option(["--tokens"], type=Amount(), help="tokens of the whole run, for its time and cost"),
-        click.Option(["--usd-per-device-hour"], type=Amount(), help="your price"),
+        click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
+        click.Option(["--tokens"], type=Amount(), help="Tokens of the whole run, for its time and cost."),
+        click.Option(["--usd-per-device-hour"], type=Amount(), help="Your price."),
         click.Option(
-            ["--observed-step-s"], type=Amount(), help="one measured step to correct the prediction by"
+            ["--observed-step-s"], type=Amount(), help="One measured step to correct the prediction by."
         ),
     ]
 

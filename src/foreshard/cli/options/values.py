@@ -32,9 +32,12 @@ class Count(click.ParamType):  # type: ignore[type-arg]
 
 
 class Amount(click.ParamType):  # type: ignore[type-arg]
-    """A finite number above zero."""
+    """A finite number above zero, or from `low` to `high`."""
 
     name = "X"
+
+    def __init__(self, low: float = 0.0, high: float = MAX_AMOUNT):
+        self.low, self.high = low, high
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail."""
@@ -42,12 +45,13 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
             number = float(value)
         except (ValueError, OverflowError):
             number = math.nan
-        if 0 < number <= MAX_AMOUNT:
+        if number > 0 and self.low <= number <= self.high:
             return number
         text = str(value)[:40]
         suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
         hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
-        self.fail(f"{text!r} is not a number above zero{hint}", param, ctx)
+        limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
+        self.fail(f"{text!r} is not a number {limits}{hint}", param, ctx)
 
 
 _SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
@@ -115,7 +119,13 @@ class Words(click.ParamType):  # type: ignore[type-arg]
         load: Callable[[], Iterable[str]] | None = None,
     ):
         self.known, self.alone, self.single, self.load = known, alone, single, load
-        self.name = "|".join((*alone, "NAME,NAME")) if alone or load or not known else ",".join(known)
+        self.name = "words"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the words as --help shows them."""
+        if self.alone or self.load or not self.known:
+            return "|".join((*self.alone, "NAME,NAME"))
+        return f"[{','.join(self.known)}]"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
