@@ -10,7 +10,24 @@ ForeshardError (1, internal fault)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+
+def did_you_mean(
+    text: str, known: Iterable[str], *, cutoff: float = 0.6, otherwise: str | None = None
+) -> str | None:
+    """Return the fix that names the known word nearest to a misspelled one, `otherwise` where none is near.
+
+    Examples
+    --------
+    >>> did_you_mean("megatron-cor", ["deepspeed", "megatron-core"])
+    "Did you mean 'megatron-core'?"
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(text, list(known), n=1, cutoff=cutoff)
+    return f"Did you mean {near[0]!r}?" if near else otherwise
 
 
 class ForeshardError(Exception):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from foreshard.catalog.devices import resolve_device
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec import codec
 from foreshard.spec.cluster import Link
 from foreshard.spec.codec import Range, Size, Unit
@@ -113,8 +112,7 @@ def named_device(name: str, file: str, key: str, own: Mapping[str, Device] = Map
     try:
         return resolve_device(name)
     except SpecError as error:
-        near = get_close_matches(name, own, n=1)
-        fix = f"Did you mean '{near[0]}'?" if near else error.fix
+        fix = did_you_mean(name, own, otherwise=error.fix)
         raise SpecError(error.what, file=file, key=key, value=error.value, rule=error.rule, fix=fix) from None
 
 

@@ -7,12 +7,11 @@ The dtypes of gradients, master weights and moments are capabilities of the fram
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +90,12 @@ def memory_profile(name: str) -> MemoryProfile:
     """
     table: dict[str, dict[str, Any]] = shipped("memory_profiles.toml")
     if name not in table:
-        near = get_close_matches(name, table, n=1)
         raise SpecError(
             f"unknown memory profile {name!r}",
             key="memory",
             value=name,
             rule=f"Profiles are {', '.join(table)}",
-            fix=f"Did you mean {near[0]!r}?" if near else None,
+            fix=did_you_mean(name, table),
         )
     entry = dict(table[name])
     parent = entry.pop("parent", None)

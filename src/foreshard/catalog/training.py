@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 
 HOST_CLASSES = ("megatron-2020", "megatron-deepspeed", "megatron-core", "eager", "compiled")
 # Terms that are no factor on a time: none of them is 0, not 1.
@@ -104,12 +103,11 @@ def training_constants(exclude: str | None = None) -> TrainingConstants:
         return TrainingConstants(**data["all"])
     if exclude not in data["without"]:
         known = sorted(data["without"])
-        near = get_close_matches(exclude, known, n=1)
         raise SpecError(
             f"no constants were fitted without {exclude!r}",
             key="--exclude-calibration",
             value=exclude,
             rule=f"Families are {', '.join(known)}",
-            fix=f"Did you mean {near[0]!r}?" if near else None,
+            fix=did_you_mean(exclude, known),
         )
     return TrainingConstants(**data["without"][exclude])

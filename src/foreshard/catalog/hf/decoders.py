@@ -139,18 +139,12 @@ def gemma2(reader: Reader) -> Model:
     return _gemma(reader, norms=4, qk_norm=False, pattern=2)
 
 
-_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
-
-
 def gemma3(reader: Reader) -> Model:
     """Gemma 3 text: four norms, query/key norms, five windowed layers to one full.
 
     Published files leave out what equals the defaults of transformers' Gemma3TextConfig.
     """
-    left_out = {key: value for key, value in _GEMMA3_DEFAULTS.items() if reader.config.get(key) is None}
-    stated = Reader({**reader.config, **left_out}, reader.name, reader.file)
-    stated.assumptions = [*reader.assumptions, *(f"{key} not stated: {n}" for key, n in left_out.items())]
-    reader = stated
+    reader = reader.with_defaults(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4)
     pattern = reader.layers("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return _gemma(reader, norms=4, qk_norm=True, pattern=pattern)
 

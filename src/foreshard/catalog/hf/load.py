@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from foreshard.catalog.hf import decoders, encoders, gpt, moe, open_decoders
 from foreshard.catalog.hf.reader import Reader
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.model import Model
 
 FAMILIES: dict[str, Callable[[Reader], Model]] = {
@@ -93,8 +92,7 @@ def _unknown(reader: Reader, model_type: str) -> SpecError:
         rule = f"It is {NOT_MODELLED[model_type]}"
         return reader.error("model_type", model_type, f"{model_type} is not modelled", rule)
     shown = model_type[:60]
-    near = difflib.get_close_matches(shown.lower(), FAMILIES, n=1)
-    fix = f"Did you mean {near[0]!r}?" if near else None
+    fix = did_you_mean(shown.lower(), FAMILIES)
     for key, part in reader.config.items():
         kind = part.get("model_type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in FAMILIES:

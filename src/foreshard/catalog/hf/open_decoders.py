@@ -9,14 +9,6 @@ from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model
 
 
-def _with(reader: Reader, **defaults: int) -> Reader:
-    """Return the reader with what the configuration leaves to transformers, each noted."""
-    left_out = {key: value for key, value in defaults.items() if key not in reader.config}
-    stated = Reader({**reader.config, **left_out}, reader.name, reader.file)
-    stated.assumptions = [*reader.assumptions, *(f"{key} not stated: {n}" for key, n in left_out.items())]
-    return stated
-
-
 def _alike(reader: Reader, sizes: dict[str, Any], **more: Any) -> Model:
     """Return a decoder of blocks that are all the same."""
     block = Block(**sizes, ffn=reader.size("intermediate_size"), gated=True, **more)
@@ -25,7 +17,7 @@ def _alike(reader: Reader, sizes: dict[str, Any], **more: Any) -> Model:
 
 def glm(reader: Reader) -> Model:
     """GLM-4: biases on query, key and value; the rotary part of a head has no parameters of its own."""
-    reader = _with(reader, num_key_value_heads=2)
+    reader = reader.with_defaults(num_key_value_heads=2)
     bias = reader.flag("attention_bias", True)
     return _alike(reader, attention_sizes(reader, head_dim=128), qkv_bias=bias)
 
@@ -68,7 +60,7 @@ def olmo3(reader: Reader) -> Model:
 
 def smollm3(reader: Reader) -> Model:
     """SmolLM3: layers without rotary positions slide, where windows are switched on."""
-    reader = _with(reader, num_key_value_heads=4)
+    reader = reader.with_defaults(num_key_value_heads=4)
     layers = reader.layers("num_hidden_layers")
     block = llama_block(reader)
     switched = reader.flag("use_sliding_window", False)
@@ -91,7 +83,7 @@ def _rotary_layers(reader: Reader, layers: int) -> list[int]:
 
 def stablelm(reader: Reader) -> Model:
     """StableLM: layer norms; of queries and keys a norm of each head; one norm where both parts read it."""
-    reader = _with(reader, num_key_value_heads=32)
+    reader = reader.with_defaults(num_key_value_heads=32)
     sizes = attention_sizes(reader)
     per_head, parallel = reader.flag("qk_layernorm", False), reader.flag("use_parallel_residual", False)
     scales = sizes["num_heads"] + sizes["num_kv_heads"]  # without biases; a block counts two with them

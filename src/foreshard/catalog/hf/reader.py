@@ -103,6 +103,13 @@ class Reader:
             raise self.error(key, _short(value), f"{_short(value)} is not an object", f"{key} is an object")
         return Reader(value, self.name, self.file)
 
+    def with_defaults(self, **defaults: int) -> Reader:
+        """Return the reader with what the configuration leaves to transformers, each noted."""
+        left_out = {key: value for key, value in defaults.items() if self.config.get(key) is None}
+        stated = Reader({**self.config, **left_out}, self.name, self.file)
+        stated.assumptions = [*self.assumptions, *(f"{key} not stated: {n}" for key, n in left_out.items())]
+        return stated
+
     def heads(self, hidden: int, *keys: str) -> int:
         """Return a number of heads that divides the hidden size."""
         heads = self.size(*keys)
