@@ -14,6 +14,7 @@ from foreshard.advise.advice import expert_changes, offered, partial_blocks, spl
 from foreshard.advise.change import Effect, effect, rank
 from foreshard.advise.request import Request, stated_degrees
 from foreshard.catalog.offers import Offers
+from foreshard.planner.nearest_change import shorter_sequences, smaller_optimizers
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Memory, Prediction
 
@@ -22,7 +23,6 @@ _MAX_NODES = 4096
 _SAID = 3
 _TRAINING = 2  # the tier that is tried even where an earlier one fits: a shorter sequence is often the answer
 _MILDEST_FIRST = ("seq", "nodes", "optimizer", "offload")  # of these the first that fits is the least change
-_SHORTEST = 1024
 _PART_WORDS = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -166,13 +166,12 @@ def _joined(changes: list[str]) -> Iterator[str]:
 
 
 def _other_training(plan: Plan, strong: list[str]) -> Iterator[str]:
-    """Yield what trains otherwise: 8-bit moments, then halved sequences, alone and with savers."""
+    """Yield what trains otherwise: smaller optimizers, then halved sequences, alone and with savers."""
     together = f",{','.join(strong)}" if strong else ""
-    if plan.optimizer == "adamw":
-        yield "optimizer=adamw-8bit"
-        yield f"optimizer=adamw-8bit{together}"
-    halved = [plan.seq_len >> i for i in range(1, 20) if plan.seq_len % 2**i == 0]
-    shorter = [seq_len for seq_len in halved if seq_len >= _SHORTEST]
+    for name in smaller_optimizers(plan.optimizer):
+        yield f"optimizer={name}"
+        yield f"optimizer={name}{together}"
+    shorter = list(shorter_sequences(plan.seq_len))
     yield from (f"seq={seq_len}" for seq_len in shorter)
     yield from (f"seq={seq_len}{together}" for seq_len in shorter)
 

@@ -239,22 +239,35 @@ def test_listed_templates_are_all_of_them(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_paths_by_loops_and_by_arrays_are_equal(seed):
+def test_the_cheapest_path_is_the_cheapest_of_all_pipelines(seed):
     pytest.importorskip("numba")
-    problem = random_problem(seed)
+    problem = replace(random_problem(seed), hop_s=np.zeros_like(random_problem(seed).hop_s))
     rng = np.random.default_rng(seed)
-    prices = rng.random(len(problem.counts))
+    duals, tails = rng.random(len(problem.counts)), problem.tail_of(2)
+    templates = every_template(problem)
     for family in problem.families:
-        limits = (float(rng.uniform(0.1, 1.0)), float(rng.uniform(1.0, 6.0)))
-        worth, longest = problem.takes @ prices, float(rng.uniform(0.2, 2.0))
-        tails = problem.tail_of(2)
-        stages = pricing.stages_of(problem, tails, family)
-        loops = pricing.path_among(problem, stages, worth, limits, longest)
-        arrays = pricing._path_of_arrays(problem, tails, worth, family, limits, longest)
-        assert (loops is None) == (arrays is None)
-        if loops is not None:
-            assert loops[0] == pytest.approx(arrays[0], rel=1e-12)
-            assert not template_faults(problem, pricing.template_of(loops[1]))
+        lower, upper = float(rng.uniform(0.1, 1.0)), float(rng.uniform(1.0, 6.0))
+        longest = float(rng.uniform(0.2, 2.0))
+        found = pricing.cheapest_path(problem, tails, duals, family, (lower, upper), longest)
+        times = problem.far_s if family.kind is None else problem.time_s
+        options = set(problem.options_of(family)[0].tolist())
+        costs = []
+        for template in templates:
+            spans = [(part.option, problem.types[part.start, part.stop]) for part in template]
+            within = family.kind is None or sum(problem.takes[o].sum() for o, _ in spans) <= min(
+                problem.domains[family.kind], problem.counts[family.kind]
+            )
+            stages = [times[span] for span in spans]
+            short = max(stages) <= upper and max(tails[span] for span in spans) <= longest
+            if within and short and options.issuperset(o for o, _ in spans):
+                filling = sum(stages) * family.micro_batch / lower
+                costs.append(filling + float(takes_of(problem, template) @ duals))
+        if found is not None:
+            assert not template_faults(replace(problem, counts=(99,) * len(problem.counts)), found[1])
+        if costs:
+            assert found is not None and found[0] <= min(costs) * (1 + 1e-12)
+            if np.all(takes_of(problem, found[1]) <= np.array(problem.counts)):
+                assert found[0] == pytest.approx(min(costs), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(60))

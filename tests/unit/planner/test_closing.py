@@ -11,10 +11,11 @@ from tests.unit.planner.test_brute_force import best_by_force, every_template, r
 
 from foreshard.planner.solver import solve as solving
 from foreshard.planner.solver.bound_raising import longest_step_s
-from foreshard.planner.solver.column_enumeration import ColumnEnumeration, room_for
+from foreshard.planner.solver.column_enumeration import ColumnEnumeration, memory_for
 from foreshard.planner.solver.integer_combination import combine
 from foreshard.planner.solver.problem import pace_of, tail_seconds, takes_of
 from foreshard.planner.solver.search_state import SearchState
+from foreshard.planner.solver.time_budget import ENDLESS
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -57,11 +58,10 @@ def test_no_option_takes_more_devices_than_there_are(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_contenders_hold_every_pipeline_worth_its_price(seed):
+def test_the_enumeration_holds_every_pipeline_of_a_plan(seed):
     problem = random_problem(seed)
-    room = room_for(problem)
-    if room is None:
-        pytest.skip("numba is not installed")
+    pytest.importorskip("numba")
+    memory = memory_for(problem)
     templates = every_template(problem)
     if not templates:
         return
@@ -70,30 +70,30 @@ def test_contenders_hold_every_pipeline_worth_its_price(seed):
     seconds = float(rng.uniform(1.0, 3.0)) * min(
         pace_of(problem, one).seconds(1) + tail_seconds(problem, one, number) for one in templates
     )
-    prices = rng.random(len(problem.counts)) * problem.global_batch / sum(problem.counts)
-    goal = (problem.global_batch - prices @ np.array(problem.counts)) / number
-    progress = SearchState(problem=problem, deadline=np.inf, target_gap=0.0)
-    contenders = ColumnEnumeration(
-        pricing=progress.pricing((number, number), prices),
+    duals = rng.random(len(problem.counts)) * problem.global_batch / sum(problem.counts)
+    dual = (problem.global_batch - duals @ np.array(problem.counts)) / number
+    state = SearchState(problem=problem, budget=ENDLESS, target_gap=0.0)
+    columns = ColumnEnumeration(
+        pricing=state.pricing((number, number), duals),
         seconds=seconds,
-        goal=goal,
+        pipeline_dual=dual,
         num_pipelines=number,
-        room=room,
-        deadline=np.inf,
+        memory=memory,
+        budget=ENDLESS,
     )
-    assert contenders.find_bargains() and contenders.find_all()
-    table = contenders.table()
-    listed = dict(zip(map(tuple, room.demands(table.codes).tolist()), table.samples, strict=True))
+    assert columns.list_negative() and columns.list_all()
+    table = columns.table()
+    listed = dict(zip(map(tuple, memory.demands(table.codes).tolist()), table.samples, strict=True))
     for one in templates:
         takes = takes_of(problem, one)
         samples = pace_of(problem, one).samples(seconds - tail_seconds(problem, one, number))
         samples = min(samples, problem.global_batch)
-        worth = goal + takes @ prices - samples
-        if samples > 0 and worth <= contenders.spare - 1e-6:
+        cost = dual + takes @ duals - samples
+        if samples > 0 and cost <= columns.allowance - 1e-6:
             assert listed[tuple(takes.tolist())] >= samples
     for at, row, samples, code in zip(table.at, table.row, table.samples, table.codes, strict=True):
-        template = contenders.template(int(at), int(row))
-        assert takes_of(problem, template).tolist() == room.demands(np.array([code]))[0].tolist()
+        template = columns.template(int(at), int(row))
+        assert takes_of(problem, template).tolist() == memory.demands(np.array([code]))[0].tolist()
         real = pace_of(problem, template).samples(seconds - tail_seconds(problem, template, number))
         assert samples >= min(real, problem.global_batch)
 

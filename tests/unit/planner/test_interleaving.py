@@ -13,7 +13,6 @@ from foreshard.planner.mixed.interleaving import (
     chunk_counts,
     in_rounds,
     interleaved,
-    interleaved_plans,
     scaled,
 )
 from foreshard.planner.mixed.search import INTERLEAVED
@@ -124,8 +123,6 @@ def test_only_what_the_framework_interleaves_and_blocks_alike():
     assert chunk_counts(asked()) == (4, 2)
     assert chunk_counts(asked(framework="megatron-deepspeed")) == ()
     assert chunk_counts(asked(model="deepseek-v2-lite")) == ()
-    request = asked(framework="megatron-deepspeed")
-    assert interleaved_plans(request, [(1.0, None)], lambda *_: None, 1e30) == []
 
 
 def test_the_space_of_several_settings_is_what_all_their_bounds_speak_of():

@@ -8,12 +8,13 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed import loading, phases, search
+from foreshard.planner.mixed import loading, search
 from foreshard.planner.mixed.found import MixedFound
 from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
+from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.work_bounds import work_bound
 
 MIXED = "1x4xa100-sxm-40gb+1x4xv100-sxm-16gb@100Gb/s"
@@ -38,7 +39,7 @@ def test_a_hasty_answer_is_a_plan_with_a_bound_that_says_so(monkeypatch, objecti
     def never(*arguments, **options):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(phases, "solve", never)
+    monkeypatch.setattr(ProblemSearch, "advance", never)
     found = plan(load_model("gpt2-xl"), load_cluster(MIXED), budget_s=0.3, objective=(objective,), **ASKED)
     best = found.plans[0].prediction.step_time_s
     assert 0.0 < found.lower_bound_step_time_s <= best and found.gap > 0.0
@@ -57,8 +58,8 @@ def test_a_part_of_a_long_search_is_not_hasty(monkeypatch):
 @pytest.mark.parametrize("cluster", [MIXED, "1x2xl4+2x2xt4+1x8xa100-sxm-40gb@10Gb/s"])
 def test_bounds_of_sets_by_the_prices_of_more_groups_hold(cluster):
     request = checked_request(load_model("gpt2-xl"), load_cluster(cluster), **ASKED)
-    found, sets = MixedFound(), node_sets(request)
+    found, sets = MixedFound(request=request), node_sets(request)
     for use in sets:
         own = work_bound(price_stages(request, use, by_domain=True))
-        assert 0.0 < found.work_s(request, use) <= own * (1 + 1e-9), use
+        assert 0.0 < found.work_s(use) <= own * (1 + 1e-9), use
     assert list(found.problems) == sets[:1]

@@ -9,8 +9,8 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed.found import MixedFound
 from foreshard.planner.mixed.node_sets import faster_by_s
+from foreshard.planner.mixed.search import MixedSearch
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request
 from foreshard.planner.solver.problem import (
@@ -94,8 +94,13 @@ def test_options_that_the_wider_set_lacks_leave_nothing_said(problems):
     assert faster_by_s(alone, replace(both, names=tuple(range(len(both.names))))) == np.inf
 
 
-def test_a_set_spoken_for_has_the_bound_of_the_wider_one_less_what_it_may_gain():
-    found = MixedFound(judged=[(5.0, None)], bounds=[4.0, 1.0, 3.9], spoken_for={1: (0, 0.5), 2: (0, 0.5)})
-    assert found.proven == [4.0, 3.5, 3.9]
-    found.bounds[0] = 7.0  # beyond the best plan nothing was proven
-    assert found.proven == [7.0, 4.5, 4.5]
+def test_a_covered_set_has_the_bound_of_the_wider_one_less_what_it_may_gain():
+    request = checked_request(load_model("gpt2-xl"), load_cluster(SLOWER), global_batch=64)
+    search = MixedSearch(request)
+    search.found.timed = [(5.0, None)]
+    for subspace, bound_s in zip(search.by_set, (4.0, 1.0, 3.9), strict=True):
+        subspace.floor_s = lambda bound_s=bound_s: bound_s
+    search._covered = {1: 0.5, 2: 0.5}
+    assert [search._set_bound_s(place) for place in range(3)] == [4.0, 3.5, 3.9]
+    search.by_set[0].floor_s = lambda: 7.0  # beyond the best plan nothing was proven
+    assert [search._set_bound_s(place) for place in range(3)] == [7.0, 4.5, 4.5]

@@ -255,7 +255,7 @@ def test_an_interrupt_before_any_plan_looks_for_no_change_that_fits(monkeypatch)
 
 
 def test_an_interrupt_keeps_the_changes_that_were_found_to_fit(monkeypatch):
-    from foreshard.planner import nearest_change
+    from foreshard.planner.grid import infeasible
 
     calls = []
 
@@ -265,7 +265,7 @@ def test_an_interrupt_keeps_the_changes_that_were_found_to_fit(monkeypatch):
             raise KeyboardInterrupt
         return len(calls) == 3
 
-    monkeypatch.setattr(nearest_change, "_fits", interrupted)
+    monkeypatch.setattr(infeasible, "_fits", interrupted)
     request = replace(_asked(), model=load_model("llama3.1-405b"))
     found = search_homogeneous(request)
     assert found.infeasible is not None and found.infeasible.fix.startswith("It fits with ")

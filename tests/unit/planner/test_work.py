@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.planner.solver.cuts import best_cuts
+from foreshard.planner.solver.hops import best_cuts
 from foreshard.planner.solver.problem import (
     Arrangement,
     Problem,

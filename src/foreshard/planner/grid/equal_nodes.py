@@ -12,10 +12,10 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import InfeasibleError, LimitError
 from foreshard.planner.grid.bounds import device_seconds_floor
 from foreshard.planner.grid.found import Found
+from foreshard.planner.grid.infeasible import infeasible
 from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.grid.search import search_rows
 from foreshard.planner.grid.space import SPACE, GridRequest
-from foreshard.planner.nearest_change import infeasible
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, Ranked

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from foreshard.errors import InfeasibleError
+from foreshard.planner.mixed.node_sets import node_sets
+from foreshard.planner.nearest_change import (
+    any_number_of_devices,
+    fitting_changes,
+    fix_of,
+    half_precision,
+    more_nodes_of_each,
+    other_optimizers,
+    other_sequences,
+)
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.solver.pricing import cheapest_path
 from foreshard.planner.solver.problem import Problem
-from foreshard.planner.solver.solve import solve
+from foreshard.planner.solver.solve import fewest_devices, solve
 
-_GROW = (2, 4, 8, 16, 32)
-_SHORTER = (2, 4, 8)
-_TRIED_S = 1.0
+_TRIAL_S = 1.0
+"""Seconds in which a search finds a pipeline that fits the devices of each kind, where there is one."""
 
 
 def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
@@ -28,70 +35,37 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
     sets : sequence of tuple of int
         Node groups that may train together, the largest set first.
     """
-    memory = sum(
-        request.cluster.nodes[g].num_devices * request.cluster.nodes[g].device.capacity_bytes for g in sets[0]
-    )
-    devices = sum(request.cluster.nodes[g].num_devices for g in sets[0])
-    joined = _joined_by_fp16(request, sets[0])
-    fix = (
-        "Use --dtype fp16, which all of them have"
-        if joined
-        else next(
-            (text for text, changed in _changes(request) if any(_fits(changed, use) for use in sets)), None
-        )
-    )
+    groups = [request.cluster.nodes[g] for g in sets[0]]
+    memory = sum(group.num_devices * group.device.capacity_bytes for group in groups) / 2**30
+    devices = sum(group.num_devices for group in groups)
     where = (
-        f"{devices} devices with {memory / 2**30:,.0f} GiB together"
+        f"{devices} devices with {memory:,.0f} GiB together"
         if devices > 1
-        else (f"the one device that may be used, with {memory / 2**30:,.0f} GiB")
+        else f"the one device that may be used, with {memory:,.0f} GiB"
     )
+    kinds = (half_precision, any_number_of_devices, other_optimizers, other_sequences, more_nodes_of_each)
+    found = fitting_changes((kind(request) for kind in kinds), _fits, most=1)
     return InfeasibleError(
         f"no pipeline of {request.model.name} fits {where}",
         key="memory",
-        value=f"{memory / 2**30:.0f} GiB",
+        value=f"{memory:.0f} GiB",
         rule="Every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
-        fix=fix or "Use devices with more memory, many more of them, or a smaller model",
+        fix=fix_of(found) or "Use devices with more memory, many more of them, or a smaller model",
     )
 
 
-def _joined_by_fp16(request: PlanRequest, use: tuple[int, ...]) -> bool:
-    """Return whether a pipeline fits when devices that lack the precision join in fp16."""
-    nodes = request.cluster.nodes
-    vendor = nodes[use[0]].device.vendor
-    able = [g for g, one in enumerate(nodes) if one.device.vendor == vendor and one.device.supports("fp16")]
-    if request.precision == "fp16" or len(able) <= len(use):
-        return False
-    return _fits(replace(request, precision="fp16"), tuple(able))
-
-
-def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield changes of the request, the least first."""
-    if request.max_devices is not None:
-        yield "Leave out --max-devices", replace(request, max_devices=None)
-    if request.optimizer == "adamw":
-        yield "Use --optimizer adamw-8bit", replace(request, optimizer="adamw-8bit")
-    for factor in _SHORTER:
-        if request.seq_len % factor == 0 and request.seq_len // factor >= 256:
-            text = f"Use --seq {request.seq_len // factor}"
-            yield text, replace(request, seq_len=request.seq_len // factor)
-    for factor in _GROW:
-        nodes = tuple(replace(group, count=group.count * factor) for group in request.cluster.nodes)
-        cluster = replace(request.cluster, nodes=nodes)
-        yield f"Use {factor} times as many nodes", replace(request, cluster=cluster)
-
-
-def _fits(request: PlanRequest, use: tuple[int, ...]) -> bool:
+def _fits(request: PlanRequest) -> bool:
     """Return whether a pipeline is found on the devices there are of each kind."""
-    problem = price_stages(request, use, every=True)
-    if least_devices(problem) > sum(problem.counts):
-        return False
-    return solve(problem, budget_s=_TRIED_S, target_gap=np.inf).arrangement is not None
+    for use in node_sets(request):
+        problem = price_stages(request, use, every=True)
+        if least_devices(problem) > sum(problem.counts):
+            continue
+        if solve(problem, budget_s=_TRIAL_S, target_gap=np.inf).arrangement is not None:
+            return True
+    return False
 
 
 def least_devices(problem: Problem) -> float:
     """Return the fewest devices a pipeline takes, inf where none fits."""
-    ones, none = np.ones(len(problem.counts)), np.zeros_like(problem.time_s)
-    sizes = np.unique(problem.micro_batch)
-    found = [cheapest_path(problem, none, ones, int(size), (1e12, 1e12), np.inf) for size in sizes]
-    return min((float(round(one[0])) for one in found if one), default=float("inf"))
+    return fewest_devices(problem, np.ones(len(problem.counts)))[0]

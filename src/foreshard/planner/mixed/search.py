@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from foreshard.errors import InfeasibleError
-from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.baselines.grid import Best
+from foreshard.planner.baselines.ordered import amp, hetpipe
+from foreshard.planner.baselines.pipedream import pipedream
+from foreshard.planner.mixed.found import WORTH, MixedFound, is_interleaved
 from foreshard.planner.mixed.infeasible import nothing_fits
-from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.node_sets import capped, node_sets
-from foreshard.planner.mixed.phases import (
-    QUICK,
-    is_closed,
-    offer_published,
-    rivals,
-    search_again,
-    search_apart,
-    search_interleaved,
-    search_one_domain,
-    search_roomier,
-    search_set,
+from foreshard.planner.mixed.interleaving import (
+    chunk_counts,
+    depths,
+    interleaved,
+    plans_in_chunks,
+    scaled,
 )
-from foreshard.planner.pricing.engine_times import predicted
+from foreshard.planner.mixed.loading import HASTE, is_hasty
+from foreshard.planner.mixed.node_sets import capped, faster_by_s, node_sets
+from foreshard.planner.mixed.subspaces import Subspace, next_subspace
+from foreshard.planner.pricing.engine_times import engine_shares, predicted
+from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_options import MOST_JOINED
-from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.pricing.stage_prices import price_stages, without
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult
+from foreshard.planner.solver.problem import Arrangement, Problem, faults, spread_factor
+from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
+from foreshard.predict.batch import domain_block
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -57,130 +59,406 @@ INTERLEAVED = (
 )
 """Of the space where an interleaved plan is chosen."""
 _SEARCHING = 0.88
-_FIRST = 0.5
-_ALONE = 0.6
-_APART = 0.5
-_LATER = 0.2
-_SLACK = 2.0
+"""Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _PROVEN = 0.01
 """Gap from which both bounds are told, where the chosen plan is interleaved."""
-_GAP = 0.15
-"""Gap above which plans are looked for again at less hopeful prices."""
+_COVERED = 0.001
+"""Part of a step by which fewer node groups may be faster and still need no search of their own."""
+_NEAREST = 4
+"""1f1b plans that are tried with chunks as they are."""
+_WEIGHT = 0.5
+"""Weight of each depth of interleaved pipelines beside the likelier one before it."""
+_ROOMIER = 4
+"""Searches with more memory left free, as long as no plan fits."""
+_ROOM = 1.5
+"""Times the memory that plans lack that is left free the next time."""
+_PUBLISHED_SLACK = 0.25
+"""Part by which plans of published planners may be slower than their best and still be timed."""
 
 
 def search_mixed(request: PlanRequest) -> PlanResult:
-    """Return the best plans on devices of several kinds, with a bound on every plan of the space.
+    """Return the best plans on devices of several kinds, with a bound on every plan of the space."""
+    search = MixedSearch(request)
+    if is_hasty(max(request.budget_s, request.overall_s)):
+        search.run_hastily()
+    if not search.found.timed:
+        search.run()
+    return search.result()
 
-    Every set of node groups is a problem of its own, since gradients join over the slowest link in use; sets
-    that cannot beat the best plan by computation alone are left out.
+
+class MixedSearch:
+    """The search of all subspaces of a request, and what comes of it.
+
+    Every set of node groups is a subspace, since gradients join over the slowest link in use; interleaved
+    plans of each depth are more, once there is a plan to say which depths are likely.
+
+    Parameters
+    ----------
+    request : PlanRequest
     """
-    started = time.perf_counter()
-    deadline = started + _SEARCHING * request.budget_s
-    found, notes = MixedFound(), _notes(request)
-    sets = node_sets(request)
-    price = request.objectives[0] != "time" or request.limits.max_usd is not None
-    hasty = is_hasty(max(request.budget_s, request.overall_s))
-    if hasty:
-        _until_stopped(found, offer_published, request, sets[0], found, deadline, some=QUICK)
-        hasty = found.interrupted = bool(found.judged)
-        notes += [HASTE] if hasty else []
-    if price and not hasty:
-        _until_stopped(found, search_one_domain, request, sets, found)
-    num_rivals = 0 if hasty else rivals(request, sets, found, every=price)
-    for i, use in enumerate(sets):
-        now = time.perf_counter()
-        # The first set has most devices; each later one as long as the others leave it.
-        alone = min(max(1.0 - _LATER * num_rivals, _FIRST), _ALONE)
-        share = alone if i == 0 else min(_SLACK / (len(sets) - i), 1.0)
-        if found.stopped or hasty:
-            found.bounds.append(found.work_s(request, use))
-            continue
-        _until_stopped(found, search_set, request, sets, found, now + share * (deadline - now), every=price)
-        if len(found.bounds) == i:
-            found.bounds.append(found.work_s(request, use))
-    _until_stopped(found, search_roomier, request, sets[0], found)
-    if not (price or hasty):
-        now = time.perf_counter()
-        share = 1.0 if is_closed(found) else _APART
-        _until_stopped(found, search_apart, request, sets[0], found, now + share * (deadline - now))
-        _until_stopped(found, search_again, found, request, deadline)
-    if not hasty:
-        _until_stopped(found, search_interleaved, request, sets, found, started, deadline)
-    above = found.best_s / max(min(found.proven), 1e-12) - 1.0
-    if not found.judged or (not hasty and (price or above > _GAP)):
-        _until_stopped(found, offer_published, request, sets[0], found, deadline)
-        _until_stopped(found, search_apart, request, sets[0], found, deadline)
-    predictions = _predictions(request, found, deadline)
-    plans, error = ranked(predictions, request.objectives, request.limits, request.top)
-    if not plans:
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.whole = TimeBudget.of(request.budget_s)
+        self.budget = self.whole.part(_SEARCHING)
+        self.found = MixedFound(request=request)
+        self.sets = node_sets(request)
+        self.by_price = request.objectives[0] != "time" or request.limits.max_usd is not None
+        self.stopped = False
+        self.notes = _notes(request)
+        self.by_set = [self._of_set(use) for use in self.sets]
+        self.roomier: list[Subspace] = []
+        self.others: list[Subspace] = []
+        self.interleaved_bounds: list[Subspace] = []
+        self._covered: dict[int, float] = {}
+        self._reserve_bytes = 0.0
+        self._depths: set[tuple[int, int]] = set()
+        self._tried: list[Plan] = []
+
+    def run(self) -> None:
+        """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
+        try:
+            self._open()
+            while not (self.budget.is_over and self.found.timed):
+                chosen, share = next_subspace(self._subspaces, self.found.best_s)
+                if chosen is None:
+                    break
+                had_plan = bool(self.found.timed)
+                chosen.advance(self.found, self.budget.part(share))
+                self._after(chosen, is_first=bool(self.found.timed) and not had_plan)
+            if self.by_price or not self.found.timed:
+                self._offer_published((hetpipe, amp, pipedream))
+        except KeyboardInterrupt:
+            for subspace in self._subspaces if not self.found.timed else ():
+                subspace.time_fresh(self.found, self.budget)
+            if not self.found.timed:
+                raise
+            self.stopped = True
+
+    def run_hastily(self) -> None:
+        """Ask planners that find a plan in tenths of a second and need no libraries."""
+        self._offer_published((hetpipe, amp))
+        if self.found.timed:
+            self.notes.append(HASTE)
+
+    @property
+    def _subspaces(self) -> list[Subspace]:
+        return [*reversed(self.roomier), *self.by_set, *self.others, *self.interleaved_bounds]
+
+    def _of_set(self, use: tuple[int, ...]) -> Subspace:
+        """Return the subspace of 1f1b plans on a set of node groups."""
+        floor: list[float] = []
+
+        def floor_s() -> float:
+            if not floor:
+                floor.append(self.found.work_s(use))
+            return floor[0]
+
+        return Subspace(
+            price=lambda: capped(self.found.problem(use), self.request.max_devices),
+            time_plans=self._time_plain,
+            floor_s=floor_s,
+            alone=self.by_price,
+        )
+
+    def _open(self) -> None:
+        """Add what is searched from the start beside the sets.
+
+        Where money counts, plans within one link domain of each kind, which are often the cheapest; else
+        plans whose gradient collectives are not at their best.
+        """
+        for use in self.sets if self.by_price else ():
+            if len(use) == 1:
+                block = domain_block(self.request.cluster.nodes[use[0]])
+                most = min(block, self.request.max_devices or block)
+                self.others.append(
+                    Subspace(
+                        price=partial(self._one_domain, use, most),
+                        time_plans=self._time_plain,
+                        floor_s=lambda: 0.0,
+                        has_bound=False,
+                        alone=True,
+                    )
+                )
+        if not self.by_price:
+            self.others.append(
+                Subspace(
+                    price=self._far_apart,
+                    time_plans=self._time_plain,
+                    floor_s=self._ideal_s,
+                    is_wanted=lambda: bool(self.found.timed),
+                    has_bound=False,
+                )
+            )
+
+    def _one_domain(self, use: tuple[int, ...], most: int) -> Problem:
+        return capped(price_stages(self.request, use, by_domain=True, every=True), most)
+
+    def _far_apart(self) -> Problem:
+        """Return the problem with gradient collectives not at their best, as most plans have them."""
+        priced = price_stages(self.request, self.sets[0], apart=True, every=True)
+        return capped(without(priced, lambda kind: kind.beside is not None), self.request.max_devices)
+
+    def _ideal_s(self) -> float:
+        """Return the step time that gradient collectives at their best would allow."""
+        return min((s.search.state.best_s for s in self.by_set if s.search), default=np.inf)
+
+    def _after(self, chosen: Subspace, *, is_first: bool) -> None:
+        """Draw the conclusions of a step: sets that are covered, more room in memory, interleaved plans."""
+        found = self.found
+        for subspace in self._subspaces if is_first else ():
+            subspace.is_closed = False  # a plan to beat lets searches go on that had given up
+        if chosen.search is not None and chosen.problem is not None and chosen in self.by_set:
+            place = self.by_set.index(chosen)
+            if place and chosen.search.ranges is None and self._is_covered(place):
+                chosen.is_closed = True
+        last = self.roomier[-1] if self.roomier else self.by_set[0]
+        lacking = chosen.lacks_memory(found.best_s) and np.isfinite(found.missing_bytes)
+        if chosen is last and lacking and len(self.roomier) < _ROOMIER:
+            self._add_roomier()
+        if found.timed and chunk_counts(self.request):
+            self._add_interleaved()
+
+    def _is_covered(self, place: int) -> bool:
+        """Return whether the bound of all node groups is nearly one of a set of fewer as well."""
+        whole, use = self.sets[0], self.sets[place]
+        if not set(use) <= set(whole) or self.request.max_devices is not None or self.by_price:
+            return False
+        more = self.found.problem(whole)
+        faster_s = faster_by_s(self.found.problem(use), more) * spread_factor(more, sum(more.counts))
+        if self.found.timed and faster_s <= _COVERED * self.found.best_s:
+            self._covered[place] = faster_s
+        return place in self._covered
+
+    def _add_roomier(self) -> None:
+        """Search with as much memory left free as plans so far lack.
+
+        The problem knows the buffers of no more than two stages and two pipelines; a plan may need more.
+        """
+        self._reserve_bytes += _ROOM * self.found.missing_bytes
+        reserve, self.found.missing_bytes = self._reserve_bytes, np.inf
+
+        def priced(reserve: float = reserve) -> Problem:
+            problem = price_stages(
+                self.request, self.sets[0], reserve_bytes=reserve, by_domain=True, every=True
+            )
+            return capped(problem, self.request.max_devices)
+
+        self.roomier.append(
+            Subspace(
+                price=priced, time_plans=self._time_plain, floor_s=self.by_set[0].floor_s, has_bound=False
+            )
+        )
+
+    def _add_interleaved(self) -> None:
+        """Try chunks on the best 1f1b plans, and add depths near theirs and the bounds that matter."""
+        request, found = self.request, self.found
+        for _, plan in found.plain(_NEAREST):
+            if any(plan is tried for tried in self._tried):
+                continue
+            self._tried.append(plan)
+            for chunks in chunk_counts(request):
+                made = interleaved(plan, chunks)
+                if made is not None:
+                    found.take_interleaved(made)
+        plain = found.plain(1)[0]
+        for place, (chunks, stages) in enumerate(depths(request, plain[1])):
+            if (chunks, stages) not in self._depths:
+                self._depths.add((chunks, stages))
+                self.others.append(
+                    Subspace(
+                        price=partial(self._interleaved, self.sets[0], chunks, stages),
+                        time_plans=partial(self._time_interleaved, chunks),
+                        floor_s=self.by_set[0].floor_s,
+                        has_bound=False,
+                        weight=_WEIGHT ** (place + 1),
+                        margin=WORTH if not found.is_interleaved else 0.0,
+                    )
+                )
+        if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
+            self.interleaved_bounds = [
+                Subspace(
+                    price=partial(self._interleaved, use, chunks),
+                    time_plans=partial(self._time_interleaved, chunks),
+                    floor_s=self.by_set[place].floor_s,
+                    is_wanted=lambda: found.is_interleaved,
+                    weight=1.0 / (len(self.sets) * len(chunk_counts(request))),
+                )
+                for chunks in chunk_counts(request)
+                for place, use in enumerate(self.sets)
+            ]
+
+    def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int | None = None) -> Problem:
+        """Return the problem of interleaved pipelines; with `stages`, as most plans have collectives."""
+        far = stages is not None
+        priced = price_stages(
+            self.request, use, every=True, chunks=chunks, stages=stages, apart=far, by_domain=not far
+        )
+        return scaled(capped(priced, self.request.max_devices), chunks, stages or 0)
+
+    def _time_plain(self, problem: Problem, arrangement: Arrangement) -> float:
+        """Time the plan of an arrangement, and with shares balanced by the times of its stages there."""
+        plan = plan_of(self.request, problem, arrangement)
+        if plan is None:
+            return np.inf
+        seconds = self.found.take(plan)
+        again = engine_shares(self.request, problem, arrangement, plan)
+        other = None if again is None else plan_of(self.request, problem, again)
+        return seconds if other is None else min(seconds, self.found.take(other))
+
+    def _time_interleaved(self, chunks: int, problem: Problem, arrangement: Arrangement) -> float:
+        plans = plans_in_chunks(self.request, problem, arrangement, chunks)
+        return min((self.found.take_interleaved(plan) for plan in plans), default=np.inf)
+
+    def _offer_published(self, planners: Sequence[Callable[..., object]]) -> None:
+        """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
+        problem = capped(self.found.problem(self.sets[0]), self.request.max_devices)
+        for planner in planners:
+            if self.found.timed and self.budget.is_over:
+                return
+            best = Best(problem=problem, slack=_PUBLISHED_SLACK)
+            planner(problem, best=best)
+            for _, arrangement in best.by_number.values():
+                plan = plan_of(self.request, problem, arrangement)
+                if plan is not None and not faults(problem, arrangement):
+                    self.found.take(plan)
+
+    def _set_bound_s(self, place: int) -> float:
+        """Return a step time that no 1f1b plan on a set of node groups beats."""
+        subspace = self.by_set[place]
+        if place in self._covered:
+            wider_s = min(self._set_bound_s(0), self.found.best_s)
+            return max(subspace.floor_s(), wider_s - self._covered[place])
+        problem, most = subspace.problem, self.request.max_devices
+        if problem is not None and most is not None and sum(problem.counts) >= most:
+            return work_bound(problem)  # fewer devices than there are can be chosen in other ways
+        return subspace.bound_s
+
+    @property
+    def _plain_bound_s(self) -> float:
+        """Return a step time that no 1f1b plan beats."""
+        return min(self._set_bound_s(place) for place in range(len(self.sets)))
+
+    @property
+    def _interleaved_bound_s(self) -> float:
+        """Return a step time that no plan beats whose pipelines of several stages are all interleaved."""
+        if not self.interleaved_bounds:
+            return min(subspace.floor_s() for subspace in self.by_set)
+        return min(subspace.bound_s for subspace in self.interleaved_bounds)
+
+    def result(self) -> PlanResult:
+        """Return plans in order, predicted by the engine asked for, and the bound."""
+        request, found = self.request, self.found
+        predictions = self._predictions()
+        plans, error = ranked(predictions, request.objectives, request.limits, request.top)
+        evaluated = sum(s.evaluated for s in self._subspaces) + len(found.timed)
+        pruned = sum(s.search is None for s in self.by_set)
+        pruned += sum(s.search.excluded for s in self.by_set if s.search)
+        open_ = any(
+            s.promise_s(found.best_s) > 0.0
+            for place, s in enumerate(self.by_set)
+            if place not in self._covered
+        )
+        interrupted = self.stopped or (bool(found.timed) and open_)
+        if not plans:
+            return PlanResult(
+                plans=(),
+                lower_bound_step_time_s=0.0,
+                gap=0.0,
+                binding="memory",
+                evaluated=evaluated,
+                pruned=pruned,
+                wall_s=request.budget_s - self.whole.left_s,
+                space=SPACE,
+                interrupted=interrupted,
+                stopped=self.stopped,
+                infeasible=self._none(),
+                notes=tuple(self.notes),
+            )
+        best = plans[0].prediction
+        bound, space = self._bound_s(), SPACE
+        if is_interleaved(plans[0].plan):
+            space = f"{SPACE}; {INTERLEAVED}"
+            if request.engine == "analytical":
+                bound = self._with_interleaved(bound, best.step_time_s)
+        first = self.by_set[0].search
         return PlanResult(
-            plans=(),
-            lower_bound_step_time_s=0.0,
-            gap=0.0,
-            binding="memory",
-            evaluated=found.evaluated,
-            pruned=found.pruned,
-            wall_s=time.perf_counter() - started,
-            space=SPACE,
-            interrupted=found.interrupted,
-            stopped=found.stopped,
-            infeasible=_none(request, found, sets),
-            notes=tuple(notes),
+            plans=plans,
+            lower_bound_step_time_s=min(bound, best.step_time_s),
+            gap=float(max(0.0, best.step_time_s / bound - 1.0)) if bound > 0 else np.inf,
+            binding=best.bottleneck,
+            evaluated=evaluated,
+            pruned=pruned,
+            wall_s=request.budget_s - self.whole.left_s,
+            space=space,
+            ladder={name: float(value) for name, value in (first.ladder if first else {}).items()}
+            | {"configuration": float(bound)},
+            interrupted=interrupted,
+            stopped=self.stopped,
+            infeasible=error,
+            notes=tuple(self.notes),
+            front=front_of(predictions, request.limits),
         )
-    bound = _bound(request, found, sets, notes)
-    if found.set_aside_s:
-        proven = plans[0].prediction.step_time_s / bound - 1.0
-        notes.append(
-            f"An interleaved plan would take {found.set_aside_s:.3g} s; it was set aside for one that is"
-            f" proven within {proven:.1%}, since its own gap is wide"
+
+    def _none(self) -> InfeasibleError:
+        """Return why there is no plan: nothing fits, or nothing was found though something may fit."""
+        if not np.isfinite(self._plain_bound_s):
+            return nothing_fits(self.request, self.sets)
+        return InfeasibleError(
+            "no plan was found; one may exist, or lie outside the space that is searched",
+            key="--budget-s",
+            value=self.request.budget_s,
+            rule=f"Searched were {SPACE}",
+            fix="Allow more seconds, or try degrees of your own with foreshard predict",
         )
-    best_s = plans[0].prediction.step_time_s
-    space = SPACE
-    if any(group.num_chunks > 1 for group in plans[0].plan.groups):
-        space = f"{SPACE}; {INTERLEAVED}"
-        if request.engine == "analytical":
-            bound = _with_interleaved(found, bound, best_s, notes)
-    return PlanResult(
-        plans=plans,
-        lower_bound_step_time_s=min(bound, best_s),
-        gap=max(0.0, best_s / bound - 1.0) if bound > 0 else np.inf,
-        binding=plans[0].prediction.bottleneck,
-        evaluated=found.evaluated + len(found.judged),
-        pruned=found.pruned,
-        wall_s=time.perf_counter() - started,
-        space=space,
-        ladder={name: float(value) for name, value in found.ladder.items()} | {"configuration": float(bound)},
-        interrupted=found.interrupted,
-        stopped=found.stopped,
-        infeasible=error,
-        notes=tuple(notes),
-        front=front_of(predictions, request.limits),
-    )
 
+    def _predictions(self) -> list[Prediction]:
+        """Return the predictions of the best plans, the best on each number of devices among them.
 
-def _until_stopped(found: MixedFound, search: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Run a part of the search; once there is a plan, Ctrl-C ends it and all parts that follow."""
-    if found.stopped and found.judged:
-        return
-    try:
-        search(*arguments, **options)
-    except KeyboardInterrupt:
-        if not found.judged:
-            raise
-        found.stopped = found.interrupted = True
+        Late, the fastest alone; where time is not to be small, as many as are shown, of least device-seconds.
+        """
+        request = self.request
+        order = sorted(self.found.timed, key=lambda timed: timed[0])
+        first: dict[int, tuple[float, Plan]] = {}
+        for seconds, plan in order:
+            first.setdefault(len(plan.ranks), (seconds * len(plan.ranks), plan))
+        frugal = [plan for _, plan in sorted(first.values(), key=lambda timed: timed[0])]
+        fastest, others = [plan for _, plan in order[: request.top]], order[request.top : 4 * request.top]
+        by_time = request.objectives[0] == "time"
+        wanted = [*fastest, *frugal] if by_time else [*frugal, *fastest]
+        wanted += [plan for _, plan in others]
+        least = 1 if by_time else request.top
+        made: list[Prediction] = []
+        seen: list[Plan] = []
+        for plan in wanted:
+            if plan in seen or (len(made) >= least and self.budget.is_over):
+                continue
+            seen.append(plan)
+            made.append(predicted(request, plan))
+            if len(made) >= 2 * request.top + len(first):
+                break
+        return made
 
+    def _bound_s(self) -> float:
+        """Return a step time that no 1f1b plan beats, by the engine asked for."""
+        if self.request.engine == "analytical":
+            return self._plain_bound_s
+        self.notes.append(
+            f"The bound for engine {self.request.engine} is that of computation alone, spread over all "
+            "devices: it overlaps messages that the analytical engine adds"
+        )
+        priced = (price_stages(self.request, use, compute_only=True, every=True) for use in self.sets)
+        return min(work_bound(capped(problem, self.request.max_devices)) for problem in priced)
 
-def _none(request: PlanRequest, found: MixedFound, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
-    """Return why there is no plan: nothing fits, or nothing was found though something may fit."""
-    if not np.isfinite(min(found.proven, default=np.inf)):
-        return nothing_fits(request, sets)
-    return InfeasibleError(
-        "no plan was found; one may exist, or lie outside the space that is searched",
-        key="--budget-s",
-        value=request.budget_s,
-        rule=f"Searched were {SPACE}",
-        fix="Allow more seconds, or try degrees of your own with foreshard predict",
-    )
+    def _with_interleaved(self, bound: float, best_s: float) -> float:
+        """Return the bound on interleaved plans as well, and note both where they leave a gap."""
+        interleaved_s = self._interleaved_bound_s
+        if best_s > min(bound, interleaved_s) * (1.0 + _PROVEN):
+            self.notes.append(
+                f"The chosen plan is interleaved: no 1f1b plan takes less than {bound:.3g} s, and none"
+                f" interleaved throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s"
+            )
+        return min(bound, interleaved_s)
 
 
 def _notes(request: PlanRequest) -> list[str]:
@@ -194,56 +472,3 @@ def _notes(request: PlanRequest) -> list[str]:
     if len(vendors) > 1:
         notes.append(f"No collective joins devices of {' and '.join(vendors)}: each vendor was planned alone")
     return notes
-
-
-def _with_interleaved(found: MixedFound, bound: float, best_s: float, notes: list[str]) -> float:
-    """Return the bound on interleaved plans as well, and say how much of a gap they leave."""
-    whole = min(bound, found.interleaved_s)
-    if best_s > whole * (1.0 + _PROVEN):
-        notes.append(
-            f"The chosen plan is interleaved: no 1f1b plan takes less than {bound:.3g} s, and none"
-            f" interleaved throughout, with 2 or 4 chunks, less than {found.interleaved_s:.3g} s"
-        )
-    return whole
-
-
-def _predictions(request: PlanRequest, found: MixedFound, deadline: float) -> list[Prediction]:
-    """Return the predictions of the best plans that fit, the best on each number of devices among them.
-
-    Late, the fastest alone; where time is not to be small, as many as are shown, of least device-seconds.
-    """
-    order = sorted(found.judged, key=lambda one: one[0])
-    first: dict[int, tuple[float, Plan]] = {}
-    for seconds, plan in order:
-        first.setdefault(len(plan.ranks), (seconds * len(plan.ranks), plan))
-    frugal = [plan for _, plan in sorted(first.values(), key=lambda one: one[0])]
-    fastest, others = [plan for _, plan in order[: request.top]], order[request.top : 4 * request.top]
-    by_time = request.objectives[0] == "time"
-    wanted = [*fastest, *frugal] if by_time else [*frugal, *fastest]
-    wanted += [plan for _, plan in others]
-    least = 1 if by_time else request.top
-    made: list[Prediction] = []
-    seen: list[Plan] = []
-    for plan in wanted:
-        if plan in seen or (len(made) >= least and time.perf_counter() > deadline):
-            continue
-        seen.append(plan)
-        made.append(predicted(request, plan))
-        if len(made) >= 2 * request.top + len(first):
-            break
-    return made
-
-
-def _bound(
-    request: PlanRequest, found: MixedFound, sets: Sequence[tuple[int, ...]], notes: list[str]
-) -> float:
-    """Return a step time that no plan of the space beats, by the engine asked for."""
-    bound = min(found.proven, default=0.0)
-    if request.engine == "analytical":
-        return bound
-    notes.append(
-        f"The bound for engine {request.engine} is that of computation alone, spread over all devices: it "
-        "overlaps messages that the analytical engine adds"
-    )
-    priced = (price_stages(request, use, compute_only=True, every=True) for use in sets)
-    return min(work_bound(capped(problem, request.max_devices)) for problem in priced)

@@ -29,7 +29,7 @@ def engine_seconds(request: PlanRequest, plans: Sequence[Plan]) -> list[float]:
     return made
 
 
-def short_bytes(request: PlanRequest, plan: Plan) -> float:
+def missing_bytes(request: PlanRequest, plan: Plan) -> float:
     """Return by how much the fullest rank is over its device, 0 where the plan fits."""
     case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
     memory = plan_memory(case)[0]
@@ -41,21 +41,26 @@ def _steps(request: PlanRequest, plan: Plan) -> StepTimes:
     return step_times(build_batch([case], request.constants))
 
 
-def engine_shares(
-    request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan
-) -> Arrangement | None:
-    """Return an arrangement with shares balanced over the tails that its plan really has, None if unchanged.
+def engine_tails(request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan) -> list[float]:
+    """Return the tail of each pipeline of an arrangement on the ranks of its plan, seconds.
 
     The problem takes tails at their best; on concrete ranks pipelines differ in what they lose to that.
     """
     step = _steps(request, plan)
     factor = spread_factor(problem, len(plan.ranks))
-    paces = [pace_of(problem, template) for template in arrangement.templates]
-    tails = [
-        max(0.0, float(total) / factor - pace.seconds(share))
-        for total, pace, share in zip(step.total, paces, arrangement.shares, strict=True)
+    return [
+        max(0.0, float(total) / factor - pace_of(problem, template).seconds(share))
+        for total, template, share in zip(step.total, arrangement.templates, arrangement.shares, strict=True)
     ]
-    shares = balance(paces, tails, problem.global_batch)
+
+
+def engine_shares(
+    request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan
+) -> Arrangement | None:
+    """Return an arrangement with shares balanced over the tails of its plan, None if unchanged."""
+    tails = engine_tails(request, problem, arrangement, plan)
+    rates = [pace_of(problem, template) for template in arrangement.templates]
+    shares = balance(rates, tails, problem.global_batch)
     if shares is None or shares == arrangement.shares:
         return None
     return replace(arrangement, shares=shares)

@@ -1,13 +1,13 @@
-"""All pipelines that a plan of some seconds can be made of, the best of each demand for devices.
+"""All pipelines that a plan of some seconds can consist of, the best of each demand for devices.
 
-At the right prices hardly any pipeline is worth the devices it takes; a plan that gets through the batch in
-time consists of those that are, all but a little that the others make up for. So few are left that whole
-numbers of them can be tried out (`combination`): where none reaches the batch, no plan takes that time.
+At good duals hardly any pipeline has a negative reduced cost. The reduced costs of the pipelines of a plan
+that processes the batch in time sum to no more than zero, so few pipelines are left that whole numbers of
+them can be tried out (`integer_combination`): where none processes the batch, no plan takes that time.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,8 +16,8 @@ import numpy as np
 
 from foreshard.planner.solver.compiled import compiled
 from foreshard.planner.solver.pricing import (
-    LayerBox,
     Path,
+    PipelineBox,
     PricedStages,
     Pricing,
     same_limits,
@@ -25,21 +25,25 @@ from foreshard.planner.solver.pricing import (
     template_of,
 )
 from foreshard.planner.solver.problem import PipelineFamily, Problem, Template
+from foreshard.planner.solver.time_budget import TimeBudget
 
-_LOOSE = 0.5
-"""Samples by which a box may flatter its own pipeline before its pipelines are listed."""
-_WIDTH = 1.01
+_SLACK = 0.5
+"""Samples that the bound of a box may have of slack on its own pipeline when its pipelines are listed."""
+_NARROW = 1.01
+"""Ratio of a box's longest to shortest slowest stage from which on it is listed whatever its slack."""
 _LABELS = 400_000
-_GRID = 8_000_000
-"""Most demands of devices that are told apart."""
+"""Labels of the path search: 20 MB; where they do not do, an enumeration takes longer than it is worth."""
+_DEMANDS = 8_000_000
+"""Most demands for devices that are told apart: 32 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """Stages of a family whose ranks round up to `grain` at most, for the loops of `_labels`.
+class StageChoices:
+    """Stages of a family whose ranks round up to `grain` samples at most, for the loops of `label_kernel`.
 
-    classes : of equal demand, by stage; class_takes : devices of each, shape (classes, kinds); most : devices
-    of each kind that a pipeline may take
+    classes : of equal demand, by stage
+    class_takes : devices of each class, shape (classes, kinds)
+    most : devices of each kind that a pipeline may take
     """
 
     stages: PricedStages
@@ -50,13 +54,15 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class BoxColumns:
     """Pipelines of a box, the best of each demand.
 
-    codes : the demands; samples : no fewer than each gets through; options, stops : of their stages
+    codes : the demands
+    samples : no fewer than each processes
+    options, stops : of their stages
     """
 
-    box: LayerBox
+    box: PipelineBox
     codes: np.ndarray
     samples: np.ndarray
     options: np.ndarray
@@ -65,142 +71,128 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelTable:
-    """Of each demand the contender that may get through most, arrays of shape (demands,).
+    """Of each demand the pipeline that may process most, arrays of shape (demands,).
 
-    worth : how much more it costs than that; at, row : which list it is in, and where
+    reduced_cost : dual price of its devices and of a pipeline, less its samples
+    at, row : which box it is listed for, and where
     """
 
     codes: np.ndarray
     samples: np.ndarray
-    worth: np.ndarray
+    reduced_cost: np.ndarray
     at: np.ndarray
     row: np.ndarray
 
 
 @dataclass(slots=True, kw_only=True)
 class ColumnEnumeration:
-    """Pipelines that may be part of a plan of `seconds`, with upper bounds on what they get through.
+    """Pipelines that may be part of a plan of `seconds`, with upper bounds on the samples they process.
 
     Parameters
     ----------
     pricing : Pricing
-        Fresh; its prices decide how many pipelines there are to list.
-    seconds, goal : float
-        A plan of n pipelines that gets through the batch in `seconds` has n pipelines whose prices sum to no
-        more than what they get through less n times the goal.
+        Its duals decide how many pipelines there are to list.
+    seconds : float
+    pipeline_dual : float, samples
+        The reduced costs of the pipelines of a plan that processes the batch in `seconds` sum to no more
+        than zero.
     num_pipelines : int
-        At most.
-    room : Room
-    deadline : float
-    whole : bool
-        Whether all that was to be listed is.
+        At most, in a plan.
+    memory : LabelMemory
+    budget : TimeBudget
     """
 
     pricing: Pricing
     seconds: float
-    goal: float
+    pipeline_dual: float
     num_pipelines: int
-    room: Room
-    deadline: float
-    listed: list[Listed] = field(default_factory=list)
-    short: float = 0.0
-    whole: bool = True
+    memory: LabelMemory
+    budget: TimeBudget
+    listed: list[BoxColumns] = field(default_factory=list)
+    least_reduced_cost: float = 0.0
 
-    def worth(self, codes: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Return how much more than the samples beyond the goal pipelines cost; negative for a bargain."""
-        return self.goal + self.room.demands(codes) @ self.pricing.prices - samples
+    def reduced_cost(self, codes: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """Return the reduced cost of pipelines of some demands and samples."""
+        return self.pipeline_dual + self.memory.demands(codes) @ self.pricing.duals - samples
 
     @property
-    def spare(self) -> float:
-        """Return how much more than its worth a pipeline may cost: what all others can make up for."""
-        return (self.num_pipelines - 1) * -self.short
+    def allowance(self) -> float:
+        """Return the highest reduced cost in a plan: what all its other pipelines can make up for."""
+        return (self.num_pipelines - 1) * -self.least_reduced_cost
 
-    def find_bargains(self) -> bool:
-        """List the pipelines that cost no more than they are worth: a plan has one of them at least.
+    def list_negative(self) -> bool:
+        """List the pipelines of no positive reduced cost: a plan has one of them at least.
 
         Returns False when there are too many or the time is up.
         """
         if not self.pricing.boxes:
             self.pricing.start()
-        self.short, self.listed = 0.0, []
-        self.whole = self._work_off(list(self.pricing.boxes.values()))
-        self.short = self._best_bargain()
-        return self.whole
+        self.least_reduced_cost, self.listed = 0.0, []
+        complete = self._list_boxes(list(self.pricing.boxes.values()))
+        least = (float(self.reduced_cost(one.codes, one.samples).min()) for one in self.listed)
+        self.least_reduced_cost = min(0.0, min(least, default=0.0))
+        return complete
 
-    def sharpen(self, at: int, row: int) -> bool:
-        """Find bargains anew in the parts of a box that flatters one; return False when there are none.
-
-        What is `short` then allows for fewer contenders. Out of time, the list is no longer `whole`.
-        """
-        self.short = 0.0
-        refined = self.refine(at, row)
-        self.short = self._best_bargain()
-        return refined
-
-    def _best_bargain(self) -> float:
-        bargains = (float(self.worth(one.codes, one.samples).min()) for one in self.listed)
-        return min(0.0, min(bargains, default=0.0))
-
-    def find_all(self) -> bool:
-        """List besides what the best bargains can make up for; return False as :meth:`find_bargains`."""
-        if self.spare <= 0.0 or not self.listed:
+    def list_all(self) -> bool:
+        """List all that a plan can have beside the pipelines of least reduced cost; False as above."""
+        if self.allowance <= 0.0 or not self.listed:
             return True
         self.listed = []
-        return self._work_off(list(self.pricing.boxes.values()))
+        return self._list_boxes(list(self.pricing.boxes.values()))
 
     def refine(self, at: int, row: int) -> bool:
-        """List the parts of a box instead, which say more of one of its pipelines; False when none do."""
+        """List the parts of a box in its place, which say more of a pipeline; False when none do."""
         box = self.listed[at].box
         parts = self.pricing.apart(box, self.path(at, row), self.seconds)
         if not parts or any(same_limits(part, box) for part in parts):
             return False
         self.listed = [one for one in self.listed if one.box is not box]
-        self.whole = self._work_off(parts, wide=False)
-        return self.whole
+        return self._list_boxes(parts, split=False)
 
-    def _work_off(self, boxes: list[LayerBox], *, wide: bool = True) -> bool:
-        """List the boxes that may hold contenders; wide ones in parts that are tight enough."""
-        pending = [box for box in boxes if self._bargain(box) <= self.spare + 1e-9]
+    def _list_boxes(self, boxes: list[PipelineBox], *, split: bool = True) -> bool:
+        """List the boxes that may hold pipelines of a plan, after splitting those with slack."""
+        pending = [box for box in boxes if self._least_cost(box) <= self.allowance + 1e-9]
         done = 0
         while pending:
             box = pending.pop()
             done += 1
-            if done % 16 == 0 and time.perf_counter() > self.deadline:
+            if done % 16 == 0 and self.budget.is_over:
                 return False
-            if wide and not self._is_tight(box):
-                parts = self.pricing.parts(box, self.goal)
+            if split and not self._is_tight(box):
+                parts = self.pricing.parts(box, self.pipeline_dual)
                 if not any(same_limits(part, box) for part in parts):
-                    pending += [part for part in parts if self._bargain(part) <= self.spare + 1e-9]
+                    pending += [part for part in parts if self._least_cost(part) <= self.allowance + 1e-9]
                     continue
                 box = next(part for part in parts if same_limits(part, box))
-            found = self._list(box)
+            found = self._columns_of(box)
             if found is None:
                 return False
             self.listed += found
         return True
 
-    def _reach(self, box: LayerBox) -> float:
-        """Return the samples that a pipeline of a box which loses none to filling gets through at most."""
+    def _reach(self, box: PipelineBox) -> float:
+        """Return the samples that a pipeline of a box processes at most, if it loses none to filling."""
         return box.family.micro_batch * ((self.seconds - box.tail_s[0]) / box.bottleneck_s[0] + 1.0)
 
-    def _bargain(self, box: LayerBox) -> float:
-        return self.goal + box.cost - self._reach(box)
+    def _least_cost(self, box: PipelineBox) -> float:
+        """Return a reduced cost that no pipeline of a box is below."""
+        return self.pipeline_dual + box.cost - self._reach(box)
 
-    def _is_tight(self, box: LayerBox) -> bool:
+    def _is_tight(self, box: PipelineBox) -> bool:
         least, most = box.bottleneck_s
         own, tail = self.pricing.extremes(box.family, box.path)
         rate = box.family.micro_batch / least
-        loose = self._reach(box) * (1.0 - least / own) + rate * (tail - box.tail_s[0])
-        narrow = most < least * _WIDTH and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
-        return narrow or loose < _LOOSE
+        slack = self._reach(box) * (1.0 - least / own) + rate * (tail - box.tail_s[0])
+        narrow = most < least * _NARROW and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
+        return narrow or slack < _SLACK
 
-    def _list(self, box: LayerBox) -> list[Listed] | None:
-        """Return the pipelines of a box that may contend, by grain; None when there are too many."""
-        problem = self.pricing.problem
+    def _columns_of(self, box: PipelineBox) -> list[BoxColumns] | None:
+        """Return the pipelines of a box that may be in a plan, by grain; None when there are too many."""
+        problem, memory = self.pricing.problem, self.memory
         found = []
-        for choices in self.room.choices(self.pricing, box.family):
+        for choices in memory.choices(self.pricing, box.family):
             stages = choices.stages
-            number, codes, samples, options, stops = _compiled()(
+            number, codes, samples, options, stops = _label_paths()(
                 stages.types,
                 stages.options,
                 stages.times_s,
@@ -208,8 +200,8 @@ class ColumnEnumeration:
                 stages.rooms,
                 choices.classes,
                 choices.class_takes,
-                self.pricing.prices,
-                self.room.counts,
+                self.pricing.duals,
+                memory.counts,
                 choices.most,
                 box.family.micro_batch / box.bottleneck_s[0],
                 box.bottleneck_s[1] * (1 + 1e-12),
@@ -218,60 +210,60 @@ class ColumnEnumeration:
                 problem.bands,
                 problem.lengths,
                 self._reach(box),
-                self.spare - self.goal + 1e-9,
+                self.allowance - self.pipeline_dual + 1e-9,
                 float(box.family.micro_batch),
                 float(choices.grain),
                 float(problem.global_batch),
-                self.room.slot,
-                self.room.pool,
+                memory.slot,
+                memory.pool,
             )
             self.pricing.solved += 1
             if number < 0:
                 return None
             if number:
-                found.append(Listed(box=box, codes=codes, samples=samples, options=options, stops=stops))
+                found.append(BoxColumns(box=box, codes=codes, samples=samples, options=options, stops=stops))
         return found
 
     def table(self) -> LabelTable:
-        """Return the contenders, one of each demand."""
+        """Return the listed pipelines that may be in a plan, one of each demand."""
         sizes = [len(one.codes) for one in self.listed]
         codes = np.concatenate([np.empty(0, dtype=np.int64), *(one.codes for one in self.listed)])
         samples = np.concatenate([np.empty(0), *(one.samples for one in self.listed)])
         at = np.repeat(np.arange(len(sizes)), sizes)
         row = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes).astype(int)
-        worth = self.worth(codes, samples)
-        kept = np.flatnonzero(worth <= self.spare + 1e-9)
+        cost = self.reduced_cost(codes, samples)
+        kept = np.flatnonzero(cost <= self.allowance + 1e-9)
         order = kept[np.lexsort((-samples[kept], codes[kept]))]
         first = np.ones(len(order), dtype=bool)
         first[1:] = np.diff(codes[order]) > 0
         best = order[first]
         return LabelTable(
-            codes=codes[best], samples=samples[best], worth=worth[best], at=at[best], row=row[best]
+            codes=codes[best], samples=samples[best], reduced_cost=cost[best], at=at[best], row=row[best]
         )
 
     def path(self, at: int, row: int) -> Path:
-        """Return the stages of a pipeline of a list."""
+        """Return the stages of a listed pipeline."""
         options, stops = self.listed[at].options[row], self.listed[at].stops[row]
         depth = int((options >= 0).sum())
         return tuple(options[:depth].tolist()), tuple(stops[:depth].tolist())
 
     def template(self, at: int, row: int) -> Template:
-        """Return a pipeline of a list."""
+        """Return a listed pipeline."""
         return template_of(self.path(at, row))
 
 
 @dataclass(slots=True)
-class Room:
-    """Memory of the loops, and what they choose from, kept from one question to the next."""
+class LabelMemory:
+    """Arrays that the loops work in, and the stages they choose from, kept between enumerations."""
 
     problem: Problem
     counts: np.ndarray = field(init=False)
     slot: np.ndarray = field(init=False)
     pool: tuple[np.ndarray, ...] = field(init=False)
-    _choices: dict[tuple[tuple[int, int], PipelineFamily], list[Choices]] = field(default_factory=dict)
+    _choices: dict[tuple[tuple[int, int], PipelineFamily], list[StageChoices]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make room for labels and for every demand."""
+        """Allocate labels, and a slot for every demand."""
         self.counts = np.array(self.problem.counts, dtype=np.int64)
         self.slot = np.full(int(np.prod(self.counts + 1)), -1, dtype=np.int32)
         whole, real = np.empty((5, _LABELS), dtype=np.int64), np.empty(_LABELS)
@@ -282,31 +274,31 @@ class Room:
         radix = np.concatenate([[1], np.cumprod(self.counts[:-1] + 1)])
         return (codes[:, None] // radix) % (self.counts + 1)
 
-    def choices(self, pricing: Pricing, family: PipelineFamily) -> list[Choices]:
+    def choices(self, pricing: Pricing, family: PipelineFamily) -> list[StageChoices]:
         """Return the stages of a family by the grain of its pipelines."""
         key = pricing.pipelines, family
         if key not in self._choices:
             options = self.problem.options_of(family)[0]
             grains = np.unique(self.problem.grain[options]).tolist()
             made = [_choices_of(self.problem, pricing.tails[family], family, int(grain)) for grain in grains]
-            self._choices[key] = [one for one in made if len(one.stages.types)]
+            self._choices[key] = [choices for choices in made if len(choices.stages.types)]
         return self._choices[key]
 
 
-def room_for(problem: Problem) -> Room | None:
-    """Return room to list the contenders of a problem, None without numba or where demands are too many."""
-    if _compiled() is None or float(np.prod(np.array(problem.counts) + 1.0)) > _GRID:
+def memory_for(problem: Problem) -> LabelMemory | None:
+    """Return memory to enumerate the pipelines of a problem, None where demands are too many."""
+    if float(np.prod(np.array(problem.counts) + 1.0)) > _DEMANDS:
         return None
-    return Room(problem)
+    return LabelMemory(problem)
 
 
-def _choices_of(problem: Problem, tail_s: np.ndarray, family: PipelineFamily, grain: int) -> Choices:
+def _choices_of(problem: Problem, tail_s: np.ndarray, family: PipelineFamily, grain: int) -> StageChoices:
     stages = stages_of(problem, tail_s, family, grain)
     takes, classes = np.unique(problem.takes[stages.options], axis=0, return_inverse=True)
     most = np.array(problem.counts, dtype=np.int64)
     if family.kind is not None:
         most = np.where(np.arange(len(most)) == family.kind, stages.limit, 0)
-    return Choices(
+    return StageChoices(
         stages=stages,
         classes=np.ravel(classes).astype(np.int64),
         class_takes=takes.astype(np.int64),
@@ -316,8 +308,8 @@ def _choices_of(problem: Problem, tail_s: np.ndarray, family: PipelineFamily, gr
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Any:
-    """Return the loops compiled, None without numba."""
+def _label_paths() -> Callable[..., Any]:
+    """Return the loops, compiled when they are first needed."""
     from foreshard.planner.solver.label_kernel import label_paths
 
     return compiled(label_paths)

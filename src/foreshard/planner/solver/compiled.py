@@ -1,22 +1,35 @@
-"""Loops that numba compiles where it is installed, and that Ctrl-C ends as it ends anything else."""
+"""Compilation of loops by numba, with Ctrl-C raised as KeyboardInterrupt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from foreshard.errors import ExtraMissingError
 
-def compiled(loops: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a function compiled, to be kept by the caller; None without numba."""
+
+def compiled(loops: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled; the caller keeps it.
+
+    Raises
+    ------
+    ExtraMissingError
+        Without numba.
+    """
     try:
         import numba
     except ImportError:
-        return None
+        raise ExtraMissingError(
+            "planning mixed devices needs numba",
+            key="numba",
+            rule="It ships with the extra `plan`",
+            fix="pip install 'foreshard[plan]'",
+        ) from None
     return stoppable(numba.njit(cache=True, nogil=True)(loops))
 
 
 def stoppable(loops: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with Ctrl-C raised as such; compiled, it hides it as the cause of a SystemError."""
+    """Return the function with Ctrl-C raised as such; compiled code makes it the cause of a SystemError."""
 
     def call(*arguments: Any) -> Any:
         try:

@@ -1,53 +1,43 @@
-"""What devices are worth to a plan of some seconds, by a linear program over the pipelines so far."""
+"""Duals of the configuration program: what a device of each kind is worth to a step of some seconds."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
 from foreshard.planner.solver.pipeline_mix import fractional_mix
-from foreshard.planner.solver.problem import Problem, Template, takes_of
+from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.search_state import SearchState
 
-_KEPT = 96
-_ALIKE = 3
+_NEWTON_STEPS = 12
+"""Steps towards the time in which the columns process the batch; samples are concave in time."""
 
 
-def goal_of(problem: Problem, prices: np.ndarray, pipelines: tuple[int, int]) -> float:
-    """Return the samples less prices that every pipeline must stay below for the batch to be out of reach."""
-    left = problem.global_batch - float(prices @ np.array(problem.counts))
+def pipeline_dual(problem: Problem, duals: np.ndarray, pipelines: tuple[int, int]) -> float:
+    """Return the dual of the number of pipelines, in samples.
+
+    If every pipeline processes fewer samples than its devices are worth plus this, no mix of them processes
+    the batch.
+    """
+    left = problem.global_batch - float(duals @ np.array(problem.counts))
     return left / (pipelines[1] if left > 0 else pipelines[0])
 
 
-def priced(progress: SearchState, pipelines: tuple[int, int], low: float) -> tuple[float, np.ndarray] | None:
-    """Return the time in which fractions of the columns get through the batch, and the prices then."""
-    problem = progress.problem
-    table = progress.table()
+def duals_at(state: SearchState, pipelines: tuple[int, int], low_s: float) -> tuple[float, np.ndarray] | None:
+    """Return the step time in which fractions of the columns process the batch, and the duals there."""
+    problem = state.problem
+    table = state.table()
     tails = table.tails_s(pipelines[0])
-    seconds, high, prices = low, np.inf, np.zeros(len(problem.counts))
-    for _ in range(12):
+    seconds, high, duals = low_s, np.inf, np.zeros(len(problem.counts))
+    for _ in range(_NEWTON_STEPS):
         samples = table.samples(seconds - tails)
         mix = fractional_mix(table.takes, samples, problem.counts, pipelines)
         if mix is None:
             return None
+        duals = mix.device_duals
         if mix.samples >= problem.global_batch:
-            high, prices = seconds, mix.device_prices
+            high = seconds
             break
         gain = float((table.rate * (samples > 0)) @ mix.counts)
         short = problem.global_batch - mix.samples
         seconds += max(short / gain if gain > 0 else seconds, 1e-4 * seconds)
-        prices = mix.device_prices
-    return min(high, seconds), prices
-
-
-def varied(problem: Problem, templates: Sequence[Template]) -> list[Template]:
-    """Return the first few pipelines of each demand for devices, best first."""
-    seen: dict[tuple[int, ...], int] = {}
-    kept: list[Template] = []
-    for one in templates:
-        key = (*takes_of(problem, one).tolist(), int(problem.micro_batch[one[0].option]))
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] <= _ALIKE and len(kept) < _KEPT:
-            kept.append(one)
-    return kept
+    return min(high, seconds), duals

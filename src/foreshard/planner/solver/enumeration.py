@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +20,7 @@ from foreshard.planner.solver.problem import (
     takes_of,
 )
 from foreshard.planner.solver.shares import balance
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 MOST_TEMPLATES = 20_000
 _TIGHT = 1e-9
@@ -30,7 +30,7 @@ _LOOKED = 512
 
 
 def all_templates(
-    problem: Problem, most: int = MOST_TEMPLATES, deadline: float = np.inf
+    problem: Problem, most: int = MOST_TEMPLATES, budget: TimeBudget = ENDLESS
 ) -> list[Template] | None:
     """Return every pipeline that may run, None when there are more than `most` or time is up."""
     found: list[Template] = []
@@ -46,7 +46,7 @@ def all_templates(
             return True
         for part, own, room, takes in endings[stop]:
             tried += 1
-            if tried % _LOOKED == 0 and time.perf_counter() > deadline:
+            if tried % _LOOKED == 0 and budget.is_over:
                 return False
             if (own != size and behind) or room <= len(behind):
                 continue
@@ -100,7 +100,7 @@ def undominated(problem: Problem, templates: list[Template]) -> list[Template]:
 
 
 def best_of_all(
-    problem: Problem, templates: list[Template], ranges: list[tuple[int, int]], deadline: float
+    problem: Problem, templates: list[Template], ranges: list[tuple[int, int]], budget: TimeBudget
 ) -> tuple[Arrangement | None, bool]:
     """Return the best arrangement of some pipelines, and whether no mix of them is faster.
 
@@ -123,11 +123,11 @@ def best_of_all(
                 seconds = step_seconds(problem, found)
                 if seconds < best_s:
                     best, best_s = found, seconds
-                if time.perf_counter() > deadline:
+                if budget.is_over:
                     return best, False
                 high = min(high, seconds / factor) * (1 - _TIGHT)
                 found = mixes.sooner(pipelines, limit, high)
-            if time.perf_counter() > deadline:
+            if budget.is_over:
                 return best, False
     return best, True
 

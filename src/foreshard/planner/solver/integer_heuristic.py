@@ -1,103 +1,103 @@
-"""Whole numbers of the pipelines so far, by integer programs."""
+"""Whole numbers of the columns generated so far, by small enumerations and integer programs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from foreshard.planner.solver.duals import goal_of, priced
+from foreshard.planner.solver.duals import duals_at, pipeline_dual
 from foreshard.planner.solver.integer_combination import combine
 from foreshard.planner.solver.pipeline_mix import columns_of, samples_of, whole_mix
 from foreshard.planner.solver.problem import Template, takes_of
 from foreshard.planner.solver.search_state import SearchState
 
 _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2)
+"""Parts by which the step time of fractions is exceeded, until whole numbers process the batch."""
+_SMALL_STRETCHES = 10
+"""Of those, the ones that sets of few pipelines are tried for first."""
 _CLOSER = 4
+"""Times tried between fractions and the best so far, each at 0.6 of the way."""
 _CLOSE = 1.002
-_MIXED = 96
-_MIX_S = 0.2
+"""Ratio of the best to fractions at which no time between is tried."""
+_MOST_COLUMNS = 96
+"""Columns that whole numbers are made of: those of least reduced cost."""
+_PROGRAM_S, _LEAST_PROGRAM_S = 0.2, 0.02
+"""Seconds of an integer program: it finds what it will find in the first tenths."""
 _FEW = 6
-_TRIED = 10
+"""Pipelines up to which all sets are enumerated instead."""
 
 
 def offer_whole(
-    progress: SearchState, pipelines: tuple[int, int], bound: float, *, closely: bool = True
+    state: SearchState, pipelines: tuple[int, int], bound_s: float, *, closely: bool = True
 ) -> None:
-    """Offer whole numbers of the columns: for times from the bound on until some get through the batch.
+    """Offer whole numbers of the columns, for step times from the bound on until some process the batch.
 
-    Closely, then for times between what fractions need and the best so far, as long as that closes in.
+    With `closely`, then for times between what fractions need and the best so far.
     """
-    problem = progress.problem
+    counts = np.array(state.problem.counts)
     templates = [
-        one for one in progress.columns if np.all(takes_of(problem, one) <= np.array(problem.counts))
+        template for template in state.columns if np.all(takes_of(state.problem, template) <= counts)
     ]
-    mix = priced(progress, pipelines, bound) if templates else None
-    if mix is None:
+    found = duals_at(state, pipelines, bound_s) if templates else None
+    if found is None:
         return
-    low, prices = mix
-    takes = columns_of(problem, templates)
-    # Small sets are tried out first: that takes no longer on a busy machine, and what comes of it is good.
-    for few in (True, False):
-        for stretch in _STRETCH[: _TRIED if few else None]:
-            if np.isfinite(progress.best_s) or progress.interrupted:
+    low, duals = found
+    mixer = _Mixer(state, pipelines, templates, duals)
+    # Small sets first: unlike a program with a limit, enumerating them ends the same on a busy machine.
+    for small in (True, False):
+        for stretch in _STRETCH[: _SMALL_STRETCHES if small else None]:
+            if np.isfinite(state.best_s):
                 break
-            _offer_mix(progress, pipelines, templates, takes, low * (1.0 + stretch), prices, few=few)
+            mixer.offer(low * (1.0 + stretch), small=small)
     for _ in range(_CLOSER if closely else 0):
-        high = progress.best_s / progress.factor
-        if not np.isfinite(high) or high <= low * _CLOSE or progress.late:
+        high = state.best_s / state.factor
+        if not np.isfinite(high) or high <= low * _CLOSE or state.is_late:
             return
         middle = low + 0.6 * (high - low)
-        if not _offer_mix(progress, pipelines, templates, takes, middle, prices):
+        if not mixer.offer(middle):
             low = middle
 
 
-def _chosen(
-    progress: SearchState,
-    pipelines: tuple[int, int],
-    takes: np.ndarray,
-    samples: np.ndarray,
-    prices: np.ndarray,
-    *,
-    few: bool,
-) -> np.ndarray | None:
-    """Return how many of each pipeline get through most: a few that reach the batch, or any by a program."""
-    problem = progress.problem
-    whole = takes.T.astype(np.int64)
-    for number in range(pipelines[0], min(pipelines[1], _FEW) + 1):
-        some = number, number
-        worth = goal_of(problem, prices, some) + prices @ takes - samples
-        found = combine(whole, samples, worth, problem.counts, some, keep=1)
-        if found.sets and found.samples[0] >= problem.global_batch:
-            return np.bincount(found.sets[0], minlength=len(samples))
-    if few:
-        return None
-    limit = min(_MIX_S, max(0.02, progress.deadline - time.perf_counter()))
-    return whole_mix(takes, samples, problem.counts, pipelines, limit_s=limit)
+class _Mixer:
+    """Whole numbers of some columns, of a range of pipelines."""
 
+    def __init__(
+        self,
+        state: SearchState,
+        pipelines: tuple[int, int],
+        templates: Sequence[Template],
+        duals: np.ndarray,
+    ) -> None:
+        self.state, self.pipelines, self.templates, self.duals = state, pipelines, templates, duals
+        self.takes = columns_of(state.problem, templates)
 
-def _offer_mix(
-    progress: SearchState,
-    pipelines: tuple[int, int],
-    templates: Sequence[Template],
-    takes: np.ndarray,
-    seconds: float,
-    prices: np.ndarray,
-    *,
-    few: bool = False,
-) -> bool:
-    """Offer whole numbers of some pipelines that get through most in some time; return whether it is all."""
-    problem = progress.problem
-    samples = samples_of(problem, templates, pipelines[0], seconds)
-    # Those that are worth most beyond the devices they take, at what devices are worth to fractions.
-    order = np.argsort(-(samples - prices @ takes), kind="stable")
-    keep = order[samples[order] > 0][:_MIXED]
-    if not len(keep):
-        return False
-    chosen = _chosen(progress, pipelines, takes[:, keep], samples[keep], prices, few=few)
-    if chosen is None:
-        return False
-    before = progress.best_s
-    progress.offer([templates[i] for i, n in zip(keep, chosen, strict=True) for _ in range(n)])
-    return float(samples[keep] @ chosen) >= problem.global_batch and progress.best_s < before
+    def offer(self, seconds: float, *, small: bool = False) -> bool:
+        """Offer the mix that processes most samples in some seconds; return whether it is a better plan."""
+        problem = self.state.problem
+        samples = samples_of(problem, self.templates, self.pipelines[0], seconds)
+        order = np.argsort(self.duals @ self.takes - samples, kind="stable")
+        kept = order[samples[order] > 0][:_MOST_COLUMNS]
+        if not len(kept):
+            return False
+        chosen = self._chosen(self.takes[:, kept], samples[kept], small=small)
+        if chosen is None:
+            return False
+        before_s = self.state.best_s
+        self.state.offer([self.templates[i] for i, n in zip(kept, chosen, strict=True) for _ in range(n)])
+        return float(samples[kept] @ chosen) >= problem.global_batch and self.state.best_s < before_s
+
+    def _chosen(self, takes: np.ndarray, samples: np.ndarray, *, small: bool) -> np.ndarray | None:
+        """Return how many of each column: a small set that processes the batch, or any by a program."""
+        problem, pipelines = self.state.problem, self.pipelines
+        whole = takes.T.astype(np.int64)
+        for number in range(pipelines[0], min(pipelines[1], _FEW) + 1):
+            size = number, number
+            reduced_cost = pipeline_dual(problem, self.duals, size) + self.duals @ takes - samples
+            found = combine(whole, samples, reduced_cost, problem.counts, size, keep=1)
+            if found.sets and found.samples[0] >= problem.global_batch:
+                return np.bincount(found.sets[0], minlength=len(samples))
+        if small:
+            return None
+        limit_s = min(_PROGRAM_S, max(_LEAST_PROGRAM_S, self.state.budget.left_s))
+        return whole_mix(takes, samples, problem.counts, pipelines, limit_s=limit_s)

@@ -23,8 +23,7 @@ class Mix:
 
     counts: np.ndarray
     samples: float
-    device_prices: np.ndarray
-    pipeline_price: float
+    device_duals: np.ndarray
 
 
 def columns_of(problem: Problem, templates: Sequence[Template]) -> np.ndarray:
@@ -70,8 +69,7 @@ def fractional_mix(
     return Mix(
         counts=answer.x,
         samples=-float(answer.fun),
-        device_prices=np.maximum(duals[:kinds], 0.0),
-        pipeline_price=float(duals[kinds] - duals[kinds + 1]),
+        device_duals=np.maximum(duals[:kinds], 0.0),
     )
 
 

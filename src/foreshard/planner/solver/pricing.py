@@ -1,4 +1,4 @@
-"""The best pipeline when devices have prices: what column generation asks, with a bound on the answer.
+"""The pricing problem of column generation: the best pipeline at given duals, with a bound on all others.
 
 A pipeline of micro-batch m with slowest stage b and tail w gets through
 m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum
@@ -10,23 +10,26 @@ that exists.
 from __future__ import annotations
 
 import heapq
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from foreshard.planner.solver.compiled import compiled
 from foreshard.planner.solver.problem import PipelineFamily, Problem, StageSpan, Template, rounds_of
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 _ENOUGH = 48
+"""Pipelines better than known ones at which a search of boxes stops: more would only replace each other."""
 _WIDE = 1.001
+"""Ratio of limits of the slowest stage up to which a box is not cut at their mean as well."""
 _RATIO = 1.3
-"""Widest box of slowest stages at the start; narrower ones follow where they matter."""
-
+"""Ratio of limits of the slowest stage of the first boxes; narrower ones follow where they matter."""
+_CLOCK_EVERY = 64
+"""Boxes split between two looks at the clock."""
 
 Path = tuple[tuple[int, ...], tuple[int, ...]]
 """Options and stops of the stages of a pipeline, first to last."""
@@ -42,10 +45,10 @@ def template_of(path: Path) -> Template:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBox:
+class PipelineBox:
     """Pipelines of one family whose slowest stage and tail lie between limits, seconds.
 
-    cost : least price of the devices plus samples lost to filling, over the pipelines of the box
+    cost : least dual price of devices plus samples lost to filling, over the pipelines of the box
     path : of the pipeline of that cost
     """
 
@@ -60,28 +63,28 @@ class LayerBox:
         """Return the pipeline of least cost."""
         return template_of(self.path)
 
-    def seconds(self, goal: float) -> float:
-        """Return a time before which no pipeline of the box gets `goal` samples beyond its price."""
+    def seconds(self, net_samples: float) -> float:
+        """Return a time before which no pipeline of the box processes so many samples beyond its cost."""
         least = self.bottleneck_s[0]
-        return self.tail_s[0] + least * max((goal + self.cost) / self.family.micro_batch - 1.0, 1.0)
+        return self.tail_s[0] + least * max((net_samples + self.cost) / self.family.micro_batch - 1.0, 1.0)
 
 
-def same_limits(one: LayerBox, other: LayerBox) -> bool:
+def same_limits(one: PipelineBox, other: PipelineBox) -> bool:
     """Return whether two boxes are the same."""
     return one.bottleneck_s == other.bottleneck_s and one.tail_s == other.tail_s
 
 
 @dataclass(slots=True, kw_only=True)
 class Pricing:
-    """Boxes of all pipelines of a problem for given prices; refined as far as questions need it.
+    """Boxes of all pipelines of a problem at given duals; split as far as questions need it.
 
     Parameters
     ----------
     problem : Problem
     pipelines : (fewest, most)
         Sets the tails.
-    prices : ndarray, shape (kinds,)
-        Samples that a device of each kind is worth.
+    duals : ndarray, shape (kinds,), samples
+        Worth of a device of each kind.
     longest_s : float
         No stage takes longer.
     stages : dict, optional
@@ -90,19 +93,19 @@ class Pricing:
 
     problem: Problem
     pipelines: tuple[int, int]
-    prices: np.ndarray
+    duals: np.ndarray
     longest_s: float
-    boxes: dict[int, LayerBox] = field(default_factory=dict)
+    boxes: dict[int, PipelineBox] = field(default_factory=dict)
     solved: int = 0
     stages: dict[PipelineFamily, PricedStages] = field(default_factory=dict)
     tails: dict[PipelineFamily, np.ndarray] = field(init=False)
-    worth: np.ndarray = field(init=False)
+    option_cost: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up the tails and what options cost."""
         tails = self.problem.tail_between(self.pipelines)
         self.tails = {family: self.problem.tails_in(family, tails) for family in self.problem.families}
-        self.worth = (self.problem.takes @ self.prices).astype(float)
+        self.option_cost = (self.problem.takes @ self.duals).astype(float)
 
     def start(self) -> None:
         """Make the first boxes."""
@@ -123,43 +126,44 @@ class Pricing:
 
     def earliest(
         self,
-        goal: float,
+        net_samples: float,
         *,
         known_s: float,
         aim_s: float,
         tolerance: float,
-        deadline: float = np.inf,
+        budget: TimeBudget = ENDLESS,
     ) -> tuple[float, list[Template]]:
-        """Return a time before which no pipeline gets `goal` samples beyond its price, and pipelines found.
+        """Return a time before which no pipeline processes `net_samples` beyond its cost, and those found.
 
         Boxes are split, the earliest first, until none is before `aim_s` (what was to be proven), until a
         pipeline is met within the tolerance, until enough are found that are before `known_s`, or until the
-        deadline.
+        time is up.
 
         Parameters
         ----------
-        goal : float, samples
+        net_samples : float
         known_s : float
             Pipelines are returned when they get there sooner.
-        aim_s, tolerance, deadline : float
+        aim_s, tolerance : float
+        budget : TimeBudget
         """
         order = count()
-        heap = [(box.seconds(goal), next(order), box) for box in self.boxes.values()]
+        heap = [(box.seconds(net_samples), next(order), box) for box in self.boxes.values()]
         heapq.heapify(heap)
         found: dict[Path, float] = {}
         nearest, better = np.inf, 0
         while heap and heap[0][0] < aim_s and better < _ENOUGH:
             bound, number, box = heap[0]
             if box.path not in found:
-                own = found[box.path] = self._seconds(box, goal)
+                own = found[box.path] = self._seconds(box, net_samples)
                 nearest = min(nearest, own)
                 better += own < known_s
-            if bound >= nearest * (1.0 - tolerance) or (number % 64 == 0 and time.perf_counter() > deadline):
+            if bound >= nearest * (1.0 - tolerance) or (number % _CLOCK_EVERY == 0 and budget.is_over):
                 break
             heapq.heappop(heap)
-            parts = self.parts(box, goal)
+            parts = self.parts(box, net_samples)
             for part in parts:
-                heapq.heappush(heap, (part.seconds(goal), next(order), part))
+                heapq.heappush(heap, (part.seconds(net_samples), next(order), part))
             if any(same_limits(part, box) for part in parts):
                 break
         bound = heap[0][0] if heap else np.inf
@@ -167,25 +171,25 @@ class Pricing:
             template_of(one) for one in sorted(found, key=found.__getitem__) if found[one] < known_s
         ]
 
-    def _seconds(self, box: LayerBox, goal: float) -> float:
-        """Return when a box's pipeline gets `goal` samples beyond its price, whole grains not asked for."""
-        times, tails, price = self._of(box.family, box.path)
-        passes = max((goal + price) / box.family.micro_batch, 1.0)
+    def _seconds(self, box: PipelineBox, net_samples: float) -> float:
+        """Return when a box's own pipeline has processed that, fractions of a grain included."""
+        times, tails, cost = self._of(box.family, box.path)
+        passes = max((net_samples + cost) / box.family.micro_batch, 1.0)
         return float(tails.max() + times.sum() + times.max() * (passes - 1.0))
 
-    def parts(self, box: LayerBox, goal: float) -> list[LayerBox]:
+    def parts(self, box: PipelineBox, net_samples: float) -> list[PipelineBox]:
         """Return the parts of a box below and above its own pipeline, by what loosens the bound more.
 
-        Above, the pipeline's worth is what the bound says of it; below, it is no longer allowed. A box whose
+        Above, the bound on the pipeline is exact; below, the pipeline is no longer allowed. A box whose
         tail alone outlasts the time may not come apart: its bound is then as tight as it gets.
         """
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
-        times, tails, price = self._of(box.family, box.path)
+        times, tails, cost = self._of(box.family, box.path)
         own, own_tail = float(times.max()), float(tails.max())
         size = box.family.micro_batch
         del self.boxes[id(box)]
-        by_bottleneck = ((goal + price) / size - 1.0) * (own - lower)
+        by_bottleneck = ((net_samples + cost) / size - 1.0) * (own - lower)
         by_tail = own_tail - least
         if by_bottleneck >= by_tail:
             cut = min(max(own, lower), upper)
@@ -194,7 +198,7 @@ class Pricing:
             return self._cut_bottleneck(box, cut)
         return self._cut_tail(box, min(own_tail, 0.5 * (least + most)))
 
-    def _cut_bottleneck(self, box: LayerBox, cut: float) -> list[LayerBox]:
+    def _cut_bottleneck(self, box: PipelineBox, cut: float) -> list[PipelineBox]:
         """Return the parts of a box with slowest stages from a limit on, and below it."""
         lower, upper = box.bottleneck_s
         parts = [self._add(box.family, (cut, upper), box.tail_s)]
@@ -202,7 +206,7 @@ class Pricing:
             parts.append(self._add(box.family, (lower, cut * (1 - 1e-9)), box.tail_s))
         return [part for part in parts if part is not None]
 
-    def _cut_tail(self, box: LayerBox, cut: float) -> list[LayerBox]:
+    def _cut_tail(self, box: PipelineBox, cut: float) -> list[PipelineBox]:
         """Return the parts of a box with tails from a limit on, and below it."""
         least, most = box.tail_s
         parts = [self._add(box.family, box.bottleneck_s, (cut, most))]
@@ -214,7 +218,7 @@ class Pricing:
         times, tails, _ = self._of(family, path)
         return float(times.max()), float(tails.max())
 
-    def apart(self, box: LayerBox, path: Path, seconds: float) -> list[LayerBox]:
+    def apart(self, box: PipelineBox, path: Path, seconds: float) -> list[PipelineBox]:
         """Return two parts of a box, one of which says more of a pipeline; none where the box says all."""
         own, tail = self.extremes(box.family, path)
         lower, least = box.bottleneck_s[0], box.tail_s[0]
@@ -228,28 +232,24 @@ class Pricing:
         return []
 
     def _of(self, family: PipelineFamily, path: Path) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return times and tails of the stages of a pipeline, and the price of its devices."""
+        """Return times and tails of the stages of a pipeline, and the dual price of its devices."""
         problem, options, stops = self.problem, np.array(path[0]), np.array(path[1])
         types = problem.types[np.append(0, stops[:-1]), stops]
         times = (problem.far_s if family.kind is None else problem.time_s)[options, types]
-        return times, self.tails[family][options, types], float(self.worth[options].sum())
+        return times, self.tails[family][options, types], float(self.option_cost[options].sum())
 
     def _add(
         self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]
-    ) -> LayerBox | None:
+    ) -> PipelineBox | None:
         """Keep the box of these limits unless it is empty."""
-        if _compiled() is None:
-            tails = self.tails[family]
-            solution = _path_of_arrays(self.problem, tails, self.worth, family, bottleneck, tail[1])
-        else:
-            if family not in self.stages:
-                self.stages[family] = stages_of(self.problem, self.tails[family], family)
-            solution = path_among(self.problem, self.stages[family], self.worth, bottleneck, tail[1])
+        if family not in self.stages:
+            self.stages[family] = stages_of(self.problem, self.tails[family], family)
+        solution = path_among(self.problem, self.stages[family], self.option_cost, bottleneck, tail[1])
         self.solved += 1
         if solution is None:
             return None
         cost, path = solution
-        box = LayerBox(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path)
+        box = PipelineBox(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path)
         self.boxes[id(box)] = box
         return box
 
@@ -257,7 +257,7 @@ class Pricing:
 def cheapest_path(
     problem: Problem,
     tail_s: np.ndarray,
-    prices: np.ndarray,
+    duals: np.ndarray,
     family: PipelineFamily | int,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
@@ -269,7 +269,8 @@ def cheapest_path(
     ----------
     problem : Problem
     tail_s : ndarray, shape (options, types)
-    prices : ndarray, shape (kinds,)
+    duals : ndarray, shape (kinds,)
+        Cost of a device of each kind.
     family : PipelineFamily or int
         Of the pipelines; an integer stands for all of a micro-batch.
     bottleneck_s : (lower, upper)
@@ -285,14 +286,10 @@ def cheapest_path(
         since that number is what a stage has in flight.
     """
     asked = family if isinstance(family, PipelineFamily) else PipelineFamily(int(family))
-    worth = problem.takes @ prices
-    if _compiled() is None:
-        found = _path_of_arrays(problem, tail_s, worth, asked, bottleneck_s, longest_tail_s)
-    else:
-        known = {} if known is None else known
-        if asked not in known:
-            known[asked] = stages_of(problem, tail_s, asked)
-        found = path_among(problem, known[asked], worth, bottleneck_s, longest_tail_s)
+    known = {} if known is None else known
+    if asked not in known:
+        known[asked] = stages_of(problem, tail_s, asked)
+    found = path_among(problem, known[asked], problem.takes @ duals, bottleneck_s, longest_tail_s)
     return None if found is None else (found[0], template_of(found[1]))
 
 
@@ -364,21 +361,21 @@ def _beaten(times: np.ndarray, tails: np.ndarray, rooms: np.ndarray, usable: np.
 def path_among(
     problem: Problem,
     stages: PricedStages,
-    worth: np.ndarray,
+    option_cost: np.ndarray,
     bottleneck_s: tuple[float, float],
     longest_tail_s: float,
 ) -> tuple[float, Path] | None:
-    """Return the path over some stages that costs least, as :func:`cheapest_path`; `worth` by option."""
+    """Return the path over some stages that costs least, as :func:`cheapest_path`."""
     if not len(stages.types):
         return None
-    best, depth, options, stops = _compiled()(
+    best, depth, options, stops = _shortest_path()(
         stages.types,
         stages.options,
         stages.times_s,
         stages.tail_s,
         stages.rooms,
         stages.units,
-        worth.astype(float),
+        option_cost.astype(float),
         stages.limit,
         stages.family.micro_batch / bottleneck_s[0],
         bottleneck_s[1] * (1 + 1e-12),
@@ -401,71 +398,8 @@ def units_of(problem: Problem, family: PipelineFamily, options: np.ndarray) -> t
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Any:
-    """Return the loops compiled, None without numba."""
+def _shortest_path() -> Callable[..., Any]:
+    """Return the loops, compiled when they are first needed."""
     from foreshard.planner.solver.path_kernel import shortest_path
 
     return compiled(shortest_path)
-
-
-def _path_of_arrays(
-    problem: Problem,
-    tail_s: np.ndarray,
-    worth: np.ndarray,
-    family: PipelineFamily,
-    bottleneck_s: tuple[float, float],
-    longest_tail_s: float,
-) -> tuple[float, Path] | None:
-    options, times, rooms = problem.options_of(family)
-    allowed = (times <= bottleneck_s[1] * (1 + 1e-12)) & (rooms > 0)
-    allowed &= tail_s[options] <= longest_tail_s * (1 + 1e-12)
-    limit, units = units_of(problem, family, options)
-    allowed &= (units <= limit)[:, None]
-    used, kept = np.flatnonzero(allowed.any(1)), np.flatnonzero(allowed.any(0))
-    if not len(used):
-        return None
-    options, units, allowed = options[used], units[used], allowed[np.ix_(used, kept)]
-    times, rooms = times[np.ix_(used, kept)], rooms[np.ix_(used, kept)]
-    rate = family.micro_batch / bottleneck_s[0]
-    costs = np.where(allowed, times * rate + worth[options][:, None], np.inf)
-    size = problem.num_layers
-    # Stages by start and length: long ones are cut off where none is allowed.
-    short = np.full(int(problem.types.max()) + 2, len(kept))
-    short[kept] = np.arange(len(kept))
-    band = short[problem.bands]
-    longest = int(np.flatnonzero((band < len(kept)).any(0)).max()) + 1
-    band = band[:, :longest]
-    starts = np.arange(size)
-    most = rounds_of(problem, family.micro_batch)
-    room = int(rooms[allowed].max())
-    deepest = min(problem.max_stages, size, limit or size, size if most <= room else room)
-    classes = np.unique(units)
-    after = np.full((deepest + 1, limit + 1, size + 1 + longest), np.inf)
-    after[0, 0, size] = 0.0
-    stops, chosen = np.full((2, deepest + 1, limit + 1, size), -1)
-    for depth in range(1, deepest + 1):
-        costs[rooms < min(depth, most)] = np.inf
-        for unit in classes:
-            own = np.flatnonzero(units == unit)
-            choice = own[costs[own].argmin(0)]
-            least = np.append(costs[choice, np.arange(len(kept))], np.inf)
-            for whole in range(unit, limit + 1):
-                total = least[band] + sliding_window_view(after[depth - 1, whole - unit, 1:], longest)[:size]
-                length = total.argmin(1)
-                value = total[starts, length]
-                better = value < after[depth, whole, :size]
-                after[depth, whole, :size][better] = value[better]
-                stops[depth, whole, better] = (starts + 1 + length)[better]
-                chosen[depth, whole, better] = np.append(choice, -1)[band[starts, length]][better]
-        if not np.isfinite(after[depth, :, :size]).any():
-            break
-    best = after[:, :, 0].min()
-    if not np.isfinite(best):
-        return None
-    depth, whole = (int(i) for i in np.argwhere(after[:, :, 0] == best)[0])
-    path, start = [], 0
-    for behind in range(depth, 0, -1):
-        option, end = int(chosen[behind, whole, start]), int(stops[behind, whole, start])
-        path.append((int(options[option]), end))
-        start, whole = end, whole - int(units[option])
-    return float(best), (tuple(option for option, _ in path), tuple(end for _, end in path))

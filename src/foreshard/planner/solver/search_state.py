@@ -1,8 +1,7 @@
-"""What a search of arrangements knows so far: the best, pipelines, and what is not worth a look."""
+"""State of a search over arrangements: best so far, generated columns, duals by range, what is proven."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,105 +21,130 @@ from foreshard.planner.solver.problem import (
     tail_seconds,
 )
 from foreshard.planner.solver.shares import balance
+from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import fluid_s, least_work
+
+_BISECTIONS = 12
+"""Halvings of the number of devices a plan may leave out: to a thousandth of 4,096 devices."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchState:
-    """What is known so far: the best arrangement, the columns, and prices by number of pipelines.
+    """What is known so far of a problem.
 
-    priced : seconds for which prices of devices were found last, and pipelines at those prices
+    Attributes
+    ----------
+    problem : Problem
+    budget : TimeBudget
+        Of the present part of the search.
+    target_gap : float
+        Proven gap at which a range of pipelines is closed.
+    best, best_s : Arrangement or None, float
+    beat_s : float
+        Step time known from elsewhere: only what is faster is worth finding.
+    made : dict of Arrangement to float
+        Every arrangement offered, with its step time in seconds.
+    columns : dict of Template to None
+        Pipelines generated so far, in that order.
+    rates : ndarray, shape (kinds,), samples per second
+        Of a device of each kind alone; they weigh devices in bounds from work.
+    stages : dict
+        Stages that pipelines choose from, by range and family.
+    evaluated : int
+        Pipelines priced.
+    pricings : dict of range to (seconds, Pricing)
+        The step time for which duals of a range were found last, and its pipelines at those duals.
     """
 
     problem: Problem
-    deadline: float
+    budget: TimeBudget
     target_gap: float
     best: Arrangement | None = None
     best_s: float = np.inf
     beat_s: float = np.inf
     made: dict[Arrangement, float] = field(default_factory=dict)
     columns: dict[Template, None] = field(default_factory=dict)
-    prices: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    rates: np.ndarray = field(default_factory=lambda: np.zeros(1))
     stages: dict[tuple[int, int], dict[PipelineFamily, PricedStages]] = field(default_factory=dict)
     evaluated: int = 0
-    interrupted: bool = False
-    priced: dict[tuple[int, int], tuple[float, Pricing]] = field(default_factory=dict)
+    pricings: dict[tuple[int, int], tuple[float, Pricing]] = field(default_factory=dict)
     _table: ColumnTable | None = None
     _spread: tuple[float, float] | None = None
     _work: float | None = None
 
     @property
     def longest_s(self) -> float:
-        """Return a time that no stage of a plan worth looking at takes."""
+        """Return a time that no stage of a useful plan exceeds."""
         usable = np.isfinite(self.problem.time_s) & (self.problem.max_in_flight > 0)
         return min(self.best_s, float(self.problem.far_s[usable].max()) if usable.any() else np.inf)
 
     @property
     def aim_s(self) -> float:
-        """Return the time, spread apart, below which a range of pipelines is worth working out."""
+        """Return the step time, without spread, from which on a range of pipelines is closed."""
         return min(self.best_s, self.beat_s) / self.factor / (1.0 + self.target_gap)
 
-    def pricing(self, pipelines: tuple[int, int], prices: np.ndarray) -> Pricing:
-        """Return pipelines at some prices, for a number of them in a range."""
+    @property
+    def is_late(self) -> bool:
+        """Return whether the time is up and there is a plan; without one the search goes on."""
+        return self.best is not None and self.budget.is_over
+
+    def pricing(self, pipelines: tuple[int, int], duals: np.ndarray) -> Pricing:
+        """Return the pipelines of a range at some duals of devices."""
         return Pricing(
             problem=self.problem,
             pipelines=pipelines,
-            prices=prices,
+            duals=duals,
             longest_s=self.longest_s,
             stages=self.stages.setdefault(pipelines, {}),
         )
 
     def learn(self, templates: Iterable[Template]) -> None:
-        """Add pipelines to the columns, cut anew too where messages cost by both their ends."""
+        """Add pipelines to the columns, with other cuts too where messages cost by both their ends."""
         fresh = dict.fromkeys(templates)
         self.columns.update(fresh)
         self.columns.update(dict.fromkeys(recut(self.problem, fresh)))
 
     def table(self) -> ColumnTable:
-        """Return the numbers of all columns."""
+        """Return all columns as arrays."""
         if self._table is None:
             self._table = ColumnTable(self.problem)
         self._table.extend(self.columns)
         return self._table
 
-    def near(self, bound_s: float) -> bool:
-        """Return whether no more than the wanted gap can lie between a bound and the best arrangement."""
+    def is_closed(self, bound_s: float) -> bool:
+        """Return whether a bound is within the target gap of the best arrangement."""
         return bound_s * (1.0 + 1e-9) >= self.aim_s
 
     @property
-    def late(self) -> bool:
-        """Return whether the time is up."""
-        return time.perf_counter() >= self.deadline
-
-    @property
     def factor(self) -> float:
-        """Return the spread factor of a number of devices: fewer could not be as fast as the best found."""
+        """Return the least spread factor of any plan as fast as the best: that of the fewest devices."""
         if self.problem.jitter == 0.0:
             return 1.0
         best = min(self.best_s, self.beat_s)
         if self._spread is None or self._spread[0] != best:
             few, many = 1.0, float(sum(self.problem.counts))
-            for _ in range(12):
+            for _ in range(_BISECTIONS):
                 middle = 0.5 * (few + many)
                 few, many = (few, middle) if self.fluid_s(middle) < best else (middle, many)
             self._spread = best, spread_factor(self.problem, few)
         return self._spread[1]
 
     def fluid_s(self, devices: float) -> float:
-        """Return a time that no plan on at most so many devices beats, whatever its pipelines."""
-        if self.prices.max() <= 0:
+        """Return a step time that no plan on at most so many devices beats, from work alone."""
+        if self.rates.max() <= 0:
             return 0.0
         if self._work is None:
-            self._work = least_work(self.problem, self.prices)
-        return fluid_s(self.problem, self.prices, self._work, devices)
+            self._work = least_work(self.problem, self.rates)
+        return fluid_s(self.problem, self.rates, self._work, devices)
 
     def offer(self, templates: Sequence[Template]) -> None:
-        """Balance shares over some pipelines and keep the arrangement if it is good."""
+        """Balance shares over some pipelines; keep the arrangement, and as best if it is."""
         if not templates:
             return
         copies = len(templates)
-        tails = [tail_seconds(self.problem, one, copies) for one in templates]
-        shares = balance([pace_of(self.problem, one) for one in templates], tails, self.problem.global_batch)
+        tails = [tail_seconds(self.problem, template, copies) for template in templates]
+        rates = [pace_of(self.problem, template) for template in templates]
+        shares = balance(rates, tails, self.problem.global_batch)
         if shares is None:
             return
         made = Arrangement(templates=tuple(templates), shares=shares)

@@ -1,33 +1,42 @@
-"""The best arrangement of pipelines and a bound on every other, from a problem with priced stages.
+"""The search of one problem: the best arrangement of pipelines, and a bound on every other.
 
-For every number of pipelines the configuration program (`configuration`) bounds the step and names pipelines
-(`ranges`); whole numbers of those and exact shares make a plan (`whole`). From there on times are excluded
-one after the other, or undercut (`closing`). What is not proven by then is stated as a gap.
+The numbers of pipelines are cut into ranges. Each range has a bound: first by column generation
+(`range_bounds`), then by whole numbers of pipelines (`bound_raising`). The search works on the range whose
+bound is lowest, since it holds the bound of the problem down and leaves most room for a better plan.
+`ProblemSearch` does one step of this at a time, so that searches of several problems can share a budget;
+`solve` takes all steps of one.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.planner.solver.bound_raising import BoundRaiser, vary
-from foreshard.planner.solver.column_enumeration import room_for
+from foreshard.planner.solver.bound_raising import BoundRaiser
+from foreshard.planner.solver.column_enumeration import memory_for
 from foreshard.planner.solver.enumeration import all_templates, best_of_all, undominated
 from foreshard.planner.solver.hops import least_hops_in_times
 from foreshard.planner.solver.pipeline_mix import columns_of, fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
 from foreshard.planner.solver.problem import Arrangement, PipelineFamily, Problem, Template
-from foreshard.planner.solver.range_bounds import bound_ranges
+from foreshard.planner.solver.range_bounds import fractional_bound
 from foreshard.planner.solver.search_state import SearchState
+from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import least_tail, rate_of
 
+Range = tuple[int, int]
+"""Fewest and most pipelines."""
+
 _ROUNDS = 25
+"""Rounds of column generation for the most pipelines that devices hold; hardly any problem needs five."""
 _KEPT = 96
-_FEW_DEVICES = 10
-_FEW_LAYERS = 10
+"""Arrangements a solution lists."""
+_FEW_DEVICES, _FEW_LAYERS = 10, 10
+"""Problems up to this size are solved by enumeration: it ends within seconds and at the optimum."""
+_TOLERANCES = (5e-3, 1e-3, 2e-4)
+"""Relative tolerances of the bounds of a range by fractions, used one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +53,13 @@ class Solution:
     others : tuple of Arrangement
         Good ones of other make, best first.
     columns : tuple of Template
-        What the progress generated; a later progress may start from them.
+        The pipelines generated; another search may start from them.
     evaluated : int
         Pipelines priced as columns or as shortest paths.
-    bounds : dict of (fewest, most) pipelines to float
-        What is proven of steps with so many, spread apart; a later progress may go on from there.
+    excluded : int
+        Pipelines that another dominates, where all were enumerated.
+    interrupted : bool
+        Ended by the budget or the keyboard.
     """
 
     arrangement: Arrangement | None
@@ -60,7 +71,6 @@ class Solution:
     evaluated: int
     excluded: int
     interrupted: bool
-    bounds: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
@@ -73,10 +83,8 @@ def solve(
     *,
     budget_s: float = 10.0,
     target_gap: float = 0.01,
-    start: Arrangement | None = None,
     columns: Sequence[Template] = (),
     beat_s: float = np.inf,
-    bounds: Mapping[tuple[int, int], float] | None = None,
 ) -> Solution:
     """Return the best arrangement found and a bound that no arrangement beats.
 
@@ -87,169 +95,252 @@ def solve(
         Seconds to search; an interrupt from the keyboard ends it sooner.
     target_gap : float
         Proven gap at which to stop.
-    start : Arrangement, optional
-        A running one to begin with.
     columns : sequence of Template
         Pipelines to begin with, such as those of an earlier solution.
     beat_s : float
-        A step time known from elsewhere: what cannot beat it is not worked out.
-    bounds : mapping, optional
-        Of an earlier solution of the same problem.
+        Step time known from elsewhere, seconds: what cannot beat it is not worked out.
     """
-    problem = least_hops_in_times(problem)
-    progress = SearchState(
-        beat_s=beat_s, problem=problem, deadline=time.perf_counter() + budget_s, target_gap=target_gap
-    )
-    ranges = _ranges(progress)
-    bounds = dict(bounds or {})
-    ladder = {"compute": 0.0, "sync": 0.0}
-    if not ranges:
-        return _nothing(progress)
+    budget = TimeBudget.of(budget_s)
+    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s)
+    interrupted = False
     try:
-        ladder = _simple_bounds(progress)
-        small = _solve_small(progress, ranges, ladder) if _is_small(problem) else None
-        if small is not None:
-            return small
-        _seed(progress, start, columns)
-        room = room_for(problem)
-        closer = None if room is None else BoundRaiser(progress=progress, room=room)
-        bound_ranges(progress, ranges, ladder["compute"], bounds, closer)
-        vary(progress, bounds)
+        while search.is_open and not (budget.is_over and search.has_plan):
+            search.advance(budget)
     except KeyboardInterrupt:
-        progress.interrupted = True
-    lower = max(min(bounds.values(), default=0.0) * progress.factor, ladder["compute"])
-    if progress.best is None and not np.isfinite(lower):
-        lower = 0.0
-    ladder["configuration"] = min(lower, progress.best_s)
-    others = sorted(progress.made, key=progress.made.__getitem__)[:_KEPT]
-    return Solution(
-        arrangement=progress.best,
-        step_time_s=progress.best_s,
-        lower_bound_s=min(lower, progress.best_s),
-        ladder=ladder,
-        others=tuple(others),
-        columns=tuple(progress.columns),
-        evaluated=progress.evaluated,
-        excluded=0,
-        interrupted=progress.interrupted or (progress.late and progress.best is not None),
-        bounds=bounds,
-    )
+        interrupted = True
+    return search.solution(interrupted=interrupted or (search.has_plan and budget.is_over))
 
 
-def _is_small(problem: Problem) -> bool:
-    return sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS
+@dataclass(slots=True)
+class _Range:
+    """An interval of numbers of pipelines: its bound, the rows of tails in it, and what was tried."""
+
+    rows: list[Range]
+    bound_s: float
+    fineness: int = 0
+    is_open: bool = True
 
 
-def _solve_small(
-    progress: SearchState, ranges: list[tuple[int, int]], ladder: dict[str, float]
-) -> Solution | None:
-    """Return the best of all arrangements, every pipeline being listed.
+class ProblemSearch:
+    """The search of one problem, a step at a time.
 
-    None when there are too many of them or half of the time does not do; what was found stays.
+    Parameters
+    ----------
+    problem : Problem
+    target_gap : float
+    columns : sequence of Template
+    beat_s : float
+        As for :func:`solve`; `state.beat_s` may fall between steps.
     """
-    problem = progress.problem
-    half = 0.5 * (time.perf_counter() + progress.deadline)
-    templates = all_templates(problem, deadline=half)
-    if templates is None:
-        return None
-    kept = undominated(problem, templates)
-    best, proven = best_of_all(problem, kept, ranges, half) if kept else (None, True)
-    if not proven:
-        _seed(progress, best, ())
-        return None
-    if best is None:
-        return _nothing(progress)
-    progress.offer(best.templates)
-    return Solution(
-        arrangement=progress.best,
-        step_time_s=progress.best_s,
-        lower_bound_s=progress.best_s,
-        ladder=ladder | {"configuration": progress.best_s},
-        others=tuple(progress.made),
-        columns=tuple(kept),
-        evaluated=len(kept),
-        excluded=len(templates) - len(kept),
-        interrupted=False,
-    )
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        target_gap: float,
+        columns: Sequence[Template] = (),
+        beat_s: float = np.inf,
+    ) -> None:
+        self.state = SearchState(
+            problem=least_hops_in_times(problem),
+            budget=TimeBudget(0.0),
+            target_gap=target_gap,
+            beat_s=beat_s,
+            columns=dict.fromkeys(columns),
+        )
+        self.ladder: dict[str, float] = {}
+        self.ranges: dict[Range, _Range] | None = None
+        self.excluded = 0
+        self._raiser: BoundRaiser | None = None
+        self._is_solved = False
+
+    @property
+    def has_plan(self) -> bool:
+        """Return whether there is an arrangement."""
+        return self.state.best is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether another step may find or prove anything."""
+        if self.ranges is None:
+            return True
+        return not self._is_solved and any(one.is_open for one in self.ranges.values())
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Return a step time that no arrangement beats; infinite where none exists."""
+        if self._is_solved or self.ranges is None:
+            return self.state.best_s if self._is_solved else 0.0
+        lower = min((one.bound_s for one in self.ranges.values()), default=np.inf) * self.state.factor
+        return max(lower, self.ladder.get("compute", 0.0))
+
+    def advance(self, budget: TimeBudget) -> None:
+        """Work once on the open range of the lowest bound, within a budget as far as that can be."""
+        self.state.budget = budget
+        if self.ranges is None:
+            self._start()
+            return
+        state, ranges = self.state, self.ranges
+        pending = {key: one for key, one in ranges.items() if one.is_open}
+        # Until there is a plan the widest range: most plans are of several pipelines.
+        key = min(pending, key=lambda one: pending[one].bound_s) if self.has_plan else max(pending)
+        one = pending[key]
+        if state.is_closed(one.bound_s):
+            one.is_open = False
+            return
+        stuck = False
+        if self._raiser is not None and one.fineness:
+            one.bound_s, stuck = self._raiser.attempt(key, one.bound_s)
+        else:
+            tolerance = _TOLERANCES[one.fineness]
+            closely = self._raiser is None
+            bound_s = fractional_bound(state, key, one.bound_s, tolerance, closely=closely)
+            one.bound_s, one.fineness = max(one.bound_s, bound_s), one.fineness + 1
+            stuck = self._raiser is None and one.fineness == len(_TOLERANCES)
+        if state.is_closed(one.bound_s) or stuck:
+            one.is_open = False
+        if not state.is_closed(one.bound_s):
+            halves = _halves(key, one, stuck=stuck)
+            if halves:
+                del ranges[key]
+                ranges.update(halves)
+
+    def reopen(self) -> None:
+        """Open the ranges again that were given up: with the columns learnt since, more may be proven."""
+        for one in (self.ranges or {}).values():
+            one.is_open = not self.state.is_closed(one.bound_s) and np.isfinite(one.bound_s)
+
+    def solution(self, *, interrupted: bool = False) -> Solution:
+        """Return what is known so far."""
+        state, lower = self.state, self.lower_bound_s
+        if state.best is None and not np.isfinite(lower) and self.ranges:
+            lower = np.inf
+        others = sorted(state.made, key=state.made.__getitem__)[:_KEPT]
+        lower = min(lower, state.best_s)
+        return Solution(
+            arrangement=state.best,
+            step_time_s=state.best_s,
+            lower_bound_s=lower,
+            ladder=self.ladder | {"configuration": lower} if self.ladder else {},
+            others=tuple(others),
+            columns=tuple(state.columns),
+            evaluated=state.evaluated,
+            excluded=self.excluded,
+            interrupted=interrupted,
+        )
+
+    def _start(self) -> None:
+        """Find the ranges and their simple bounds; solve a small problem."""
+        state, problem = self.state, self.state.problem
+        most = min(_most_pipelines(state), problem.global_batch)
+        first = [copies for copies in problem.copies if copies <= most]
+        rows = (
+            [(low, high - 1) for low, high in zip(first, [*first[1:], most + 1], strict=True)]
+            if first
+            else []
+        )
+        if not rows:
+            self.ranges = {}
+            return
+        rates = np.array([rate_of(problem, kind) for kind in range(len(problem.counts))])
+        state.rates = np.where(rates > 0, rates, rates.max() * 1e-3)
+        compute_s = state.fluid_s(float(sum(problem.counts)))
+        self.ladder = {
+            "compute": compute_s,
+            "sync": compute_s + least_tail(problem, (1, sum(problem.counts))),
+        }
+        self.ranges = {}
+        if sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS:
+            self._enumerate(rows)
+            if self._is_solved:
+                return
+        memory = memory_for(problem)
+        self._raiser = None if memory is None else BoundRaiser(state=state, memory=memory)
+        for some in [rows[:1], rows[1:]] if len(rows) > 1 else [rows]:
+            key = some[0][0], some[-1][1]
+            self.ranges[key] = _Range(rows=some, bound_s=compute_s + least_tail(problem, key))
+
+    def _enumerate(self, rows: list[Range]) -> None:
+        """Solve the problem by enumeration, unless there is too much of it for half of the time."""
+        state, problem = self.state, self.state.problem
+        half = state.budget.part(0.5)
+        templates = all_templates(problem, budget=half)
+        if templates is None:
+            return
+        kept = undominated(problem, templates)
+        best, proven = best_of_all(problem, kept, rows, half) if kept else (None, True)
+        if best is not None:
+            state.columns.update(dict.fromkeys(best.templates))
+            state.offer(best.templates)
+        if proven:
+            self._is_solved = True
+            self.excluded = len(templates) - len(kept)
+            state.columns = dict.fromkeys(kept)
+            state.evaluated = len(kept)
 
 
-def _nothing(progress: SearchState) -> Solution:
-    """Return that no pipeline fits."""
-    return Solution(
-        arrangement=None,
-        step_time_s=np.inf,
-        lower_bound_s=np.inf,
-        ladder={},
-        others=(),
-        columns=(),
-        evaluated=progress.evaluated,
-        excluded=0,
-        interrupted=False,
-    )
+def _halves(key: Range, one: _Range, *, stuck: bool) -> dict[Range, _Range]:
+    """Return the halves of a range of several rows of tails, or of one where nothing raises its bound."""
+    if len(one.rows) > 1:
+        half = len(one.rows) // 2
+        return {
+            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=one.bound_s)
+            for rows in (one.rows[:half], one.rows[half:])
+        }
+    if stuck and key[0] < key[1]:
+        middle = (key[0] + key[1]) // 2
+        return {
+            half: _Range(rows=one.rows, bound_s=one.bound_s, fineness=1)
+            for half in ((key[0], middle), (middle + 1, key[1]))
+        }
+    return {}
 
 
-def _ranges(progress: SearchState) -> list[tuple[int, int]]:
-    """Return (fewest, most) pipelines of each stretch of numbers of the same tails, as far as devices go."""
-    problem = progress.problem
-    most = min(_most_pipelines(progress), problem.global_batch)
-    first = [copies for copies in problem.copies if copies <= most]
-    if not first:
-        return []
-    return [(low, high - 1) for low, high in zip(first, [*first[1:], most + 1], strict=True)]
-
-
-def _most_pipelines(progress: SearchState) -> int:
+def _most_pipelines(state: SearchState) -> int:
     """Return how many pipelines the devices can hold at most, and keep the columns that show it.
 
-    A linear program over the pipelines of fewest devices; priced with its own duals, no other pipeline may be
-    cheaper than one.
+    A linear program over the pipelines of fewest devices; by its own duals, no other pipeline may be cheaper
+    than one.
     """
-    problem = progress.problem
+    problem = state.problem
     counts, weights = np.array(problem.counts, dtype=float), np.ones(len(problem.counts))
     bound = float(sum(problem.counts))
     known: dict[PipelineFamily, PricedStages] = {}
     for _ in range(_ROUNDS):
-        least, found = _fewest(problem, weights, known)
-        progress.evaluated += 1
+        least, found = fewest_devices(problem, weights, known)
+        state.evaluated += 1
         if found is None:
             return 0
         bound = min(bound, float(weights @ counts) / least)
-        progress.columns[found] = None
-        takes = columns_of(problem, list(progress.columns))
+        state.columns[found] = None
+        takes = columns_of(problem, list(state.columns))
         mix = fractional_mix(takes, np.ones(takes.shape[1]), problem.counts, (0, sum(problem.counts)))
         if mix is None or mix.samples >= bound - 1e-6:
             break
         # Devices that are not scarce still count a little, so that the path has something to save.
-        weights = mix.device_prices + 1e-9
+        weights = mix.device_duals + 1e-9
     return int(bound + 1e-6)
 
 
-def _fewest(
-    problem: Problem, weights: np.ndarray, known: dict[PipelineFamily, PricedStages]
+def fewest_devices(
+    problem: Problem, weights: np.ndarray, known: dict[PipelineFamily, PricedStages] | None = None
 ) -> tuple[float, Template | None]:
-    """Return the least weight of devices of any pipeline, and that pipeline."""
-    none = np.zeros_like(problem.time_s)
+    """Return the least weight of devices of any pipeline, and that pipeline; infinite where none fits.
+
+    Parameters
+    ----------
+    problem : Problem
+    weights : ndarray, shape (kinds,)
+        Of a device of each kind.
+    known : dict, optional
+        As in :func:`foreshard.planner.solver.pricing.cheapest_path`.
+    """
+    no_tail = np.zeros_like(problem.time_s)
     best, template = np.inf, None
     for size in np.unique(problem.micro_batch):
-        # A second of filling counts next to nothing beside a device.
+        # A second of filling costs next to nothing beside a device.
         limits = 1e12 * float(size), 1e12
-        found = cheapest_path(problem, none, weights, int(size), limits, np.inf, known)
+        found = cheapest_path(problem, no_tail, weights, int(size), limits, np.inf, known)
         if found is not None and found[0] < best:
             best, template = found
     return best, template
-
-
-def _simple_bounds(progress: SearchState) -> dict[str, float]:
-    """Return the bounds that know no pipelines: computation alone, and with the least tail."""
-    problem = progress.problem
-    rates = np.array([rate_of(problem, kind) for kind in range(len(problem.counts))])
-    progress.prices = np.where(rates > 0, rates, rates.max() * 1e-3)
-    compute = progress.fluid_s(float(sum(problem.counts)))
-    return {"compute": compute, "sync": compute + least_tail(problem, (1, sum(problem.counts)))}
-
-
-def _seed(progress: SearchState, start: Arrangement | None, columns: Sequence[Template]) -> None:
-    progress.columns.update(dict.fromkeys(columns))
-    if start is not None:
-        progress.columns.update(dict.fromkeys(start.templates))
-        progress.offer(start.templates)

@@ -1,0 +1,150 @@
+"""Parts of the space of mixed plans that are searched side by side, and how time is divided among them.
+
+Each subspace is a problem of its own: the plans on a set of node groups, or interleaved plans of some depth.
+What it *promises* is by how many seconds its search may still shorten the step, or prove that it cannot be
+shortened: the best step time so far less the subspace's bound. The next step is done where the promise is
+largest for the seconds already spent, so that time goes to subspaces in proportion to what they promise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
+from foreshard.planner.solver.solve import ProblemSearch
+from foreshard.planner.solver.time_budget import TimeBudget
+
+AIM = 0.003
+"""Gap between an arrangement and its bound at which a subspace is closed; what plans lose on real ranks comes
+on top, and the answer promises 1 %."""
+_TIMED = 24
+"""Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
+_FIRST_S = 0.2
+"""Seconds that a subspace counts as spent before its first step: about what pricing one takes."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Subspace:
+    """A part of the space: its problem, how its arrangements become plans, and what it promises.
+
+    Attributes
+    ----------
+    price : callable
+        Returns the problem.
+    time_plans : callable
+        Times the plans of an arrangement and returns the least step time, infinite where none fits.
+    floor_s : callable
+        Returns a step time that no plan of the subspace is expected to beat, before it was searched.
+    has_bound : bool
+        Whether the bound of its problem holds for the plans of the subspace.
+    weight : float
+        Of its promise beside that of others.
+    margin : float
+        Part of the best step that a plan of the subspace has to save.
+    is_wanted : callable
+        Whether its search matters at present.
+    alone : bool
+        Whether its own best plan is looked for, whatever others are faster.
+    best_s : float
+        Least step time of its own plans.
+    """
+
+    price: Callable[[], Problem]
+    time_plans: Callable[[Problem, Arrangement], float]
+    floor_s: Callable[[], float]
+    has_bound: bool = True
+    weight: float = 1.0
+    margin: float = 0.0
+    is_wanted: Callable[[], bool] = lambda: True
+    alone: bool = False
+    best_s: float = np.inf
+    spent_s: float = _FIRST_S
+    problem: Problem | None = None
+    search: ProblemSearch | None = None
+    is_closed: bool = False
+    _timed: set[Arrangement] = field(default_factory=set)
+    _misfits: set[Arrangement | None] = field(default_factory=set)
+
+    @property
+    def bound_s(self) -> float:
+        """Return a step time that no plan of the subspace is expected to beat; a bound where `has_bound`."""
+        return max(self.floor_s(), self.search.lower_bound_s if self.search else 0.0)
+
+    def promise_s(self, best_s: float) -> float:
+        """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
+        if self.is_closed or not self.is_wanted():
+            return 0.0
+        best_s = self.best_s if self.alone else best_s * (1.0 - self.margin)
+        if not np.isfinite(best_s):
+            return np.inf
+        return self.weight * max(0.0, best_s - self.bound_s * (1.0 + AIM))
+
+    def advance(self, found: MixedFound, budget: TimeBudget) -> None:
+        """Price the problem, or do a step of its search and time what it found."""
+        started = time.perf_counter()
+        try:
+            if self.search is None:
+                self.problem = self.price()
+                self.search = ProblemSearch(self.problem, target_gap=AIM)
+                return
+            if not self.search.is_open and found.timed:
+                self.search.reopen()
+            self.is_closed = not self.search.is_open
+            if not self.is_closed:
+                self.search.state.beat_s = np.inf if self.alone else found.best_s * (1.0 - self.margin)
+                self.search.advance(budget)
+            self.time_fresh(found, budget)
+        finally:
+            self.spent_s += time.perf_counter() - started
+
+    def time_fresh(self, found: MixedFound, budget: TimeBudget) -> None:
+        """Time arrangements that were not timed yet, the best first; late, as long as there is no plan.
+
+        Left out are those that cannot be the fastest: no plan is faster than its arrangement is by the
+        problem.
+        """
+        if self.search is None or self.problem is None:
+            return
+        made = self.search.state.made
+        for arrangement in sorted(made, key=made.__getitem__)[:_TIMED]:
+            if budget.is_over and found.timed:
+                return
+            least_s = step_seconds(self.problem, arrangement)
+            hopeless = not self.alone and least_s >= found.best_s * (1.0 - self.margin)
+            if arrangement not in self._timed and not hopeless:
+                self._timed.add(arrangement)
+                seconds = self.time_plans(self.problem, arrangement)
+                self.best_s = min(self.best_s, seconds)
+                if not np.isfinite(seconds):
+                    self._misfits.add(arrangement)
+
+    def lacks_memory(self, best_s: float) -> bool:
+        """Return whether its best arrangement does not fit and would be faster than any plan."""
+        if self.search is None or self.search.state.best not in self._misfits:
+            return False
+        return self.search.state.best_s < best_s * (1.0 - AIM)
+
+    @property
+    def evaluated(self) -> int:
+        """Return the pipelines priced."""
+        return self.search.state.evaluated if self.search else 0
+
+
+def next_subspace(subspaces: Sequence[Subspace], best_s: float) -> tuple[Subspace | None, float]:
+    """Return the subspace to work on next and its part of all promises; None when none promises anything.
+
+    Without any plan it is the first that is open.
+    """
+    promises = [subspace.promise_s(best_s) for subspace in subspaces]
+    if not any(promises):
+        return None, 0.0
+    if np.inf in promises:
+        return subspaces[promises.index(np.inf)], 1.0
+    rates = [promise / one.spent_s for promise, one in zip(promises, subspaces, strict=True)]
+    first = int(np.argmax(rates))
+    return subspaces[first], promises[first] / sum(promises)
