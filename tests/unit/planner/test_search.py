@@ -206,7 +206,7 @@ def test_a_cluster_without_prices_has_no_cheapest_but_a_fastest():
 
 
 def test_ctrl_c_after_a_plan_was_found_shows_it(monkeypatch):
-    import foreshard.planner.homogeneous as homogeneous
+    from foreshard.planner.grid import equal_nodes as homogeneous
 
     search = homogeneous.search_rows
 
@@ -222,7 +222,7 @@ def test_ctrl_c_after_a_plan_was_found_shows_it(monkeypatch):
 
 
 def test_a_search_that_ended_early_does_not_call_a_run_impossible(monkeypatch):
-    import foreshard.planner.homogeneous as homogeneous
+    from foreshard.planner.grid import equal_nodes as homogeneous
 
     monkeypatch.setattr(homogeneous, "_PATIENCE_S", 0.0)
     result = _plan("llama3-70b", "1x2xh100-sxm", global_batch=64, seq_len=8192, budget_s=1e-6)
