@@ -33,7 +33,7 @@ from foreshard.planner.result import PlanResult
 from foreshard.planner.solver.problem import Arrangement, Problem, faults, spread_factor
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
-from foreshard.predict.batch import domain_block
+from foreshard.predict.placement import domain_block
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 

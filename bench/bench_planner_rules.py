@@ -1,0 +1,111 @@
+"""What each rule of the search of mixed clusters is worth: the search with one rule off, on a few instances.
+
+    python bench/bench_planner_rules.py [--budget-s 8] [--rules NAME ...] [--cases NAME ...]
+
+Budgets are in seconds of the processor, so that a busy machine does not change them. Prints the step time of
+the chosen plan with all rules, and for each rule off by how much it is longer, with the gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.planner.mixed import search, subspaces
+from foreshard.planner.result import PlanResult
+from foreshard.planner.search import plan
+from foreshard.planner.solver import bound_raising, integer_heuristic
+
+CASES = {
+    "256 devices": ("llama3-70b", "16x8xa100-sxm-80gb+16x8xh100-sxm@400Gb/s", 1024, 4096, "bf16"),
+    "48 devices": ("llama3-70b", "4x8xa100-sxm-80gb+2x8xh100-sxm@400Gb/s", 32, 4096, "bf16"),
+    "16 devices": ("gpt2-xl", "1x8xa100-sxm-40gb+1x8xv100-sxm-16gb@100Gb/s", 512, 1024, "fp16"),
+    "16, experts": ("mixtral-8x7b", "1x8xa100-sxm-80gb+1x8xh100-sxm@400Gb/s", 64, 4096, "bf16"),
+    "8 devices": ("gpt2-xl", "1x4xl4+1x4xt4@25Gb/s", 32, 1024, "fp16"),
+    "32, slow links": ("llama3-8b", "2x8xa100-sxm-80gb+2x8xh100-sxm@25Gb/s", 128, 4096, "bf16"),
+}
+"""Model, cluster, global batch, tokens and precision."""
+
+
+def _first_come(some: list[subspaces.Subspace], best_s: float) -> tuple[subspaces.Subspace | None, float]:
+    """Return the subspace of the largest promise, however long it was worked on."""
+    promises = [one.promise_s(best_s) for one in some]
+    first = max(range(len(promises)), key=promises.__getitem__)
+    return (some[first], 1.0) if promises[first] else (None, 0.0)
+
+
+def _even(some: list[subspaces.Subspace], best_s: float) -> tuple[subspaces.Subspace | None, float]:
+    """Return the open subspace on which least time was spent."""
+    still = [one for one in some if one.promise_s(best_s)]
+    first = min(still, key=lambda one: one.spent_s, default=None)
+    return first, 1.0 / max(len(still), 1)
+
+
+def _off(owner: object, name: str, value: object) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: patch.object(owner, name, value)
+
+
+RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "all rules": nullcontext,
+    "largest promise alone": _off(search, "next_subspace", _first_come),
+    "even time for all": _off(search, "next_subspace", _even),
+    "no interleaved pipelines": _off(search, "chunk_counts", lambda request: ()),
+    "collectives at their best only": _off(search.MixedSearch, "_open", lambda self: None),
+    "no shares by real tails": _off(search, "engine_shares", lambda *asked: None),
+    "no chunks on plans as they are": _off(search, "_NEAREST", 0),
+    "no more room in memory": _off(search, "_ROOMIER", 0),
+    "no sets covered": _off(search, "_COVERED", -1.0),
+    "one round of duals": _off(bound_raising, "_DUAL_ROUNDS", 1),
+    "no boxes refined": _off(bound_raising, "_REFINED", 1),
+    "nothing learnt from enumerations": _off(bound_raising, "_LEARNT", 0),
+    "one length of step": _off(bound_raising, "_PART_OF_WAY", 0.0),
+    "no times between": _off(integer_heuristic, "_CLOSER", 0),
+    "no small sets": _off(integer_heuristic, "_FEW", 0),
+}
+
+
+def planned(case: str, rule: str, budget_s: float) -> PlanResult:
+    """Return the plans of a case with a rule off."""
+    model, cluster, global_batch, seq_len, precision = CASES[case]
+    with RULES[rule]():
+        return plan(
+            load_model(model),
+            load_cluster(cluster),
+            global_batch=global_batch,
+            seq_len=seq_len,
+            precision=precision,
+            budget_s=budget_s,
+        )
+
+
+def main() -> None:
+    """Print a row for each rule."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget-s", type=float, default=8.0)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    asked = parser.parse_args()
+    time.perf_counter = time.process_time
+    planned("8 devices", "all rules", 2.0)  # loads the compiled loops
+    best: dict[str, float] = {}
+    print(f"{'':32}" + "".join(f"{case:>22}" for case in asked.cases))
+    for rule in dict.fromkeys(["all rules", *asked.rules]):
+        print(f"{rule:32}", end="", flush=True)
+        for case in asked.cases:
+            found = planned(case, rule, asked.budget_s)
+            seconds = found.plans[0].prediction.step_time_s if found.plans else float("inf")
+            best.setdefault(case, seconds)
+            text = f"{seconds:.3f} s" if rule == "all rules" else f"{seconds / best[case] - 1.0:+.1%}"
+            print(f"{text + f', gap {found.gap:.1%}':>22}", end="", flush=True)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
