@@ -1,39 +1,45 @@
-"""Plans of a user's own model on own machines, by measured costs.
+"""Plans of a user's own model on their own machines, by measured costs.
 
-The measured layers become stage options of the abstract problem; its solver finds groups, cuts and shares;
-the exact schedule judges them, and shares, micro-batches and cuts are moved while a step gets shorter.
+The measured layers become stage options of the abstract problem, and its solver finds pipelines, cuts and
+shares, as for mixed clusters by formulas. The schedule is then executed for what it found, and shares,
+micro-batches and cuts are moved while a step gets shorter.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from foreshard.errors import InfeasibleError
-from foreshard.planner.measured.moves import ScheduleTimer
+from foreshard.planner.measured.balancing import balanced
 from foreshard.planner.measured.places import Places, kinds_of
 from foreshard.planner.measured.prices import priced, work_bound_s
+from foreshard.planner.pricing.judged import JudgedPlans
 from foreshard.planner.result import PlanResult, Ranked
-from foreshard.planner.solver.problem import Arrangement, Problem
+from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
 from foreshard.planner.solver.solve import Solution, solve
 from foreshard.predict.measured.costs import MeasuredCosts
-from foreshard.predict.measured.engine import predict_measured
+from foreshard.predict.source import MeasuredSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _REACH = 2
-"""Micro-batches up to so many times the largest that was timed: beyond, the line is a guess."""
+"""Micro-batches up to this many times the largest that was timed: beyond, the fitted line is a guess."""
 _JUDGED = 24
-_REFINED = 8
-_SEARCH_PART = 0.5
-_JUDGE_PART = 0.2
-"""Of the budget, at least: a slow search leaves time to move what it found."""
+"""Arrangements of each search, and pipelines alone, whose schedule is executed: some milliseconds each."""
+_BALANCED = 24
+"""Of them, fastest first, those that are balanced: some hundred executions each."""
+_SEARCH_FRAC = 0.5
+_BALANCE_FRAC = 0.2
+"""Of the budget: what searches get together, and what balancing gets at least after a slow search."""
+_TARGET_GAP = 0.005
+"""At which a search ends: measured seconds differ by more from step to step."""
 
 
 def plan_measured(
@@ -58,6 +64,7 @@ def plan_measured(
     precision, optimizer : str
         As the plan shall say; the costs are of what was measured.
     top : int
+        Plans to return; the last are equal shares, for how much they lose.
     budget_s : float
     tokens : float, optional
         Of the whole run.
@@ -74,11 +81,13 @@ def plan_measured(
     degrees = sorted({tp for kind in range(len(kinds)) for tp in places.degrees(costs, kind)})
     bound_s = work_bound_s(costs, cluster, sizes, global_batch, degrees)
     searched = []
-    for tp in (1, *degrees):  # the exact schedule takes stages of one tp above 1
+    for tp in (1, *degrees):  # measured costs price stages of one tp above 1
         problem = priced(costs, cluster, kinds, sizes, global_batch, tp)
-        part_s = budget_s * _SEARCH_PART / (1 + len(degrees))
-        searched.append((problem, solve(problem, budget_s=part_s, target_gap=0.005)))
+        part_s = budget_s * _SEARCH_FRAC / (1 + len(degrees))
+        searched.append((problem, solve(problem, budget_s=part_s, target_gap=_TARGET_GAP)))
     solutions = [solution for _, solution in searched]
+    if all(solution.arrangement is None for solution in solutions):
+        return _infeasible(costs, bound_s, started)
     blank = Plan(
         global_batch=global_batch,
         seq_len=seq_len,
@@ -87,29 +96,36 @@ def plan_measured(
         optimizer=optimizer,
         framework="foreshard",
     )
-    deadline = max(started + budget_s, time.perf_counter() + budget_s * _JUDGE_PART)
-    blocks = {tp: list(_blocks(costs, places, len(kinds), tp)) for tp in (1, *degrees)}
-    distinct = list(dict.fromkeys(block for same in blocks.values() for block in same))
-    judge = ScheduleTimer(costs, cluster, sizes, distinct, deadline=deadline)
-    plain = [
-        _plain(blank, len(costs.layers), same, max(sizes))
-        for same in blocks.values()
+    equal = [
+        _equal_shares(blank, len(costs.layers), list(_blocks(costs, places, len(kinds), tp)), max(sizes))
+        for tp in (1, *degrees)
         if global_batch >= cluster.num_devices
     ]
-    fits = any(solution.arrangement is not None for solution in solutions)
-    ranked = _ranked(judge, _found(blank, searched, places), plain) if fits else []
+    source = MeasuredSteps(costs=costs, cluster=cluster)
+    judged = JudgedPlans(source)
+    deadline = max(started + budget_s, time.perf_counter() + budget_s * _BALANCE_FRAC)
+    found = [plan for at in searched for plan in _plans(blank, places, at[0], _found(*at))]
+    alone = [plan for at in searched for plan in _plans(blank, places, at[0], _alone(*at))]
+    starts = judged.ranked([*found, *alone, *equal])[:_BALANCED]
+    better = [balanced(plan, judged, sizes, deadline) for plan in starts]
+    ranked = judged.ranked([*better, *found, *equal])
     if not ranked:
-        return _nothing(costs, bound_s, started)
-    shown = []
-    for seconds, plan in ranked[:top]:
-        prediction = predict_measured(costs, cluster, plan, tokens=tokens)
-        shown.append(Ranked(plan=plan, prediction=prediction, why=_why(seconds, ranked[0][0])))
+        return _infeasible(costs, bound_s, started)
+    best_s = judged.seconds(ranked[0])
+    shown = [
+        Ranked(
+            plan=plan,
+            prediction=source.predict(plan, tokens=tokens),
+            why=_why(judged.seconds(plan), best_s),
+        )
+        for plan in _shown(ranked, equal, top)
+    ]
     return PlanResult(
         plans=tuple(shown),
         lower_bound_step_time_s=bound_s,
-        gap=ranked[0][0] / bound_s - 1,
+        gap=best_s / bound_s - 1,
         binding=shown[0].prediction.bottleneck,
-        evaluated=sum(solution.evaluated for solution in solutions) + judge.evaluated,
+        evaluated=sum(solution.evaluated for solution in solutions) + len(judged),
         pruned=sum(solution.excluded for solution in solutions),
         wall_s=time.perf_counter() - started,
         space=f"pipelines of {_stage_words(degrees)} a stage, any cuts and shares, "
@@ -120,7 +136,7 @@ def plan_measured(
     )
 
 
-def _nothing(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult:
+def _infeasible(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult:
     need = sum(layer.parameter_bytes * 2 + layer.frozen_bytes + layer.state_bytes for layer in costs.layers)
     error = InfeasibleError(
         "no pipeline fits the memory",
@@ -141,21 +157,39 @@ def _nothing(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult
     )
 
 
-def _found(blank: Plan, searched: Sequence[tuple[Problem, Solution]], places: Places) -> Iterator[Plan]:
-    """Return the plans of what was searched for."""
-    for problem, solution in searched:
-        for one in dict.fromkeys((solution.arrangement, *solution.others[:_JUDGED])):
-            plan = None if one is None else _plan(blank, problem, one, places)
-            if plan is not None:
-                yield plan
+def _found(problem: Problem, solution: Solution) -> list[Arrangement]:
+    """Return the best arrangements of a search."""
+    return list(solution.others[:_JUDGED])
 
 
-def _ranked(judge: ScheduleTimer, found: Iterable[Plan], plain: Sequence[Plan]) -> list[tuple[float, Plan]]:
-    """Return the best plans refined, the others and the plain ones as they are, by seconds."""
-    plans = sorted((*found, *plain), key=judge.seconds)
-    plans = [judge.refined(plan) for plan in plans[:_REFINED]] + [*plans[_REFINED:], *plain]
-    distinct = {plan.groups: plan for plan in sorted(plans, key=judge.seconds)}.values()
-    return [(judge.seconds(plan), plan) for plan in distinct if math.isfinite(judge.seconds(plan))]
+def _alone(problem: Problem, solution: Solution) -> list[Arrangement]:
+    """Return the best pipelines of a search, each by itself: where to start besides.
+
+    The problem takes a short last micro-batch as a fraction of the others and leaves messages out, so what is
+    best by it need not be best when executed; one pipeline alone is the farthest from what it prefers.
+    """
+    share = (problem.global_batch,)
+    alone = [Arrangement(templates=(column,), shares=share) for column in solution.columns]
+    return sorted(alone, key=partial(step_seconds, problem))[:_JUDGED]
+
+
+def _plans(
+    blank: Plan, places: Places, problem: Problem, arrangements: Iterable[Arrangement]
+) -> Iterator[Plan]:
+    """Yield the plans of arrangements for which there are ranks."""
+    for arrangement in arrangements:
+        plan = _plan(blank, problem, arrangement, places)
+        if plan is not None:
+            yield plan
+
+
+def _shown(ranked: Sequence[Plan], equal: Sequence[Plan], top: int) -> list[Plan]:
+    """Return the first plans; the last gives its place to equal shares if there are none among them."""
+    best = list(ranked[:top])
+    first_equal = next((plan for plan in ranked if plan in equal), None)
+    if first_equal is not None and top > 1 and not any(plan in equal for plan in best):
+        best[-1] = first_equal
+    return best
 
 
 def _stage_words(degrees: Sequence[int]) -> str:
@@ -182,8 +216,8 @@ def _stage(ranks: tuple[int, ...], layers: tuple[int, int]) -> Stage:
     return Stage(ranks=ranks, tp=len(ranks), layers=(layers,), zero=0)
 
 
-def _plain(blank: Plan, num_layers: int, blocks: Sequence[tuple[int, ...]], size: int) -> Plan:
-    """Return what one would try first: equal shares on all devices, to be shown how much they lose."""
+def _equal_shares(blank: Plan, num_layers: int, blocks: Sequence[tuple[int, ...]], size: int) -> Plan:
+    """Return equal shares on all devices: what is tried first by hand, shown for how much it loses."""
     num_devices = sum(map(len, blocks))
     ends = [sum(map(len, blocks[: place + 1])) for place in range(len(blocks))]
     each, more = divmod(blank.global_batch, num_devices)

@@ -1,0 +1,102 @@
+"""The one interface to the time of a step: plans in, seconds and bytes and predictions out.
+
+Formulas price a model of the catalog (`FormulaSteps`), measured costs a job of the user's own
+(`MeasuredSteps`); searches ask either through `StepSource` and do not know which it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from foreshard.catalog.training import TrainingConstants
+from foreshard.predict.analytical.engine import StepTimes, step_times
+from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.engine import predict_measured, step_seconds
+from foreshard.predict.measured.memory import measured_memory
+from foreshard.predict.memory import plan_memory
+from foreshard.predict.step import predict
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import Framework
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Memory, Prediction
+
+
+class StepSource(Protocol):
+    """What a step of a plan takes and holds, whatever prices its tasks."""
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the time of a step, at the fidelity of a search."""
+        ...
+
+    def memory(self, plan: Plan) -> Memory:
+        """Return the peak of the fullest rank."""
+        ...
+
+    def predict(self, plan: Plan, *, tokens: float | None = None) -> Prediction:
+        """Return the whole prediction; `tokens` of the run give its total cost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaSteps:
+    """Steps of a catalog model by formulas: `seconds` by arrays, `predict` by the engine asked for."""
+
+    model: Model
+    cluster: Cluster
+    framework: Framework
+    constants: TrainingConstants
+    engine: str = "graph"
+    usd_per_device_hour: float | None = None
+
+    def _case(self, plan: Plan) -> Case:
+        return Case(model=self.model, cluster=self.cluster, plan=plan, framework=self.framework)
+
+    def times(self, plan: Plan) -> StepTimes:
+        """Return the time of each group of a plan, and its parts."""
+        return step_times(build_batch([self._case(plan)], self.constants))
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the time of a step: every optimizer starts after the slowest group, the slowest ends it."""
+        step = self.times(plan)
+        last = step.parts["optimizer"]
+        return float((step.total - last).max() + last.max())
+
+    def memory(self, plan: Plan) -> Memory:
+        """Return the peak of the fullest rank."""
+        return plan_memory(self._case(plan))[0]
+
+    def predict(self, plan: Plan, *, tokens: float | None = None) -> Prediction:
+        """Return the whole prediction."""
+        return predict(
+            self.model,
+            self.cluster,
+            plan,
+            framework=self.framework,
+            engine=self.engine,
+            tokens=tokens,
+            usd_per_device_hour=self.usd_per_device_hour,
+            timeline=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """Steps of a user's own job by measured costs: `seconds` and `predict` execute the schedule."""
+
+    costs: MeasuredCosts
+    cluster: Cluster
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the time of a step."""
+        return step_seconds(self.costs, self.cluster, plan)
+
+    def memory(self, plan: Plan) -> Memory:
+        """Return the peak of the fullest rank."""
+        return measured_memory(self.costs, self.cluster, plan)
+
+    def predict(self, plan: Plan, *, tokens: float | None = None) -> Prediction:
+        """Return the whole prediction."""
+        return predict_measured(self.costs, self.cluster, plan, tokens=tokens)
