@@ -10,10 +10,7 @@ import numpy as np
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Arrangement, Problem, pace_of, spread_factor
 from foreshard.planner.solver.shares import balance
-from foreshard.predict.analytical.engine import StepTimes, step_times
-from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.memory import plan_memory
-from foreshard.predict.step import predict
+from foreshard.predict.source import FormulaSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -21,24 +18,25 @@ from foreshard.spec.prediction import Prediction
 
 def engine_seconds(request: PlanRequest, plans: Sequence[Plan]) -> list[float]:
     """Return the step times of plans by the analytical engine."""
-    made = []
-    for plan in plans:
-        step = _steps(request, plan)
-        last = step.parts["optimizer"]
-        made.append(float((step.total - last).max() + last.max()))
-    return made
+    return [steps_of(request).seconds(plan) for plan in plans]
 
 
 def missing_bytes(request: PlanRequest, plan: Plan) -> float:
     """Return by how much the fullest rank is over its device, 0 where the plan fits."""
-    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
-    memory = plan_memory(case)[0]
+    memory = steps_of(request).memory(plan)
     return max(0.0, memory.peak_bytes - memory.capacity_bytes)
 
 
-def _steps(request: PlanRequest, plan: Plan) -> StepTimes:
-    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
-    return step_times(build_batch([case], request.constants))
+def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> FormulaSteps:
+    """Return the source of step times that a search asks."""
+    return FormulaSteps(
+        model=request.model,
+        cluster=request.cluster,
+        framework=request.framework,
+        constants=request.constants,
+        engine=request.engine,
+        usd_per_device_hour=usd_per_device_hour,
+    )
 
 
 def engine_tails(request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan) -> list[float]:
@@ -46,7 +44,7 @@ def engine_tails(request: PlanRequest, problem: Problem, arrangement: Arrangemen
 
     The problem takes tails at their best; on concrete ranks pipelines differ in what they lose to that.
     """
-    step = _steps(request, plan)
+    step = steps_of(request).times(plan)
     factor = spread_factor(problem, len(plan.ranks))
     return [
         max(0.0, float(total) / factor - pace_of(problem, template).seconds(share))
@@ -68,16 +66,7 @@ def engine_shares(
 
 def predicted(request: PlanRequest, plan: Plan) -> Prediction:
     """Return the prediction of a plan; nodes that are idle altogether are not paid for."""
-    return predict(
-        request.model,
-        request.cluster,
-        plan,
-        framework=request.framework,
-        engine=request.engine,
-        tokens=request.tokens,
-        usd_per_device_hour=_paid(request, plan),
-        timeline=False,
-    )
+    return steps_of(request, _paid(request, plan)).predict(plan, tokens=request.tokens)
 
 
 def _paid(request: PlanRequest, plan: Plan) -> float | None:
