@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _ENDLESS = 1_000_000
+"""Passes, more than any profile waits for: companions are killed, they do not end."""
 _UNTIL_ALONE = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

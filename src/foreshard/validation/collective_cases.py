@@ -26,7 +26,7 @@ from foreshard.comm.collectives import (
 from foreshard.comm.fabric import Fabric, fabric_of
 from foreshard.errors import SpecError
 from foreshard.validation.facts import integer, number
-from foreshard.validation.row_cluster import nic_rate
+from foreshard.validation.row_cluster import nic_rate, usual_node_size
 from foreshard.validation.tables import MeasuredTable
 
 _TIMES = {
@@ -37,7 +37,6 @@ _TIMES = {
     "alltoall": all_to_all_s,
     "broadcast": broadcast_s,
 }
-_FOUR_A_NODE = ("gb200", "gb300", "gh200")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def _known_era(era: str) -> str:
 def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str, exclude: str) -> Fabric:
     """Return the fabric of a row's machine."""
     device = resolve_device(gpu)
-    usual = 4 if device.name.startswith(_FOUR_A_NODE) else 8
+    usual = usual_node_size(device)
     if num_nodes > 1:
         per_node, nodes = max(1, num_ranks // num_nodes), num_nodes
     else:

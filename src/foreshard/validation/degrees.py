@@ -13,7 +13,9 @@ from foreshard.spec.model import Model
 from foreshard.validation.facts import integer
 from foreshard.validation.row_cluster import Notes
 
-_FILLED = 0.85  # share of the device memory that rules for blank cells fill
+_FILLED = (
+    0.85  # share of the device memory taken to be usable: the rest is context, buffers and fragmentation
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.validation.facts import integer
+from foreshard.validation.row_cluster import usual_node_size
 from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.rows import Skipped, TrainingRow
 from foreshard.validation.tables import MeasuredTable
@@ -72,7 +73,7 @@ def _sailor_parts(raw: Mapping[str, str], model: Model) -> tuple[Cluster, tuple[
     parts: list[tuple[str, str | None]] = []
     for count, gpu in mix:
         device = resolve_device(gpu)
-        per_node = min(int(count), 4 if device.name.startswith("gh200") else 8)
+        per_node = min(int(count), usual_node_size(device))
         parts.append((f"{int(count) // per_node}x{per_node}x{device.name}", None))
     dp, tp, layers = (json.loads(raw[key])[0] for key in ("dp_per_stage", "tp_per_stage", "layers_per_stage"))
     if sum(layers) != model.num_layers + 2:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from foreshard.catalog.cluster_file import MAX_DEVICES
 from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, NodeGroup
@@ -13,7 +14,6 @@ from foreshard.spec.device import Device
 from foreshard.validation.facts import integer
 from foreshard.validation.families import Family
 
-MAX_DEVICES = 1_000_000
 _RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand port by generation
 
 
@@ -57,13 +57,17 @@ _NODES_OF_FOUR = ("gb200", "gb300", "gh200", "tpu", "rubin")  # trays and boards
 _NODES_OF_SIXTEEN = ("v100-sxm3", "trainium")
 
 
+def usual_node_size(device: Device) -> int:
+    """Return how many devices of this kind a node is sold with."""
+    if device.name.startswith(_NODES_OF_SIXTEEN):
+        return 16
+    return 4 if device.name.startswith(_NODES_OF_FOUR) else 8
+
+
 def node_size(raw: Mapping[str, str], device: Device, gpus: int) -> tuple[int, bool]:
     """Return devices per node, and whether the row states them; else what the device is sold in."""
     stated = integer(raw, "gpus_per_node")
-    usual = 4 if device.name.startswith(_NODES_OF_FOUR) else 8
-    if device.name.startswith(_NODES_OF_SIXTEEN):
-        usual = 16
-    return min(stated or usual, gpus), stated is not None
+    return min(stated or usual_node_size(device), gpus), stated is not None
 
 
 def _in_integers(group: NodeGroup) -> NodeGroup:
