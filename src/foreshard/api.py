@@ -286,19 +286,19 @@ def simulate(
     )
 
 
+def is_lab(path: str) -> bool:
+    """Return whether a TOML file describes a lab rather than a cluster or a scenario."""
+    from foreshard.spec.codec import parse_toml, read_text
+
+    return "ranks" in parse_toml(read_text(path), file=path)
+
+
 def _lab_or_cluster(text: str) -> Cluster:
     """Return the cluster of a file or name; a lab's TOML is one too."""
-    if text.endswith(".toml"):
-        import tomllib
+    if text.endswith(".toml") and is_lab(text):
+        from foreshard.lab.lab import load_lab
 
-        try:
-            is_lab = "ranks" in tomllib.loads(Path(text).read_text())
-        except (OSError, tomllib.TOMLDecodeError):
-            is_lab = False
-        if is_lab:
-            from foreshard.lab.lab import load_lab
-
-            return load_lab(text).cluster()
+        return load_lab(text).cluster()
     return load_cluster(text)
 
 
@@ -404,7 +404,7 @@ def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | No
 
 
 def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, Cluster]:
-    """Return the best plans by measured costs, and the cluster: `planner.measured_plans.plan_measured`."""
+    """Return the best plans by measured costs, and the cluster: `planner.measured.plans.plan_measured`."""
     from foreshard.planner.measured.plans import plan_measured as planned
     from foreshard.predict.measured.engine import load_costs
 

@@ -1,1 +1,7 @@
-"""Requests and changes to them: what would help, what fits, what other hardware would gain."""
+"""What a user asks about one run, and what would improve it.
+
+Decides which single changes win time, which nearest change fits memory, what other hardware would gain, and
+how group shares should be split. In goes a `request.Request` (model, cluster, and degrees or a plan); out
+come predictions and `change.Effect`s. Nothing is formatted here. Read ``request.py`` first, then
+``change.py``.
+"""

@@ -14,6 +14,7 @@ from foreshard.advise.request import DEGREES, Request
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
 from foreshard.spec.prediction import Prediction
 
@@ -91,7 +92,7 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         assert changed.trained
         return changed
     if key == "shares":
-        return _reshare(request, value)
+        return _with_shares(request, value)
     if key == "recompute":
         return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
     if key in _CHOICES:
@@ -119,7 +120,7 @@ def _spelled(keys: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names.get(key, key).replace("_", "-") for key in keys))
 
 
-def _reshare(request: Request, value: str) -> Request:
+def _with_shares(request: Request, value: str) -> Request:
     """Return the request with other samples per group of its plan file, written 24:8."""
     if request.plan is None:
         raise SpecError(
@@ -146,26 +147,13 @@ def _whole(key: str, value: str, low: int, high: int) -> int:
     if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
         return int(value)
     flag = _spelled((key,))[0]
-    raise SpecError(
-        f"{value[:40]!r} is not a valid {flag}",
-        key=f"--change {flag}",
-        value=value,
-        rule=f"Must be a whole number from {low} to {high}",
-    )
+    rule = f"Must be a whole number from {low} to {high}"
+    raise invalid(value, rule, key=f"--change {flag}", name=flag)
 
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
-    if value in known:
-        return value
-    near = get_close_matches(value[:40], known, n=1)
     flag = _spelled((key,))[0]
-    raise SpecError(
-        f"unknown {flag} {value[:40]!r}",
-        key=f"--change {flag}",
-        value=value,
-        rule=f"Must be one of {', '.join(known)}",
-        fix=f"Did you mean {near[0]!r}?" if near else None,
-    )
+    return str(one_of(value, known, key=f"--change {flag}", name=flag))
 
 
 def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
@@ -212,8 +200,8 @@ def _predicted(request: Request, changed: Request, engine: str | None) -> Predic
     before, after = (replace(one, observed_step_s=None).predict(engine) for one in (request, changed))
     ratio = request.observed_step_s / before.step_time_s
     made = replace(changed, observed_step_s=ratio * after.step_time_s).predict(engine)
-    said = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
-    return replace(made, assumptions=(said, *made.assumptions[1:]))
+    scaled = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
+    return replace(made, assumptions=(scaled, *made.assumptions[1:]))
 
 
 def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:

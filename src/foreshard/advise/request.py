@@ -1,6 +1,6 @@
-"""What the user asked to have predicted, before it is a Plan, so that one thing in it can be changed.
+"""A run to predict as the user states it, before it is a Plan, so that one thing in it can be changed.
 
-A Request holds either degree flags or a plan file's Plan, never both. Changes (`report.change`), advice
+A Request holds either degree flags or a plan file's Plan, never both. Changes (`advise.change`), advice
 and reports all start from one.
 """
 
@@ -73,7 +73,7 @@ class Request:
     observed_step_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a plan together with what the plan already states."""
+        """Raise for a plan together with options that the plan already states."""
         stated = sorted(name for name, value in self.choices.items() if value is not None)
         if self.plan is not None and stated:
             raise SpecError(

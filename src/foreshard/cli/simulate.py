@@ -47,19 +47,21 @@ def command(file: str, budgets: tuple[str, ...], **options: Any) -> None:
     foreshard simulate examples/scenarios/spot.toml --policy lyapunov,lb-bsp --seeds 10 --report spot.html
     foreshard simulate examples/labs/swinging4.toml --costs costs.json --plan plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    from foreshard.spec import codec
+    from foreshard import api
 
-    if "ranks" in codec.parse_toml(codec.read_text(file), file=file):
-        _refuse(options, ("seeds", "slots", "report"), file, "A lab has one path", "Leave it out")
+    if api.is_lab(file):
+        _reject_stated(options, ("seeds", "slots", "report"), file, "A lab has one path", "Leave it out")
         _simulate_lab(file, budgets, options)
     else:
-        _refuse(options, ("costs", "plan", "steps"), file, "Only a lab takes it", "Name the TOML of a lab")
+        _reject_stated(
+            options, ("costs", "plan", "steps"), file, "Only a lab takes it", "Name the TOML of a lab"
+        )
         if options["report"]:
             must_be_writable(options["report"])
         _simulate_cluster(file, budgets, options)
 
 
-def _refuse(options: dict[str, Any], names: tuple[str, ...], file: str, rule: str, fix: str) -> None:
+def _reject_stated(options: dict[str, Any], names: tuple[str, ...], file: str, rule: str, fix: str) -> None:
     for name in names:
         if options[name] is not None:
             raise SpecError(

@@ -152,8 +152,8 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
         ) from None
 
 
-def parse_toml(text: str, *, file: str | None = None) -> dict[str, Any]:
-    """Return the tables of a TOML text, of which there is one, or a SpecError with line and column."""
+def parse_toml(text: str, *, file: str | None = None, may_be_empty: bool = False) -> dict[str, Any]:
+    """Return the keys of a TOML text, at least one unless it may be empty; errors say line and column."""
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
@@ -164,7 +164,7 @@ def parse_toml(text: str, *, file: str | None = None) -> dict[str, Any]:
             rule="The file must be TOML 1.0",
             fix="Correct that place",
         ) from None
-    if not tables:
+    if not tables and not may_be_empty:
         raise _empty(file)
     return tables
 
@@ -179,7 +179,7 @@ def _empty(file: str | None) -> SpecError:
 
 
 def parse_json(text: str, *, file: str | None = None) -> Any:
-    """Return the value of a JSON text; no text, NaN, infinities and repeated keys are errors."""
+    """Return the value of a JSON text; empty texts, NaN, infinities and repeated keys are errors."""
     if not text.strip():
         raise _empty(file)
     try:
@@ -257,7 +257,7 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def _number(limit: float) -> str:
-    """Write a limit as a file would: whole numbers in full, up to where nobody counts digits."""
+    """Write a limit as a file would: whole numbers below a million million in full."""
     return str(int(limit)) if abs(limit) < 10**12 and limit == int(limit) else f"{limit:g}"
 
 

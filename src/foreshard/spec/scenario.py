@@ -212,12 +212,12 @@ def load_scenario(path: str | Path) -> Scenario:
 
 
 def _check_process(process: Process, file: str, key: str) -> None:
-    def refuse(name: str, what: str, rule: str, value: Any = None, fix: str | None = None) -> SpecError:
+    def error(name: str, what: str, rule: str, value: Any = None, fix: str | None = None) -> SpecError:
         return SpecError(what, file=file, key=f"{key}.{name}", value=value, rule=rule, fix=fix)
 
     forms = FORMS[process.what]
     if process.how not in forms:
-        raise refuse(
+        raise error(
             "how",
             f"{process.how!r} does not drive {process.what}",
             f"{process.what} is driven by {', '.join(forms)}",
@@ -225,13 +225,13 @@ def _check_process(process: Process, file: str, key: str) -> None:
         )
     for name in _NEEDS[process.how]:
         if getattr(process, name) in (None, ()):
-            raise refuse(name, f"'{name}' is missing", f"how = {process.how!r} needs it", fix="Add it")
+            raise error(name, f"'{name}' is missing", f"how = {process.how!r} needs it", fix="Add it")
     if process.ranks and not _RANKS.fullmatch(process.ranks):
-        raise refuse("ranks", f"cannot read {process.ranks!r}", "Ranks are written '0-3, 8'", process.ranks)
+        raise error("ranks", f"cannot read {process.ranks!r}", "Ranks are written '0-3, 8'", process.ranks)
     if process.ranks and process.what in _OF_LINKS:
-        raise refuse("ranks", "a link is not of ranks", "Links are named by racks", fix="Use 'between'")
+        raise error("ranks", "a link is not of ranks", "Links are named by racks", fix="Use 'between'")
     if process.between and process.what not in _OF_LINKS:
-        raise refuse("between", "only links lie between racks", "between goes with what = 'bandwidth'")
+        raise error("between", "only links lie between racks", "between goes with what = 'bandwidth'")
 
 
 def _check_budget(budget: BudgetTable, file: str, key: str) -> None:

@@ -1,1 +1,5 @@
-"""Parsing of options and printing of answers, shared by the verbs."""
+"""What verbs share: parsing of options, their sources, and printing of answers.
+
+``values.py`` has the types of option values, ``request.py`` the options that describe a run, ``sources.py``
+environment variables and configuration files, ``answer.py`` the output. Read ``answer.py`` first.
+"""

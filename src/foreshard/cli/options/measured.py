@@ -37,7 +37,7 @@ def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) 
     from foreshard import api
     from foreshard.report.summary import prediction_screen
 
-    _refuse({**values, **others}, _PREDICTS)
+    _reject_unknown({**values, **others}, _PREDICTS)
     _same_model(values["model"], values["costs"])
     if not values.get("plan"):
         raise SpecError(
@@ -55,7 +55,7 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
     """Return the result of `plan` from measured costs, and the cluster."""
     from foreshard import api
 
-    _refuse({**asked, **others}, _PLANS)
+    _reject_unknown({**asked, **others}, _PLANS)
     _same_model(model, asked["costs"])
     if asked.get("objective", ("time",)) != ("time",):
         raise SpecError(
@@ -96,7 +96,7 @@ def _length(asked: int | None, costs: str) -> int:
 
 
 def _same_model(model: str, costs: str) -> None:
-    """Refuse costs of another job: a prediction of it would be believed to be of MODEL."""
+    """Raise for costs of another job, whose prediction would be taken for one of MODEL."""
     from foreshard.predict.measured.costs import load_costs
 
     measured = load_costs(costs).model
@@ -111,7 +111,7 @@ def _same_model(model: str, costs: str) -> None:
         )
 
 
-def _refuse(values: dict[str, Any], known: set[str]) -> None:
+def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, (), "none"):
             flag = f"--{name.replace('_', '-')}"

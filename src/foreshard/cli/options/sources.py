@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
@@ -14,8 +13,10 @@ from click.core import ParameterSource
 
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError
+from foreshard.spec.codec import parse_toml, read_text
 
-MAX_CONFIG_BYTES = 1_000_000
+# A file of every option of every verb takes 20 kB.
+MAX_CONFIG_BYTES = 2**20
 _CONFIGURABLE = (str, int, float, bool)
 _PREFIX = "FORESHARD_"
 _OTHER_VARIABLES = ("FORESHARD_CONFIG", "FORESHARD_DEBUG", "FORESHARD_MEASURED", "FORESHARD_SECRET")
@@ -75,7 +76,7 @@ def name_source(error: SpecError, ctx: click.Context) -> None:
         return
 
 
-def _refuse_unknown_variables(command: click.Command) -> None:
+def _reject_unknown_variables(command: click.Command) -> None:
     """Raise SpecError for a FORESHARD_ variable that no verb reads."""
     own = {param.envvar for param in command.params} | set(_OTHER_VARIABLES)
     strange = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in own)
@@ -96,7 +97,7 @@ def _refuse_unknown_variables(command: click.Command) -> None:
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
-    _refuse_unknown_variables(ctx.command)
+    _reject_unknown_variables(ctx.command)
     if path is None:
         return
     ctx.meta[_CONFIG_PATH] = path
@@ -128,22 +129,7 @@ def _known_elsewhere(key: str) -> bool:
 
 
 def _load(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as stream:
-            raw = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(raw) > MAX_CONFIG_BYTES:
-            raise SpecError("larger than 1 MB", file=path, rule="A config of options is at most 1 MB")
-        data = tomllib.loads(raw.decode("utf-8"))
-    except OSError as error:
-        raise SpecError(
-            f"cannot read: {error.strerror}",
-            file=path,
-            key="--config",
-            rule="A config of options is a TOML file",
-            fix="Check the path",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"not valid TOML: {error}", file=path, fix="Check the line named") from None
+    data = parse_toml(read_text(path, max_bytes=MAX_CONFIG_BYTES), file=path, may_be_empty=True)
     for key, value in data.items():
         if isinstance(value, dict) and key not in VERBS:
             raise SpecError(
