@@ -1,4 +1,4 @@
-"""Real runs on a lab that changes, every policy in the same one, each beside what `foretell` says of it.
+"""Real runs on a lab that changes, every policy in the same one, each beside what `simulate_lab` says of it.
 
 Four local ranks (examples/labs/restless4.toml, its changes moved to fit the steps: speeds and links change
 nine times, a rank joins late, one is killed and comes back), in virtual time of measured processor time, in
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.lab.lab import Lab, load_lab
-from foreshard.lab.simulated_run import foretell
+from foreshard.lab.simulated_run import simulate_lab
 from foreshard.runtime.adaptive.controller_config import passes_of
 from foreshard.runtime.records.outcome import kept_steps
 from foreshard.spec.plan import Plan
@@ -141,7 +141,7 @@ class Bench:
 
     def told(self, costs: str, plan: str, policy: str, budget: str | None) -> tuple[float, list[Any]]:
         """Return the mean step that the simulator gives, the first left out as in the runs, and its plans."""
-        found = foretell(
+        found = simulate_lab(
             self.lab_file,
             costs=costs,
             plan=self.file(f"{plan}.json"),
@@ -290,7 +290,7 @@ def verdict(found: dict[str, dict[str, Any]]) -> None:
 def changes_of(lab: Lab) -> str:
     """Return what changes in words; raise where it is too little to be a test."""
     steps = {one.at_step for one in lab.changes if one.there is None}
-    lost, joins = lab.comings()
+    lost, joins = lab.absences()
     if len(steps) < LEAST_CHANGES or not lost or not joins:
         raise SystemExit(
             f"the lab changes {len(steps)} times, loses {len(lost)} ranks and gains {len(joins)}"

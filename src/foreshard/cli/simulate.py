@@ -105,11 +105,11 @@ def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) 
                 rule="A lab is played with measured costs, from a plan",
                 fix=f"Add --{name} FILE",
             )
-    from foreshard.lab.simulated_run import foretell
+    from foreshard.lab.simulated_run import simulate_lab
     from foreshard.report.lab_screen import simulated_lab_screen
     from foreshard.runtime.adaptive.controller_config import POLICIES
 
-    found = foretell(
+    found = simulate_lab(
         file,
         costs=options["costs"],
         plan=options["plan"],

@@ -26,7 +26,7 @@ def await_turn(lab: Lab | None, rank: int, metrics: Path, steps: int) -> None:
     SystemExit
         When all steps are done without it.
     """
-    while lab is not None and lab.has_comings:
+    while lab is not None and lab.has_absences:
         step = steps_told(metrics)
         if lab.there_at(step + (step > 0), rank):
             return

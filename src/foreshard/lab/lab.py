@@ -1,7 +1,7 @@
 """A mixed cluster on one machine: how slow each rank is, how fast the links are, and what changes when.
 
 Time is virtual, of measured processor time ('cpu') or of a table ('table'), times what each rank is slowed
-by, with messages at the rates of the links; or the wall's, where `runtime.lab_network` slows ranks and links.
+by, with messages at the rates of the links; or the wall's, where `lab.network` slows ranks and links.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class Lab:
         return now
 
     @property
-    def has_comings(self) -> bool:
-        """Return whether ranks come or go."""
+    def has_absences(self) -> bool:
+        """Return whether ranks are away at some step."""
         return any(change.there is not None for change in self.changes)
 
-    def comings(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    def absences(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """Return who is lost and who joins when, as (rank, step); one away from step 0 only joins."""
         lost, joins = [], []
         away = {rank for rank in range(len(self.slow)) if not self.there_at(0, rank)}
@@ -276,8 +276,8 @@ class _Reader:
         if not 1 <= len(rows) <= MAX_RANKS:
             raise self.fail(f"{len(rows)} ranks", "ranks", len(rows), f"A lab has 1 to {MAX_RANKS} ranks")
         network = self.known(data.get("network", {}), "network", _NETWORK_KEYS)
-        told = self.tables(data.get("change", []), "change")
-        changes = [self.change(change, f"change[{i}]", len(rows)) for i, change in enumerate(told)]
+        tables = self.tables(data.get("change", []), "change")
+        changes = [self.change(table, f"change[{i}]", len(rows)) for i, table in enumerate(tables)]
         made = Lab(
             name=str(data.get("name", Path(self.file).stem)),
             clock=clock,
@@ -357,8 +357,14 @@ class _Reader:
         try:
             found = parse(value, kind)
         except SpecError as error:
-            told = {"value": error.value, "rule": error.rule, "fix": error.fix}
-            raise SpecError(error.what, file=self.file, key=key, **told) from None
+            raise SpecError(
+                error.what,
+                file=self.file,
+                key=key,
+                value=error.value,
+                rule=error.rule,
+                fix=error.fix,
+            ) from None
         if found < low:
             raise self.fail(f"{value!r} is too little", key, value, f"Must be at least {low:g} (SI)")
         return found

@@ -71,8 +71,8 @@ class LabSimulator:
         if not whole:
             return 0.0  # a pipeline that lacks a rank stands still at once
         at, cluster = self.at(step)
-        told = rank_times(at, cluster, replace(running, groups=tuple(whole)))
-        return max(one.compute_s + one.recompute_s + one.tensor_s + one.waiting_s for one in told)
+        ranks = rank_times(at, cluster, replace(running, groups=tuple(whole)))
+        return max(rank.compute_s + rank.recompute_s + rank.tensor_s + rank.waiting_s for rank in ranks)
 
     def idle_s(self, step: int, plan: Plan) -> dict[int, float]:
         """Return the seconds per sample of the first layers on ranks that a plan leaves idle."""
@@ -98,9 +98,9 @@ class LabSimulator:
         rings += [list(self.there(step))] if step % PROBE_EVERY == 0 else []
         for ring in rings:
             pairs |= set(zip(ring, [*ring[1:], *ring[:1]], strict=True))
-        told = {}
+        seen = {}
         for source, target in sorted(pairs):
             if source != target:
                 rate, latency_s = self.lab.link_at(step, source, target)
-                told[source, target] = (_PROBE_BYTES, latency_s + _PROBE_BYTES / rate)
-        return told
+                seen[source, target] = (_PROBE_BYTES, latency_s + _PROBE_BYTES / rate)
+        return seen

@@ -79,7 +79,7 @@ class LabNetwork:
             raise
         return self
 
-    def __exit__(self, *told: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._home is not None:
             _enter_namespace(self._home, close=True)
             self._home = None
@@ -105,8 +105,8 @@ class LabNetwork:
 
     def command(self, rank: int) -> list[str]:
         """Return the words that put a process in the place of a rank."""
-        told = f"FORESHARD_INTERFACE={self.address_of(rank)}"
-        words = ["ip", "netns", "exec", self._space(rank), "env", told]
+        interface = f"FORESHARD_INTERFACE={self.address_of(rank)}"
+        words = ["ip", "netns", "exec", self._space(rank), "env", interface]
         if rank not in self._groups:
             return words
         return ["sh", "-c", f'echo $$ > {self._groups[rank]}/cgroup.procs && exec "$@"', "lab", *words]

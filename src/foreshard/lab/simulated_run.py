@@ -80,7 +80,7 @@ class SimulatedRun:
         }
 
 
-def foretell(
+def simulate_lab(
     lab: str,
     *,
     costs: str,

@@ -40,7 +40,7 @@ class LabHardware(Hardware):
     def before_step(self, step: int, membership: Membership) -> bool:
         """Set clock and speed of the step; die, or wait for who is due, where the lab says so."""
         self._step[0], come = step, True
-        if self._lab.has_comings:
+        if self._lab.has_absences:
             come = come_and_go(self._lab, self._rank, step, membership, waits=self.clock.virtual)
         if hasattr(self.clock, "slow"):
             self.clock.slow = self._lab.slow_at(step, self._rank)

@@ -198,10 +198,10 @@ def _under_torchrun(
     """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     made = Path(work.out) / "secret"
-    told = VARIABLE in os.environ
+    stated = VARIABLE in os.environ
     several = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if secret_file is None and not told and several:
+    if secret_file is None and not stated and several:
         raise SpecError(
             "no shared secret",
             key="--secret-file",
@@ -212,7 +212,7 @@ def _under_torchrun(
         checked_secret(Path(secret_file), "--secret-file")
         if secret_file
         else make_secret(made)
-        if rank == 0 or told
+        if rank == 0 or stated
         else awaited_secret(made)
     )
     own = interface or _address_towards(master, several)
@@ -300,10 +300,10 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
 
 
 def _watching(watches: Sequence[Watch | None], folder: Path) -> Callable[[], None]:
-    told = [watch for watch in watches if watch is not None]
+    given = [watch for watch in watches if watch is not None]
 
     def look() -> None:
-        for watch in told:
+        for watch in given:
             watch(folder / "metrics.jsonl")
 
     return look

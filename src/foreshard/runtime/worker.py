@@ -194,23 +194,23 @@ class RankWorker:
             self.timeline.begin_step(step, self.trainer.plan, self.clock.now())
 
     def _phases(self) -> Callable[[str], None]:
-        """Return what is told the phase: the fault that a test asked for, and the trace."""
+        """Return what receives each phase: the fault that a test asked for, and the trace."""
         hook, timeline, now = phase_hook(self.rank), self.timeline, self.clock.now
         if timeline is None:
             return hook
 
-        def told(name: str) -> None:
+        def entered(name: str) -> None:
             timeline.phase(name, now())
             hook(name)
 
-        return told
+        return entered
 
     def _tell(self, done: StepDone) -> None:
         plan = self.trainer.plan
         if done.time_s is not None:
             self._tell_pace(done)
         more: dict[str, Any] = {"clock_s": self.clock.now()}
-        if self.steering is not None and done.time_s is not None:  # else told late, by any rank
+        if self.steering is not None and done.time_s is not None:  # else reported late, by any rank
             self.steering.stepped(
                 SteppedRun(
                     step=done.step,
@@ -259,12 +259,12 @@ class RankWorker:
 
     def _tell_warnings(self) -> None:
         """Tell the operator's log too what is warned of, once: logs of ranks are read by nobody."""
-        show, told = warnings.showwarning, set[str]()
+        show, shown = warnings.showwarning, set[str]()
 
         def showing(message: Any, category: type[Warning], *where: Any) -> None:
             leads = self.rank == self.membership.generation.ranks[0]
-            if issubclass(category, UserWarning) and leads and str(message) not in told:
-                told.add(str(message))
+            if issubclass(category, UserWarning) and leads and str(message) not in shown:
+                shown.add(str(message))
                 self._event("warning", str(message))
             show(message, category, *where)
 
@@ -327,9 +327,9 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
 
 def _tell(error: ForeshardError) -> None:
     """Tell the agent what is wrong, and the log if its disk takes it."""
-    told = json.dumps({**error.to_dict(), "what": error.what[: _TOLD_BYTES // 4]}).encode()
-    if TELL_FD in os.environ and len(told) <= _TOLD_BYTES:
-        os.write(int(os.environ[TELL_FD]), told)
+    text = json.dumps({**error.to_dict(), "what": error.what[: _TOLD_BYTES // 4]}).encode()
+    if TELL_FD in os.environ and len(text) <= _TOLD_BYTES:
+        os.write(int(os.environ[TELL_FD]), text)
     with contextlib.suppress(OSError):
         traceback.print_exc()
 

@@ -1,4 +1,4 @@
-"""Any `spec.online.Policy` as a rule of the simulator: told events, ordering plans, as in the runtime."""
+"""Any `spec.online.Policy` as a rule of the simulator: it receives events and orders plans, as in a run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MOST_STAGES = 4
 
 
 class PolicyAdapter:
-    """Tells a policy what changed before a slot and what was measured in it, and follows its last plan.
+    """Gives a policy the events before a slot and the measurements in it, and follows its last plan.
 
-    Losses and returns of devices are told when they happen; prices, and speeds of idle devices, when they are
-    seen; steps with the seconds per sample of every device in use, a transfer over each link between racks,
-    and the costs. With `sees_now` speeds and rates are told before the step instead. A plan that still names
-    a device that is gone is a fault of the policy.
+    Losses and returns of devices are events when they happen; prices, and speeds of idle devices, when they
+    are seen; a measured step has the relative speed of every device in use, a transfer over each link between
+    racks, and the costs. With `sees_now` speeds and rates are events before the step instead. A plan that
+    still names a device that is gone is a fault of the policy.
     """
 
     def __init__(

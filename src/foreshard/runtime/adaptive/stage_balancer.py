@@ -1,7 +1,7 @@
 """Several pipelines with stages of several ranks: samples inside stages follow the speeds, all else stays.
 
-Every micro-batch of a stage is dealt anew when the slowest of its ranks would gain by it. Layers and groups
-are those of the run's plan; ranks that are lost take their part along until they are back.
+The micro-batches of a stage are split anew when the slowest of its ranks would gain by it. Layers and groups
+are those of the run's plan; the part of a lost rank goes to the others until it is back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEAD_ZONE = 0.02
 
 
 class StageBalancer:
-    """Deals the samples of micro-batches to the ranks of each stage.
+    """Splits micro-batches over the ranks of each stage.
 
     Parameters
     ----------

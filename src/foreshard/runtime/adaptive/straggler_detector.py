@@ -2,7 +2,7 @@
 
 A rank is held against itself, since devices and plans differ, and its change against that of the others,
 since a busy machine slows all of them. Medians over several steps decide, with a wider bound to become slow
-than to have recovered: a hiccup is no slow rank, and one at the bound is told once.
+than to have recovered: a hiccup is no slow rank, and a rank at the bound is reported once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Known:
 
 
 class StragglerDetector:
-    """Finds ranks that become slow; told the work of every step.
+    """Finds ranks that become slow, from the work of every step.
 
     Parameters
     ----------

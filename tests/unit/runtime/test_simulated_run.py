@@ -11,7 +11,7 @@ import pytest
 
 from foreshard.errors import SpecError
 from foreshard.lab.lab import load_lab
-from foreshard.lab.simulated_run import foretell
+from foreshard.lab.simulated_run import simulate_lab
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import rank_times, step_seconds
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
@@ -27,7 +27,7 @@ RANKS = (
 
 @pytest.fixture
 def files(tmp_path, measured_job):
-    """Return what writes a lab and gives the arguments of `foretell`."""
+    """Return what writes a lab and gives the arguments of `simulate_lab`."""
     costs, plan = measured_job(fast=1.0, slow=2.0)
 
     def write(changes=""):
@@ -44,7 +44,7 @@ def change(step, **what):
 
 def test_a_static_run_takes_what_is_predicted_at_each_step(files):
     asked = files(change(5, rank=0, slow=3.0))
-    found = foretell(**asked, steps=10, policies=("static",))["static"]
+    found = simulate_lab(**asked, steps=10, policies=("static",))["static"]
     still = step_seconds(
         load_costs(asked["costs"]), load_lab(asked["lab"]).cluster(), load_plan(asked["plan"])
     )
@@ -53,7 +53,7 @@ def test_a_static_run_takes_what_is_predicted_at_each_step(files):
 
 
 def test_the_controller_follows_what_changes_two_steps_after_it_is_seen(files):
-    found = foretell(**files(change(20, rank=1, slow=4.0)), steps=40)
+    found = simulate_lab(**files(change(20, rank=1, slow=4.0)), steps=40)
     ours, static = found["lyapunov"], found["static"]
     assert ours.time_s[2:20].mean() < 0.8 * static.time_s[2:20].mean()
     assert ours.time_s[20] == ours.time_s[21] > 2.0 * ours.time_s[19]
@@ -64,7 +64,7 @@ def test_the_controller_follows_what_changes_two_steps_after_it_is_seen(files):
 @pytest.mark.parametrize("name", ["lyapunov", "lb-bsp", "greedy", "static"])
 def test_ranks_that_go_and_come_are_left_out_and_taken_in(files, name):
     lab = files(change(10, rank=1, there=False) + change(20, rank=1, there=True))
-    found = foretell(**lab, steps=40, policies=(name,))[name]
+    found = simulate_lab(**lab, steps=40, policies=(name,))[name]
     at = {step: plan.ranks for step, plan in found.plans}
     gone = [ranks for step, ranks in at.items() if 10 <= step < 20]
     assert gone and all(1 not in ranks for ranks in gone) and 10 in at
@@ -73,7 +73,7 @@ def test_ranks_that_go_and_come_are_left_out_and_taken_in(files, name):
 
 
 def test_a_rank_that_joins_later_is_not_there_at_first(files):
-    found = foretell(**files(change(0, rank=3, there=False) + change(6, rank=3, there=True)), steps=30)
+    found = simulate_lab(**files(change(0, rank=3, there=False) + change(6, rank=3, there=True)), steps=30)
     assert 3 not in found["lyapunov"].plans[0][1].ranks
     assert 3 in found["lyapunov"].plans[-1][1].ranks
 
@@ -91,13 +91,13 @@ def test_replicas_by_last_speeds_are_not_faster_in_calm_phases(files):
     plan["global_batch"] = 48
     Path(asked["costs"]).write_text(json.dumps(costs))
     Path(asked["plan"]).write_text(json.dumps(plan))
-    found = foretell(**asked, steps=70, policies=("lyapunov", "lb-bsp"))
+    found = simulate_lab(**asked, steps=70, policies=("lyapunov", "lb-bsp"))
     ours, theirs = found["lyapunov"].time_s, found["lb-bsp"].time_s
     assert all(ours[step] <= 1.01 * theirs[step] for step in (9, 39, 69))
 
 
 def test_budgets_are_counted_and_ours_keeps_them(files):
-    found = foretell(**files(), steps=300, budgets=("usd_per_h=6",))
+    found = simulate_lab(**files(), steps=300, budgets=("usd_per_h=6",))
     ours, static = found["lyapunov"], found["static"]
     assert static.violation == pytest.approx(10.0 / 6.0 - 1.0)
     assert ours.violation < 0.02
@@ -146,25 +146,27 @@ def test_where_a_budget_cannot_be_kept_the_cheapest_plan_runs(files, budget):
         groups = [plan["groups"][rank] | {"share": n} for rank, n in zip(ranks, shares, strict=True)]
         few = Path(asked["plan"]).with_name("few.json")
         few.write_text(json.dumps(plan | {"groups": groups}))
-        static = foretell(**(asked | {"plan": str(few)}), steps=2, policies=("static",), budgets=(budget,))
+        static = simulate_lab(
+            **(asked | {"plan": str(few)}), steps=2, policies=("static",), budgets=(budget,)
+        )
         least = min(least, cost(static["static"], 1))
-    ours = foretell(**asked, steps=100, policies=("lyapunov",), budgets=(budget,))["lyapunov"]
+    ours = simulate_lab(**asked, steps=100, policies=("lyapunov",), budgets=(budget,))["lyapunov"]
     assert cost(ours, 20) <= 1.005 * least and ours.violation > 0.5
 
 
 def test_what_cannot_be_played_is_refused(files):
     with pytest.raises(SpecError, match="unknown policy"):
-        foretell(**files(), policies=("magic",))
+        simulate_lab(**files(), policies=("magic",))
     with pytest.raises(SpecError, match="0 steps"):
-        foretell(**files(), steps=0)
+        simulate_lab(**files(), steps=0)
 
 
 def test_layers_move_over_the_links_of_the_step_that_has_ended(files):
     slow = change(0, rank=3, there=False) + change(7, rank=3, there=True) + change(0, bandwidth="8 Mb/s")
-    before = foretell(**files(slow), steps=12, policies=("lb-bsp",))["lb-bsp"]
+    before = simulate_lab(**files(slow), steps=12, policies=("lb-bsp",))["lb-bsp"]
     (moved,) = np.flatnonzero(before.change_s)
     asked = files(slow + change(int(moved), bandwidth="8 Gb/s"))
-    found = foretell(**asked, steps=12, policies=("lb-bsp",))["lb-bsp"]
+    found = simulate_lab(**asked, steps=12, policies=("lb-bsp",))["lb-bsp"]
     assert 3 in dict(found.plans)[moved].ranks
     assert found.change_s[moved] == before.change_s[moved] > 0.1
     assert found.time_s[moved + 1] < before.time_s[moved + 1]
@@ -173,7 +175,7 @@ def test_layers_move_over_the_links_of_the_step_that_has_ended(files):
 def test_a_step_that_loses_a_rank_is_worked_twice_by_the_others(files):
     asked = files(change(5, rank=3, there=False))
     costs, lab = load_costs(asked["costs"]), load_lab(asked["lab"])
-    found = foretell(**asked, steps=8, policies=("static",))["static"]
+    found = simulate_lab(**asked, steps=8, policies=("static",))["static"]
     others = [one for one in rank_times(costs, lab.cluster(), load_plan(asked["plan"])) if one.rank != 3]
     assert found.change_s[5] == pytest.approx(max(one.compute_s for one in others))
     assert not found.change_s[[0, 1, 2, 3, 4, 6, 7]].any()
@@ -184,7 +186,7 @@ def test_idle_ranks_vote_too(files):
     plan = json.loads(Path(asked["plan"]).read_text())
     alone = plan["groups"][0] | {"share": plan["global_batch"]}
     Path(asked["plan"]).write_text(json.dumps(plan | {"groups": [alone]}))
-    found = foretell(**asked, steps=6, policies=("static",))["static"]
+    found = simulate_lab(**asked, steps=6, policies=("static",))["static"]
     assert found.time_s[3] == pytest.approx(found.time_s[2] + 2 * 3 * (1.0 - 50e-6))
 
 
@@ -216,11 +218,11 @@ def joint(files, tmp_path, micro_batch=6):
 
 def test_wide_stages_follow_a_straggler_and_keep_a_budget(files, tmp_path):
     asked = joint(files(change(20, rank=1, slow=4.0)), tmp_path)
-    found = foretell(**asked, steps=60, policies=("lyapunov", "static"))
+    found = simulate_lab(**asked, steps=60, policies=("lyapunov", "static"))
     ours, static = found["lyapunov"], found["static"]
     assert ours.time_s[2:20].mean() < 0.9 * static.time_s[2:20].mean()
     assert ours.time_s[30:].mean() < 0.6 * static.time_s[30:].mean()
-    kept = foretell(**asked, steps=200, policies=("lyapunov",), budgets=("usd_per_h=5",))["lyapunov"]
+    kept = simulate_lab(**asked, steps=200, policies=("lyapunov",), budgets=("usd_per_h=5",))["lyapunov"]
     assert kept.violation < 0.02 and all(len(plan.groups) == 1 for _, plan in kept.plans)
     assert len({plan.ranks for _, plan in kept.plans}) > 1
     assert kept.time_s.mean() > ours.time_s.mean()
@@ -228,7 +230,7 @@ def test_wide_stages_follow_a_straggler_and_keep_a_budget(files, tmp_path):
 
 def test_wide_stages_go_on_without_a_rank_and_take_it_back(files, tmp_path):
     asked = joint(files(change(10, rank=1, there=False) + change(20, rank=1, there=True)), tmp_path)
-    found = foretell(**asked, steps=40, policies=("lyapunov",))["lyapunov"]
+    found = simulate_lab(**asked, steps=40, policies=("lyapunov",))["lyapunov"]
     gone = [plan.ranks for step, plan in found.plans if 10 <= step < 20]
     assert gone and all(1 not in ranks for ranks in gone) and 1 in found.plans[-1][1].ranks
 
@@ -240,7 +242,7 @@ def test_where_everybody_of_the_plan_is_lost_an_idle_rank_takes_over_as_in_a_run
     alone = plan | {"groups": [plan["groups"][0] | {"share": plan["global_batch"]}]}
     Path(asked["plan"]).write_text(json.dumps(alone))
     budgets = ("usd_per_h=0.5",) if name == "lyapunov" else ()
-    found = foretell(**asked, steps=10, policies=(name,), budgets=budgets)[name]
+    found = simulate_lab(**asked, steps=10, policies=(name,), budgets=budgets)[name]
     at = dict(found.plans)
     left, last = sorted({0, 1, 2, 3} - {lost}), at[max(step for step in at if step < 5)]
     assert last.ranks == (lost,) and lost not in at[5].ranks
