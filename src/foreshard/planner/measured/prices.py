@@ -1,4 +1,4 @@
-"""Prices of the abstract problem from measured costs: one device a stage or tp, any cut, some sizes."""
+"""The abstract problem from measured costs: stages of one device or of tp, any cut, some micro-batches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from foreshard.planner.measured.places import Places
 from foreshard.planner.solver.problem import Problem
-from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
+from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.spec.cluster import Cluster
 
-_MANY = 10**6
+_MOST_IN_FLIGHT = 10**6
+"""Micro-batches: more than any step has, where activations take no memory to speak of."""
 _COPIES = 16
 """Pipelines up to which each number has its own tail; the ring of more hardly takes longer."""
 
@@ -45,25 +46,16 @@ def priced(
         for degree in sorted({1, tp} & {1, *places.degrees(costs, k)})
         for m in sizes
     ]
-    time_s, room = np.empty((2, len(options), len(starts)))
-    tails = []
-    for o, (k, m, degree) in enumerate(options):
-        device = cluster.device_of(kinds[k][0])
-        prices = _Prices(costs.layers_on(device.name, degree), costs.slow_of(device.name), starts, stops)
-        room[o] = prices.room(device.capacity_bytes, m)
-        work_s = prices.work_s(m) + prices.over(_sums_s(costs, cluster, next(places.blocks(k, degree)), m))
-        time_s[o] = np.where(room[o] > 0, work_s, np.inf)
-        tails.append(prices)
     copies = tuple(range(1, min(cluster.num_devices, _COPIES) + 1))
-    tail_s = np.array(
-        [
-            [
-                _tail(costs, cluster, prices, next(places.blocks(k, degree)), count)
-                for prices, (k, _, degree) in zip(tails, options, strict=True)
-            ]
-            for count in copies
-        ]
-    )
+    time_s, room = np.empty((2, len(options), len(starts)))
+    tail_s = np.empty((len(copies), len(options), len(starts)))
+    for o, (k, m, degree) in enumerate(options):
+        device, block = cluster.device_of(kinds[k][0]), next(places.blocks(k, degree))
+        stages = _Stages(costs, cluster, block, starts, stops)
+        room[o] = stages.room(device.capacity_bytes, m)
+        time_s[o] = np.where(room[o] > 0, stages.pass_s(m), np.inf)
+        for c, count in enumerate(copies):
+            tail_s[c, o] = stages.tail_s(count)
     takes = np.eye(len(kinds), dtype=int)[[k for k, _, _ in options]]
     takes *= np.array([degree for _, _, degree in options])[:, None]
     return Problem(
@@ -77,68 +69,77 @@ def priced(
         time_s=time_s,
         copies=copies,
         tail_s=tail_s,
-        max_in_flight=np.minimum(room, _MANY).astype(int),
+        max_in_flight=np.minimum(room, _MOST_IN_FLIGHT).astype(int),
         hop_s=np.zeros((len(options),) * 2),
         names=tuple(options),
     )
 
 
-class _Prices:
-    """Sums over every interval of layers on one device."""
+class _Stages:
+    """Every interval of layers as a stage on a block of ranks.
 
-    def __init__(self, layers: Sequence[LayerCost], slow: float, starts: np.ndarray, stops: np.ndarray):
-        self._layers, self.slow, self.starts, self._stops = layers, slow, starts, stops
+    Parameters
+    ----------
+    costs : MeasuredCosts
+    cluster : Cluster
+    block : sequence of ranks
+        That compute the layers together; one rank computes them alone.
+    starts, stops : ndarray of int, shape (intervals,)
+    """
 
-    def total(self, name: str, column: int | None = None) -> np.ndarray:
-        """Return a layer's number summed over the layers of each interval."""
-        return self.over(
-            [
-                getattr(layer, name) if column is None else getattr(layer, name)[column]
-                for layer in self._layers
-            ]
-        )
+    def __init__(
+        self,
+        costs: MeasuredCosts,
+        cluster: Cluster,
+        block: Sequence[int],
+        starts: np.ndarray,
+        stops: np.ndarray,
+    ):
+        self._costs, self._cluster, self._block = costs, cluster, block
+        self._starts, self._stops = starts, stops
+        device = cluster.device_of(block[0]).name
+        self._slow = costs.slow_of(device)
+        self._sums = costs.sums(device, len(block))
 
-    def over(self, each: Sequence[float]) -> np.ndarray:
-        """Return numbers of layers summed over each interval."""
-        upto = np.concatenate(([0.0], np.cumsum(each)))
-        return upto[self._stops] - upto[self.starts]
+    def _total(self, name: str) -> np.ndarray:
+        """Return a number of layers summed over each interval, shape (intervals,) or (intervals, 2)."""
+        return self._over(self._sums.upto(name))
 
-    def work_s(self, samples: int) -> np.ndarray:
-        """Return the seconds of a forward and a backward."""
-        fixed, each = (self.total("forward_s", c) + self.total("backward_s", c) for c in (0, 1))
-        return self.slow * (fixed + each * samples)
+    def _over(self, upto: np.ndarray) -> np.ndarray:
+        return upto[self._stops] - upto[self._starts]
+
+    def _ring_s(self, ranks: Sequence[int], num_bytes: np.ndarray) -> np.ndarray:
+        return np.asarray(self._costs.ring_s(self._cluster, ranks, num_bytes))
+
+    def pass_s(self, samples: int) -> np.ndarray:
+        """Return the seconds of a forward and a backward, sums over the block included."""
+        fixed, each = (self._total("forward_s") + self._total("backward_s")).T
+        seconds = self._slow * (fixed + each * samples)
+        if len(self._block) == 1:
+            return seconds
+        sums = [0.0]
+        for layer in self._costs.layers_on("", len(self._block)):
+            rings = np.array((*layer.sums_forward, *layer.sums_backward)).reshape(-1, 2)
+            sums.append(float(rings[:, 1] @ self._ring_s(self._block, rings[:, 0] * samples)))
+        return seconds + self._over(np.cumsum(sums))
 
     def room(self, capacity_bytes: float, samples: int) -> np.ndarray:
         """Return the micro-batches whose activations fit beside the states."""
-        fixed = 2 * self.total("parameter_bytes") + self.total("frozen_bytes") + self.total("state_bytes")
-        kept = np.maximum(self.total("saved_bytes_per_sample") * samples, 1.0)
+        fixed = 2 * self._total("parameter_bytes") + self._total("frozen_bytes") + self._total("state_bytes")
+        kept = np.maximum(self._total("saved_bytes_per_sample") * samples, 1.0)
         return np.floor(np.maximum(capacity_bytes - fixed, 0.0) / kept)
 
-
-def _sums_s(costs: MeasuredCosts, cluster: Cluster, ranks: Sequence[int], samples: int) -> list[float]:
-    """Return the seconds that ranks need for the sums of each layer that they compute together."""
-    return [
-        sum(
-            part * costs.ring_s(cluster, ranks, each * samples)
-            for each, part in (*layer.sums_forward, *layer.sums_backward)
-        )
-        for layer in costs.layers_on("", len(ranks))
-    ]
-
-
-def _tail(
-    costs: MeasuredCosts, cluster: Cluster, prices: _Prices, block: Sequence[int], copies: int
-) -> np.ndarray:
-    """Return the seconds after the last micro-batch: only the first stage is sure to be the last to end."""
-    rank = block[0]
-    others = [other for other in range(cluster.num_devices) if other != rank][: copies - 1]
-    ring_s = [costs.ring_s(cluster, (rank, *others), size) for size in prices.total("parameter_bytes")]
-    tail_s = prices.slow * prices.total("optimizer_s") + np.array(ring_s)
-    if len(block) > 1 and copies == 1:  # what is whole on each of them they sum too
-        cut = [costs.split_bytes(layer, len(block)) / len(block) for layer in range(len(costs.layers))]
-        whole = prices.total("parameter_bytes") - prices.over(cut)
-        tail_s += np.array([costs.ring_s(cluster, block, size) for size in whole])
-    return np.where(prices.starts == 0, tail_s, 0.0)
+    def tail_s(self, copies: int) -> np.ndarray:
+        """Return the seconds after the last micro-batch; only the first stage is sure to end last."""
+        first, trained = self._block[0], self._total("parameter_bytes")
+        others = [rank for rank in range(self._cluster.num_devices) if rank != first][: copies - 1]
+        seconds = self._slow * self._total("optimizer_s") + self._ring_s((first, *others), trained)
+        tp = len(self._block)
+        if tp > 1 and copies == 1:  # what is whole on each of them they sum too
+            split = [self._costs.split_bytes(layer, tp) / tp for layer in range(len(self._costs.layers))]
+            whole = trained - self._over(np.cumsum([0.0, *split]))
+            seconds = seconds + self._ring_s(self._block, whole)
+        return np.where(self._starts == 0, seconds, 0.0)
 
 
 def _intervals(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foreshard.graph.pace import pipeline_pace
+
 
 class PipelineFamily(NamedTuple):
     """Pipelines of one micro-batch: wherever they lie, or within one link domain of a kind of devices."""
@@ -213,11 +215,10 @@ def is_within(problem: Problem, template: Template) -> bool:
 
 def pace_of(problem: Problem, template: Template) -> PipelineRate:
     """Return how a pipeline goes."""
-    times = stage_seconds(problem, template)
-    bottleneck = float(times.max())
+    pace = pipeline_pace(stage_seconds(problem, template))
     return PipelineRate(
-        fill_s=float(times.sum()) - bottleneck,
-        bottleneck_s=bottleneck,
+        fill_s=float(pace.fill_s),
+        bottleneck_s=float(pace.period_s),
         micro_batch=int(problem.micro_batch[template[0].option]),
         grain=max(int(problem.grain[part.option]) for part in template),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.graph.pace import pipeline_pace
 from foreshard.predict.batch import Batch
 from foreshard.predict.tasks.collectives import (
     Sharing,
@@ -275,12 +276,9 @@ def step_times(batch: Batch) -> StepTimes:
     }
     stage = stage_times(batch)
     present = batch.multiplicity > 0
-    total = np.where(present, stage.total, -1.0)
-    slowest = total.argmax(0)
+    once, t_max, slowest = pipeline_pace(stage.total, batch.multiplicity)
     pace = _of_stage(slowest)
-    t_max = pace(total)
     m = p["num_micro_batches"]
-    once = (stage.total * batch.multiplicity).sum(0) - t_max
     if np.count_nonzero(p["zero_bubble"]):
         once = np.where(p["zero_bubble"] > 0, _zero_bubble(stage, batch, m, t_max), once)
     parts = {name: m * pace(value) for name, value in stage.parts.items()}
