@@ -1,4 +1,8 @@
-"""Predict, plan and run distributed DNN training.
+"""Predicts, plans, runs and steers the distributed training of neural networks.
+
+`api` has the public names, `cli` one file per verb. A prediction is made in `predict`, a plan in
+`planner`, a training run in `runtime`, the next plan of a running job in `control`; docs/design.md has a
+paragraph on each package.
 
 >>> import foreshard
 >>> model = foreshard.load_model("llama3-8b")

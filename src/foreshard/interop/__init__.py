@@ -1,10 +1,9 @@
-"""Exporters: write a plan as the configuration files of another tool.
+"""Plans as files of other tools, one module per target, each imported when it is asked for.
 
-In goes a Plan, with its model and cluster where the target needs them; out come files and notes on what they
-do not state, or a SpecError with every reason why the target cannot train as the plan says. One module per
-target, imported when it is asked for. `uniform` finds the one set of degrees that most targets can express;
-`hosts` is what launchers share. A new exporter is a module with a function of `exported.ExportRequest` and a
-line in `TARGETS`. Read `exported` first.
+Decides how a plan is said in the words of another tool, and refuses what that tool cannot express, with
+every reason. A plan goes in, with model, cluster and prediction where the tool needs them; files and
+notes come out. A new exporter is one file and an entry of ``TARGETS``. Read ``exported.py`` first, then
+``megatron.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Engines and cost sources behind one question: how long does a step take, and does it fit."""
+"""How long a training step takes, whether it fits in memory, what it costs, and why.
+
+Decides times and bytes of whole steps. A model, a cluster and a plan go in, with a choice of engine and
+cost source; a `Prediction` comes out, whose parts sum to the whole and whose step time has an interval.
+The time of a task comes from ``tasks/`` (formulas) or ``measured/`` (a profile); ``analytical/`` and
+``graph/`` are the engines that put tasks together. Peak memory of every stage is computed in
+``memory.py``. Read ``step.py`` first, then an ``engine.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,6 @@
-"""The exhaustive search on equal nodes: every plan that degree flags span, with bounds."""
+"""The exhaustive search on equal nodes: every plan that degree flags span.
+
+Decides which plans need to be timed. A request on one kind of node goes in; every plan of the grid is
+timed or excluded by a bound, and the best ones with a bound on the rest come out. Read ``search.py``
+first, then ``space.py`` and ``bounds.py``.
+"""
