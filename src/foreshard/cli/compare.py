@@ -28,7 +28,8 @@ def command(**values: Any) -> None:
 
 
 def _screen(predictions: tuple[Prediction, ...]) -> Screen:
-    from foreshard.report.summary import PART_NAMES, plan_line
+    from foreshard.report.plan_words import plan_line
+    from foreshard.report.summary import PART_NAMES
 
     first = predictions[0]
     names = [f"{one.engine}/{one.costs}" for one in predictions]

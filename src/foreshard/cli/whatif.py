@@ -59,7 +59,7 @@ def _row(effect: Effect) -> tuple[str, ...]:
 
 
 def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
-    from foreshard.report.summary import plan_line
+    from foreshard.report.plan_words import plan_line
 
     start = (
         "(now)",

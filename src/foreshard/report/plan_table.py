@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
+from foreshard.report.plan_words import RARER, degrees, distinct_names
 from foreshard.report.screen import Box, Screen, Table, spans, table, without_empty
-from foreshard.report.summary import rank_samples
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import Prediction
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 _SHOWN_STAGES = 24
 _CLOSED = 0.01
 """Gap at which a search stops with time left."""
-_RARER = ("cp", "ep", "etp")
-"""Degrees that are named where they are not 1."""
 
 
 def plan_screen(
@@ -81,34 +79,6 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
     return without_empty(table("Plans, best first", columns, rows, spare=spare))
 
 
-def distinct_names(plans: Sequence[Plan]) -> list[str]:
-    """Return what distinguishes each plan: its degrees; of equal ones also shares, cuts and ranks."""
-    names = [degrees(plan) for plan in plans]
-    for more in (_shares, _cuts, _placed):
-        seen = Counter(names)
-        names = [
-            f"{name} {more(plan)}" if seen[name] > 1 else name
-            for name, plan in zip(names, plans, strict=True)
-        ]
-    return names
-
-
-def _shares(plan: Plan) -> str:
-    return f"shares {':'.join(str(group.share) for group in plan.groups)}"
-
-
-def _cuts(plan: Plan) -> str:
-    cuts = (
-        ":".join(str(sum(stop - start for start, stop in stage.layers)) for stage in group.stages)
-        for group in plan.groups
-    )
-    return f"layers {' '.join(dict.fromkeys(cuts))}"
-
-
-def _placed(plan: Plan) -> str:
-    return f"ranks {' '.join(spans(stage.ranks) for group in plan.groups for stage in group.stages)}"
-
-
 def _row(i: int, one: Ranked, name: str, unit: str) -> tuple[str, ...]:
     prediction = one.prediction
     money = prediction.cost
@@ -125,58 +95,6 @@ def _row(i: int, one: Ranked, name: str, unit: str) -> tuple[str, ...]:
         quantity.usd(price),
         one.why.removeprefix("chosen: "),  # the first column says so
     )
-
-
-def degrees(plan: Plan) -> str:
-    """Return what distinguishes a plan from others of the same run, equal groups once.
-
-    Degrees of each kind of group, then options; kinds that differ in one have a value each: `zero 1 | 2`.
-    """
-    kinds = Counter((_cut(group), _options(group)) for group in plan.groups)
-    cuts = [cut if len(plan.groups) == 1 else f"{count} x ({cut})" for (cut, _), count in kinds.items()]
-    words = [" + ".join(cuts)]
-    for name, usual, *values in zip(_OPTIONS, _USUAL, *(options for _, options in kinds), strict=True):
-        said = values[:1] if len(set(values)) == 1 else values
-        if set(values) != {usual}:
-            words.append(f"{name} {' | '.join(said)}".strip())
-    on = [name for name, value in plan.comm.items() if value]
-    words += [f"with {' '.join(on)}"] if on else []
-    return " ".join(words)
-
-
-def _cut(group: Group) -> str:
-    """Return how a group is cut over its ranks."""
-    stages = group.stages
-    words = [f"tp {_values(one.tp for one in stages)}", f"pp {len(stages)}"]
-    words.append(f"dp {_values(one.inner_dp for one in stages)}")
-    words += [
-        f"{name} {value}"
-        for name in _RARER
-        if (value := _values(getattr(one, name) for one in stages)) != "1"
-    ]
-    words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
-    return " ".join(words)
-
-
-_OPTIONS = ("micro-batch", "zero", "shards", "", "recompute", "offload")
-_USUAL = ("", "", "all", "1f1b", "none", "none")  # left out of the words
-
-
-def _options(group: Group) -> tuple[str, ...]:
-    """Return the values of _OPTIONS."""
-    stages = group.stages
-    return (
-        rank_samples(group),
-        _values(one.zero for one in stages),
-        _values(one.shard_size for one in stages if one.shard_size is not None) or "all",
-        "1f1b" if group.schedule == "interleaved" else group.schedule,
-        _values(one.recompute for one in stages),
-        _values(one.offload for one in stages),
-    )
-
-
-def _values(numbers: object) -> str:
-    return "/".join(map(str, dict.fromkeys(numbers)))  # type: ignore[call-overload]
 
 
 def drawn(plan: Plan, cluster: Cluster) -> Table:
@@ -213,7 +131,7 @@ def drawn(plan: Plan, cluster: Cluster) -> Table:
 
 def _stage_cells(s: int, group: Group, stage: Stage, cluster: Cluster) -> tuple[str, ...]:
     devices = cluster.device_counts(stage.ranks)
-    named = [f"{name} {getattr(stage, name)}" for name in _RARER if getattr(stage, name) > 1]
+    named = [f"{name} {getattr(stage, name)}" for name in RARER if getattr(stage, name) > 1]
     return (
         str(s),
         " + ".join(f"{count} {name}" for name, count in devices.items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
-from foreshard.report.plan_table import degrees
+from foreshard.report.plan_words import degrees
 from foreshard.report.screen import Box, Screen, table
 from foreshard.units import number_of
 

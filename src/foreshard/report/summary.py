@@ -8,8 +8,8 @@ from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.unstated import SPLIT_EVENLY
+from foreshard.report.plan_words import place_of, plan_line
 from foreshard.report.screen import Box, Screen, Table, spans, table
-from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
 
 PART_NAMES = {
@@ -34,44 +34,6 @@ PART_NAMES = {
 
 
 NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
-
-
-def plan_line(plan: Plan) -> str:
-    """Return the plan in one line of degrees and options."""
-    group, stage = plan.groups[0], plan.groups[0].stages[0]
-    words = []
-    if len(plan.groups) > 1:
-        words.append(f"{len(plan.groups)} groups on {len(plan.ranks)} ranks, the first:")
-    words += [
-        f"tp {_of_stages(group, 'tp')}",
-        f"pp {len(group.stages)}",
-        f"dp {_of_stages(group, 'inner_dp')}",
-    ]
-    words += [f"{name} {value}" for name in ("cp", "ep", "etp") if (value := _of_stages(group, name)) != "1"]
-    words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
-    words += [f"micro-batch {rank_samples(group)}", f"global batch {plan.global_batch}"]
-    words += [f"seq {plan.seq_len}", plan.precision, f"zero {stage.zero}", group.schedule]
-    if stage.recompute != "none":
-        words.append(f"recompute {stage.recompute}")
-    if group.sp:
-        words.append("sp")
-    return "  ".join(words)
-
-
-def _of_stages(group: Group, name: str) -> str:
-    """Return a degree of the stages of a group: one number, or those of its stages in order."""
-    values = [getattr(stage, name) for stage in group.stages]
-    return "/".join(map(str, values if len(set(values)) > 1 else values[:1]))
-
-
-def rank_samples(group: Group) -> str:
-    """Return the samples of a micro-batch that a rank takes: one number, or those of different ranks."""
-    taken = [
-        f"{samples:g}"
-        for stage in group.stages
-        for samples in stage.rank_shares or (group.micro_batch / stage.inner_dp,)
-    ]
-    return "/".join(dict.fromkeys(taken))
 
 
 def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
@@ -217,15 +179,6 @@ def worst_stage_line(prediction: Prediction) -> str:
     each = f"{low} to {high}" if low != high else f"{high}"
     others = f"; stages take {each} {unit}" + (" each" if low == high else "")
     return f"Fullest: rank {memory.peak_rank}, {where}" + (others if len(peaks) > 1 else "")
-
-
-def place_of(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return the group and stage a rank is in."""
-    for g, group in enumerate(plan.groups):
-        for s, stage in enumerate(group.stages):
-            if rank in stage.ranks:
-                return g, s
-    raise IndexError(f"rank {rank} is not in the plan")
 
 
 def prediction_screen(

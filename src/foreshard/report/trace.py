@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from foreshard.report.summary import place_of, plan_line
+from foreshard.report.plan_words import place_of, plan_line
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Event, Timeline

@@ -92,6 +92,17 @@ class _Case:
         """Return the error of a broken rule."""
         return SpecError(what, file=self.file, key=key, value=value, rule=rule, fix=fix)
 
+    def must_divide(self, where: str, name: str, degree: int, count: int, what: str) -> None:
+        """Raise unless a degree of a stage divides a count of the model."""
+        if count % degree:
+            raise self.error(
+                f"{name} {degree} does not divide {count} {what}",
+                self.key(where, name),
+                degree,
+                f"{name} divides the number of {what}",
+                f"Use a divisor of {count}: {divisors(count)}",
+            )
+
     def kinds(self) -> list[Block]:
         """Return the distinct blocks of the model."""
         return [block for block, _ in self.model.block_kinds()]
@@ -177,17 +188,11 @@ def _layers_once(case: _Case) -> None:
         reached = 0
         for s, (start, stop) in _spans(group):
             key = f"{where}.stages[{s}].layers"
-            if start > reached:
+            if start != reached:
+                gap = f"layers {reached} to {start - 1} are not covered"
+                again = f"layer {start} is assigned twice or out of order"
                 raise case.error(
-                    f"layers {reached} to {start - 1} are not covered",
-                    key,
-                    f"[{start}, {stop}]",
-                    rule,
-                    f"Start the interval at {reached}",
-                )
-            if start < reached:
-                raise case.error(
-                    f"layer {start} is assigned twice or out of order",
+                    gap if start > reached else again,
                     key,
                     f"[{start}, {stop}]",
                     rule,
@@ -251,22 +256,11 @@ def _shards_divide(case: _Case) -> None:
 
 
 def _tensor_divides_model(case: _Case) -> None:
-    kinds = case.kinds()
     for where, _, stage in case.stages():
-        for block in kinds:
-            for count, name in (
-                (block.num_heads, "attention heads"),
-                (block.ffn, "feed-forward channels"),
-                (block.shared_ffn, "channels of shared experts"),
-            ):
-                if count % stage.tp:
-                    raise case.error(
-                        f"tp {stage.tp} does not divide {count} {name}",
-                        case.key(where, "tp"),
-                        stage.tp,
-                        f"tp divides the {name}",
-                        f"Use a divisor of {count}",
-                    )
+        for block in case.kinds():
+            case.must_divide(where, "tp", stage.tp, block.num_heads, "attention heads")
+            case.must_divide(where, "tp", stage.tp, block.ffn, "feed-forward channels")
+            case.must_divide(where, "tp", stage.tp, block.shared_ffn, "channels of shared experts")
 
 
 def _experts_divide_model(case: _Case) -> None:
@@ -282,18 +276,8 @@ def _experts_divide_model(case: _Case) -> None:
                     f"Leave out {name}",
                 )
         for block in kinds:
-            for name, degree, count, what in (
-                ("ep", stage.ep, block.num_experts, "experts"),
-                ("etp", stage.etp, block.expert_ffn, "channels of an expert"),
-            ):
-                if count % degree:
-                    raise case.error(
-                        f"{name} {degree} does not divide {count} {what}",
-                        case.key(where, name),
-                        degree,
-                        f"{name} divides the number of {what}",
-                        f"Use a divisor of {count}: {divisors(count)}",
-                    )
+            case.must_divide(where, "ep", stage.ep, block.num_experts, "experts")
+            case.must_divide(where, "etp", stage.etp, block.expert_ffn, "channels of an expert")
 
 
 def _chunks_match(case: _Case) -> None:

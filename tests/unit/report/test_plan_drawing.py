@@ -9,8 +9,8 @@ import pytest
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report.pages import plan_drawing
-from foreshard.report.plan_table import degrees, distinct_names, drawn, idle_words
-from foreshard.report.summary import plan_line
+from foreshard.report.plan_table import drawn, idle_words
+from foreshard.report.plan_words import degrees, distinct_names, plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 
 CLUSTER = load_cluster("1x4xa100-sxm-80gb+1x4xh100-sxm")

@@ -5,8 +5,9 @@ import pytest
 
 from foreshard.report.explain import explanations
 from foreshard.report.plain import render
+from foreshard.report.plan_words import plan_line
 from foreshard.report.screen import Screen, Table
-from foreshard.report.summary import plan_line, prediction_screen
+from foreshard.report.summary import prediction_screen
 from foreshard.report.terminal import bar, show
 
 

@@ -159,7 +159,7 @@ CASES = {
         DENSE,
         "--tp",
         "groups[0].stages[0].tp",
-        "tp 3 does not divide 32 attention heads. tp divides the attention heads. Use a divisor of 32",
+        "tp 3 does not divide 32 attention heads. tp divides the number of attention heads. Use a divisor of 32",
     ),
     "feed-forward": (
         good(stages=both(tp=4)),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from foreshard import quantity
 from foreshard.report.pages.markup import embedded_json, filled, html_table, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
-from foreshard.report.plan_table import degrees, drawn, front_table, gains_table, others_table, ranked_table
+from foreshard.report.plan_table import drawn, front_table, gains_table, others_table, ranked_table
+from foreshard.report.plan_words import degrees
 from foreshard.report.screen import Screen
 from foreshard.report.summary import PART_NAMES
 from foreshard.spec.cluster import Cluster

@@ -19,15 +19,9 @@ from foreshard.advise.request import Request
 from foreshard.report.explain import explanations
 from foreshard.report.pages.markup import embedded_json, filled, static
 from foreshard.report.plain import render
+from foreshard.report.plan_words import plan_line
 from foreshard.report.screen import spans
-from foreshard.report.summary import (
-    PART_NAMES,
-    boxes,
-    groups_table,
-    plan_line,
-    prediction_screen,
-    speed_line,
-)
+from foreshard.report.summary import PART_NAMES, boxes, groups_table, prediction_screen, speed_line
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 from foreshard.spec.timeline import Event, Timeline
