@@ -3,4 +3,5 @@
 `lab.py` is the lab as its file states it; `emulation.py` and `worker.py` are how a run is started on it;
 `network.py` enforces speeds and links on the wall clock; `simulated_run.py` plays policies in a lab without
 training. The runtime knows nothing of labs: it takes the hardware of its ranks from them.
+Read `lab.py` first.
 """

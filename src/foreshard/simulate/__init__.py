@@ -3,5 +3,6 @@
 A scenario goes in, an `Evaluation` comes out: mean step time, costs and changes of every policy on the same
 paths, beside the bound of one who knows them. `dynamics` draws paths, `slot_loop` plays them, `policies`
 are what the controller is compared with, `policy_adapter` plays any policy of events, `clairvoyant_bound`
-and `hindsight` know the path. Read `evaluation` first.
+and `hindsight` know the path. Read `evaluation` first. A policy that can also run on ranks belongs in
+`control`, in `baselines`; `policies` has rules for scenarios alone.
 """
