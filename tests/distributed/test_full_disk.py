@@ -73,10 +73,10 @@ def test_lines_wait_and_reach_the_disk_in_the_end(tmp_path):
     assert [line["step"] for line in told] == list(range(STEPS))
     events = whole_lines(out / "events.jsonl")  # it is full for them too, and may cut one
     kinds = [line["kind"] for line in events if line["rank"] == 0]
-    assert {"disk refuses", "disk takes again"} <= set(kinds)
+    assert {"write blocked", "write resumed"} <= set(kinds)
     failed = next(line for line in events if line["kind"] == "checkpoint failed")
     assert failed["step"] == 10 and "File too large" in failed["text"]
-    assert "checkpoint" in kinds[kinds.index("disk takes again") :]
+    assert "checkpoint" in kinds[kinds.index("write resumed") :]
 
 
 def test_a_disk_that_stays_full_ends_the_run_and_says_what_is_not_written(tmp_path):

@@ -1,6 +1,6 @@
-"""What would help: single changes that win time, of the kinds the run's framework ships.
+"""What would help: single changes of a run that win time, among those its framework supports.
 
-It only asks the predictor: candidates are timed with the analytical engine, and the winners are timed
+Candidates are timed with the analytical engine, and the winners are timed
 again with the engine of the prediction they are compared with.
 """
 

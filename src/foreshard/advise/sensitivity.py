@@ -1,4 +1,4 @@
-"""What other hardware would gain: the search again on a cluster changed in one thing."""
+"""Sensitivity to hardware: the search repeated on clusters that differ in one property."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request left open and a default filled, in sentences for the assumptions of its prediction."""
+"""Defaults that a request took, as sentences for the assumptions of its prediction."""
 
 from __future__ import annotations
 

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
 
+# Exit code after Ctrl-C, as shells give it.
 INTERRUPTED = 130
 ALL = "all"
+# Seconds of each search on changed hardware, of which --explain makes several.
 _EXPLAIN_S = 5.0
 OBJECTIVES = ("time", "cost", "energy")
 

@@ -1,4 +1,4 @@
-"""The plans a search found, as people compare them: ranked, the chosen one marked, why the others lost."""
+"""The result of a search as a screen: plans ranked, the chosen one drawn, and why the others lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from foreshard.advise.sensitivity import Gain
     from foreshard.planner.result import PlanResult, Ranked
 
-_SHOWN_STAGES = 24
+_SHOWN_STAGES = 24  # rows of the chosen plan on a screen
 _CLOSED = 0.01
-"""Gap at which a search stops with time left."""
+"""Gap at which a search stops before its budget ends."""
 
 
 def plan_screen(

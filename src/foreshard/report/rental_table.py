@@ -1,4 +1,4 @@
-"""What to rent, as people compare it: nodes, plan, time and price of the whole run."""
+"""The result of a rental search as a screen: nodes, plan, time and price of the whole run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreshard.units import number_of
 if TYPE_CHECKING:
     from foreshard.planner.rental import Offer, RentResult
 
-_NAMED = 4
+_NAMED = 4  # instances named in a note; --json has all
 
 
 def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> Screen:

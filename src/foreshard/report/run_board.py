@@ -1,4 +1,4 @@
-"""A steered run as it goes: plan, budgets, step time against its bound, the last orders; drawn with rich."""
+"""Board of a run with a controller: plan, budgets, step time over its bound, last orders; drawn by rich."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from foreshard.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_ORDERS, _TIMES, _BACKLOG = 5, 60, 20
+_ORDERS, _TIMES = 5, 60  # last orders and step times shown
+_BACKLOG = 20  # width of the bar of a queue, in cells
 _BARS = "▁▂▃▄▅▆▇█"
 _MEAN = "time_metrics/end_to_end(s)"
 
@@ -24,7 +25,7 @@ def shown_loss(line: Mapping[str, Any]) -> str:
 
 
 class Board:
-    """What is drawn of a run, from the lines of its metrics.
+    """State of the board, from the lines of the metrics.
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ class Board:
         self._most_backlog: dict[str, float] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take in a step; one that ranks finished after a loss says nothing of the controller."""
+        """Add a step; one that was finished after a rank was lost has no entries of the controller."""
         line = self.line = {**self.line, **line}
         if line.get(_MEAN):
             self._times.append(line[_MEAN])
@@ -80,7 +81,7 @@ class Board:
         return rows
 
     def budgets(self) -> list[tuple[str, str, str, str, str]]:
-        """Return what was spent of every budget so far, beside what it allows, and its queue."""
+        """Return of every budget its limit, the mean so far, the excess and the queue."""
         return [
             (
                 name,
@@ -93,7 +94,7 @@ class Board:
         ]
 
     def foot(self) -> str:
-        """Return what the controller has done so far."""
+        """Return the policy, its weight of time, and how often it changed the plan."""
         line = self.line
         return (
             f"policy {line['controller/policy']}  weight of time {line['controller/weight']:.3g}  "

@@ -1,4 +1,4 @@
-"""A run as it goes: on a terminal a line, or a board where a controller steers; nothing in a pipe."""
+"""Progress of a run on a terminal: a line, or a board where a controller decides; nothing in a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foreshard.quantity import count
 from foreshard.report.run_board import Board, shown_loss
 from foreshard.units import format_seconds
 
-_EVERY_S = 0.5
+_EVERY_S = 0.5  # between two looks at the metrics
 Draw = Callable[[list[dict[str, Any]]], None]
 
 

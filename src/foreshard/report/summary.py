@@ -32,7 +32,6 @@ PART_NAMES = {
     "reserved": "context and allocator",
 }
 
-
 NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
 
 

@@ -10,9 +10,9 @@ from foreshard.report.screen import Box, Screen, Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-BAR_WIDTH = 24
-_NARROW = 88
-_LONGEST_NAME = 30
+BAR_WIDTH = 24  # cells
+_NARROW = 88  # columns below which boxes stack and bars are left out
+_LONGEST_NAME = 30  # longer cells with spaces are sentences, which may wrap
 _GAP = 3  # between columns: a space of padding on both sides of the rule
 
 

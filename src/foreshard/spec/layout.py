@@ -98,7 +98,7 @@ def plan_from_degrees(
     framework: str = "megatron-core",
     offload: str = "none",
 ) -> Plan:
-    """Return the one-group plan that degree flags mean.
+    """Return the plan of one group that degree flags describe.
 
     `micro_batch` counts samples per data-parallel rank; the plan's own micro_batch is that times dp.
     Without `global_batch` a step takes dp x pp samples, rounded up to what micro-batches and schedule need.

@@ -27,7 +27,7 @@ def test_lines_wait_in_order_and_nothing_torn_is_left(tmp_path, disk):
     disk.room, now_s[0] = None, 9.0
     assert lines.add({"n": 5})
     assert numbers(lines.path) == [0, 1, 2, 3, 4, 5]
-    assert [kind for kind, _ in told] == ["disk refuses", "disk takes again"]
+    assert [kind for kind, _ in told] == ["write blocked", "write resumed"]
     assert told[1][1]["after_s"] == 8.0
 
 

@@ -89,11 +89,11 @@ def test_a_full_disk_delays_lines_and_the_log_says_since_when(tmp_path, disk):
     assert [(line["step"], line["n_tokens_seen"]) for line in told] == [(0, 10), (1, 20), (2, 30), (3, 40)]
     events = lines(tmp_path / "events.jsonl")
     assert [line["kind"] for line in events] == [
-        "disk refuses",
-        "disk refuses",
+        "write blocked",
+        "write blocked",
         "checkpoint failed",
-        "disk takes again",
-        "disk takes again",
+        "write resumed",
+        "write resumed",
     ]
     assert {Path(line["file"]).name for line in events if "file" in line} == {"metrics.jsonl", "events.jsonl"}
     assert "No space left" in events[0]["text"] and events[-1]["after_s"] >= 0

@@ -102,10 +102,10 @@ def test_a_full_disk_delays_the_log_and_stops_nothing(config, tmp_path, monkeypa
     full.append(True)
     before = config.log.read_bytes()
     lived(steering, orders, plan, range(3, 12), sample_s)
-    assert config.log.read_bytes() == before and told == ["disk refuses"]
+    assert config.log.read_bytes() == before and told == ["write blocked"]
     full.clear()
     steering.flush()
-    assert told[1:] == ["disk takes again"]
+    assert told[1:] == ["write resumed"]
     assert config.log.read_bytes() == undisturbed.log.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""A long search as the user sees it: the seconds it has run on a terminal, and whether Ctrl-C ended it."""
+"""Progress of a long search: its seconds on a terminal, and whether Ctrl-C ended it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _QUIET_S = 1.0  # shorter searches show nothing
-_TICK_S = 0.5
+_TICK_S = 0.5  # between two drawings of the line
 _DEFAULT_BUDGET_S = 60.0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+# Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
 MAX_AMOUNT = 1e30
 

@@ -1,4 +1,4 @@
-"""Lines of JSON on their way to a file: written at once, or kept in order until the disk takes them again.
+"""Lines of JSON on their way to a file: written at once, or kept in order until the file can be written again.
 
 A disk that is full, or a server of files that is away for a while, delays lines; it takes none of them. What
 waits is bounded by who owns the lines.
@@ -68,7 +68,7 @@ class DurableJsonl:
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what waits, as far as the disk takes it, and return whether nothing waits."""
+        """Write what waits, as far as possible, and return whether nothing waits."""
         if not self._waiting:
             return True
         self._tried_s = self._now()
@@ -78,10 +78,10 @@ class DurableJsonl:
                 while self._waiting:
                     self._write_first(file)
         except OSError as error:
-            self._refused(error.strerror or str(error))
+            self._blocked(error.strerror or str(error))
             return False
         if self.trouble is not None:
-            self._taken()
+            self._resumed()
         return True
 
     def sync(self) -> None:
@@ -110,16 +110,16 @@ class DurableJsonl:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.drop_oldest()
 
-    def _refused(self, why: str) -> None:
+    def _blocked(self, why: str) -> None:
         if self.trouble is not None:
             return
         self.trouble, self._since_s = why, self._now()
-        self._tell("disk refuses", f"{self.path.name}: {why}; lines wait in memory", file=str(self.path))
+        self._tell("write blocked", f"{self.path.name}: {why}; lines wait in memory", file=str(self.path))
 
-    def _taken(self) -> None:
+    def _resumed(self) -> None:
         waited_s, self.trouble = self.waited_s, None
         self._tell(
-            "disk takes again",
+            "write resumed",
             f"{self.path.name}: all lines are written",
             file=str(self.path),
             after_s=round(waited_s, 3),
@@ -132,7 +132,7 @@ def settle(all_lines: list[DurableJsonl], patience_s: float) -> None:
     Raises
     ------
     ForeshardError
-        When the disk does not take it in time.
+        When lines still wait after that time.
     """
     until = time.monotonic() + patience_s
     while not all([lines.flush() for lines in all_lines]) and time.monotonic() < until:

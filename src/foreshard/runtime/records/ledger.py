@@ -51,7 +51,7 @@ class Ledger:
     size : int, optional
         Samples of the dataset, of one that has a length.
     tell : callable of (kind, text, **facts), optional
-        Told when the disk refuses lines and when it takes them again.
+        Called when writing is blocked and when it resumes.
     copies : Copies, optional
         Keeps lines that wait, for the next process of this rank.
     kept_bytes : int
@@ -129,7 +129,7 @@ class Ledger:
         self._clear_copies()
 
     def close(self) -> None:
-        """Write what waits, as far as the disk takes it."""
+        """Write what waits, as far as possible."""
         self.lines.flush()
 
     def __enter__(self) -> Self:

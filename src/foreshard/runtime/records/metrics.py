@@ -123,7 +123,7 @@ class Metrics:
         return [self._metrics, self._events]
 
     def flush(self) -> None:
-        """Write what waits, as far as the disk takes it."""
+        """Write what waits, as far as possible."""
         for lines in self.lines:
             lines.flush()
 
