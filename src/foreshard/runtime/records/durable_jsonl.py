@@ -1,4 +1,4 @@
-"""Lines of JSON on their way to a file: written at once, or kept in order until the file can be written again.
+"""Lines of JSON on their way to a file: written at once, or kept in order while writing is blocked.
 
 A disk that is full, or a server of files that is away for a while, delays lines; it takes none of them. What
 waits is bounded by who owns the lines.
