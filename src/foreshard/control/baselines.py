@@ -17,8 +17,8 @@ from foreshard.control import orders
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.search.cache import SearchCache
 from foreshard.control.search.slot_search import solve_slot
-from foreshard.control.search.subsets import balanced_shares
-from foreshard.control.slots import Budget, Chain, Choice, State, Structure, WorkerPipeline
+from foreshard.control.search.subsets import balanced_shares, data_parallel
+from foreshard.control.slots import Budget, Chain, Choice, State, Structure
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured, Together
 from foreshard.spec.plan import Plan
@@ -27,6 +27,28 @@ _MOST_RANKS = 12
 """Ranks up to which all subsets within a budget are compared (4,096); of more the best value is rented."""
 _LEAST_MOVING = 0.01
 """Part of a transfer that counts as bytes on the move at least, whatever the stated latency."""
+
+
+def replicas_by_speed(
+    chain: Chain, workers: Sequence[int], sample_s: np.ndarray, batch: int
+) -> tuple[Structure, tuple[int, ...]]:
+    """Return a replica on every worker, with the shares by which all end together; who gets none is left out.
+
+    Parameters
+    ----------
+    chain : Chain
+    workers : sequence of int
+    sample_s : ndarray, shape (W,), seconds per sample
+        Of all layers on every worker of the chain.
+    batch : int, samples
+
+    Source
+    ------
+    Chen, Weng, Wang, Li, Li 2018 (LB-BSP, arXiv 1806.02508): shares in proportion to speed.
+    """
+    shares = balanced_shares(sample_s[list(workers)], batch)
+    used = [(worker, int(share)) for worker, share in zip(workers, shares, strict=True) if share]
+    return data_parallel([worker for worker, _ in used], chain), tuple(share for _, share in used)
 
 
 class LastMeasured:
@@ -152,12 +174,7 @@ class BaselinePolicy:
 
 
 class LbBsp(BaselinePolicy):
-    """LB-BSP: a replica on every rank, shares by the speeds last seen.
-
-    Source
-    ------
-    Chen, Weng, Wang, Li, Li 2018 (arXiv 1806.02508), with the last speed as the forecast.
-    """
+    """LB-BSP: a replica on every rank, shares by the speeds last seen as the forecast."""
 
     def decide(self, allowed: Sequence[tuple[int, ...]]) -> Choice:
         """Return replicas on the ranks that are fastest together by what is stated."""
@@ -165,12 +182,8 @@ class LbBsp(BaselinePolicy):
             raise InfeasibleError("no rank is within the budget", rule="A run needs a rank")
         whole = self.chain.before_s[:, -1]
         ranks = max(allowed, key=lambda ranks: (self.stated.speed[list(ranks)] / whole[list(ranks)]).sum())
-        shares = balanced_shares(whole[list(ranks)] / self.estimates.speed[list(ranks)], self._batch)
-        used = [(rank, int(share)) for rank, share in zip(ranks, shares, strict=True) if share]
-        groups = tuple(WorkerPipeline(workers=(rank,), cuts=(0, self.chain.num_layers)) for rank, _ in used)
-        return Choice(
-            structure=Structure(groups=groups), shares=tuple(n for _, n in used), time_s=0.0, costs={}
-        )
+        structure, shares = replicas_by_speed(self.chain, ranks, whole / self.estimates.speed, self._batch)
+        return Choice(structure=structure, shares=shares, time_s=0.0, costs={})
 
 
 class GreedyReplanning(BaselinePolicy):

@@ -1,4 +1,8 @@
-"""What moves when a structure changes: layers with their state, to whoever lacks them."""
+"""The price of a change of structure: layers with their state go to whoever lacks them.
+
+The bytes are those that `spec.plan_moves` works out layer by layer for a run; here they are differences of
+sums, since a decision has to be quick for many workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules to compare with: equal shares, balanced shares, static, greedy, and those of other planners.
+"""Policies of the simulator to compare with: equal shares, balanced shares, static, greedy, other planners'.
 
 All run on data-parallel plans over subsets of the devices, under the same prices. None looks ahead, but for
 those whose name ends in `@budget` and `static-best`: these stay on one subset of devices that is chosen with
@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from foreshard.control.search.subsets import SubsetClasses, balanced_shares, even_shares
+from foreshard.control.baselines import replicas_by_speed
+from foreshard.control.search.subsets import SubsetClasses, even_shares
 from foreshard.control.slots import Budget, Structure
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.slot_loop import Happened, Rule, Seen
@@ -41,13 +42,9 @@ class _Simple:
 
     def balanced(self, workers: tuple[int, ...], sample_s: np.ndarray) -> Decision:
         """Return shares by which these devices end together at such seconds per sample."""
-        times = sample_s[list(workers)]
-        key = (workers, times.tobytes())
+        work, key = self.environment.work, (workers, sample_s[list(workers)].tobytes())
         if key not in self._memo:
-            shares = balanced_shares(times, self.environment.work.batch)
-            used = [(worker, int(share)) for worker, share in zip(workers, shares, strict=True) if share]
-            chosen = tuple(worker for worker, _ in used)
-            self._memo[key] = self.environment.structure(chosen), tuple(share for _, share in used)
+            self._memo[key] = replicas_by_speed(work.chain, workers, sample_s, work.batch)
         return self._memo[key]
 
 
@@ -62,12 +59,7 @@ class EqualShare(_Simple):
 
 
 class SpeedShare(_Simple):
-    """LB-BSP: everyone, shares by the speeds last seen.
-
-    Source
-    ------
-    Chen, Weng, Wang, Li, Li 2018 (arXiv 1806.02508), with the last speed as the forecast.
-    """
+    """LB-BSP: everyone, shares by the speeds last seen (`control.baselines.replicas_by_speed`)."""
 
     def decide(self, seen: Seen) -> Decision:
         """Return shares by last speeds."""

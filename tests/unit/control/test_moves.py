@@ -7,6 +7,7 @@ import pytest
 
 from foreshard.control.moves import move, move_costs, spans_of
 from foreshard.control.slots import MP_OVER_DP, Structure, WorkerPipeline
+from foreshard.spec.plan_moves import moves_between
 
 
 def pair(*groups):
@@ -48,3 +49,27 @@ def test_stages_of_several_workers_hold_what_their_group_holds():
         reading=MP_OVER_DP,
     )
     assert dict(spans_of(stages)) == {0: (0, 2), 1: (0, 2), 2: (2, 4)}
+
+
+def test_the_controller_prices_the_bytes_that_a_run_moves(cases):
+    """The price is an estimate in arrays of what `plan_moves` works out layer by layer."""
+    draw, layers, width = np.random.default_rng(0), 5, 4
+    chain = cases.chain(np.ones(layers) * 0.1, width, states=2.0)
+    billed = np.ones((width, width)) - np.eye(width)
+    state = cases.state([1.0] * width, usd_per_byte=billed)
+
+    def drawn():
+        workers = draw.permutation(width).tolist()
+        deep = int(draw.integers(1, width))
+        cuts = (0, *sorted(draw.choice(np.arange(1, layers), deep - 1, replace=False).tolist()), layers)
+        rest = [((worker,), (0, layers)) for worker in workers[deep:] if draw.random() < 0.7]
+        return pair((tuple(workers[:deep]), cuts), *rest)
+
+    def held(structure):
+        return {worker: frozenset(range(*span)) for worker, span in spans_of(structure)}
+
+    for _ in range(40):
+        old, new = drawn(), drawn()
+        moves, missing = moves_between(held(old), held(new), layer_of=int, order=int)
+        size = sum(chain.state_bytes[layer] for moved in moves.values() for layer in moved)
+        assert not missing and move(chain, state, old, new).egress_usd == pytest.approx(float(size))
