@@ -13,56 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 
 TRAINING, COLLECTIVE, KERNEL, CLASSIC, MIXED = "training", "collective", "kernel", "classic", "mixed"
 MAX_CELL_CHARS = 1_000_000
-
-# (kind, layout, columns that only such a table has together)
-LAYOUTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        TRAINING,
-        "llm",
-        ("id", "model", "n_layers", "hidden", "gpu", "gpus", "micro_batch", "metric_step_time_s"),
-    ),
-    (COLLECTIVE, "nccl-tests", ("collective", "gpu", "num_gpus", "size_bytes", "time_us")),
-    (COLLECTIVE, "sailor", ("collective", "gpu", "num_gpus", "data_size_mb", "time_ms")),
-    (KERNEL, "attention", ("device", "phase", "batch", "seq_len", "num_heads", "latency_ms")),
-    (KERNEL, "grouped-gemm", ("device", "num_tokens", "inter", "topk", "experts", "latency_ms")),
-    (KERNEL, "gemm", ("system", "device", "dtype", "m", "n", "k", "latency_ms")),
-    (KERNEL, "op-gemm", ("op", "device", "dtype", "b", "m", "n", "k", "latency_ms")),
-    (KERNEL, "elementwise", ("op", "device", "dtype", "b", "h", "latency_ms")),
-    (KERNEL, "deepbench", ("device", "mode", "section", "params", "time_ms")),
-    (KERNEL, "layer-ops", ("gpu", "model", "op", "micro_batch", "tp", "fwd_us", "bwd_us")),
-    (KERNEL, "layer-costs", ("model", "instance_gpu", "tp", "layer_index", "time_s")),
-    (KERNEL, "model-latency", ("model", "device", "num_gpus", "measured_e2e_ms")),
-    (KERNEL, "matmul-peak", ("accelerator", "dtype", "mamf_tflops")),
-    (KERNEL, "kernel-values", ("kind", "device", "params", "value", "unit")),
-    (CLASSIC, "mlperf", ("round", "submitter", "benchmark", "num_accelerators", "run_time_s")),
-    (CLASSIC, "deep-learning-examples", ("model", "gpu_model", "batch_per_gpu", "throughput", "unit")),
-    (CLASSIC, "lambda", ("model", "system", "gpu", "num_gpus", "throughput", "unit")),
-    (CLASSIC, "timm", ("model", "precision", "layout", "batch_size", "img_size", "step_time_ms")),
-    (MIXED, "sailor-runs", ("gpu_mix", "pp_stages", "dp_per_stage", "tp_per_stage", "measured_iter_s")),
-    (MIXED, "amp-trials", ("experiment", "model", "cluster", "partition", "measured_s")),
-    (MIXED, "points", ("system", "model", "cluster", "strategy", "metric", "value")),
-    # Training runs that leave whole columns out.
-    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_step_time_s")),
-    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_tokens_per_s_per_gpu")),
-    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_tflops_per_gpu")),
-    (TRAINING, "llm", ("model", "gpu", "gpus", "metric_peak_memory_gb")),
-)
-# Tables that state no time of a run: constants, specifications, traces, other tools' outputs.
-NOT_VALIDATION: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("accelerator datasheets", ("accelerator", "vendor", "fp16_tflops", "mem_gb")),
-    ("interconnect datasheets", ("interconnect", "unidir_gbps_GB")),
-    ("cloud instances", ("provider", "instance", "gpu_count")),
-    ("tuning constants", ("library", "table", "key1", "value")),
-    ("bandwidth fits", ("set", "path_keys", "poly_coeffs_bw_GBps_in_log2MB")),
-    ("outputs of a collective solver", ("topology", "chassis", "output_buffer", "solver_s")),
-    ("throughputs of a job scheduler", ("job", "scale_factor", "steps_per_s")),
-    ("an availability trace", ("time_ms", "num_instances")),
-    ("scheduler decisions", ("job", "prev_nodes", "liveput_truth")),
-)
 _FAMILY_COLUMNS = ("system", "device", "gpu")
 
 
@@ -123,13 +78,14 @@ def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, 
         For tables that are not measurements, and for columns that fit no known table.
     """
     have = set(columns)
-    for kind, layout, needed in LAYOUTS:
-        if have.issuperset(needed):
-            return kind, layout
-    for what, needed in NOT_VALIDATION:
-        if have.issuperset(needed):
+    known = shipped("tables.toml", "foreshard.validation")
+    for table in known["tables"]:
+        if have.issuperset(table["columns"]):
+            return table["kind"], table["layout"]
+    for table in known["not_measurements"]:
+        if have.issuperset(table["columns"]):
             raise SpecError(
-                f"the table holds {what}, not measured times",
+                f"the table holds {table['holds']}, not measured times",
                 file=file,
                 rule="Validation needs measured steps, kernels or collectives",
             )
