@@ -24,7 +24,6 @@ from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.slots import Budget, Chain, State
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
-from foreshard.runtime.adaptive.controller_config import chain_of
 from foreshard.runtime.adaptive.layer_times import PassTimes
 from foreshard.runtime.adaptive.step_timing import StepTiming
 from foreshard.spec.online import StepMeasured
@@ -60,9 +59,17 @@ def made(workers: int) -> tuple[Chain, np.ndarray, StepTiming]:
         tokens_per_sample=1.0,
         path="",
     )
-    chain = chain_of(costs, lab.cluster(), MICRO_BATCH)
+    passes, known = PassTimes.measured(costs, lab.cluster()), costs.layers
+    chain = Chain(
+        layer_s=passes.layer_s(MICRO_BATCH),
+        boundary_bytes=np.array([2 * one.boundary_bytes_per_sample for one in known[:-1]]),
+        sync_bytes=np.array([one.parameter_bytes for one in known]),
+        state_bytes=np.array([2 * one.parameter_bytes + one.state_bytes for one in known]),
+        saved_bytes=np.array([one.saved_bytes_per_sample for one in known]),
+        memory_bytes=np.full(workers, 1.6e10),
+    )
     speed = np.array([SPEEDS[name] for name in names])
-    return chain, speed, StepTiming(PassTimes(costs, lab.cluster()), chain, MICRO_BATCH, BATCH)
+    return chain, speed, StepTiming(passes, chain, MICRO_BATCH, BATCH)
 
 
 def layer(speed: float) -> LayerCost:

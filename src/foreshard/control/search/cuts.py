@@ -250,11 +250,13 @@ class CutSearch:
                 after = (*used[:this], used[this] + 1, *used[this + 1 :])
                 seconds, weighed = self._stage_of(last, this, self._total - done)
                 each = seconds if widest else weighed
+                if reached is None:  # the first stage begins with the first layer
+                    seconds, each = seconds[..., :1, :], each[..., :1, :]
                 if limit < math.inf:
                     each = np.where(seconds <= limit, each, math.inf)
                 each = each if each.ndim == 2 else each.min(0)
                 if reached is None:
-                    way = np.where(np.arange(len(each))[:, None] == 0, each, math.inf)
+                    way = each
                 elif widest:
                     way = np.maximum(reached[:, None], each)
                 else:
@@ -263,13 +265,13 @@ class CutSearch:
                 self._effort.done += 1
         level, back = {}, {}
         for node, ways in options.items():
-            starts = [way.argmin(0) for way, _ in ways]
-            ends = np.arange(len(starts[0]))
-            values = [way[start, ends] for start, (way, _) in zip(starts, ways, strict=True)]
-            best, start, lasts = values[0], starts[0], np.full(len(ends), ways[0][1])
-            for value, other, (_, last) in zip(values[1:], starts[1:], ways[1:], strict=True):
+            (way, last), *others = ways
+            best, start = way.min(0), way.argmin(0)
+            lasts = np.full(len(best), last)
+            for way, last in others:
+                value = way.min(0)
                 better = value < best
-                best, start = np.where(better, value, best), np.where(better, other, start)
+                best, start = np.where(better, value, best), np.where(better, way.argmin(0), start)
                 lasts[better] = last
             if np.isfinite(best).any():
                 level[node], back[node] = best, (start, lasts)

@@ -156,6 +156,7 @@ class PipelineStates(StateCache):
         self._layouts: dict[Structure, PipelineLayout] = {}
         self._chosen: dict[Structure, Choice] = {}
         self._front: dict[object, tuple[PipelineCut, ...]] = {}
+        self._sent: dict[WorkerPipeline, np.ndarray] = {}
 
     def cells_of(self, structure: Structure) -> Cells:
         """Return the workers of each pipeline, sorted: their order is searched."""
@@ -285,18 +286,23 @@ class PipelineStates(StateCache):
     ) -> WorkerPipeline:
         """Return the order and cuts that are best for so many micro-batches."""
         level = level if len(cell) > 1 else 0
-        best, least = None, math.inf
-        for cut in self.front_of(cell, level):
-            made = self.pipeline(cell, cut)
-            total = cut.batch_s(max(rounds, 1.0)) * max(time_weight, 1e-12)
-            if level:
-                stages = StageArrays.of(Structure(groups=(made,)))
-                sent = boundary_usd(self.chain, self.state, stages, np.ones(1))
-                total += max(rounds, 1.0) * self.micro_batch * float(weights.sent @ sent)
-            if best is None or total < least:
-                best, least = made, total
-        assert best is not None
-        return best
+        rounds, weight = max(rounds, 1.0), max(time_weight, 1e-12)
+
+        def total(cut: PipelineCut) -> float:
+            seconds = weight * cut.batch_s(rounds)
+            if not level:
+                return seconds
+            return seconds + rounds * self.micro_batch * float(weights.sent @ self._sent_usd(cell, cut))
+
+        return self.pipeline(cell, min(self.front_of(cell, level), key=total))
+
+    def _sent_usd(self, cell: Sequence[int], cut: PipelineCut) -> np.ndarray:
+        """Return what each worker's messages cost per sample, shape (W,)."""
+        pipeline = self.pipeline(cell, cut)
+        if pipeline not in self._sent:
+            stages = StageArrays.of(Structure(groups=(pipeline,)))
+            self._sent[pipeline] = boundary_usd(self.chain, self.state, stages, np.ones(1))
+        return self._sent[pipeline]
 
     def pipeline(self, cell: Sequence[int], cut: PipelineCut) -> WorkerPipeline:
         """Return a point of the front of some workers as a pipeline of these."""

@@ -118,6 +118,8 @@ class StageSplitter:
         while True:
 
             def stage(before: int, this: int, depth: int, limit: float = limit) -> Tables:
+                if limit == math.inf:
+                    return tables[this]
                 allowed = sync_s[this] < limit
                 return np.where(allowed, tables[this][0], np.inf), np.where(allowed, tables[this][1], np.inf)
 
