@@ -65,5 +65,5 @@ class Places:
         """Return the tp above 1 that a kind's devices can have: measured, and enough of them on a node."""
         device = self._cluster.device_of(self._nodes[kind][0][0]).name
         own = costs.parts.get(device if device in costs.tables else "", {})
-        known = set(own) & set(costs.parts.get("", {}))  # sums and bytes are told of the first device
+        known = set(own) & set(costs.parts.get("", {}))  # sums and bytes are those of the first device
         return tuple(sorted(tp for tp in known if next(self.blocks(kind, tp), None) is not None))

@@ -90,29 +90,29 @@ def lower(prices: list[GroupPrices], framework: Framework, contention: float) ->
     """
     builder = ProgramBuilder()
     lowerings = [_GroupLowering(builder, price, framework, contention) for price in prices]
-    for one in lowerings:
-        one.add_pipeline()
-    for one in lowerings:
-        one.add_data([other for other in lowerings if other is not one])
+    for lowering in lowerings:
+        lowering.add_pipeline()
+    for lowering in lowerings:
+        lowering.add_data([other for other in lowerings if other is not lowering])
     _add_across(lowerings)
-    for one in lowerings:
-        one.add_tied()
+    for lowering in lowerings:
+        lowering.add_tied()
     _add_end(builder, lowerings)
     program = builder.build()
     data_s = np.zeros(program.num_tasks)
-    for one in lowerings:
-        data_s[one.first_task : one.first_task + len(one.data_s)] = one.data_s
-    return Step(program=program, groups=[one.lowered for one in lowerings], data_s=data_s)
+    for lowering in lowerings:
+        data_s[lowering.first_task : lowering.first_task + len(lowering.data_s)] = lowering.data_s
+    return Step(program=program, groups=[lowering.lowered for lowering in lowerings], data_s=data_s)
 
 
 def _add_across(lowerings: list[_GroupLowering]) -> None:
     """Sum sharded gradients over groups when all groups have them, once a step."""
-    ready = [[list(tasks) for tasks in one.lowered.ends] for one in lowerings]
-    for one in lowerings:
-        for s, seconds in enumerate(one.prices.across_s.tolist()):
+    ready = [[list(tasks) for tasks in lowering.lowered.ends] for lowering in lowerings]
+    for lowering in lowerings:
+        for s, seconds in enumerate(lowering.prices.across_s.tolist()):
             if seconds <= 0.0:
                 continue
-            held = one.prices.spans[s]
+            held = lowering.prices.spans[s]
             after = [
                 task
                 for other, ends in zip(lowerings, ready, strict=True)
@@ -120,24 +120,29 @@ def _add_across(lowerings: list[_GroupLowering]) -> None:
                 if any(start < high and low < stop for start, stop in spans for low, high in held)
                 for task in ends[t]
             ]
-            one.lowered.ends[s].append(one.add_transfer(s, seconds, after, Kind.GRADIENT_REDUCE))
+            lowering.lowered.ends[s].append(lowering.add_transfer(s, seconds, after, Kind.GRADIENT_REDUCE))
 
 
 def _add_end(builder: ProgramBuilder, lowerings: list[_GroupLowering]) -> None:
     """Let every rank wait for all gradients (their norm), then run the optimizer and gather weights."""
     joined = builder.add("join", 0.0)
-    for one in lowerings:
-        lowered = one.lowered
+    for lowering in lowerings:
+        lowered = lowering.lowered
         for tasks in lowered.ends:
             builder.depend(np.full(len(tasks), joined), np.array(tasks, dtype=np.int64))
         for s, seconds in enumerate(lowered.prices.optimizer_s):
             task = builder.add(
-                one.compute(s), float(seconds), [joined], kind=Kind.OPTIMIZER, group=one.index, stage=s
+                lowering.compute(s),
+                float(seconds),
+                [joined],
+                kind=Kind.OPTIMIZER,
+                group=lowering.index,
+                stage=s,
             )
             lowered.optimizer.append(task)
-            late = one.late_gather_s(s)
+            late = lowering.late_gather_s(s)
             if late > 0.0:
-                one.add_transfer(s, late, [task], Kind.PARAMETER_GATHER)
+                lowering.add_transfer(s, late, [task], Kind.PARAMETER_GATHER)
 
 
 class _GroupLowering:

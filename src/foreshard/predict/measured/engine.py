@@ -159,7 +159,7 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
     slow = {name: factor for name, factor in costs.slow.items() if factor != 1.0}
     low, high = costs.spread
     links = costs.links.between(apart=cluster.num_nodes > 1)
-    told = [
+    said = [
         f"seconds of the {costs.clock} clock, layers timed one after another",
         "MFU is not known: measured devices have no stated peak",
         f"interval: how passes spread on the measured machine ({low:.3f} to {high:.3f} of their median)",
@@ -169,10 +169,10 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
         else f"links as measured; sizes are {100 * links.relative_error:.0f} % off the fit (median)",
     ]
     if any(group.sp and stage.tp > 1 for group in plan.groups for stage in group.stages):
-        told.append("sp: work and memory of layers as timed without it; messages between stages in parts")
+        said.append("sp: work and memory of layers as timed without it; messages between stages in parts")
     if slow:
-        told.append("devices stated as slower: " + ", ".join(f"{k} x{v:g}" for k, v in sorted(slow.items())))
-    return tuple(told)
+        said.append("devices stated as slower: " + ", ".join(f"{k} x{v:g}" for k, v in sorted(slow.items())))
+    return tuple(said)
 
 
 def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:

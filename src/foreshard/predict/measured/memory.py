@@ -65,10 +65,10 @@ def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> t
         return saved, 0.0
     _, _, rest = stage.recompute.partition(":")
     kind, _, count = rest.partition(":")
-    unit = int(count) if kind == "uniform" else 1
-    units = [layers[start : start + unit] for start in range(0, len(layers), unit)]
-    most = max(sum(layer.saved_bytes_per_sample for layer in one) for one in units)
-    return saved * (1 - again) + again * sum(one[-1].boundary_bytes_per_sample for one in units), most
+    size = int(count) if kind == "uniform" else 1
+    units = [layers[start : start + size] for start in range(0, len(layers), size)]
+    most = max(sum(layer.saved_bytes_per_sample for layer in unit) for unit in units)
+    return saved * (1 - again) + again * sum(unit[-1].boundary_bytes_per_sample for unit in units), most
 
 
 def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:
