@@ -229,6 +229,7 @@ class _GroupPricer:
                     known[key] = self._unit_prices(s, c)
                 units[s].append(known[key])
         forward_s, backward_s = self._sends()
+        once_s, across_s = self._once_s(units)
         schedule = self.group.schedule
         if schedule == "interleaved" and self.num_chunks == 1:
             schedule = "1f1b"
@@ -243,8 +244,8 @@ class _GroupPricer:
             machines=self.machines,
             send_forward_s=forward_s,
             send_backward_s=backward_s,
-            optimizer_s=self._optimizers(units),
-            across_s=self._across(units),
+            optimizer_s=once_s,
+            across_s=across_s,
             tied_s=self._tied_s(),
         )
 
@@ -369,36 +370,16 @@ class _GroupPricer:
             forward[i] = backward[i] = max(here, there)
         return forward, backward
 
-    def _optimizers(self, units: list[list[Units]]) -> np.ndarray:
-        """Seconds of the optimizer on each stage."""
-        return np.array(
-            [
-                float(
-                    optimizer_s(
-                        sum(u.params.sum() for u in row),
-                        sum(u.expert_params.sum() for u in row),
-                        sum(sum(unit >= 0 for unit in names) for names in self.units[s]),
-                        self.machines[s],
-                    )
-                )
-                for s, row in enumerate(units)
-            ]
-        )
-
-    def _across(self, units: list[list[Units]]) -> np.ndarray:
-        """Seconds of summing the sharded gradients of each stage over the groups."""
-        return np.array(
-            [
-                float(
-                    across_groups_s(
-                        sum(u.params.sum() for u in row),
-                        sum(u.expert_params.sum() for u in row),
-                        self.machines[s],
-                    )
-                )
-                for s, row in enumerate(units)
-            ]
-        )
+    def _once_s(self, units: list[list[Units]]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds on each stage of the optimizer, and of summing sharded gradients over the groups."""
+        optimizer, across = np.zeros((2, len(units)))
+        for s, row in enumerate(units):
+            machine = self.machines[s]
+            params, experts = sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row)
+            num_blocks = sum(sum(unit >= 0 for unit in names) for names in self.units[s])
+            optimizer[s] = float(optimizer_s(params, experts, num_blocks, machine))
+            across[s] = float(across_groups_s(params, experts, machine))
+        return optimizer, across
 
     def _tied_s(self) -> float:
         p = self.pipeline
