@@ -91,7 +91,7 @@ def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
     """Every parameter that a rank holds; of a sharded stage the rest is with others."""
     return {
         (layer, name): p.detach().clone()
-        for layer, module in trainer.holding.modules.items()
+        for layer, module in trainer.state.modules.items()
         for name, p in module.named_parameters()
         if p.untyped_storage().size()
     }
@@ -99,7 +99,7 @@ def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
 
 def gradients(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
     """Every gradient that a rank holds, of the mean loss."""
-    return {key: part.clone() for bucket in trainer.holding.buckets for key, part in bucket.named()}
+    return {key: part.clone() for bucket in trainer.state.buckets for key, part in bucket.named()}
 
 
 def worst_error(found: Mapping[int, Any], reference: Mapping[Any, torch.Tensor]) -> float:

@@ -136,14 +136,14 @@ def test_the_changes_move_something() -> None:
 def test_shards_by_memory_train_the_same() -> None:
     """Ranks of one, two, four and eight parts of memory hold the optimizer's states in that proportion."""
     losses, _, _ = reference("gpt", "fp64", 4)
-    rooms = iter([1e9, 2e9, 4e9, 8e9])
+    memory_bytes = iter([1e9, 2e9, 4e9, 8e9])
     plan = PLANS["four ranks in a stage, zero 1"]
 
     def states(trainer: Any) -> tuple[int, float]:
-        return sum(p.numel() for p in trainer.holding.updated.values()), trainer.setting.room_bytes
+        return sum(p.numel() for p in trainer.state.updated.values()), trainer.context.memory_bytes
 
-    found = rehearse(gpt(torch.float64), plan, steps=4, after=states, room_bytes=lambda: next(rooms))
+    found = rehearse(gpt(torch.float64), plan, steps=4, after=states, memory_bytes=lambda: next(memory_bytes))
     assert found[0][0] == pytest.approx(losses, rel=1e-12)
-    shares = sorted((room, held) for _, (held, room) in found.values())
+    shares = sorted((memory_bytes, held) for _, (held, memory_bytes) in found.values())
     total = sum(held for _, held in shares)
     assert [held / total for _, held in shares] == pytest.approx([1 / 15, 2 / 15, 4 / 15, 8 / 15], abs=0.02)

@@ -24,7 +24,7 @@ def half(name: str) -> Any:
 
 def scale_of(trainer: Trainer) -> list[float]:
     assert trainer.update.scale is not None
-    return trainer.update.scale.told()
+    return trainer.update.scale.to_json()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers", exc_type=ImportError)
 from rehearsal import plan_of
 from small_plans import PLANS
 
-from foreshard.runtime.gradient_check import alone as alone_plan
-from foreshard.runtime.gradient_check import gradient_error
+from foreshard.runtime.gradient_check import gradient_error, single_rank_plan
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.launch import launch
 from foreshard.runtime.trainer import Trainer
@@ -53,6 +52,6 @@ def test_foreshard_run_trains_it_on_an_uneven_plan(tmp_path: Path, monkeypatch: 
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
     launch(str(JOB), str(tmp_path / "plan.json"), local=2, steps=3, out=str(tmp_path / "run"))
     told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    alone = Trainer(load_job(str(JOB)), alone_plan(plan, 6))
+    alone = Trainer(load_job(str(JOB)), single_rank_plan(plan, 6))
     losses = [alone.train_step().loss for _ in range(3)]
     assert [line["loss_metrics/global_avg_loss"] for line in told] == pytest.approx(losses, rel=1e-9)

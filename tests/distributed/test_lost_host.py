@@ -107,7 +107,7 @@ def test_another_host_takes_over_the_rendezvous_and_takes_the_lost_one_back(tmp_
         secret_file=secret,
         port=port,
         supervises=False,
-        rehost_s=2.0,
+        takeover_s=2.0,
     )
     first, done = FirstHost(tmp_path, work, secret, port), []
 

@@ -113,7 +113,7 @@ class Host:
             except RuntimeError:
                 continue
             told |= {pid for _, pid, _ in died}
-            for rank in answer["doomed"]:
+            for rank in answer["kill"]:
                 self.ranks[int(rank)].kill()
 
     def close(self):

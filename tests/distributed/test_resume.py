@@ -46,5 +46,5 @@ def test_layers_of_other_shapes_are_refused_by_name(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(small_jobs, "WIDTH", 2 * small_jobs.WIDTH)
     other = FixedMembership(None, 0, ALONE, ALONE.ranks, resume=True)
     trainer = Trainer(JOBS["gpt"](), membership=other, **more)
-    with pytest.raises(SpecError, match=r"layers\.\d\.\S+: what was kept has shape \[.+the job's has \["):
+    with pytest.raises(SpecError, match=r"layers\.\d\.\S+: the checkpoint has shape \[.+the job has \["):
         trainer.train_step()

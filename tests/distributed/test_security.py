@@ -11,7 +11,8 @@ import pytest
 
 from foreshard.errors import SpecError
 from foreshard.runtime.membership.secret import awaited_secret, checked_secret, make_secret
-from foreshard.runtime.membership.store import MAX_MESSAGE_BYTES, MAX_STRANGERS, Client, Refused, StoreServer
+from foreshard.runtime.membership.store import MAX_UNAUTHENTICATED, Client, StoreServer
+from foreshard.runtime.membership.wire import MAX_MESSAGE_BYTES, Refused
 
 SECRET = b"known to the ranks of the run"
 
@@ -57,7 +58,9 @@ def test_a_server_without_the_secret_is_not_believed():
 
 
 def test_strangers_who_say_nothing_do_not_keep_ranks_out(server):
-    silent = [socket.create_connection((server.address, server.port)) for _ in range(MAX_STRANGERS // 2)]
+    silent = [
+        socket.create_connection((server.address, server.port)) for _ in range(MAX_UNAUTHENTICATED // 2)
+    ]
     assert works(server)
     for link in silent:
         link.close()
@@ -65,7 +68,9 @@ def test_strangers_who_say_nothing_do_not_keep_ranks_out(server):
 
 def test_more_silent_strangers_than_there_are_places_delay_a_rank_but_do_not_stop_it(server, monkeypatch):
     monkeypatch.setattr("foreshard.runtime.membership.store.HANDSHAKE_S", 0.5)
-    silent = [socket.create_connection((server.address, server.port)) for _ in range(MAX_STRANGERS + 20)]
+    silent = [
+        socket.create_connection((server.address, server.port)) for _ in range(MAX_UNAUTHENTICATED + 20)
+    ]
     client = Client((server.address, server.port), SECRET, patience_s=10)
     began = time.monotonic()
     assert client.ask({"ask": "count"}) == {"value": 0}

@@ -86,14 +86,14 @@ SINGLE = ("tp 4", "tp 2 beside two alone, uneven", "tp 2 in two stages")
 
 def slices(trainer: Any) -> tuple[dict, dict]:
     """What a rank holds of gradients, and where it was cut."""
-    found = {key: part.clone() for bucket in trainer.holding.buckets for key, part in bucket.named()}
+    found = {key: part.clone() for bucket in trainer.state.buckets for key, part in bucket.named()}
     return found, trainer.parameters.cuts
 
 
 def parts(trainer: Any) -> tuple[dict, dict]:
     """What a rank holds of parameters."""
-    pieces = [piece for piece in trainer.holding.held if piece[0] == "value"]
-    found = {item[1:]: t.clone() for piece in pieces for item, t in trainer.holding.items_of(piece)}
+    shards = [shard for shard in trainer.state.held if shard[0] == "value"]
+    found = {key[1:]: t.clone() for shard in shards for key, t in trainer.state.tensors_of(shard)}
     return found, trainer.parameters.cuts
 
 
@@ -215,7 +215,7 @@ def test_a_virtual_clock_waits_for_the_slower_and_for_sums() -> None:
         for (layer, name), t in reference("fp64").items()
         if layer in (0, 7) or "norm" in name or name in ("out.bias", "down.bias")
     )
-    ring_s = lab.make_clock([0]).reduced_s
+    ring_s = lab.make_clock([0]).all_reduce_s
     sums_s = 24 * ring_s(size, (0, 1)) + ring_s(whole, (0, 1)) + ring_s(0, (0, 1))  # two a block and pass
     assert steps[0].time_s == pytest.approx(4 * (12 * 8 * 3e-3 + 8 * 5e-4) + sums_s, rel=1e-9)
 

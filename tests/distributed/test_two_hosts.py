@@ -234,7 +234,7 @@ def check(hosts: Hosts, steps: int) -> RunOutcome:
     found = {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines}
     assert [found[step] for step in range(steps)] == pytest.approx(losses, rel=1e-9)
     tensors = load(hosts.out / "ckpt", steps)
-    for layer, module in alone.holding.modules.items():
+    for layer, module in alone.state.modules.items():
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(
                 tensors[f"layers.{layer}.{name}"], parameter.detach(), rtol=1e-9, atol=1e-12

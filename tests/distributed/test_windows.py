@@ -112,7 +112,7 @@ def test_killed_around_the_rename_of_a_checkpoint(
     when: str, tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then all die: they begin again from a whole checkpoint, or from the one before."""
-    name_it, lives = format._name_it, []
+    name_it, lives = format._name_folder, []
 
     def naming(*given: Any) -> None:
         lives.append(1)
@@ -122,7 +122,7 @@ def test_killed_around_the_rename_of_a_checkpoint(
         if len(lives) == 2 and when == "after":
             raise Killed
 
-    monkeypatch.setattr(format, "_name_it", naming)
+    monkeypatch.setattr(format, "_name_folder", naming)
     faults = {(rank, 0): ("forward", 24) for rank in range(1, 4)}
     check(run_of(tmp_path, "uneven replicas", faults), alone)
 

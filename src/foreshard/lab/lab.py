@@ -13,7 +13,7 @@ from typing import Any
 
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.errors import SpecError
-from foreshard.runtime.engine.clock import Clock, VirtualClock, WallClock
+from foreshard.runtime.engine.clock import Clock, VirtualClock
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import parse_toml, read_text
 from foreshard.spec.device import Device
@@ -153,7 +153,7 @@ class Lab:
     def make_clock(self, step: list[int]) -> Clock:
         """Return a rank's clock; `step` holds the current step."""
         if self.clock == "wall":
-            return WallClock()
+            return Clock()
 
         def link(source: int, target: int) -> tuple[float, float]:
             return self.link_at(step[0], source, target)

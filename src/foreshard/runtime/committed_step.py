@@ -23,7 +23,8 @@ class StepDone:
     gradient_norm : float or None
         Of the mean gradient, where it was asked for.
     time_s : float or None
-        On the run's clock, of the slowest rank where time is virtual; None for a step that was cut in two.
+        On the run's clock, of the slowest rank where time is virtual; None for a step that a change of
+        generation interrupted.
     vote : Vote
     """
 
@@ -42,7 +43,7 @@ class TrainingProgress:
     Attributes
     ----------
     step : int
-        It trains next.
+        That it trains next.
     reduced : bool
         Whether its gradients of that step are summed, and only the vote is missing.
     trained_in : int
@@ -51,8 +52,8 @@ class TrainingProgress:
         Of the last step.
     last : StepDone or None
         That step.
-    told : int
-        The last step that this rank told of; -1 for none.
+    reported : int
+        The last step that this rank wrote to the run's metrics; -1 for none.
     """
 
     step: int = 0
@@ -60,7 +61,7 @@ class TrainingProgress:
     trained_in: int = 0
     vote: Vote | None = None
     last: StepDone | None = None
-    told: int = -1
+    reported: int = -1
 
     def committed(self, vote: Vote, norm: float | None) -> None:
         """Count the step as done."""
@@ -79,16 +80,16 @@ class TrainingProgress:
         assert self.last is not None
         return replace(self.last, time_s=time_s)
 
-    def status(self, holding: RankState, room_bytes: float | None, scale: LossScale | None) -> Status:
-        """Return what to tell the others when meeting them."""
+    def status(self, state: RankState, memory_bytes: float | None, scale: LossScale | None) -> Status:
+        """Return the status with which the rank joins a generation."""
         return Status(
             step=self.step,
             reduced=self.reduced,
             vote=self.vote,
-            told=self.told,
+            reported=self.reported,
             last=-1 if self.last is None else self.last.step,
-            held=holding.held,
-            kept=holding.kept,
-            room_bytes=room_bytes,
+            held=state.held,
+            kept=state.kept,
+            memory_bytes=memory_bytes,
             loss_scale=scale,
         )

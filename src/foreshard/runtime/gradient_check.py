@@ -1,4 +1,4 @@
-"""Whether a plan trains what one process trains: gradients of a step, compared.
+"""Compares the gradients of a plan with those of a single process, for a job and plan of your own.
 
 The ranks are threads of this process; the runtime, the collectives and the messages are the real ones.
 """
@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from foreshard.runtime.job.job import Job
 from foreshard.runtime.membership.fixed_membership import FixedMembership
-from foreshard.runtime.state.slices import SliceCut, parsed
+from foreshard.runtime.state.shard_keys import ParameterKey
+from foreshard.runtime.state.slices import SliceCut, parse_name
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import Group, Plan, Stage
 
-Gradients = dict[tuple[int, str], torch.Tensor]
+Gradients = dict[ParameterKey, torch.Tensor]
 
 
-def alone(plan: Plan, num_layers: int) -> Plan:
+def single_rank_plan(plan: Plan, num_layers: int) -> Plan:
     """Return the same training on one rank, all samples of a step together."""
     stage = Stage(ranks=(0,), layers=((0, num_layers),), zero=0)
     whole = Group(share=plan.global_batch, stages=(stage,), micro_batch=plan.global_batch, schedule="1f1b")
@@ -36,9 +37,9 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
     RuntimeError
         When a rank fails or does not end.
     """
-    store, failed = dist.HashStore(), []
+    store, failed = dist.HashStore(), list[Exception]()
     found: Gradients = {}
-    cuts: dict[tuple[int, str], SliceCut] = {}
+    cuts: dict[ParameterKey, SliceCut] = {}
 
     def body(rank: int) -> None:
         try:
@@ -46,7 +47,7 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
                 job, membership=FixedMembership(store, rank, plan, plan.ranks, timeout_s=timeout_s)
             )
             trainer.train_step()
-            for bucket in trainer.holding.buckets:
+            for bucket in trainer.state.buckets:
                 found.update((key, part.clone()) for key, part in bucket.named())
             cuts.update(trainer.parameters.cuts)
         except Exception as error:
@@ -62,12 +63,12 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
     return joined(found, cuts)
 
 
-def joined(found: Gradients, cuts: Mapping[tuple[int, str], SliceCut]) -> Gradients:
+def joined(found: Gradients, cuts: Mapping[ParameterKey, SliceCut]) -> Gradients:
     """Return tensors with the slices of each put together."""
     made: Gradients = {}
-    slices: dict[tuple[int, str], dict[int, torch.Tensor]] = {}
+    slices: dict[ParameterKey, dict[int, torch.Tensor]] = {}
     for (layer, name), tensor in found.items():
-        whole, index, num = parsed(name)
+        whole, index, num = parse_name(name)
         if num == 1:
             made[layer, name] = tensor
         else:
@@ -80,10 +81,10 @@ def joined(found: Gradients, cuts: Mapping[tuple[int, str], SliceCut]) -> Gradie
 def gradient_error(job: Job, plan: Plan) -> float:
     """Return the largest error of a layer's gradient, relative to its norm in the single process.
 
-    A layer's gradient is one vector: gradients of single biases and norms are what is left of large sums,
-    and two orders of summation differ there by more than a part in a million in any framework.
+    The gradient of a layer is taken as one vector: gradients of single biases and norms are small differences
+    of large sums, so two orders of summation differ there by more than 1e-6 in any framework.
     """
-    wanted, found = gradients(job, alone(plan, job.num_layers)), gradients(job, plan)
+    wanted, found = gradients(job, single_rank_plan(plan, job.num_layers)), gradients(job, plan)
     if set(wanted) != set(found):
         raise RuntimeError("the plan trains other parameters than one process")
     return max(

@@ -1,7 +1,7 @@
-"""What ranks run on: this machine, or a test bed that lets them stand for other devices.
+"""The hardware of a rank: this machine, or a test bed that emulates other devices.
 
-A test bed starts its own worker module, whose ranks get their clock, memory and losses from a `Hardware` of
-its own; the runtime knows nothing else of it.
+A test bed starts its own worker module, whose ranks get their clock, memory and faults from a `Hardware` of
+its own; the runtime knows nothing else about it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from foreshard.runtime.engine.clock import Clock, WallClock
+from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.membership.member import Membership
 from foreshard.spec.cluster import Cluster
 
@@ -24,25 +24,25 @@ class Hardware:
     ----------
     clock : Clock
     cluster : Cluster or None
-        What ranks stand for; None where the options of the run say it.
+        That is emulated; None where the options of the run name it.
     """
 
     cluster: Cluster | None = None
 
     def __init__(self) -> None:
-        self.clock: Clock = WallClock()
+        self.clock: Clock = Clock()
 
     def memory_bytes(self, device: torch.device) -> float | None:
-        """Return the memory of a rank's device; None where it has none of its own."""
+        """Return the memory of a rank's device; None for the host's, which ranks share."""
         if device.type != "cuda":
             return None
         return float(torch.cuda.get_device_properties(device).total_memory)
 
     def await_turn(self, metrics: Path, steps: int) -> None:
-        """Wait before the rank joins the run: no longer than it takes to start."""
+        """Wait until the rank may join the run: at once, unless it is emulated."""
 
     def before_step(self, step: int, membership: Membership) -> bool:
-        """Prepare a step; return whether all ranks that are due have come."""
+        """Prepare a step; return whether all ranks that should be there are."""
         return True
 
 
@@ -60,16 +60,16 @@ class Emulation:
     worker : str
         Module that a rank is started from.
     file : str
-        What the worker reads of the test bed.
+        Of the test bed, read by the worker.
     cluster : Cluster
     expected : sequence of int
         Ranks that are there at first.
     address : str or None
-        That ranks meet on.
+        Of the rendezvous.
     command : callable of rank
         Words put before a rank's command line.
     watch : callable of Path, optional
-        Called with the run's metrics while it goes on.
+        Called with the run's metrics file again and again.
     """
 
     worker: str

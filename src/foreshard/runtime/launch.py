@@ -1,4 +1,4 @@
-"""From the options of `foreshard run` to ranks at work: all on this machine, or one under torchrun."""
+"""Starts a run from the options of `foreshard run`: all ranks on this machine, or one rank under torchrun."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from foreshard.profile.address import own_address
 from foreshard.runtime.adaptive.controller_config import PolicyOptions
 from foreshard.runtime.hardware import Emulation, no_words
 from foreshard.runtime.membership.agent import WORKER, Agent
-from foreshard.runtime.membership.leader_failover import goes_on
+from foreshard.runtime.membership.leader_failover import running_rendezvous
 from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
-from foreshard.runtime.membership.supervisor_state import holds_run, reopen
+from foreshard.runtime.membership.supervisor_state import has_run, reopen
 from foreshard.runtime.records.outcome import RunOutcome, outcome_of
 from foreshard.runtime.records.trace_recorder import merge
-from foreshard.runtime.run_checks import check_sound
 from foreshard.runtime.run_settings import RunSettings
+from foreshard.runtime.state.layout import check_runnable
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -54,12 +54,12 @@ def launch(
     model: str | None = None,
     dtype: str | None = None,
 ) -> RunOutcome | None:
-    """Train and return what came of it; None for ranks of torchrun but the first.
+    """Train and return the outcome; None on ranks of torchrun other than the first.
 
     Raises
     ------
     SpecError
-        For a plan that does not fit the ranks, or a job at fault.
+        For a plan that does not fit the ranks, or an error in the job.
     """
     if not Path(job).is_file():
         raise SpecError(
@@ -70,19 +70,19 @@ def launch(
             fix="See examples/jobs/gpt_job.py",
         )
     plan = load_plan(plan_file)
-    if dtype is not None:  # double precision is the job's own: its layers are built in it
+    if dtype is not None:  # in double precision the job's layers are built as such: autocast stays off
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
-    check_sound(plan, file=plan_file)
+    check_runnable(plan, file=plan_file)
     ranks = local if local is not None else int(os.environ["WORLD_SIZE"])
-    _fits(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
+    _check_ranks(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     folder = Path(out).resolve()
     options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, emulation=emulation)
     if options is not None:
-        stands_for = None if emulation is None else emulation.cluster
-        config = options.config(plan, stands_for, steps=steps, out=folder)
-        _fits(plan, config.cluster.num_devices, "--cluster")
+        emulated = None if emulation is None else emulation.cluster
+        config = options.config(plan, emulated, steps=steps, out=folder)
+        _check_ranks(plan, config.cluster.num_devices, "--cluster")
         config.check()
-    # torchrun that starts all agents again means the run to go on
+    # a torchrun that restarts all agents means the run to continue
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if local is not None:
         _open(folder, resume, plan, ranks)
@@ -108,7 +108,8 @@ def launch(
         if local is not None
         else _under_torchrun(plan, work, interface, port, secret_file, max_starts, emulation)
     )
-    restarts = agent.run(_watching([progress, emulation.watch if emulation is not None else None], folder))
+    watches = [progress, None if emulation is None else emulation.watch]
+    restarts = agent.run(_watch_metrics([watch for watch in watches if watch is not None], folder))
     if not agent.supervises:
         return None
     if trace is not None:
@@ -125,7 +126,7 @@ def _policy_options(
     model: str | None,
     emulation: Emulation | None,
 ) -> PolicyOptions | None:
-    """Return what ranks build the policy from, or None for a plan that stays."""
+    """Return the options from which ranks build the policy, or None for a plan that stays."""
     if policy == "static":
         if budgets:
             raise SpecError(
@@ -154,7 +155,7 @@ def _policy_options(
 
 
 def _absolute(name: str | None) -> str | None:
-    """Return the path of a file from anywhere, and a name as it is."""
+    """Return the absolute path of a file, and other names (of the catalog) as they are."""
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
@@ -195,31 +196,19 @@ def _under_torchrun(
     max_starts: int,
     emulation: Emulation | None,
 ) -> Agent:
-    """Return the agent of one rank of torchrun: the rank is its child, so that its death is not the end."""
+    """Return the agent of one rank of torchrun.
+
+    The rank is a child of torchrun's process, so that torchrun does not see its death and restart all ranks.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    made = Path(work.out) / "secret"
-    stated = VARIABLE in os.environ
-    several = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    several_hosts = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if secret_file is None and not stated and several:
-        raise SpecError(
-            "no shared secret",
-            key="--secret-file",
-            rule="Ranks of several hosts share a secret",
-            fix="Copy one file to every host and name it with --secret-file, or set FORESHARD_SECRET",
-        )
-    secret = (
-        checked_secret(Path(secret_file), "--secret-file")
-        if secret_file
-        else make_secret(made)
-        if rank == 0 or stated
-        else awaited_secret(made)
-    )
-    own = interface or _address_towards(master, several)
-    met = goes_on(Path(work.out), secret.read_bytes().strip()) if rank == 0 else None
-    if met is None:
+    secret = _torchrun_secret(Path(work.out) / "secret", secret_file, rank, several_hosts)
+    own = interface or _address_towards(master, several_hosts)
+    running = running_rendezvous(Path(work.out), secret.read_bytes().strip()) if rank == 0 else None
+    if running is None:
         _open(Path(work.out), work.resume, plan, size)
-    listens = master if interface is None or rank else interface
+    address = master if interface is None or rank else interface
     return Agent(
         out=Path(work.out),
         plan=plan,
@@ -227,31 +216,46 @@ def _under_torchrun(
         ranks=[rank],
         expected=range(size),
         secret_file=secret,
-        address=listens if met is None else met.address,
-        port=met.port if met else port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
-        supervises=rank == 0 and met is None,  # another host has the run: this one is taken back
+        address=address if running is None else running.address,
+        port=running.port if running else port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
+        supervises=rank == 0 and running is None,  # else another host has the run, and this rank joins it
         max_starts=max_starts,
         own=own,
-        rehost_s=max(2 * work.detect_s, 5.0),
+        takeover_s=max(2 * work.detect_s, 5.0),
         worker=WORKER if emulation is None else emulation.worker,
     )
 
 
-def _address_towards(master: str, several: bool) -> str:
-    """Return this host's address on the way to the first: what its name stands for may be the loopback's."""
+def _torchrun_secret(shared: Path, secret_file: str | None, rank: int, several_hosts: bool) -> Path:
+    """Return the file with the run's secret: the given one, or one that rank 0 makes in the run's folder."""
+    in_environment = VARIABLE in os.environ
+    if secret_file is not None:
+        return checked_secret(Path(secret_file), "--secret-file")
+    if several_hosts and not in_environment:
+        raise SpecError(
+            "no shared secret",
+            key="--secret-file",
+            rule="Ranks of several hosts share a secret",
+            fix="Copy one file to every host and name it with --secret-file, or set FORESHARD_SECRET",
+        )
+    return make_secret(shared) if rank == 0 or in_environment else awaited_secret(shared)
+
+
+def _address_towards(master: str, several_hosts: bool) -> str:
+    """Return this host's address on the way to the first; its own name may resolve to a loopback one."""
     try:
         own = own_address(master)
     except OSError as error:
         raise SpecError(
-            f"no way to {master}: {error.strerror}",
+            f"no route to {master}: {error.strerror}",
             key="MASTER_ADDR",
             value=master,
             rule="Hosts reach the first one, where ranks meet",
             fix="Give torchrun an address of the first host, and --interface where a host has several",
         ) from None
-    if several and own.startswith("127."):
+    if several_hosts and own.startswith("127."):
         raise SpecError(
-            f"{master} is this machine's alone",
+            f"{master} is a loopback address",
             key="MASTER_ADDR",
             value=master,
             rule="Ranks of several hosts meet on an address that all of them reach",
@@ -260,7 +264,7 @@ def _address_towards(master: str, several: bool) -> str:
     return own
 
 
-def _fits(plan: Plan, ranks: int, key: str) -> None:
+def _check_ranks(plan: Plan, ranks: int, key: str) -> None:
     most = max(plan.ranks)
     if most >= ranks:
         raise SpecError(
@@ -273,11 +277,11 @@ def _fits(plan: Plan, ranks: int, key: str) -> None:
 
 
 def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
-    """Make the run's folder, or prepare it for a run that goes on."""
+    """Make the run's folder, or prepare it for a run that is resumed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # the system's fault
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # not bad input
             raise
         raise SpecError(
             f"cannot write: {error.strerror}",
@@ -286,7 +290,7 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             rule="A run has a folder of its own",
             fix="Give a writable path",
         ) from None
-    if int(os.environ.get("RANK", "0")) or not holds_run(folder):
+    if int(os.environ.get("RANK", "0")) or not has_run(folder):
         return
     if not resume:
         raise SpecError(
@@ -294,16 +298,14 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             file=str(folder),
             key="--out",
             rule="A run has a folder of its own",
-            fix="Add --resume to go on from its latest checkpoint, or name another folder",
+            fix="Add --resume to continue from its latest checkpoint, or name another folder",
         )
     reopen(folder, plan, list(range(ranks)))
 
 
-def _watching(watches: Sequence[Watch | None], folder: Path) -> Callable[[], None]:
-    given = [watch for watch in watches if watch is not None]
-
-    def look() -> None:
-        for watch in given:
+def _watch_metrics(watches: Sequence[Watch], folder: Path) -> Callable[[], None]:
+    def watch_all() -> None:
+        for watch in watches:
             watch(folder / "metrics.jsonl")
 
-    return look
+    return watch_all

@@ -10,9 +10,9 @@ from typing import Any
 from foreshard.runtime.records.ledger import KEPT_BYTES
 
 JOB_FAULT = 2
-"""Exit code of a rank that has told its agent what is wrong: starting it again would not help."""
-TELL_FD = "FORESHARD_TELL_FD"
-"""Where a rank tells it: a pipe, since the disk may be what is wrong."""
+"""Exit code of a rank that has reported an error of the job to its agent: a restart would not help."""
+REPORT_FD = "FORESHARD_REPORT_FD"
+"""Variable with the pipe on which it reports: the disk may be the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""A rank's training: steps that commit together, changes between them, recovery when a peer is gone.
+"""A rank's training loop: steps that commit together, changes of plan between them, recovery after a loss.
 
-A step is: actions of the schedule, gradients summed, a vote, the update. What a rank has done is only worth
-something once the vote has passed; a rank cut off behind it finishes the step when it meets the others again.
+A step is: actions of the schedule, gradients summed, a vote, the update. The work of a rank only counts once
+the vote has passed; a rank that is cut off after it finishes the step in the next generation.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from foreshard.errors import SpecError
 from foreshard.runtime.adaptive.idle_probe import Probe
-from foreshard.runtime.checkpoint.saving import Saving
+from foreshard.runtime.checkpoint.saving import Checkpoints
 from foreshard.runtime.committed_step import StepDone, TrainingProgress
-from foreshard.runtime.engine.clock import Clock, WallClock
-from foreshard.runtime.engine.executor import StepSums
+from foreshard.runtime.engine.clock import Clock
+from foreshard.runtime.engine.executor import OnAction, StepSums
 from foreshard.runtime.engine.update import Update
 from foreshard.runtime.engine.vote import Vote, cast
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job
-from foreshard.runtime.membership.fixed_membership import FixedMembership, Generation
-from foreshard.runtime.membership.recovery import Recovery, Status
+from foreshard.runtime.membership.fixed_membership import FixedMembership, Generation, GroupMembership
+from foreshard.runtime.membership.member import BOUNDARY
+from foreshard.runtime.membership.recovery import Recovery
 from foreshard.runtime.membership.world_group import WorldGroup
-from foreshard.runtime.plan_proposals import Proposals
+from foreshard.runtime.records.durable_jsonl import OnEvent
+from foreshard.runtime.records.ledger import Ledger
 from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
 from foreshard.runtime.state.migration import Moved, migrate, moves_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import parameters_of
 from foreshard.runtime.state.rank_state import RankState
-from foreshard.runtime.state.shard_keys import Held
+from foreshard.runtime.state.shard_keys import Shards
 from foreshard.runtime.tensor.checks import check_split
 from foreshard.runtime.trainer_context import Options, TrainerContext
 from foreshard.spec.online import Command
@@ -52,18 +53,26 @@ class Trainer:
     plan : Plan, optional
         Needed without a membership: this process then is the plan's only rank.
     membership : FixedMembership or Membership, optional
-        Who else is there.
+        The other ranks, and how they find each other.
     options : Options, optional
     clock : Clock, optional
-        The wall's if not given.
+        The machine's if not given.
     device : torch.device, optional
         The CPU if not given.
     checkpoints : Path, optional
         Folder that all ranks reach.
     phase : callable of name, optional
-        Told the phase the rank is in.
-    room_bytes : float, optional
-        Memory of this rank: in proportion to it a stage deals out what its ranks share out (ZeRO).
+        Called when the rank turns to another part of a step or of a change.
+    on_action : callable of (name, chunk, micro_batch, start_s, end_s), optional
+    on_event : callable of (kind, text, **facts), optional
+        Writes the operator's log.
+    ledger : Ledger, optional
+        Records which samples were trained.
+    memory_bytes : float, optional
+        Of this rank's device: ZeRO divides a stage's parameters in proportion to it.
+    before_step : callable of step, optional
+    on_step : callable of StepDone, optional
+        Called on the leader after every step.
     """
 
     def __init__(
@@ -71,49 +80,48 @@ class Trainer:
         job: Job,
         plan: Plan | None = None,
         *,
-        membership: Any = None,
+        membership: GroupMembership | None = None,
         options: Options | None = None,
         clock: Clock | None = None,
         device: torch.device | None = None,
         checkpoints: Path | None = None,
         phase: Callable[[str], None] = lambda name: None,
-        on_action: Callable[..., None] | None = None,
-        on_event: Callable[..., None] = lambda kind, text, **facts: None,
-        ledger: Any = None,
-        room_bytes: float | None = None,
+        on_action: OnAction | None = None,
+        on_event: OnEvent = lambda kind, text, **facts: None,
+        ledger: Ledger | None = None,
+        memory_bytes: float | None = None,
         before_step: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepDone], None] = lambda done: None,
     ):
-        setting = self.setting = TrainerContext(
+        context = self.context = TrainerContext(
             job=job,
-            membership=_alone(plan) if membership is None else membership,
+            membership=membership or _single_rank(plan),
             options=options or Options(),
-            clock=clock or WallClock(),
+            clock=clock or Clock(),
             device=device or torch.device("cpu"),
             checkpoints=checkpoints,
             phase=phase,
             on_action=on_action,
             on_event=on_event,
             ledger=ledger,
-            room_bytes=room_bytes,
+            memory_bytes=memory_bytes,
             before_step=before_step,
             on_step=on_step,
         )
-        self.rank: int = setting.membership.rank
+        self.rank: int = context.membership.rank
         self.parameters = parameters_of(job)
-        self.holding = RankState(job, self.rank, setting.device, self.parameters)
-        self.update = Update(job, setting.options, setting.clock)
+        self.state = RankState(job, self.rank, context.device, self.parameters)
+        self.update = Update(job, context.options, context.clock)
         self.last_moved: Moved | None = None
         self._progress = TrainingProgress()
-        self._saving = Saving(setting)
-        self._probe = Probe(job, self.rank, setting.clock, setting.device)
+        self._checkpoints = Checkpoints(context)
+        self._probe = Probe(job, self.rank, context.clock, context.device)
         self._feed: Feed | None = None
-        self._rooms: dict[int, float | None] = {}
+        self._memory_bytes: dict[int, float | None] = {}
         self._generation: Generation | None = None
         self._layout: RankLayout
-        self._company: WorldGroup
-        self._proposals: Proposals
-        self._place: StageRuntime
+        self._world: WorldGroup
+        self._stage: StageRuntime
 
     @property
     def step(self) -> int:
@@ -128,110 +136,110 @@ class Trainer:
     # -- a step ---------------------------------------------------------------------------------------------
 
     def train_step(self) -> StepDone:
-        """Train one step and return what it was.
+        """Train one step and return what was measured.
 
         Raises
         ------
         RuntimeError
             From torch.distributed, when a peer is gone; `adopt` the next generation then.
         """
-        setting, progress = self.setting, self._progress
+        context, progress = self.context, self._progress
         if self._generation is None:
-            self.adopt(setting.membership.generation)
-        setting.before_step(self.step)
-        began_s = setting.clock.now()
+            self.adopt(context.membership.generation)
+        context.before_step(self.step)
+        began_s = context.clock.now()
         progress.reduced = False
-        sums = self._place.train(self.step, self.update.factor)
-        positions = self._place.trained_in(self.step)
-        if setting.ledger is not None and positions is not None:
-            setting.ledger.trained(self.step, self._company.number, positions)
-        setting.phase("vote")
-        progress.reduced, progress.trained_in = True, self._company.number
-        vote = self._cast(sums)
-        setting.phase("update")
+        sums = self._stage.train(self.step, self.update.factor)
+        positions = self._stage.trained_in(self.step)
+        if context.ledger is not None and positions is not None:
+            context.ledger.trained(self.step, self._world.number, positions)
+        context.phase("vote")
+        progress.reduced, progress.trained_in = True, self._world.number
+        vote = self._cast_vote(sums)
+        context.phase("update")
         self._commit(vote)
-        self._place.spread()
-        self._company.advance(setting.clock)
-        done = progress.done(setting.clock.now() - began_s)
-        self._tell(done)
-        self._between(done)
+        self._stage.after_update()
+        self._world.advance(context.clock)
+        done = progress.done(context.clock.now() - began_s)
+        self._report(done)
+        self._after_step(done)
         return done
 
-    def _cast(self, sums: StepSums) -> Vote:
-        wanted = self.setting.membership.wanted()
-        self._look_around(sums)
+    def _cast_vote(self, sums: StepSums) -> Vote:
+        boundary = self.context.membership.wanted()
+        self._measure_idle(sums)
         return cast(
-            self._company.world,
-            self._company.ranks,
+            self._world.group,
+            self._world.ranks,
             self.rank,
             loss=sums.loss,
             count=sums.count,
-            square_norm=self.update.square_norm(self.holding),
-            boundary=wanted,
-            plan_number=self._proposals.newest,
+            square_norm=self.update.square_norm(self.state),
+            boundary=boundary,
+            plan_number=self._world.newest_plan,
             work_s=sums.work_s,
             samples=float(sums.samples),
-            carried=self._carried() if self.setting.clock.virtual else None,
+            traffic=self._link_traffic() if self.context.clock.virtual else None,
         )
 
-    def _look_around(self, sums: StepSums) -> None:
-        """Measure links, and this rank if it is idle: it then tells seconds of work for no samples."""
-        every = self.setting.options.probe_every
+    def _measure_idle(self, sums: StepSums) -> None:
+        """Measure links, and this rank if it is idle: it then votes seconds of work for no samples."""
+        every = self.context.options.probe_every
         if not every or self.step % every:
             return
-        if self._place.is_idle:
+        if self._stage.is_idle:
             batch, size = self.plan.global_batch, self.plan.groups[0].micro_batch
             positions = range(self.step * batch, self.step * batch + size)
-            sums.work_s = self._probe.sample_s(self._place.feed, positions)
-        self._probe.links(self._company.world, self._company.ranks)
+            sums.work_s = self._probe.sample_s(self._stage.feed, positions)
+        self._probe.links(self._world.group, self._world.ranks)
 
-    def _carried(self) -> dict[int, tuple[float, float, float]]:
+    def _link_traffic(self) -> dict[int, tuple[float, float, float]]:
         """Return what this rank has sent since the last vote, by target."""
-        told = self.setting.clock.carried().items()
-        return {target: amounts for (source, target), amounts in told if source == self.rank}
+        traffic = self.context.clock.link_traffic().items()
+        return {target: amounts for (source, target), amounts in traffic if source == self.rank}
 
     def _commit(self, vote: Vote) -> None:
-        """Update by what the vote brought: the step is done."""
-        norm = self.update.apply(self.holding, vote, self.step, self._tell_skipped)
+        """Update with the sums of the vote: the step is done."""
+        norm = self.update.apply(self.state, vote, self.step, self._report_skipped)
         self._progress.committed(vote, norm)
-        if self.setting.ledger is not None:
-            self.setting.ledger.commit(self.step - 1, self._progress.trained_in)
+        if self.context.ledger is not None:
+            self.context.ledger.commit(self.step - 1, self._progress.trained_in)
 
-    def _tell_skipped(self, text: str) -> None:
-        if self._company.conducts:
-            self.setting.on_event("overflow", text, step=self.step)
+    def _report_skipped(self, reason: str) -> None:
+        if self._world.leads:
+            self.context.on_event("overflow", reason, step=self.step)
 
-    def _tell(self, done: StepDone) -> None:
-        if self._company.conducts:
-            self.setting.on_step(done)
-            self._progress.told = done.step
+    def _report(self, done: StepDone) -> None:
+        if self._world.leads:
+            self.context.on_step(done)
+            self._progress.reported = done.step
 
     # -- between steps --------------------------------------------------------------------------------------
 
-    def _between(self, done: StepDone) -> None:
-        if self._proposals.is_due(done.vote.plan_number):
+    def _after_step(self, done: StepDone) -> None:
+        if self._world.is_new_plan(done.vote.plan_number):
             self._adopt_plan(done.vote.plan_number)
         if done.vote.boundary:
             self.release()
-            self.adopt(self.setting.membership.next_generation("boundary"))
-        if self._saving.is_due(self.step):
+            self.adopt(self.context.membership.next_generation(BOUNDARY))
+        if self._checkpoints.is_due(self.step):
             self._save()
 
     def propose(self, command: Command) -> None:
-        """Announce a plan, to be adopted by all ranks after the next step; only the conducting rank may."""
+        """Announce a plan, which all ranks adopt after the next step; only the leader may."""
         if command.plan is None:
             return
         self._check(command.plan)
-        number = self._proposals.announce(command.plan)
-        self.setting.on_event("plan", f"{command.kind}: {command.reason}", step=self.step, number=number)
+        number = self._world.announce_plan(command.plan)
+        self.context.on_event("plan", f"{command.kind}: {command.reason}", step=self.step, number=number)
 
     def _adopt_plan(self, number: int) -> None:
-        plan = self._proposals.take(number)
+        plan = self._world.take_plan(number)
         began_s = time.perf_counter()
-        self._settle(plan, self._deal(self._layout).wanted(self._company.ranks))
-        if self._company.conducts:
-            self.setting.membership.plan_adopted(plan.to_dict())
-        self.setting.on_event(
+        self._arrange(plan, self._sharding(self._layout).shards_by_rank(self._world.ranks))
+        if self._world.leads:
+            self.context.membership.plan_adopted(plan.to_dict())
+        self.context.on_event(
             "adopted",
             f"plan {number}",
             step=self.step,
@@ -241,146 +249,143 @@ class Trainer:
 
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
-        place, company = vars(self).pop("_place", None), vars(self).get("_company")
-        if place is not None:
-            place.release()
-        if company is not None:
-            company.leave()
-        self.holding.ranks.disconnect()
+        stage, world = vars(self).pop("_stage", None), vars(self).get("_world")
+        if stage is not None:
+            stage.release()
+        if world is not None:
+            world.leave()
+        self.state.ranks.disconnect()
 
     def _save(self) -> None:
-        """Write a checkpoint; every piece by the least rank that holds it."""
-        wanted = self._deal(self._layout).wanted(self._company.ranks)
-        mine = wanted[self.rank].difference(*(held for rank, held in wanted.items() if rank < self.rank))
-        self._saving.save(
-            self._company, self.holding, mine, plan=self.plan, step=self.step, scale=self.update.scale
+        """Write a checkpoint; every shard by the lowest rank that holds it."""
+        shards = self._sharding(self._layout).shards_by_rank(self._world.ranks)
+        mine = shards[self.rank].difference(*(held for rank, held in shards.items() if rank < self.rank))
+        self._checkpoints.save(
+            self._world, self.state, mine, plan=self.plan, step=self.step, scale=self.update.scale
         )
 
     # -- membership -----------------------------------------------------------------------------------------
 
     def adopt(self, generation: Generation) -> None:
-        """Take a place in a generation: agree on the step, fetch what is missing, go on.
+        """Join a generation: agree on the step, fetch what is missing, continue.
 
         Raises
         ------
         RuntimeError
             When a rank of the generation is gone again.
         """
-        self.setting.phase("rebuild")
+        self.context.phase("rebuild")
         first, self._generation = self._generation is None, generation
-        company = self._company = WorldGroup(self.setting.membership, generation)
-        self._proposals = Proposals(company)
+        world = self._world = WorldGroup(self.context.membership, generation)
         self._check(generation.plan)
-        met = Recovery(company.statuses(self._status()))
-        self._rooms = met.rooms
-        held = self._roll_forward(met)
-        self._tell_late(met)
-        self.update.scale = met.loss_scale
-        wanted = self._deal(layout_of(generation.plan)).wanted(company.ranks)
+        status = self._progress.status(self.state, self.context.memory_bytes, self.update.scale)
+        recovery = Recovery(world.statuses(status))
+        self._memory_bytes = recovery.memory_bytes
+        held = self._roll_forward(recovery)
+        self._report_late(recovery)
+        self.update.scale = recovery.loss_scale
+        wanted = self._sharding(layout_of(generation.plan)).shards_by_rank(world.ranks)
         _, missing = moves_of(held, wanted)
-        resume = generation.resume and first and met.is_first
+        resume = generation.resume and first and recovery.is_first
         if missing or resume:
             self._roll_back(generation.plan, missing, resume=resume)
             held = wanted
         else:
-            self._progress.step = met.step
-        self._settle(generation.plan, held)
-        company.advance(self.setting.clock)  # a rank that is new has no time yet
+            self._progress.step = recovery.step
+        self._arrange(generation.plan, held)
+        world.advance(self.context.clock)  # the virtual clock of a new rank starts at 0
         if not first:
-            text = f"generation {generation.number}: ranks {list(company.ranks)}"
-            self.setting.on_event("rebuilt", text, step=self.step)
-        if self._saving.is_lacking(company, self.step):
+            text = f"generation {generation.number}: ranks {list(world.ranks)}"
+            self.context.on_event("rebuilt", text, step=self.step)
+        if self._checkpoints.is_lacking(world, self.step):
             self._save()
-
-    def _status(self) -> Status:
-        return self._progress.status(self.holding, self.setting.room_bytes, self.update.scale)
 
     def _check(self, plan: Plan) -> None:
         layout = layout_of(plan)
-        if layout.num_layers != self.setting.job.num_layers:
+        if layout.num_layers != self.context.job.num_layers:
             raise SpecError(
-                f"the plan splits {layout.num_layers} layers, the job has {self.setting.job.num_layers}",
+                f"the plan splits {layout.num_layers} layers, the job has {self.context.job.num_layers}",
                 key="groups.stages.layers",
                 value=layout.num_layers,
                 rule="A plan holds every layer of the model once per group",
-                fix=f"Cut 0..{self.setting.job.num_layers} in every group",
+                fix=f"Cut 0..{self.context.job.num_layers} in every group",
             )
         check_split(layout, self.parameters)
 
-    def _roll_forward(self, met: Recovery) -> dict[int, Held]:
-        """Finish a step that others have committed, and return what every rank holds then."""
-        held, vote = met.held(), met.cut_off(self.rank)
+    def _roll_forward(self, recovery: Recovery) -> dict[int, Shards]:
+        """Finish a step that others have committed, and return what every rank then holds."""
+        held, vote = recovery.held(), recovery.vote_to_finish(self.rank)
         if vote is not None:
             self._commit(vote)
-            self.holding.held = self.holding.kept
+            self.state.held = self.state.kept
         elif self.rank not in held:
             self._forget()
         return held
 
-    def _tell_late(self, met: Recovery) -> None:
-        """Tell the last step if who conducted it was lost before it could."""
-        late = met.late_teller()
+    def _report_late(self, recovery: Recovery) -> None:
+        """Report the last step if the leader was lost before it could."""
+        late = recovery.unreported_step()
         if self._progress.last is not None and late is not None and late[0] == self.rank:
-            self.setting.on_step(self._progress.last)
-            self._progress.told = late[1]
+            self.context.on_step(self._progress.last)
+            self._progress.reported = late[1]
 
     def _forget(self) -> None:
-        """Drop everything held: it is of another step than the run goes on from."""
-        self.holding = RankState(self.setting.job, self.rank, self.setting.device, self.parameters)
+        """Drop all state: it is of another step than the run continues from."""
+        self.state = RankState(self.context.job, self.rank, self.context.device, self.parameters)
         self._progress.reduced = False
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
-        """Begin again from the latest checkpoint, or from the first values where there is none."""
-        setting, step, layout = self.setting, self._saving.latest(), layout_of(plan)
+        """Restart from the latest checkpoint, or from initial values where there is none."""
+        context, step, layout = self.context, self._checkpoints.latest(), layout_of(plan)
         self._forget()
-        self.holding.build(layout)
+        self.state.build(layout)
         self._progress.step, self.update.scale = step or 0, None
         if step is not None:
-            wanted = self._deal(layout).pieces(self.rank)
-            self.update.scale = self._saving.restore(step, self.holding, wanted)
-        if setting.ledger is not None:
-            setting.ledger.rollback(self.step, self._company.number)
-        if step is not None or missing - frozenset(range(setting.job.num_layers)) or not resume:
+            shards = self._sharding(layout).shards(self.rank)
+            self.update.scale = self._checkpoints.restore(step, self.state, shards)
+        if context.ledger is not None:
+            context.ledger.rollback(self.step, self._world.number)
+        if step is not None or missing - frozenset(range(context.job.num_layers)) or not resume:
             text = "first values" if step is None else f"checkpoint of step {step}"
-            setting.on_event("restored", f"from the {text}", step=self.step, missing_layers=sorted(missing))
+            context.on_event("restored", f"from the {text}", step=self.step, missing_layers=sorted(missing))
 
-    # -- a place --------------------------------------------------------------------------------------------
+    # -- a place in the plan --------------------------------------------------------------------------------
 
-    def _settle(self, plan: Plan, held: Mapping[int, Held]) -> None:
-        """Move what has to move and take the place that the plan gives."""
-        self.setting.phase("migration")
-        company, layout = self._company, layout_of(plan)
-        deal = self._deal(layout)
-        moves, _ = moves_of(held, deal.wanted(company.ranks), self.parameters.weight)
-        with self._at_work("build", layout):
-            self.holding.build(layout)
-        if company.world is not None:
-            self.last_moved = migrate(self.holding, moves, company.world, company.ranks, self.setting.clock)
-            company.wait_for_all()
-        with self._at_work("arrange", layout):
+    def _arrange(self, plan: Plan, held: Mapping[int, Shards]) -> None:
+        """Move the shards that have to move, and take this rank's place in a plan."""
+        self.context.phase("migration")
+        world, layout = self._world, layout_of(plan)
+        sharding = self._sharding(layout)
+        moves, _ = moves_of(held, sharding.shards_by_rank(world.ranks), self.parameters.weight)
+        with self._timed("build", layout):
+            self.state.build(layout)
+        if world.group is not None:
+            self.last_moved = migrate(self.state, moves, world.group, world.ranks, self.context.clock)
+            world.barrier()
+        with self._timed("arrange", layout):
             self._layout = layout
-            self.holding.arrange(layout, deal)
-            self.update.arrange(self.holding, plan)
-            self._place = StageRuntime(self.setting, company, layout, deal, self.holding, self._feed)
-            self._feed = self._place.feed
+            self.state.arrange(layout, sharding)
+            self.update.arrange(self.state, plan)
+            self._stage = StageRuntime(self.context, world, layout, sharding, self.state, self._feed)
+            self._feed = self._stage.feed
 
     @contextmanager
-    def _at_work(self, name: str, layout: RankLayout) -> Iterator[None]:
-        """Count work between steps: a change of plan takes the rank's time too."""
-        self.setting.clock.begin()
+    def _timed(self, name: str, layout: RankLayout) -> Iterator[None]:
+        """Count work between steps on the clock: a change of plan takes the rank's time too."""
+        self.context.clock.begin()
         yield
-        self.setting.clock.end(name, 0, len(layout.layers_of(self.rank)))
+        self.context.clock.end(name, 0, len(layout.layers_of(self.rank)))
 
-    def _deal(self, layout: RankLayout) -> OptimizerSharding:
-        return OptimizerSharding(layout, self.parameters, self._rooms)
+    def _sharding(self, layout: RankLayout) -> OptimizerSharding:
+        return OptimizerSharding(layout, self.parameters, self._memory_bytes)
 
 
-def _alone(plan: Plan | None) -> FixedMembership:
+def _single_rank(plan: Plan | None) -> FixedMembership:
     if plan is None or len(plan.ranks) != 1:
         raise SpecError(
             "no membership",
             key="membership",
             rule="A plan of several ranks needs one",
-            fix="Use foreshard run, or runtime.fixed.FixedMembership under torchrun",
+            fix="Use foreshard run, or runtime.membership.fixed_membership.FixedMembership under torchrun",
         )
     return FixedMembership(None, plan.ranks[0], plan, plan.ranks)

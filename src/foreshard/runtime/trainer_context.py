@@ -1,17 +1,20 @@
-"""What a rank's training is given once and keeps to the end: the job, how it is done, and who is told."""
+"""What a rank's training is given once and keeps to the end: the job, its options, and callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from foreshard.runtime.committed_step import StepDone
 from foreshard.runtime.engine.clock import Clock
+from foreshard.runtime.engine.executor import OnAction
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.membership.fixed_membership import GroupMembership
+from foreshard.runtime.records.durable_jsonl import OnEvent
+from foreshard.runtime.records.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +27,8 @@ class Options:
         Of initial values, order of samples and dropout.
     clip_norm : float or None
         Largest norm of the mean gradient.
-    sync : str
-        Name of the gradient synchronisation.
     checkpoint_every : int
-        Steps between checkpoints; 0 for none but the first values, which need no file.
+        Steps between checkpoints; 0 for none.
     track_norm : bool
         Whether to report the gradient's norm without clipping.
     probe_every : int
@@ -36,7 +37,6 @@ class Options:
 
     seed: int = 0
     clip_norm: float | None = None
-    sync: str = "all-reduce"
     checkpoint_every: int = 0
     track_norm: bool = False
     probe_every: int = 0
@@ -44,18 +44,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerContext:
-    """The surroundings of a rank's training; `Trainer` says what each is."""
+    """The surroundings of a rank's training; `Trainer` documents each."""
 
     job: Job
-    membership: Any
+    membership: GroupMembership
     options: Options
     clock: Clock
     device: torch.device
     checkpoints: Path | None
     phase: Callable[[str], None]
-    on_action: Callable[..., None] | None
-    on_event: Callable[..., None]
-    ledger: Any
-    room_bytes: float | None
+    on_action: OnAction | None
+    on_event: OnEvent
+    ledger: Ledger | None
+    memory_bytes: float | None
     before_step: Callable[[int], None]
     on_step: Callable[[StepDone], None]

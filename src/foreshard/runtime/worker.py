@@ -1,4 +1,8 @@
-"""One rank of `foreshard run`: a process that trains until the steps are done, whatever else happens."""
+"""One rank of `foreshard run`: a process that trains until all steps are done, through losses of peers.
+
+A killed peer is noticed here as an error of torch.distributed in the middle of a step (`_peer_error`): the
+rank then leaves its generation and waits for the next one.
+"""
 
 from __future__ import annotations
 
@@ -24,34 +28,25 @@ from foreshard.runtime.committed_step import StepDone
 from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import load_job
-from foreshard.runtime.membership.leader_failover import located
+from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
-from foreshard.runtime.records.durable_jsonl import settle, whole_lines
+from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
 from foreshard.runtime.records.ledger import Ledger
 from foreshard.runtime.records.ledger_backup import LedgerBackup
 from foreshard.runtime.records.metrics import Metrics
 from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
-from foreshard.runtime.run_settings import JOB_FAULT, TELL_FD, RunSettings
+from foreshard.runtime.run_settings import JOB_FAULT, REPORT_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
 from foreshard.runtime.trainer_context import Options
 from foreshard.spec.plan_file import load_plan
 
 _LAST_LINES_S = 60.0
-"""How long a run that is done waits for its disk."""
-_TOLD_BYTES = 60_000  # a pipe holds 64 KiB without a reader
+"""How long a finished run waits until the disk accepts its last lines."""
+_REPORT_BYTES = 60_000  # a pipe holds 64 KiB without a reader
 
 
 class RankWorker:
-    """A rank at work.
-
-    Parameters
-    ----------
-    work : RunSettings
-    rank : int
-    store : (host, port)
-    secret : bytes
-    hardware : Hardware
-    """
+    """Trains as one rank, and writes metrics, events, the ledger and the trace."""
 
     def __init__(
         self, work: RunSettings, rank: int, store: tuple[str, int], secret: bytes, hardware: Hardware
@@ -63,17 +58,13 @@ class RankWorker:
         job = load_job(work.job, seed=work.seed)
         self.job = job.in_double() if work.double else job
         hardware.await_turn(self.out / "metrics.jsonl", work.steps)
-        self._pace, self._paced_in = StragglerDetector(), -1
-        self.timeline = (
-            TraceRecorder(rank, clock=self.clock.name, epoch_s=0.0 if self.clock.virtual else wall_epoch_s())
-            if work.trace
-            else None
-        )
+        self._stragglers, self._stragglers_of = StragglerDetector(), -1
+        epoch_s = 0.0 if self.clock.virtual else wall_epoch_s()
+        self.trace = TraceRecorder(rank, clock=self.clock.name, epoch_s=epoch_s) if work.trace else None
         cuda = torch.cuda.is_available()
-        self.device = (
-            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-        )
-        importlib.import_module("torch._dynamo")  # optimizers load it, for seconds: better before peers wait
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        importlib.import_module("torch._dynamo")  # optimizers load it, for seconds: not while peers wait
         self.membership = Membership(
             store,
             rank,
@@ -82,9 +73,10 @@ class RankWorker:
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
             backend="nccl" if cuda else "gloo",
             resume=work.resume,
-            locate=lambda: located(self.out),
+            locate=lambda: rendezvous_address(self.out),
         )
-        self._tell_warnings()
+        self._log_warnings()
+        self.ledger = self._make_ledger()
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
 
@@ -99,7 +91,7 @@ class RankWorker:
             out=self.out,
             parameter_bytes=self._parameter_bytes(),
         )
-        return Steering(config, self.trainer.propose, self._event)
+        return Steering(config, self.trainer.propose, self.metrics.event)
 
     def _parameter_bytes(self) -> list[float]:
         """Return the bytes of each layer's trained parameters; tied ones count in all their layers."""
@@ -107,16 +99,27 @@ class RankWorker:
         parameters = self.trainer.parameters
         return [width * sum(parameters.of([i]).values()) for i in range(self.job.num_layers)]
 
-    def _make_trainer(self) -> Trainer:
-        work, plan = self.work, self.membership.generation.plan
-        index = Feed(
+    def _make_ledger(self) -> Ledger:
+        samples = Feed(
             self.job.dataset,
             self.job.collate,
-            global_batch=plan.global_batch,
-            seed=work.seed,
+            global_batch=self.membership.generation.plan.global_batch,
+            seed=self.work.seed,
             prefetch=0,
             path=self.job.path,
         )
+        return Ledger(
+            self.out / "ledger" / f"rank-{self.rank}.jsonl",
+            self.rank,
+            samples.index,
+            size=samples.size,
+            on_event=self.metrics.event,
+            backup=LedgerBackup(self.membership.client, self.rank),
+            kept_bytes=self.work.kept_bytes,
+        )
+
+    def _make_trainer(self) -> Trainer:
+        work = self.work
         return Trainer(
             self.job,
             membership=self.membership,
@@ -131,28 +134,22 @@ class RankWorker:
             ),
             checkpoints=self.out / "ckpt",
             phase=self._phases(),
-            on_event=self._event,
-            on_action=self.timeline.add if self.timeline is not None else None,
-            ledger=Ledger(
-                self.out / "ledger" / f"rank-{self.rank}.jsonl",
-                self.rank,
-                index.index,
-                size=index.size,
-                tell=self._event,
-                copies=LedgerBackup(self.membership.client, self.rank),
-                kept_bytes=work.kept_bytes,
-            ),
-            room_bytes=self.hardware.memory_bytes(self.device),
-            before_step=self._before,
-            on_step=self._tell,
+            on_event=self.metrics.event,
+            on_action=self.trace.add if self.trace is not None else None,
+            ledger=self.ledger,
+            memory_bytes=self.hardware.memory_bytes(self.device),
+            before_step=self._before_step,
+            on_step=self._report_step,
         )
 
+    # -- training -------------------------------------------------------------------------------------------
+
     def run(self) -> None:
-        """Train until the steps are done."""
+        """Train until the steps are done, by all ranks."""
         while True:
             self._train()
             self._write_trace()
-            settle([self.trainer.setting.ledger.lines], _LAST_LINES_S)
+            flush_all([self.ledger.file], _LAST_LINES_S)
             self.metrics.flush()
             if self.steering is not None:
                 self.steering.flush()
@@ -160,64 +157,57 @@ class RankWorker:
                 return
             self._rebuild("a peer has to finish its step")
 
-    def _write_trace(self) -> None:
-        if self.timeline is None:
-            return
-        self.timeline.close(self.clock.now())
-        try:
-            self.timeline.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
-        except OSError as error:
-            self._event("trace given up", error.strerror or str(error), step=self.trainer.step)
-
     def _train(self) -> None:
         while self.trainer.step < self.work.steps:
-            reason = _trouble(self.trainer.train_step)
+            reason = _peer_error(self.trainer.train_step)
             if reason is not None:
-                self._event("peer gone", reason, step=self.trainer.step)
+                self.metrics.event("peer gone", reason, step=self.trainer.step)
                 self._rebuild(reason)
 
     def _rebuild(self, reason: str) -> None:
-        """Leave the generation and take a place in the next; again while peers go on dying."""
-        trouble: str | None = reason
-        while trouble is not None:
+        """Leave the generation and join the next one; repeat while further peers die."""
+        error: str | None = reason
+        while error is not None:
             self.trainer.release()
-            generation = self.membership.next_generation(trouble)
-            trouble = _trouble(lambda: self.trainer.adopt(generation))  # noqa: B023 - called at once
+            generation = self.membership.next_generation(error)
+            error = _peer_error(lambda: self.trainer.adopt(generation))  # noqa: B023 - called at once
 
-    def _before(self, step: int) -> None:
+    def _before_step(self, step: int) -> None:
         self.metrics.flush()
         if self.steering is not None:
             self.steering.flush()
         if not self.hardware.before_step(step, self.membership):
-            self._event("late", "a rank that is due has not come", step=step)
-        if self.timeline is not None:
-            self.timeline.begin_step(step, self.trainer.plan, self.clock.now())
+            self.metrics.event("late", "a rank that is due has not come", step=step)
+        if self.trace is not None:
+            self.trace.begin_step(step, self.trainer.plan, self.clock.now())
 
     def _phases(self) -> Callable[[str], None]:
-        """Return what receives each phase: the fault that a test asked for, and the trace."""
-        hook, timeline, now = phase_hook(self.rank), self.timeline, self.clock.now
-        if timeline is None:
-            return hook
+        """Return what is called at each phase: the fault that a test asks for, and the trace."""
+        fault, trace, now = phase_hook(self.rank), self.trace, self.clock.now
+        if trace is None:
+            return fault
 
-        def entered(name: str) -> None:
-            timeline.phase(name, now())
-            hook(name)
+        def phase(name: str) -> None:
+            trace.phase(name, now())
+            fault(name)
 
-        return entered
+        return phase
 
-    def _tell(self, done: StepDone) -> None:
-        plan = self.trainer.plan
-        if done.time_s is not None:
-            self._tell_pace(done)
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def _report_step(self, done: StepDone) -> None:
+        plan, generation = self.trainer.plan, self.membership.generation
         more: dict[str, Any] = {"clock_s": self.clock.now()}
+        if done.time_s is not None:
+            self._report_stragglers(done)
         if self.steering is not None and done.time_s is not None:  # else reported late, by any rank
             self.steering.stepped(
                 SteppedRun(
                     step=done.step,
                     time_s=done.time_s,
                     running=plan,
-                    ranks=self.membership.generation.ranks,
-                    generation=self.membership.generation.number,
+                    ranks=generation.ranks,
+                    generation=generation.number,
                     stage_s=done.vote.sample_s,
                     link_s=done.vote.links,
                     idle_s=done.vote.idle_s,
@@ -234,20 +224,21 @@ class RankWorker:
             clock=self.clock.name,
             devices=len(plan.ranks),
             samples=plan.global_batch,
-            generation=self.membership.generation.number,
+            generation=generation.number,
             work_s_by_rank={str(r): w for r, w in done.vote.work_s.items()},
             **more,
         )
 
-    def _tell_pace(self, done: StepDone) -> None:
-        """Tell the log which ranks have become slow, and which have recovered."""
+    def _report_stragglers(self, done: StepDone) -> None:
+        """Log which ranks have become slow, and which have recovered."""
         generation = self.membership.generation
-        if generation.number != self._paced_in:
-            self._paced_in = generation.number
-            self._pace = StragglerDetector(slow_in(whole_lines(self.metrics.events_path), generation.pids))
-        under, vote = self.trainer.plan.to_dict(), done.vote
-        for change in self._pace.stepped(done.step, json.dumps(under), vote.work_s, vote.samples):
-            self._event(
+        if generation.number != self._stragglers_of:
+            self._stragglers_of = generation.number
+            slow = slow_in(whole_lines(self.metrics.events_path), generation.pids)
+            self._stragglers = StragglerDetector(slow)
+        plan, vote = json.dumps(self.trainer.plan.to_dict()), done.vote
+        for change in self._stragglers.stepped(done.step, plan, vote.work_s, vote.samples):
+            self.metrics.event(
                 "rank_slow" if change.slow else "rank_recovered",
                 change.text,
                 step=done.step,
@@ -257,28 +248,35 @@ class RankWorker:
                 since_step=change.since_step,
             )
 
-    def _tell_warnings(self) -> None:
-        """Tell the operator's log too what is warned of, once: logs of ranks are read by nobody."""
-        show, shown = warnings.showwarning, set[str]()
+    def _log_warnings(self) -> None:
+        """Copy each user warning to the operator's log, once: the output of ranks is rarely read."""
+        show, logged = warnings.showwarning, set[str]()
 
-        def showing(message: Any, category: type[Warning], *where: Any) -> None:
+        def log(message: Any, category: type[Warning], *where: Any) -> None:
             leads = self.rank == self.membership.generation.ranks[0]
-            if issubclass(category, UserWarning) and leads and str(message) not in shown:
-                shown.add(str(message))
-                self._event("warning", str(message))
+            if issubclass(category, UserWarning) and leads and str(message) not in logged:
+                logged.add(str(message))
+                self.metrics.event("warning", str(message))
             show(message, category, *where)
 
-        warnings.showwarning = showing  # type: ignore[assignment]
+        warnings.showwarning = log  # type: ignore[assignment]
 
-    def _event(self, kind: str, text: str, **facts: Any) -> None:
-        self.metrics.event(kind, text, **facts)
+    def _write_trace(self) -> None:
+        if self.trace is None:
+            return
+        self.trace.close(self.clock.now())
+        try:
+            self.trace.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.metrics.event("trace given up", reason, step=self.trainer.step)
 
 
-def _trouble(body: Callable[[], Any]) -> str | None:
-    """Run the body; return what torch.distributed says when a peer is gone.
+def _peer_error(body: Callable[[], Any]) -> str | None:
+    """Run the body, and return the error of torch.distributed when a peer is gone.
 
-    The exception ends here: its frames hold process groups, and peers only learn of a rank that has left
-    when its groups are gone.
+    The exception is dropped: its frames hold process groups, and peers only learn that a rank has left when
+    its groups are closed.
     """
     try:
         body()
@@ -290,28 +288,28 @@ def _trouble(body: Callable[[], Any]) -> str | None:
 
 
 def phase_hook(rank: int) -> Callable[[str], None]:
-    """Return what the trainer tells its phase to: nothing, unless a fault is asked for (FORESHARD_FAULT).
+    """Return a function of the phase that does nothing, unless a test asks for a fault (FORESHARD_FAULT).
 
-    FORESHARD_FAULT is ``FILE``: a JSON object {rank: {phase, nth}}; the rank kills itself when it comes to
-    the phase for the nth time. Chaos tests use it to hit a phase for sure.
+    FORESHARD_FAULT is ``FILE``: a JSON object {rank: {phase, nth}}; the rank kills itself when it reaches the
+    phase for the nth time. Chaos tests use it to hit every phase.
     """
     path = os.environ.get("FORESHARD_FAULT")
     if not path:
         return lambda name: None
-    wanted = json.loads(Path(path).read_text()).get(str(rank))
+    fault = json.loads(Path(path).read_text()).get(str(rank))
     seen = {"count": 0}
 
     def hook(name: str) -> None:
-        if wanted is not None and name == wanted["phase"]:
+        if fault is not None and name == fault["phase"]:
             seen["count"] += 1
-            if seen["count"] == wanted["nth"]:
+            if seen["count"] == fault["nth"]:
                 os.kill(os.getpid(), 9)
 
     return hook
 
 
 def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank: Hardware()) -> int:
-    """Run a rank as the environment says, on this machine or what a test bed makes of it."""
+    """Run the rank that the environment describes, on this machine or on the hardware of a test bed."""
     rank = int(os.environ["FORESHARD_RANK"])
     host, _, port = os.environ["FORESHARD_STORE"].rpartition(":")
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
@@ -320,22 +318,22 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
     try:
         RankWorker(work, rank, (host, int(port)), secret, hardware_of(work, rank)).run()
     except ForeshardError as error:
-        _tell(error)
+        _report_fault(error)
         return JOB_FAULT
     return 0
 
 
-def _tell(error: ForeshardError) -> None:
-    """Tell the agent what is wrong, and the log if its disk takes it."""
-    text = json.dumps({**error.to_dict(), "what": error.what[: _TOLD_BYTES // 4]}).encode()
-    if TELL_FD in os.environ and len(text) <= _TOLD_BYTES:
-        os.write(int(os.environ[TELL_FD]), text)
+def _report_fault(error: ForeshardError) -> None:
+    """Send an error to the agent, and write it to the log if the disk accepts it."""
+    report = json.dumps({**error.to_dict(), "what": error.what[: _REPORT_BYTES // 4]}).encode()
+    if REPORT_FD in os.environ and len(report) <= _REPORT_BYTES:
+        os.write(int(os.environ[REPORT_FD]), report)
     with contextlib.suppress(OSError):
         traceback.print_exc()
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process; threads of torch may still wait for peers that are gone."""
+    """End the process at once: threads of torch may still wait for peers that are gone."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

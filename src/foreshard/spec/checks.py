@@ -38,10 +38,12 @@ def check_plan(plan: Plan, model: Model, cluster: Cluster, *, file: str | None =
     case = _Case(plan=plan, model=model, cluster=cluster, file=file)
     for rule in (
         _options_known,
-        _ranks_exist_once,
+        _ranks_exist,
+        _ranks_once,
         _samples_once,
         _rank_shares_split,
-        _layers_once,
+        _layers_in_order,
+        _layers_of_model,
         _degrees_fit_ranks,
         _shards_divide,
         _tensor_divides_model,
@@ -58,17 +60,29 @@ def check_plan(plan: Plan, model: Model, cluster: Cluster, *, file: str | None =
 def check_cut(plan: Plan, model: Model, *, file: str | None = None) -> None:
     """Raise SpecError where the plan does not cut this model, whatever the cluster."""
     case = _Case(plan=plan, model=model, cluster=Cluster(name="", nodes=()), file=file)
-    for rule in (_layers_once, _tensor_divides_model, _experts_divide_model):
+    for rule in (_layers_in_order, _layers_of_model, _tensor_divides_model, _experts_divide_model):
+        rule(case)
+
+
+def check_structure(plan: Plan, *, file: str | None = None) -> None:
+    """Raise SpecError at the first rule that the plan breaks whatever the model and cluster are."""
+    case = _PlanCase(plan=plan, file=file)
+    for rule in (
+        _ranks_once,
+        _samples_once,
+        _rank_shares_split,
+        _chunks_match,
+        _layers_in_order,
+        _layers_agree,
+    ):
         rule(case)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """A plan, what it must fit, and how to name what breaks a rule."""
+class _PlanCase:
+    """A plan, and how to name what breaks a rule."""
 
     plan: Plan
-    model: Model
-    cluster: Cluster
     file: str | None
 
     def stages(self) -> Iterator[tuple[str, Group, Stage]]:
@@ -103,6 +117,14 @@ class _Case:
                 f"Use a divisor of {count}: {divisors(count)}",
             )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case(_PlanCase):
+    """A plan and what it must fit."""
+
+    model: Model
+    cluster: Cluster
+
     def kinds(self) -> list[Block]:
         """Return the distinct blocks of the model."""
         return [block for block, _ in self.model.block_kinds()]
@@ -129,24 +151,28 @@ def _options_known(case: _Case) -> None:
         check_recompute(stage.recompute, key=case.key(where, "recompute"), file=file)
 
 
-def _ranks_exist_once(case: _Case) -> None:
+def _ranks_exist(case: _Case) -> None:
     count = case.cluster.num_devices
-    seen: dict[int, str] = {}
     for where, _, stage in case.stages():
-        key = f"{where}.ranks"
         for rank in stage.ranks:
             if not 0 <= rank < count:
                 raise case.error(
                     f"rank {rank} is used, the cluster has {number_of(count, 'device')}",
-                    key,
+                    f"{where}.ranks",
                     rank,
                     f"Ranks go from 0 to {count - 1}",
                     f"Name ranks below {count}, or use a larger cluster",
                 )
+
+
+def _ranks_once(case: _PlanCase) -> None:
+    seen: dict[int, str] = {}
+    for where, _, stage in case.stages():
+        for rank in stage.ranks:
             if rank in seen:
                 raise case.error(
                     f"rank {rank} is used twice, first in {seen[rank]}",
-                    key,
+                    f"{where}.ranks",
                     rank,
                     "Every rank is at most in one place",
                     f"Leave rank {rank} out of one of the two",
@@ -154,7 +180,7 @@ def _ranks_exist_once(case: _Case) -> None:
             seen[rank] = where
 
 
-def _samples_once(case: _Case) -> None:
+def _samples_once(case: _PlanCase) -> None:
     total = sum(group.share for group in case.plan.groups)
     if total != case.plan.global_batch:
         raise case.error(
@@ -166,7 +192,7 @@ def _samples_once(case: _Case) -> None:
         )
 
 
-def _rank_shares_split(case: _Case) -> None:
+def _rank_shares_split(case: _PlanCase) -> None:
     for where, group, stage in case.stages():
         shares = stage.rank_shares
         if shares is None:
@@ -181,9 +207,11 @@ def _rank_shares_split(case: _Case) -> None:
             )
 
 
-def _layers_once(case: _Case) -> None:
-    last = case.model.num_layers + 2
-    rule = "Stages cover every layer in order, chunk by chunk, each exactly once"
+_LAYERS_RULE = "Stages cover every layer in order, chunk by chunk, each exactly once"
+
+
+def _layers_in_order(case: _PlanCase) -> None:
+    rule = _LAYERS_RULE
     for where, group in case.groups():
         reached = 0
         for s, (start, stop) in _spans(group):
@@ -199,15 +227,39 @@ def _layers_once(case: _Case) -> None:
                     f"Start the interval at {reached}",
                 )
             reached = stop
+
+
+def _layers_of_model(case: _Case) -> None:
+    last = case.model.num_layers + 2
+    for where, group in case.groups():
+        reached = _last_layer(group)
         if reached != last:
             raise case.error(
                 f"layers end at {reached}, {case.model.name} has layers 0 to {last - 1} "
                 f"(embedding, {case.model.num_layers} blocks, head)",
                 f"{where}.stages.layers",
                 reached,
-                rule,
+                _LAYERS_RULE,
                 f"End the last interval at {last}",
             )
+
+
+def _layers_agree(case: _PlanCase) -> None:
+    last = _last_layer(case.plan.groups[0])
+    for where, group in case.groups():
+        reached = _last_layer(group)
+        if reached != last:
+            raise case.error(
+                f"layers end at {reached}, those of groups[0] at {last}",
+                f"{where}.stages.layers",
+                reached,
+                "Every group holds every layer",
+                f"End the last interval at {last}",
+            )
+
+
+def _last_layer(group: Group) -> int:
+    return max(stop for _, (_, stop) in _spans(group))
 
 
 def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -280,7 +332,7 @@ def _experts_divide_model(case: _Case) -> None:
             case.must_divide(where, "etp", stage.etp, block.expert_ffn, "channels of an expert")
 
 
-def _chunks_match(case: _Case) -> None:
+def _chunks_match(case: _PlanCase) -> None:
     for where, group in case.groups():
         chunks = sorted({len(stage.layers) for stage in group.stages})
         if len(chunks) > 1:

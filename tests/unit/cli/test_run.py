@@ -37,20 +37,20 @@ def changed(*path, to):
 
 FIRST = ("groups", 0)
 CASES = {
-    "schedule": (changed(*FIRST, "schedule", to="dualpipe"), "'dualpipe' is not run"),
-    "zb-h2": (changed(*FIRST, "schedule", to="zb-h2"), "'zb-h2' is not run"),
+    "schedule": (changed(*FIRST, "schedule", to="dualpipe"), "'dualpipe' is not supported"),
+    "zb-h2": (changed(*FIRST, "schedule", to="zb-h2"), "'zb-h2' is not supported"),
     "tensor parallel": (changed(*FIRST, "stages", 0, "tp", to=2), "tp 2 does not divide 1 ranks"),
     "rank twice": (changed(*FIRST, "stages", 0, "ranks", to=[1]), "rank 1 is used twice"),
     "more ranks than started": (changed(*FIRST, "stages", 0, "ranks", to=[7]), "the plan uses rank 7"),
-    "layers left out": (changed(*FIRST, "stages", 1, "layers", to=[[4, 8]]), "layer 3 is not next"),
+    "layers left out": (changed(*FIRST, "stages", 1, "layers", to=[[4, 8]]), "layers 3 to 3 are not covered"),
     "layers missing at the end": (
         changed("groups", 1, "stages", 0, "layers", to=[[0, 7]]),
         "layers end at 7",
     ),
     "samples missing": (changed(*FIRST, "share", to=2), "shares sum to 3"),
     "rank shares": (changed(*FIRST, "stages", 0, "rank_shares", to=[2]), "does not split micro_batch 1"),
-    "precision": (changed("precision", to="fp8"), "'fp8' is not run"),
-    "offload": (changed(*FIRST, "stages", 0, "offload", to="optimizer"), "'optimizer' is not run"),
+    "precision": (changed("precision", to="fp8"), "'fp8' is not supported"),
+    "offload": (changed(*FIRST, "stages", 0, "offload", to="optimizer"), "'optimizer' is not supported"),
 }
 
 
@@ -166,7 +166,7 @@ def test_hosts_without_a_common_secret_are_bad_input(shell, tmp_path, job, monke
 
 @pytest.mark.parametrize(
     ("master", "said"),
-    [("127.0.0.1", "127.0.0.1 is this machine's alone"), ("nowhere", "no way to nowhere: not known")],
+    [("127.0.0.1", "127.0.0.1 is a loopback address"), ("nowhere", "no route to nowhere: not known")],
 )
 def test_hosts_that_cannot_meet_are_bad_input(shell, tmp_path, job, monkeypatch, master, said):
     def towards(host):

@@ -6,7 +6,7 @@ import pytest
 
 from foreshard.errors import SpecError
 from foreshard.lab.lab import Change, Lab, load_lab
-from foreshard.runtime.engine.clock import WallClock
+from foreshard.runtime.engine.clock import Clock
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "labs").glob("*.toml"))
 RANKS = "[[ranks]]\ncount = 2\n[[ranks]]\nslow = 3\n"
@@ -122,11 +122,11 @@ def test_messages_take_what_the_links_of_the_step_take(tmp_path):
     clock = lab.make_clock(step)
     assert clock.sent(2000, 0, 1) == pytest.approx(3.0)
     step[0] = 5
-    assert clock.reduced_s(10_000, (0, 1)) == pytest.approx(2 + 1.0)
+    assert clock.all_reduce_s(10_000, (0, 1)) == pytest.approx(2 + 1.0)
 
 
 def test_the_clock_of_the_wall_is_the_machine_s(tmp_path):
-    assert isinstance(lab_of(tmp_path, 'clock = "wall"\n' + RANKS).make_clock([0]), WallClock)
+    assert isinstance(lab_of(tmp_path, 'clock = "wall"\n' + RANKS).make_clock([0]), Clock)
 
 
 def test_a_lab_is_a_cluster_of_its_devices(tmp_path):

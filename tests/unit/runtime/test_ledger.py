@@ -203,11 +203,11 @@ class Kept:
 
 def test_a_full_disk_loses_no_sample(tmp_path, disk) -> None:
     path, copies = tmp_path / "rank-0.jsonl", Kept()
-    ledger = Ledger(path, 0, index, size=10, copies=copies)
+    ledger = Ledger(path, 0, index, size=10, backup=copies)
     for step in range(STEPS):
         disk.room = 20 if step in (1, 2) else None
         if step == 3:
-            assert ledger.lines.waiting == 4 and len(copies.lines) == 4
+            assert ledger.file.waiting == 4 and len(copies.lines) == 4
             ledger.flush()
             assert copies.lines == []
         ledger.trained(step, 0, [range(step * BATCH, step * BATCH + BATCH)])
@@ -226,7 +226,7 @@ def test_a_checkpoint_is_refused_while_lines_wait(tmp_path, disk) -> None:
 def test_a_rank_killed_while_its_lines_wait_loses_none(tmp_path, disk) -> None:
     """Its next process writes them; what had reached the disk before it died does not come twice."""
     path, copies = tmp_path / "rank-0.jsonl", Kept()
-    first = Ledger(path, 0, copies=copies)
+    first = Ledger(path, 0, backup=copies)
     first.trained(0, 0, [range(6)])
     disk.room = 0
     first.commit(0, 0)
@@ -234,7 +234,7 @@ def test_a_rank_killed_while_its_lines_wait_loses_none(tmp_path, disk) -> None:
     disk.room = None
     with path.open("ab") as file:
         file.write(copies.lines[0] + b"\n")  # killed in the middle of writing them
-    again = Ledger(path, 0, copies=copies)
+    again = Ledger(path, 0, backup=copies)
     assert copies.lines == []
     again.commit(1, 0)
     found = audit([path], global_batch=6, steps=2)
@@ -253,7 +253,7 @@ def test_too_many_waiting_lines_stop_the_run_and_say_which(tmp_path, disk) -> No
             ledger.trained(step, 0, [range(step * 6, step * 6 + 6)])
             ledger.commit(step, 0)
     assert found.value.exit_code == 1
-    assert ledger.lines.waiting < 10
+    assert ledger.file.waiting < 10
 
 
 def test_a_dataset_of_another_length_on_a_rank_is_found(tmp_path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from foreshard.runtime.membership.link_blame import LinkBlame
 from foreshard.runtime.membership.supervisor import START_S, Supervisor
-from foreshard.runtime.membership.supervisor_state import recalled, reopen
+from foreshard.runtime.membership.supervisor_state import load_state, reopen
 from foreshard.spec.plan_file import parse_plan
 
 PLAN = parse_plan(
@@ -128,8 +128,8 @@ def test_silence_beyond_the_bound_is_a_loss_and_the_agent_is_told_to_make_sure(t
     told.now_s = 2.1
     told.supervisor.watch()
     assert told.beat(0)["broken"]
-    assert told.agent()["doomed"] == {1: 101}
-    assert told.agent()["doomed"] == {}
+    assert told.agent()["kill"] == {1: 101}
+    assert told.agent()["kill"] == {}
 
 
 def test_a_rank_that_goes_silent_at_the_door_does_not_keep_the_others_waiting(told):
@@ -176,10 +176,10 @@ def test_numbers_never_fall_even_if_memory_is_lost(told, tmp_path):
 
 
 def test_a_full_disk_under_the_supervisor_is_not_the_end(told, monkeypatch):
-    def full(folder, decided):
+    def full(folder, state):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("foreshard.runtime.membership.supervisor.remember", full)
+    monkeypatch.setattr("foreshard.runtime.membership.supervisor.save_state", full)
     assert all(generation["number"] == 0 for generation in told.all_join([0, 1, 2]))
 
 
@@ -226,7 +226,7 @@ def test_a_death_among_those_who_are_done_does_not_hold_up_the_end(told):
 def test_a_run_that_goes_on_has_rising_numbers(told, tmp_path):
     told.all_join([0, 1, 2])
     reopen(tmp_path, PLAN, [0, 1, 2])
-    assert recalled(tmp_path).number == 0
+    assert load_state(tmp_path).number == 0
     told.restart()
     assert told.join(0, pid=501) is None
     told.join(1, pid=502)
@@ -259,10 +259,10 @@ def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
 
 
 def test_a_loaded_machine_is_not_a_lost_link():
-    suspicion = LinkBlame(2.0)
-    suspicion.began(0, [0, 1], 0.0)
-    suspicion.left(1, 0, "timed out")
-    suspicion.began(1, [0, 1], 2.0)
-    suspicion.left(1, 1, "timed out")
-    assert suspicion.judged(1, [0, 1], 500.0) is None
-    assert suspicion.judged(1, [0, 1], 4.0) == 1
+    link_blame = LinkBlame(2.0)
+    link_blame.began(0, [0, 1], 0.0)
+    link_blame.left(1, 0, "timed out")
+    link_blame.began(1, [0, 1], 2.0)
+    link_blame.left(1, 1, "timed out")
+    assert link_blame.rank_to_exclude(1, [0, 1], 500.0) is None
+    assert link_blame.rank_to_exclude(1, [0, 1], 4.0) == 1

@@ -197,7 +197,7 @@ def test_bits_are_those_of_splitmix64() -> None:
 
 def test_large_rows_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bits([1, 2, 3], (7, 5))
-    monkeypatch.setattr("foreshard.runtime.engine.counter_rng._AT_ONCE", 8)
+    monkeypatch.setattr("foreshard.runtime.engine.counter_rng._BATCHED", 8)
     assert torch.equal(bits([1, 2, 3], (7, 5)), whole)
 
 

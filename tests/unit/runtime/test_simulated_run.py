@@ -199,11 +199,11 @@ def test_layers_are_foretold_to_come_from_who_sends_them():
         moves, _ = moves_of(
             {rank: frozenset(("value", n, "w") for n in layers) for rank, layers in held.items()},
             {rank: frozenset(("value", n, "w") for n in layers) for rank, layers in wanted.items()},
-            lambda piece: size[piece[1]],
+            lambda shard: size[shard[1]],
         )
-        told = {(one.source, one.target): [piece[1] for piece in one.pieces] for one in moves}
+        by_pair = {(move.source, move.target): [shard[1] for shard in move.shards] for move in moves}
         found, _ = moves_between(held, wanted, layer_of=int, order=int, weight=size.__getitem__)
-        assert found == told
+        assert found == by_pair
 
 
 def joint(files, tmp_path, micro_batch=6):

@@ -108,7 +108,7 @@ def test_a_wait_that_lost_its_keys_with_the_server_is_given_up(server):
     back = threading.Timer(0.4, restart)
     back.start()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="started again"):
+    with pytest.raises(RuntimeError, match="restarted"):
         store.get("never")
     assert time.monotonic() - began < 10
     back.join()
@@ -127,7 +127,7 @@ def test_nobody_answering_is_an_error_after_the_patience():
 def test_a_question_that_makes_no_sense_is_an_error_and_not_the_end(server):
     client = Client((server.address, server.port), SECRET)
     for question in ({"ask": "set", "key": "a"}, {"ask": "add", "key": "n", "value": float("inf")}):
-        with pytest.raises(RuntimeError, match="makes no sense"):
+        with pytest.raises(RuntimeError, match="malformed question"):
             client.ask(question)
     assert client.ask({"ask": "count"}) == {"value": 0}
 

@@ -17,7 +17,16 @@ from foreshard.runtime.state.layout import layout_of
 from foreshard.runtime.state.migration import moves_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import parameters_of
-from foreshard.runtime.state.slices import SliceCut, common, cut_of, finer, grains, parsed, sliced, within
+from foreshard.runtime.state.slices import (
+    SliceCut,
+    common,
+    common_slice_counts,
+    finer,
+    parse_cut,
+    parse_name,
+    slice_name,
+    within,
+)
 from foreshard.runtime.tensor.checks import check_split
 from foreshard.runtime.tensor.split import check_by_element, split_of
 from foreshard.spec.plan_file import parse_plan
@@ -77,7 +86,7 @@ def test_slices_of_a_weight_are_the_weight(dim: int, blocks: tuple[int, ...]) ->
         assert torch.equal(again, whole)
     half = cut.taken(whole, 1, 2, 2)
     assert torch.equal(cut.taken(half, 1, 2, 2), cut.taken(whole, 3, 4, 4)), "a part of a part"
-    assert cut_of(cut.to_dict()) == cut
+    assert parse_cut(cut.to_dict()) == cut
 
 
 def test_blocks_are_cut_each_by_itself() -> None:
@@ -96,8 +105,8 @@ NO_CUTS = [
 
 @pytest.mark.parametrize("told", NO_CUTS)
 def test_what_is_no_cut_is_not_read(told: dict) -> None:
-    with pytest.raises(ValueError, match="is no cut"):
-        cut_of(told)
+    with pytest.raises(ValueError, match="is not a cut"):
+        parse_cut(told)
 
 
 def test_intervals_against_sets_of_slices() -> None:
@@ -116,9 +125,9 @@ def test_intervals_against_sets_of_slices() -> None:
 
 
 def test_names_of_slices() -> None:
-    assert parsed(sliced("a.b", 2, 4)) == ("a.b", 2, 4)
-    assert parsed("odd@name") == ("odd@name", 0, 1)
-    grain = grains([("value", 0, "w@0/2"), ("value", 0, "w@2/3"), ("value", 0, "v")])
+    assert parse_name(slice_name("a.b", 2, 4)) == ("a.b", 2, 4)
+    assert parse_name("odd@name") == ("odd@name", 0, 1)
+    grain = common_slice_counts([("value", 0, "w@0/2"), ("value", 0, "w@2/3"), ("value", 0, "v")])
     assert grain == {(0, "w"): 6}
     assert list(finer([("value", 0, "w@1/2"), ("value", 0, "v")], grain)) == [
         *(("value", 0, f"w@{i}/6") for i in (3, 4, 5)),
@@ -131,7 +140,7 @@ def test_moves_between_degrees_are_of_the_common_slices() -> None:
     wanted = {r: frozenset({("value", 0, f"w@{r}/3")}) for r in range(3)}
     moves, missing = moves_of(held, wanted)
     assert not missing
-    assert {(m.source, m.target, m.pieces) for m in moves} == {
+    assert {(m.source, m.target, m.shards) for m in moves} == {
         (0, 1, (("value", 0, "w@2/6"),)),
         (1, 2, (("value", 0, "w@4/6"), ("value", 0, "w@5/6"))),
     }
@@ -171,7 +180,7 @@ def test_plans_that_say_nothing_sensible() -> None:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     two = plan_of(([0, 1], 2))
-    assert "no layer of groups[0].stages[0] says" in refused(two, Block(), Block())
+    assert "no layer of groups[0].stages[0] has" in refused(two, Block(), Block())
     frozen = Block(PLAN)
     frozen.qkv.requires_grad_(False)
     assert "layer 1 cannot be cut: qkv.weight is frozen" in refused(two, Block(PLAN), frozen)
@@ -203,10 +212,10 @@ def test_optimizers_that_look_at_shapes_are_refused() -> None:
 def test_every_slice_is_summed_and_updated_where_it_is_held(zero: int) -> None:
     """Groups of tp 2 (two parts of the data), 1 and 3: six slices, held once a part of the data."""
     plan = plan_of(([0, 1, 2, 3], 2), ([4], 1), ([5, 6, 7], 3), zero=zero)
-    deal = OptimizerSharding(layout_of(plan), parameters(Block(PLAN), Block(PLAN)))
+    sharding = OptimizerSharding(layout_of(plan), parameters(Block(PLAN), Block(PLAN)))
     held: dict[Any, list[int]] = {}
     for rank in plan.ranks:
-        for kind, *name in deal.pieces(rank):
+        for kind, *name in sharding.shards(rank):
             held.setdefault((kind, *name), []).append(rank)
     for index, group in enumerate([[(0, 2), (1, 3)], [(4,)], [(5,), (6,), (7,)]]):
         width = 6 // len(group)
@@ -216,9 +225,9 @@ def test_every_slice_is_summed_and_updated_where_it_is_held(zero: int) -> None:
                 mine = found & set(ranks)
                 assert mine and not found & {r for other in group if other != ranks for r in other}
                 assert len(mine) == (1 if zero and len(ranks) > 1 else len(ranks)), index
-                summed = set(deal.summed_by((0, f"qkv.weight@{i}/6"))) & set(ranks)
+                summed = set(sharding.summed_by((0, f"qkv.weight@{i}/6"))) & set(ranks)
                 assert summed == (mine if zero >= 2 else set(ranks))
-    assert [deal.adds(rank, (0, "out.bias")) for rank in range(8)] == [
+    assert [sharding.adds(rank, (0, "out.bias")) for rank in range(8)] == [
         True,
         False,
         True,
@@ -228,4 +237,4 @@ def test_every_slice_is_summed_and_updated_where_it_is_held(zero: int) -> None:
         False,
         False,
     ]
-    assert all(deal.adds(rank, (0, name)) for rank in range(8) for name in ("qkv.weight", "scale.bias"))
+    assert all(sharding.adds(rank, (0, name)) for rank in range(8) for name in ("qkv.weight", "scale.bias"))

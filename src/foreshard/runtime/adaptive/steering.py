@@ -18,7 +18,7 @@ from foreshard.predict.measured.memory import counts_of
 from foreshard.runtime.adaptive.budgets import spent
 from foreshard.runtime.adaptive.controller_config import ControllerConfig, RunPolicy
 from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
-from foreshard.runtime.records.durable_jsonl import DurableJsonl, Tell
+from foreshard.runtime.records.durable_jsonl import DurableJsonl, OnEvent
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
 from foreshard.spec.plan import Plan
 
@@ -70,7 +70,7 @@ class SteppedRun:
 class _Log:
     """What a successor replays: lines wait while writing is blocked, and none is left out."""
 
-    def __init__(self, path: Path, tell: Tell):
+    def __init__(self, path: Path, tell: OnEvent):
         self.lines, self._tell, self._goes_on = DurableJsonl(path, tell), tell, True
 
     def write(self, text: str) -> None:
@@ -100,7 +100,7 @@ class Steering:
         self,
         config: ControllerConfig,
         propose: Callable[[Command], None],
-        tell: Tell = lambda kind, text, **facts: None,
+        tell: OnEvent = lambda kind, text, **facts: None,
     ):
         self._config, self._propose, self._log = config, propose, _Log(config.log, tell)
         self._known = config.starting_costs()

@@ -1,6 +1,6 @@
-"""The folders of checkpoints by their names: which steps are there, without reading a tensor.
+"""The folders of checkpoints: which steps are there, without reading a tensor.
 
-Torch is not needed here: who only asks where a run would go on does not wait for it to load.
+It does not import torch: asking from where a run would continue must not wait for torch to load.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 META = "meta.json"
-TORN, OLD = ".part", ".old"
-"""Endings of the folder of an attempt, and of a checkpoint that makes room for one of its step."""
+PARTIAL, OLD = ".part", ".old"
+"""Endings of the folder of an attempt, and of a checkpoint that is replaced by one of the same step."""
 _NAMED = re.compile(r"step-(\d{10})")
 
 
@@ -22,20 +22,20 @@ def step_name(step: int) -> str:
 
 
 def latest(folder: Path) -> int | None:
-    """Return the step of the newest whole checkpoint."""
+    """Return the step of the newest complete checkpoint."""
     return max((step for step, place in _named(folder) if (place / META).exists()), default=None)
 
 
 def prune(folder: Path, keep: int = 2) -> None:
-    """Remove all but the newest checkpoints, and what attempts up to them have left."""
+    """Remove all but the newest checkpoints, and the remains of attempts up to them."""
     named = _named(folder)
     newest = named[-1][0] if named else -1
-    torn = [
+    remains = [
         place
-        for place in chain(folder.glob(f"step-*{TORN}"), folder.glob(f"step-*{OLD}"))
+        for place in chain(folder.glob(f"step-*{PARTIAL}"), folder.glob(f"step-*{OLD}"))
         if (match := _NAMED.fullmatch(place.stem)) and int(match[1]) <= newest
     ]
-    for place in [*(place for _, place in named[: max(0, len(named) - keep)]), *torn]:
+    for place in [*(place for _, place in named[: max(0, len(named) - keep)]), *remains]:
         shutil.rmtree(place, ignore_errors=True)
 
 

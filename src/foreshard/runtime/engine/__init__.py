@@ -1,1 +1,7 @@
-"""Executes one training step on one rank: its schedule, exchange, gradient sync, update, vote."""
+"""Executes one training step on one rank.
+
+Decides the order of work inside a step: the actions of the pipeline schedule, when gradients are summed, and
+when the step counts. In go the layers of a rank and the position of the step; out come summed gradients, a
+vote that all ranks share, and updated parameters. Every sample draws its own random numbers, so the result
+does not depend on the plan. Read `executor` first (one step of one rank), then `vote` (what ends a step).
+"""

@@ -1,7 +1,8 @@
-"""Random numbers by key and place: no state, and the same on every device.
+"""Counter-based random numbers: a function of key and place, without state, the same on every device.
 
-A row's numbers are the finaliser of splitmix64 over key + place x golden ratio, in 64-bit integers, which all
-devices compute alike. Rows of different keys do not depend on each other or on how rows are put together.
+The numbers of a row are the finaliser of splitmix64 over key + place x golden ratio, in 64-bit integers,
+which all devices compute alike. Rows of different keys do not depend on each other or on how rows are
+batched.
 
 Source
 ------
@@ -18,8 +19,8 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_AT_ONCE = 1 << 24
-"""Numbers computed together; more go row by row, for the sake of memory."""
+_BATCHED = 1 << 24
+"""Numbers computed together (128 MiB of int64); more go row by row, to bound memory."""
 
 
 def key_of(*numbers: int) -> int:
@@ -34,7 +35,7 @@ def key_of(*numbers: int) -> int:
 
 
 Window = tuple[Sequence[int], int, int]
-"""Shape of a whole row, the dimension along which a row here is a part of it, and where that begins."""
+"""Of a row that is part of a larger one: shape of the whole, dimension of the cut, first index."""
 
 
 def bits(
@@ -53,14 +54,14 @@ def bits(
         Of a row.
     device : torch.device
     window : (shape, dimension, first), optional
-        Where rows are parts of larger ones, of which they are to have the bits.
+        Where rows are parts of larger ones, and get the bits that these would get there.
 
     Returns
     -------
     Tensor, shape (rows, *shape)
     """
     count = math.prod(shape)
-    if len(keys) > 1 and len(keys) * count > _AT_ONCE:
+    if len(keys) > 1 and len(keys) * count > _BATCHED:
         return torch.cat([bits([key], shape, device, window) for key in keys])
     place = _places(shape, device, window).mul_(_signed(_GOLDEN))
     start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64).to(device)
@@ -81,7 +82,7 @@ def _places(shape: Sequence[int], device: torch.device | str, window: Window | N
 
 
 def at_least(drawn: Tensor, p: float) -> Tensor:
-    """Return where uniform numbers of these bits are p or more."""
+    """Return where uniform numbers of these bits are at least p."""
     if p >= 1.0:
         return torch.zeros_like(drawn, dtype=torch.bool)
     return drawn >= int(p * 2.0**64) - 2**63

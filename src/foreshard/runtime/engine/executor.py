@@ -1,15 +1,15 @@
-"""One step of one rank: the actions of its schedule, in order, on its own layers.
+"""Runs one step of one rank: the actions of its pipeline schedule, in order, on its own layers.
 
 An action is a forward or a backward of one chunk for one micro-batch. Before it the rank receives what the
-action needs, after it sends what it made; all waiting happens there. Gradients of all samples are summed,
-so that nothing depends on how samples were cut into micro-batches.
+action needs, after it the rank sends what the action made; all waiting happens there. Gradients of all
+samples are summed, so that nothing depends on how samples were cut into micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,21 +24,22 @@ from foreshard.runtime.engine.randomness import Windows, sample_randomness
 from foreshard.runtime.engine.split_backward import Delayed, input_half, weight_half
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job
-from foreshard.runtime.job.user_code import own_code
+from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
-from foreshard.runtime.state.zero import Shards
+from foreshard.runtime.state.zero import ZeroExchange
 from foreshard.runtime.tensor.ranks import TensorRanks, peers_of, ranks_of
 from foreshard.spec.plan import Stage
 
-Hook = Callable[[str], None]
+OnAction = Callable[[str, int, int, float, float], None]
+"""Called after each action with (name, chunk, micro_batch, start_s, end_s)."""
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
 class StepSums:
-    """What a rank adds to a step.
+    """The contribution of a rank to a step: sums over its samples, and its work.
 
-    Sums over its samples of the loss and of what it is divided by, and its work.
+    `loss` is divided by `count` once, after both have been summed over all ranks.
     """
 
     loss: float = 0.0
@@ -48,14 +49,13 @@ class StepSums:
 
 
 @dataclass(slots=True)
-class _Passing:
+class _InFlight:
     """A micro-batch between its forward and its backward on a chunk."""
 
-    received: list[Tensor]
-    made: list[Tensor]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
     loss: Tensor | None = None
-    delayed: Any = None
-    grads: list[Tensor | None] = field(default_factory=list)
+    delayed: Delayed | tuple[list[Tensor], list[Tensor] | None] | None = None
 
 
 class Executor:
@@ -76,12 +76,14 @@ class Executor:
     on_action : callable of (name, chunk, micro_batch, start_s, end_s), optional
     on_gradients : callable of frozenset of layers, optional
         Called when layers have passed their last backward of the step.
-    shards : Shards, optional
-        Brings the parameters of a chunk together where each rank of the stage keeps a part.
+    phase : callable of name
+        Called when the rank turns to a forward or backward.
+    zero : ZeroExchange, optional
+        Gathers the parameters of a chunk where each rank of the stage keeps a part.
     tensor : TensorRanks, optional
-        Those that compute the same samples together with this one.
-    windows : callable of layer, optional
-        What draws of a layer are parts of.
+        The ranks that compute the same samples together with this one.
+    windows : callable of (layer, its inputs), optional
+        Which part of the whole layer's random numbers a rank of a tensor-parallel layer draws.
     """
 
     def __init__(
@@ -96,16 +98,16 @@ class Executor:
         *,
         device: torch.device,
         seed: int = 0,
-        on_action: Callable[..., None] | None = None,
+        on_action: OnAction | None = None,
         on_gradients: Callable[[frozenset[int]], None] | None = None,
-        phase: Hook = lambda name: None,
-        shards: Shards | None = None,
+        phase: Callable[[str], None] = lambda name: None,
+        zero: ZeroExchange | None = None,
         tensor: TensorRanks | None = None,
-        windows: Callable[[int, tuple[Any, ...]], Windows | None] = lambda layer, given: None,
+        windows: Callable[[int, tuple[Any, ...]], Windows | None] = lambda layer, inputs: None,
     ):
         self.job, self.feed, self.layout, self.rank = job, feed, layout, rank
         self.modules, self.exchange, self.clock = modules, exchange, clock
-        self.device, self.seed, self.shards = device, seed, shards
+        self.device, self.seed, self.zero = device, seed, zero
         self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
         self.loss_scale = 1.0
         self.tensor, self.windows = tensor or TensorRanks(), windows
@@ -119,10 +121,12 @@ class Executor:
             num_micro_batches=len(self.batches),
             num_chunks=self.group.num_chunks,
         )[self.seat.stage].tolist()
-        if self.group.schedule == "zb-h1":  # before the first step, not in it
+        if self.group.schedule == "zb-h1":  # takes seconds: before the first step, not in it
             import torch.distributed.pipelining._backward  # noqa: F401
-        self._last_of = self._last_backward()
-        self._passing: dict[tuple[int, int], _Passing] = {}
+        self._last_action = {
+            chunk: number for number, (op, chunk, _) in enumerate(self.order) if op != Op.FORWARD
+        }
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
 
     @property
     def num_virtual(self) -> int:
@@ -130,29 +134,26 @@ class Executor:
         return len(self.group.stages) * self.group.num_chunks
 
     def reads(self, step: int) -> list[range]:
-        """Return the positions of the batches that this rank reads in a step.
-
-        In the order of its forwards.
-        """
+        """Return the positions of the batches that this rank reads in a step, in order of its forwards."""
         if self.seat.stage not in (0, len(self.group.stages) - 1):
             return []
         found = [self._positions(step, batch) for op, _, batch in self.order if op == Op.FORWARD]
         return [positions for positions in dict.fromkeys(found) if len(positions)]
 
     def trained_in(self, step: int) -> list[range]:
-        """Return the positions whose loss this rank answers for in a step."""
+        """Return the positions whose loss this rank computes in a step."""
         if self.seat.stage != len(self.group.stages) - 1 or self.seat.tensor:
             return []
         return [self._positions(step, batch) for batch in range(len(self.batches))]
 
     def _positions(self, step: int, batch: int) -> range:
         base = step * self.layout.plan.global_batch + self.layout.first_position(self.seat.group)
-        lo, hi = self._span(self.stage, batch, self.seat.inner)
+        lo, hi = self._span(batch)
         return range(base + self.batches[batch][0] + lo, base + self.batches[batch][0] + hi)
 
     def release(self) -> None:
-        """Let go of samples that are under way: their graphs hold this executor, and it holds connections."""
-        self._passing.clear()
+        """Drop micro-batches in flight: their graphs hold this executor, and it holds connections."""
+        self._in_flight.clear()
 
     def run(self, step: int) -> StepSums:
         """Run all actions of a step and return the sums.
@@ -163,126 +164,98 @@ class Executor:
             From torch.distributed, when a peer is gone.
         """
         sums = StepSums()
-        self._passing.clear()
+        self._in_flight.clear()
         self.feed.prefetch(self.reads(step))
         for number, (op, chunk, batch) in enumerate(self.order):
             self.phase("forward" if op == Op.FORWARD else "backward")
-            span = self._span(self.stage, batch, self.seat.inner)
-            if self.shards is not None:
-                self.shards.before(chunk)
+            if self.zero is not None:
+                self.zero.before(chunk)
+            span = self._span(batch)
             if span[0] < span[1]:
-                positions = self._positions(step, batch)
                 if op == Op.FORWARD:
-                    self._forward(step, chunk, batch, span, positions, sums)
+                    self._forward(step, chunk, batch, sums)
                 elif op == Op.BACKWARD_WEIGHT:
                     self._backward_weight(chunk, batch, sums)
                 else:
-                    self._backward(chunk, batch, span, sums, inputs_only=op == Op.BACKWARD_INPUT)
-            if self.shards is not None:
-                self.shards.after(chunk, summed=op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
-            if self.on_gradients is not None and self._last_of.get(chunk) == number:
-                start, stop = self.stage.layers[chunk]
-                self.on_gradients(frozenset(range(start, stop)))
-        self.exchange.settle()
+                    self._backward(chunk, batch, sums, inputs_only=op == Op.BACKWARD_INPUT)
+            if self.zero is not None:
+                self.zero.after(chunk, summed=op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+            if self.on_gradients is not None and self._last_action.get(chunk) == number:
+                self.on_gradients(frozenset(self._layers(chunk)))
+        self.exchange.wait_for_sends()
         return sums
 
-    def _forward(
-        self, step: int, chunk: int, batch: int, span: Span, positions: range, sums: StepSums
-    ) -> None:
-        virtual = self._virtual(chunk)
-        data = received = None
+    # -- actions --------------------------------------------------------------------------------------------
+
+    def _forward(self, step: int, chunk: int, batch: int, sums: StepSums) -> None:
+        virtual, positions = self._virtual(chunk), self._positions(step, batch)
+        data = None
         if virtual in (0, self.num_virtual - 1):
-            with own_code("dataset", self.job.path):
+            with user_code("dataset", self.job.path):
                 data = self.feed.batch(positions)
         if virtual == 0:
-            with own_code("inputs", self.job.path):
-                received = [moved(t, self.device) for t in as_tuple(self.job.inputs(data))]
+            with user_code("inputs", self.job.path):
+                inputs = [moved(t, self.device) for t in as_tuple(self.job.inputs(data))]
         else:
-            received = self.exchange.receive(
-                span,
-                self._peers(virtual - 1, batch, sends=False),
-                route=virtual * 2,
-                tag=self._tag(virtual, batch, 0),
-                device=self.device,
-            )
-            received = [t.requires_grad_() if t.is_floating_point() else t for t in received]
-        with self._work("forward", chunk, batch, span, sums):
-            made = self._through(step, chunk, received, positions)
-            passing = _Passing(received, made)
+            received = self._receive(virtual, virtual - 1, batch)
+            inputs = [t.requires_grad_() if t.is_floating_point() else t for t in received]
+        with self._work("forward", chunk, batch, sums):
+            in_flight = _InFlight(inputs, self._run_layers(step, chunk, inputs, positions))
             if virtual == self.num_virtual - 1:
-                passing.loss = self._loss(made, data, sums)
-        if passing.loss is None:
-            self.exchange.send(
-                made,
-                span,
-                self._peers(virtual + 1, batch, sends=True),
-                route=(virtual + 1) * 2,
-                tag=self._tag(virtual + 1, batch, 0),
-            )
-        self._passing[chunk, batch] = passing
+                in_flight.loss = self._loss(in_flight.outputs, data, sums)
+        if in_flight.loss is None:
+            self._send(in_flight.outputs, virtual, virtual + 1, batch)
+        self._in_flight[chunk, batch] = in_flight
 
-    def _loss(self, made: list[Tensor], data: Any, sums: StepSums) -> Tensor:
-        if self.layout.plan.precision == "fp16":  # sums over words leave its range
-            made = [t.float() if t.dtype is torch.float16 else t for t in made]
-        output = made[0] if len(made) == 1 else tuple(made)
+    def _loss(self, outputs: list[Tensor], data: Any, sums: StepSums) -> Tensor:
+        if self.layout.plan.precision == "fp16":  # sums over tokens leave its range
+            outputs = [t.float() if t.dtype is torch.float16 else t for t in outputs]
+        output = outputs[0] if len(outputs) == 1 else tuple(outputs)
         with self._precision():
             total, count = self.job.loss(output, moved(data, self.device))
-        if self.seat.tensor == 0:  # the others have the same
+        if self.seat.tensor == 0:  # the other tensor-parallel ranks have the same loss
             sums.loss += float(total.detach())
             sums.count += float(count)
         return total if self.loss_scale == 1.0 else total * self.loss_scale
 
-    def _backward(self, chunk: int, batch: int, span: Span, sums: StepSums, *, inputs_only: bool) -> None:
-        virtual, passing = self._virtual(chunk), self._passing[chunk, batch]
+    def _backward(self, chunk: int, batch: int, sums: StepSums, *, inputs_only: bool) -> None:
+        virtual, in_flight = self._virtual(chunk), self._in_flight[chunk, batch]
         grads: list[Tensor] | None = None
-        if passing.loss is None:
-            grads = self.exchange.receive(
-                span,
-                self._peers(virtual + 1, batch, sends=False),
-                route=virtual * 2 + 1,
-                tag=self._tag(virtual, batch, 1),
-                device=self.device,
-            )
-        outputs = (
-            [passing.loss] if passing.loss is not None else [t for t in passing.made if t.is_floating_point()]
-        )
-        inputs = [t for t in passing.received if t.is_floating_point() and t.requires_grad]
-        delayed = inputs_only and bool(inputs)
-        with self._work("backward_input" if inputs_only else "backward", chunk, batch, span, sums):
-            if delayed:
-                passing.delayed = input_half(outputs, grads, inputs, self._weights(chunk))
-                passing.made.clear()
+        if in_flight.loss is not None:
+            outputs = [in_flight.loss]
+        else:
+            outputs = [t for t in in_flight.outputs if t.is_floating_point()]
+            grads = self._receive(virtual, virtual + 1, batch)
+        inputs = [t for t in in_flight.inputs if t.is_floating_point() and t.requires_grad]
+        with self._work("backward_input" if inputs_only else "backward", chunk, batch, sums):
+            if inputs_only and inputs:
+                in_flight.delayed = input_half(outputs, grads, inputs, self._weights(chunk))
+                in_flight.outputs.clear()
             elif inputs_only:
-                passing.delayed = (outputs, grads)
+                in_flight.delayed = (outputs, grads)
             else:
                 _run_backward(outputs, grads)
         if virtual > 0:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs]
-            self.exchange.send(
-                back,
-                span,
-                self._peers(virtual - 1, batch, sends=True),
-                route=(virtual - 1) * 2 + 1,
-                tag=self._tag(virtual - 1, batch, 1),
-            )
+            self._send(back, virtual, virtual - 1, batch)
         if not inputs_only:
-            del self._passing[chunk, batch]
+            del self._in_flight[chunk, batch]
 
     def _backward_weight(self, chunk: int, batch: int, sums: StepSums) -> None:
-        passing = self._passing.pop((chunk, batch))
-        span = self._span(self.stage, batch, self.seat.inner)
-        with self._work("backward_weight", chunk, batch, span, sums):
-            if isinstance(passing.delayed, Delayed):
-                weight_half(self._weights(chunk), passing.delayed)
+        delayed = self._in_flight.pop((chunk, batch)).delayed
+        assert delayed is not None
+        with self._work("backward_weight", chunk, batch, sums):
+            if isinstance(delayed, Delayed):
+                weight_half(self._weights(chunk), delayed)
             else:
-                _run_backward(*passing.delayed)
+                _run_backward(*delayed)
 
-    def _through(self, step: int, chunk: int, received: list[Tensor], positions: range) -> list[Tensor]:
-        start, stop = self.stage.layers[chunk]
-        values: Any = tuple(received)
-        if self._cuts_stream(chunk, -1):
-            values = (self.tensor.own(values[0]), *values[1:])
-        for lo, hi, again in _recomputed(self.stage.recompute, start, stop):
+    def _run_layers(self, step: int, chunk: int, inputs: list[Tensor], positions: range) -> list[Tensor]:
+        layers = self._layers(chunk)
+        values: Any = tuple(inputs)
+        if self._cuts_sequence_at(chunk, -1):
+            values = (self.tensor.scatter_sequence(values[0]), *values[1:])
+        for lo, hi, again in _recomputed(self.stage.recompute, layers.start, layers.stop):
 
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
@@ -295,9 +268,9 @@ class Executor:
                         step=step,
                         windows=self.windows(layer, given),
                     )
-                    last = layer == self.job.num_layers - 1
-                    check_sendable(given, layer, samples=len(positions), is_last=last)
-                    self.tensor.forget()
+                    is_last = layer == self.job.num_layers - 1
+                    check_sendable(given, layer, samples=len(positions), is_last=is_last)
+                    self.tensor.forget_input()
                 return given
 
             with self._precision():
@@ -306,52 +279,62 @@ class Executor:
                     if again
                     else block(*values)
                 )
-        if self._cuts_stream(chunk, 1):
-            values = (self.tensor.together(values[0]), *values[1:])
+        if self._cuts_sequence_at(chunk, 1):
+            values = (self.tensor.gather_sequence(values[0]), *values[1:])
         return list(values)
-
-    def _cuts_stream(self, chunk: int, side: int) -> bool:
-        """Return whether what comes from before a chunk, or goes behind it, is whole but not inside."""
-        beside = self._virtual(chunk) + side
-        inner = 0 <= beside < self.num_virtual
-        return self.tensor.sequence and inner and not self._in_parts(beside)
-
-    def _in_parts(self, virtual: int) -> bool:
-        """Return whether messages to and from a virtual stage are parts of the sequence."""
-        return self.tensor.sequence and self._stage(virtual).tp == self.stage.tp
 
     def _precision(self) -> AbstractContextManager[Any]:
         dtype = _HALF.get(self.layout.plan.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _weights(self, chunk: int) -> list[nn.Parameter]:
-        start, stop = self.stage.layers[chunk]
-        return [
-            p for layer in range(start, stop) for p in self.modules[layer].parameters() if p.requires_grad
-        ]
+        modules = [self.modules[layer] for layer in self._layers(chunk)]
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
 
     @contextmanager
-    def _work(self, name: str, chunk: int, batch: int, span: Span, sums: StepSums) -> Iterator[None]:
-        start, stop = self.stage.layers[chunk]
+    def _work(self, name: str, chunk: int, batch: int, sums: StepSums) -> Iterator[None]:
+        layers, samples = self._layers(chunk), self._num_samples(batch)
         began_s = self.clock.now()
         self.clock.begin()
-        with own_code(f"{name} of layers {start} to {stop - 1}", self.job.path):
+        with user_code(f"{name} of layers {layers.start} to {layers.stop - 1}", self.job.path):
             yield
-        self.clock.end(name, span[1] - span[0], stop - start)
-        self.tensor.meet(self.clock)
+        self.clock.end(name, samples, len(layers))
+        self.tensor.advance_clock(self.clock)
         ended_s = self.clock.now()
         sums.work_s += ended_s - began_s
         if name == "forward" and chunk == 0:
-            sums.samples += span[1] - span[0]
+            sums.samples += samples
         if self.on_action is not None:
             self.on_action(name, chunk, batch, began_s, ended_s)
 
-    def _virtual(self, chunk: int) -> int:
-        return chunk * len(self.group.stages) + self.seat.stage
+    # -- neighbours -----------------------------------------------------------------------------------------
 
-    def _span(self, stage: Any, batch: int, inner: int) -> Span:
-        lo, hi = self.batches[batch]
-        return samples_of(stage, hi - lo)[inner]
+    def _send(self, tensors: list[Tensor], virtual: int, to: int, batch: int) -> None:
+        """Send outputs to the next virtual stage, or gradients to the one before."""
+        self.exchange.send(
+            tensors,
+            self._span(batch),
+            self._peers(to, batch, sends=True),
+            route=self._route(virtual, to),
+            tag=self._tag(virtual, to, batch),
+        )
+
+    def _receive(self, virtual: int, source: int, batch: int) -> list[Tensor]:
+        """Receive inputs from the virtual stage before, or gradients from the next one."""
+        return self.exchange.receive(
+            self._span(batch),
+            self._peers(source, batch, sends=False),
+            route=self._route(source, virtual),
+            tag=self._tag(source, virtual, batch),
+            device=self.device,
+        )
+
+    def _route(self, source: int, target: int) -> int:
+        """Name a boundary and direction: even numbers go forward, odd ones backward."""
+        return target * 2 + (source > target)
+
+    def _tag(self, source: int, target: int, batch: int) -> int:
+        return (target * len(self.batches) + batch) * 2 + (source > target)
 
     def _peers(self, virtual: int, batch: int, *, sends: bool) -> list[Peer]:
         stage = self._stage(virtual)
@@ -364,19 +347,36 @@ class Executor:
                 self.seat.tensor,
                 self.stage.tp,
                 sends=sends,
-                parts=self._in_parts(virtual),
+                parts=self._sends_parts(virtual),
             )
         ]
+
+    def _cuts_sequence_at(self, chunk: int, side: int) -> bool:
+        """Return whether the sequence is whole in messages on a side of a chunk, but cut inside the chunk."""
+        beside = self._virtual(chunk) + side
+        return self.tensor.sequence and 0 <= beside < self.num_virtual and not self._sends_parts(beside)
+
+    def _sends_parts(self, virtual: int) -> bool:
+        """Return whether messages to and from a virtual stage are parts of the sequence."""
+        return self.tensor.sequence and self._stage(virtual).tp == self.stage.tp
 
     def _stage(self, virtual: int) -> Stage:
         return self.group.stages[virtual % len(self.group.stages)]
 
-    def _tag(self, virtual: int, batch: int, direction: int) -> int:
-        return (virtual * len(self.batches) + batch) * 2 + direction
+    def _virtual(self, chunk: int) -> int:
+        return chunk * len(self.group.stages) + self.seat.stage
 
-    def _last_backward(self) -> dict[int, int]:
-        """Return the last action of each chunk; after it the chunk's gradients are complete."""
-        return {chunk: number for number, (op, chunk, _) in enumerate(self.order) if op != Op.FORWARD}
+    def _layers(self, chunk: int) -> range:
+        return range(*self.stage.layers[chunk])
+
+    def _span(self, batch: int) -> Span:
+        """Return which samples of a micro-batch this rank holds."""
+        lo, hi = self.batches[batch]
+        return samples_of(self.stage, hi - lo)[self.seat.inner]
+
+    def _num_samples(self, batch: int) -> int:
+        lo, hi = self._span(batch)
+        return hi - lo
 
 
 def through(
@@ -389,7 +389,7 @@ def through(
     step: int = 0,
     windows: Windows | None = None,
 ) -> tuple[Any, ...]:
-    """Return what a layer makes of the values for the samples at the positions."""
+    """Return the outputs of a layer for the samples at the positions."""
     with sample_randomness(seed=seed, step=step, layer=layer, positions=positions, windows=windows):
         return as_tuple(module(*values))
 
@@ -401,7 +401,7 @@ def _run_backward(outputs: list[Tensor], grads: list[Tensor] | None) -> None:
 
 
 def _recomputed(rule: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Return the layers as runs (first, past the last, whether they run again in the backward)."""
+    """Return the layers as runs (first, past the last, whether the backward recomputes them)."""
     head, _, rest = rule.partition(":")
     if head == "none":
         return [(start, stop, False)]

@@ -1,18 +1,17 @@
-"""Gradients of a step summed over everybody who holds a parameter, by a collective that has a name.
+"""Sums the gradients of a step over all ranks that hold a parameter: one all-reduce per bucket.
 
-One bucket a segment; a bucket starts on its way when its last layer has passed its last backward. Another
-algorithm, order or compressor is another class under another name.
+The all-reduce of a bucket starts as soon as its last layer has passed its last backward, so that it overlaps
+with the backwards of other layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.buckets import Bucket
 
@@ -20,36 +19,22 @@ GroupOf = Callable[[tuple[int, ...], str], Any]
 """(ranks, name) -> process group of those ranks."""
 
 
-class GradientSync(Protocol):
-    """Sums the buckets of a step over their owners, in place."""
-
-    def begin(self) -> None:
-        """Start a step."""
-        ...
-
-    def passed(self, layers: frozenset[int]) -> None:
-        """Note that layers have their gradients complete."""
-        ...
-
-    def finish(self) -> None:
-        """Return when every bucket holds the sum."""
-        ...
-
-
-class AllReduceSync:
-    """An all-reduce per bucket, started as soon as the bucket is complete.
+class GradientSync:
+    """An all-reduce per bucket, in place, started as soon as the bucket is complete.
 
     Parameters
     ----------
     buckets : sequence of Bucket
     group_of : callable of (ranks, name)
+        Makes process groups; all ranks ask for them in one order, or they would wait for each other.
     clock : Clock
     """
 
     def __init__(self, buckets: Sequence[Bucket], group_of: GroupOf, clock: Clock):
         self._buckets, self._clock = list(buckets), clock
-        self._groups = _groups(buckets, group_of, "sync")
-        self._clocks = _groups(buckets, group_of, "clock") if clock.virtual else {}
+        owners = sorted({b.segment.owners for b in buckets if len(b.segment.owners) > 1})
+        self._groups = {ranks: group_of(ranks, "sync") for ranks in owners}
+        self._clock_groups = {ranks: group_of(ranks, "clock") for ranks in owners if clock.virtual}
         self._missing: list[set[int]] = []
         self._works: list[Any] = []
         self._ready_s: list[float] = []
@@ -61,8 +46,8 @@ class AllReduceSync:
         self._works = [None] * len(self._buckets)
         self._ready_s = [0.0] * len(self._buckets)
 
-    def passed(self, layers: frozenset[int]) -> None:
-        """Start the buckets that these layers complete."""
+    def layers_done(self, layers: frozenset[int]) -> None:
+        """Note layers whose gradients are complete, and start the buckets that they complete."""
         for number, missing in enumerate(self._missing):
             if missing:
                 missing -= layers
@@ -70,7 +55,7 @@ class AllReduceSync:
                     self._start(number)
 
     def finish(self) -> None:
-        """Wait for all buckets; those whose layers this rank had no samples for start now."""
+        """Return when every bucket holds the sum; layers without samples on this rank are started now."""
         for number, missing in enumerate(self._missing):
             if missing:
                 missing.clear()
@@ -79,7 +64,7 @@ class AllReduceSync:
             if work is not None:
                 work.wait()
                 if self._clock.virtual:
-                    self._advance(number)
+                    self._advance_clock(number)
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
@@ -89,48 +74,19 @@ class AllReduceSync:
         if len(owners) > 1:
             self._works[number] = self._groups[owners].allreduce([bucket.flat])
 
-    def _advance(self, number: int) -> None:
-        """Move the virtual clock to where the slowest owner and the links let the bucket end."""
+    def _advance_clock(self, number: int) -> None:
+        """Move the virtual clock to where the slowest owner and the links let the all-reduce end."""
         bucket = self._buckets[number]
         owners = bucket.segment.owners
         start = torch.tensor([max(self._ready_s[number], self._free_s)], dtype=torch.float64)
-        latest(self._clocks[owners], start)
+        latest(self._clock_groups[owners], start)
         size = bucket.flat.numel() * bucket.flat.element_size()
-        self._free_s = float(start[0]) + self._clock.reduced_s(size, owners)
-        self._clock.received(self._free_s)
-
-
-def _groups(buckets: Sequence[Bucket], group_of: GroupOf, name: str) -> dict[tuple[int, ...], Any]:
-    """Return a group per set of owners.
-
-    All ranks make them in one order, or they would wait for each other.
-    """
-    owners = sorted({bucket.segment.owners for bucket in buckets if len(bucket.segment.owners) > 1})
-    return {ranks: group_of(ranks, name) for ranks in owners}
+        self._free_s = float(start[0]) + self._clock.all_reduce_s(size, owners)
+        self._clock.advance_to(self._free_s)
 
 
 def latest(group: Any, times: torch.Tensor) -> None:
-    """Replace times by the latest in the group."""
+    """Replace times by the latest in the group, in place."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     group.allreduce([times], options).wait()
-
-
-SYNCS: dict[str, Callable[[Sequence[Bucket], GroupOf, Clock], GradientSync]] = {"all-reduce": AllReduceSync}
-
-
-def gradient_sync(name: str, buckets: Sequence[Bucket], group_of: GroupOf, clock: Clock) -> GradientSync:
-    """Return a gradient synchronisation by name.
-
-    Raises
-    ------
-    SpecError
-    """
-    if name not in SYNCS:
-        raise SpecError(
-            f"unknown gradient synchronisation {name!r}",
-            key="sync",
-            value=name,
-            rule=f"Known: {', '.join(sorted(SYNCS))}",
-        )
-    return SYNCS[name](buckets, group_of, clock)

@@ -1,8 +1,8 @@
 """The factor on the loss that keeps gradients in half precision from vanishing.
 
 Small gradients are zero in fp16, large ones infinite. The loss is multiplied before the backward, gradients
-are divided after the sum. A step whose gradient is not finite updates nothing and halves the factor, many
-good steps double it. All ranks see one norm, so that all have one factor.
+are divided after the sum. A step whose gradient is not finite updates nothing and halves the factor; many
+good steps double it. All ranks see one norm, so all have one factor.
 
 Source
 ------
@@ -15,20 +15,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FIRST_EXPONENT = 16
-GROWTH_STEPS = 2000
+FIRST_EXPONENT = 16  # torch.amp.GradScaler's init_scale of 2**16
+GROWTH_STEPS = 2000  # its growth_interval
 _LARGEST, _LEAST = 2.0**32, 2.0**-64
+"""Bounds that keep the factor finite in fp32, whatever a job's gradients do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """A power of two, and how many good steps it has seen.
-
-    Attributes
-    ----------
-    value : float
-    good_steps : int
-    """
+    """A power of two, and how many good steps it has seen."""
 
     value: float
     good_steps: int = 0
@@ -47,13 +42,13 @@ class LossScale:
             return LossScale(value=self.value, good_steps=self.good_steps + 1)
         return LossScale(value=min(self.value * 2, _LARGEST))
 
-    def told(self) -> list[float]:
+    def to_json(self) -> list[float]:
         """Return it as JSON holds it."""
         return [self.value, self.good_steps]
 
 
 def first_scale(tokens: int) -> LossScale:
-    """Return the factor of the first step: 2 to the 16 on the mean, so that much less on a sum over tokens.
+    """Return the factor of the first step: 2**16 on the mean loss, so that much less on a sum over tokens.
 
     Examples
     --------
@@ -63,6 +58,6 @@ def first_scale(tokens: int) -> LossScale:
     return LossScale(value=2.0 ** (FIRST_EXPONENT - math.ceil(math.log2(max(tokens, 1)))))
 
 
-def heard_scale(told: Sequence[float] | None) -> LossScale | None:
+def parse_scale(data: Sequence[float] | None) -> LossScale | None:
     """Return a factor from JSON, or None where there is none."""
-    return None if told is None else LossScale(value=float(told[0]), good_steps=int(told[1]))
+    return None if data is None else LossScale(value=float(data[0]), good_steps=int(data[1]))

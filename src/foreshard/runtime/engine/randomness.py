@@ -1,8 +1,8 @@
-"""Randomness in layers that does not know who computes them: every sample has its own draws.
+"""Random numbers in layers (dropout and the like) drawn per sample, so that they do not depend on the plan.
 
-What a sample draws is a function of (seed, step, position, layer, number of the call in the layer). Cutting
-the batch in another way, moving the layer, or computing it again for the backward draws the same. What draws
-from the process's generator and cannot be done by sample is refused by name.
+A draw is a function of (seed, step, position, layer, number of the call in the layer). Cutting the batch in
+another way, moving the layer, or recomputing it in the backward draws the same numbers. Operations that draw
+from the process's generator and cannot be done by sample are refused by name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.counter_rng import Window, at_least, bits, key_of, normal, uniform
-from foreshard.runtime.job.user_code import own_code
+from foreshard.runtime.job.user_code import user_code
 
 Windows = Callable[[int, tuple[int, ...]], Window | None]
+"""(number of the draw, shape) -> part of a larger draw that this is; None for a draw of its own."""
 _LAYER_RULE = "A layer takes what the layer before it gives, the first what inputs(batch) gives"
 _PER_CHANNEL = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
 _REFUSED = frozenset(
@@ -60,8 +61,8 @@ _REFUSED_IN_TRAINING = frozenset(
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
-class _SampleDraws(TorchFunctionMode):
-    """Replaces what draws by draws per sample (row of the first dimension)."""
+class SampleDraws(TorchFunctionMode):
+    """Replaces operations that draw by draws per sample (row of the first dimension)."""
 
     def __init__(self, key: tuple[int, ...], positions: Sequence[int], windows: Windows | None = None):
         super().__init__()
@@ -69,7 +70,7 @@ class _SampleDraws(TorchFunctionMode):
         self._windows = windows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Draw by sample; let everything else pass."""
+        """Draw by sample; run everything else as it is."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _DRAWS:
@@ -116,7 +117,7 @@ class _SampleDraws(TorchFunctionMode):
         return weights * self._mask(weights.shape, dropout_p, weights) @ value
 
     def _heads_attention(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the attention of nn.MultiheadAttention, whose parts draw; its rows are (sample, head)."""
+        """Run the attention of nn.MultiheadAttention, which draws inside; its rows are (sample, head)."""
         before, self._heads = self._heads, True
         try:
             with self:
@@ -148,7 +149,7 @@ class _SampleDraws(TorchFunctionMode):
         return input.copy_(self._number(input.shape, torch.float64, input.device, gaussian=False) < p)
 
     def _mask(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
-        """Return 0 with probability p, 1/(1 - p) else; rows by sample."""
+        """Return 0 with probability p, else 1/(1 - p); rows by sample."""
         keep = at_least(self._bits(shape, like.device), p).to(like.dtype)
         return keep if p >= 1.0 else keep / (1 - p)
 
@@ -165,7 +166,7 @@ class _SampleDraws(TorchFunctionMode):
             raise SpecError(
                 f"draws for a tensor of {rows} rows and {count} samples",
                 key="model",
-                rule="The first dimension of what dropout and the like are applied to is the sample",
+                rule="Dropout and the like are applied to tensors whose first dimension is the sample",
                 fix="Let the sample be the first dimension where the layer draws",
             )
         self._calls += 1
@@ -178,19 +179,19 @@ class _SampleDraws(TorchFunctionMode):
 
 
 _DRAWS: dict[str, Callable[..., Any]] = {
-    "dropout": _SampleDraws._dropout,
-    "dropout_": functools.partial(_SampleDraws._dropout, inplace=True),
-    "dropout1d": _SampleDraws._dropout,
-    "dropout2d": _SampleDraws._dropout,
-    "dropout3d": _SampleDraws._dropout,
-    "scaled_dot_product_attention": _SampleDraws._attention,
-    "multi_head_attention_forward": _SampleDraws._heads_attention,
-    "rand_like": _SampleDraws._rand_like,
-    "randn_like": _SampleDraws._rand_like,
-    "rand": _SampleDraws._rand,
-    "randn": _SampleDraws._rand,
-    "bernoulli": _SampleDraws._bernoulli,
-    "bernoulli_": _SampleDraws._bernoulli_,
+    "dropout": SampleDraws._dropout,
+    "dropout_": functools.partial(SampleDraws._dropout, inplace=True),
+    "dropout1d": SampleDraws._dropout,
+    "dropout2d": SampleDraws._dropout,
+    "dropout3d": SampleDraws._dropout,
+    "scaled_dot_product_attention": SampleDraws._attention,
+    "multi_head_attention_forward": SampleDraws._heads_attention,
+    "rand_like": SampleDraws._rand_like,
+    "randn_like": SampleDraws._rand_like,
+    "rand": SampleDraws._rand,
+    "randn": SampleDraws._rand,
+    "bernoulli": SampleDraws._bernoulli,
+    "bernoulli_": SampleDraws._bernoulli_,
 }
 
 
@@ -198,7 +199,7 @@ _DRAWS: dict[str, Callable[..., Any]] = {
 def sample_randomness(
     *, seed: int, step: int, layer: int, positions: Sequence[int], windows: Windows | None = None
 ) -> Iterator[None]:
-    """Make what the body draws a function of the samples, not of the batch.
+    """Make the draws of the body a function of the samples, not of the batch.
 
     Parameters
     ----------
@@ -206,14 +207,14 @@ def sample_randomness(
     positions : sequence of int
         Of the samples in the first dimension, in order.
     windows : callable of (number of the draw, shape), optional
-        Of what whole a tensor is a part, where ranks compute the layer together.
+        Where ranks compute the layer together: which part of the whole layer's draw this is.
 
     Raises
     ------
     SpecError
         When the body fails, or draws in a way that cannot be done by sample.
     """
-    with own_code(f"layer {layer}", rule=_LAYER_RULE), _SampleDraws((seed, step, layer), positions, windows):
+    with user_code(f"layer {layer}", rule=_LAYER_RULE), SampleDraws((seed, step, layer), positions, windows):
         yield
 
 
@@ -233,20 +234,20 @@ def _attention_weights(
 
 @functools.cache
 def _opened(func: FunctionType) -> FunctionType:
-    """Return a function of torch that does not hand itself over to the mode; its parts then are."""
+    """Return a function of torch that does not hand itself over to the mode, so that its parts do."""
     free = {**func.__globals__, "has_torch_function": lambda given: False}
     return FunctionType(func.__code__, free, func.__name__, func.__defaults__, func.__closure__)
 
 
 def _trains(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call says that it is for training; where it does not say, it is."""
-    told = [*args[1:], kwargs.get("training"), kwargs.get("train")]
-    return next((value for value in told if isinstance(value, bool)), True)
+    """Return the training flag of a call; True where it has none."""
+    flags = [*args[1:], kwargs.get("training"), kwargs.get("train")]
+    return next((value for value in flags if isinstance(value, bool)), True)
 
 
 def _refusal(name: str) -> SpecError:
     return SpecError(
-        f"{name} draws from the process's generator: what comes out would depend on the plan",
+        f"{name} draws from the process's generator: the result would depend on the plan",
         key="model",
         value=name,
         rule="Layers draw by dropout, rand, randn, rand_like, randn_like and bernoulli",

@@ -1,8 +1,8 @@
-"""A backward in two halves: gradients of a chunk's inputs at once, those of its weights when there is time.
+"""A backward in two halves: gradients of a chunk's inputs first, those of its weights when there is time.
 
-Torch groups the weights by the nodes of the graph where their paths meet those of the inputs. Weights that
-meet them in several nodes, as those that are used twice, join groups, and weights that do not meet them at
-all are in none: both are seen to here.
+Torch groups the weights by the graph nodes where their paths meet those of the inputs. Two cases need care:
+weights that meet them in several nodes (as weights used twice do) join groups, and weights that do not meet
+them at all are in no group.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Edges = tuple[list[GradientEdge], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """What the second half goes on from.
+    """What the second half needs.
 
     Attributes
     ----------
     groups : list of dict
-        As torch makes them: weights, the nodes to go on from, their gradients.
+        As torch makes them: weights, the nodes to continue from, their gradients.
     joint : bool
         Whether a group has several nodes: its gradients then pass through those of others.
     apart : list of Parameter
-        Weights that no input has anything to do with.
+        Weights on no path to an input.
     edges : (edges, gradients) of the outputs, or None
-        From which those get theirs.
+        From which the weights apart get their gradients.
     """
 
     groups: list[dict[str, Any]]
@@ -52,7 +52,7 @@ def input_half(
     ----------
     outputs : sequence of Tensor
     grads : sequence of Tensor, optional
-        Of the outputs; of a loss alone not given.
+        Of the outputs; not given for a loss.
     inputs : sequence of Tensor
     weights : sequence of Parameter
     """
@@ -62,8 +62,8 @@ def input_half(
     given = [torch.ones_like(t) for t in outputs] if grads is None else list(grads)
     pairs = [(t, grad) for t, grad in zip(outputs, given, strict=True) if t.requires_grad]
     edges = [get_gradient_edge(t) for t, _ in pairs], [grad for _, grad in pairs]
-    let_go = [t.clone() if t._is_view() else t for t, _ in pairs]  # a view cannot be detached in place
-    _, found = stage_backward_input(let_go, edges[1], list(inputs), iter(weights))
+    detachable = [t.clone() if t._is_view() else t for t, _ in pairs]  # a view cannot be detached in place
+    _, found = stage_backward_input(detachable, edges[1], list(inputs), iter(weights))
     groups = _joined(found)
     met = {node for group in groups for node in group["params"]}
     apart = [w for w in weights if _get_grad_fn_or_grad_acc(w) not in met]
@@ -86,17 +86,19 @@ def weight_half(weights: Sequence[nn.Parameter], delayed: Delayed) -> None:
 
 def _joined(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups of which no two share a weight or a node."""
-    apart: list[tuple[set[Any], dict[Any, Any]]] = []
+    disjoint: list[tuple[set[Any], dict[Any, Any]]] = []
     for group in groups:
         weights = set(group["params"])
         nodes = dict(zip(group["intermediates"], group["grads"], strict=True))
-        meets = [one for one in apart if one[0] & weights or one[1].keys() & nodes.keys()]
-        apart = [one for one in apart if not any(one is met for met in meets)]
-        for others, known in meets:
-            weights |= others
-            nodes |= known
-        apart.append((weights, nodes))
+        apart = []
+        for other_weights, other_nodes in disjoint:
+            if other_weights & weights or other_nodes.keys() & nodes.keys():
+                weights |= other_weights
+                nodes |= other_nodes
+            else:
+                apart.append((other_weights, other_nodes))
+        disjoint = [*apart, (weights, nodes)]
     return [
         {"params": weights, "intermediates": list(nodes), "grads": list(nodes.values())}
-        for weights, nodes in apart
+        for weights, nodes in disjoint
     ]

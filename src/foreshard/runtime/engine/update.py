@@ -15,13 +15,7 @@ from foreshard.spec.plan import Plan
 
 
 class Update:
-    """Updates what a rank holds.
-
-    Parameters
-    ----------
-    job : Job
-    options : Options
-    clock : Clock
+    """Updates the parameters that a rank is responsible for.
 
     Attributes
     ----------
@@ -36,37 +30,35 @@ class Update:
 
     @property
     def factor(self) -> float:
-        """By which losses are multiplied before the backward."""
+        """Factor on losses before the backward."""
         return 1.0 if self.scale is None else self.scale.value
 
-    def arrange(self, holding: RankState, plan: Plan) -> None:
+    def arrange(self, state: RankState, plan: Plan) -> None:
         """Take over a new optimizer and the precision of a plan."""
         scaled = plan.precision == "fp16"
         self.scale = (self.scale or first_scale(plan.tokens)) if scaled else None
-        groups = holding.optimizer.param_groups if holding.optimizer is not None else []
+        groups = state.optimizer.param_groups if state.optimizer is not None else []
         self._base_lr = [group["lr"] for group in groups]
 
-    def square_norm(self, holding: RankState) -> float:
-        """Return the squares of the gradients that this rank answers for: each parameter is counted once."""
+    def square_norm(self, state: RankState) -> float:
+        """Return the squares of the gradients of which this rank is the first owner, or 0 if unused."""
         options = self._options
         if options.clip_norm is None and not options.track_norm and self.scale is None:
             return 0.0
-        mine = [b.flat for b in holding.buckets if b.segment.owners[0] == holding.rank]
+        mine = [b.flat for b in state.buckets if b.segment.owners[0] == state.rank]
         return float(sum(flat.double().square().sum() for flat in mine))
 
-    def apply(
-        self, holding: RankState, vote: Vote, step: int, on_skip: Callable[[str], None]
-    ) -> float | None:
+    def apply(self, state: RankState, vote: Vote, step: int, on_skip: Callable[[str], None]) -> float | None:
         """Update, and return the norm of the mean gradient if it was asked for.
 
         Parameters
         ----------
-        holding : RankState
+        state : RankState
         vote : Vote
             Of the step.
         step : int
         on_skip : callable of text
-            Told why where nothing is updated.
+            Called with the reason when the step updates nothing.
         """
         scale, norm = 1.0 / vote.count if vote.count else 0.0, None
         if self.scale is not None:
@@ -79,22 +71,15 @@ class Update:
             norm = vote.square_norm**0.5 * scale
         if norm is not None and self._options.clip_norm is not None and norm > self._options.clip_norm:
             scale *= self._options.clip_norm / (norm + 1e-6)
-        self._step(holding, scale, step)
-        return norm
-
-    def _step(self, holding: RankState, scale: float, step: int) -> None:
-        layers = len(holding.modules)
         self._clock.begin()
-        for bucket in holding.buckets:
+        for bucket in state.buckets:
             bucket.flat.mul_(scale)
-            bucket.empty()
-        if holding.optimizer is not None:
-            self._set_lr(holding, step)
-            holding.optimizer.step()
-        self._clock.end("optimizer", 0, layers)
-
-    def _set_lr(self, holding: RankState, step: int) -> None:
-        if self._job.lr is not None and holding.optimizer is not None:
-            factor = self._job.lr(step)
-            for group, base in zip(holding.optimizer.param_groups, self._base_lr, strict=True):
-                group["lr"] = base * factor
+            bucket.copy_back()
+        if state.optimizer is not None:
+            if self._job.lr is not None:
+                factor = self._job.lr(step)
+                for group, base in zip(state.optimizer.param_groups, self._base_lr, strict=True):
+                    group["lr"] = base * factor
+            state.optimizer.step()
+        self._clock.end("optimizer", 0, len(state.modules))
+        return norm

@@ -1,7 +1,7 @@
-"""The small all-reduce that ends a step: what everybody must know before anybody updates.
+"""The small all-reduce that ends a step: what every rank must know before any rank updates.
 
-Who comes out of it knows that all gradients have been summed everywhere; a rank that was cut off in the
-middle of it can finish the step with the result of any other.
+A rank that comes out of the vote knows that all gradients have been summed everywhere. A rank that was cut
+off in the middle of it can finish the step with the result of any other rank.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-MOST_LINKS = 4
-"""Links a rank tells of in a step: those that carried most."""
-_LINK = 4
+MAX_LINKS = 4
+"""Links that a rank reports in a step: those with most bytes. It bounds the size of the all-reduce."""
+_LINK_FIELDS = 4  # target, messages, bytes, seconds
 Links = dict[tuple[int, int], tuple[float, float]]
+"""(source, target) -> bytes and seconds of the mean message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,9 @@ class Vote:
     plan_number : int
         Of the plan to adopt before the next step; 0 for none.
     work_s, samples : dict of rank
-        Own work in the step and samples it was done for.
+        Own work in the step and the samples it was done for.
     links : dict of (source, target) to (bytes, seconds)
-        The mean message of each link that was told of.
+        The mean message of each link that was reported.
     """
 
     loss: float
@@ -49,12 +50,12 @@ class Vote:
 
     @property
     def sample_s(self) -> dict[int, float]:
-        """Return the seconds per sample of the ranks that had samples."""
+        """Seconds per sample of the ranks that had samples."""
         return {rank: self.work_s[rank] / count for rank, count in self.samples.items() if count > 0}
 
     @property
     def idle_s(self) -> dict[int, float]:
-        """Return the seconds per sample of what ranks without samples were timed with."""
+        """Seconds per sample of the probe on ranks that had no samples."""
         idle = [rank for rank, count in self.samples.items() if not count]
         return {rank: self.work_s[rank] for rank in idle if self.work_s[rank] > 0}
 
@@ -71,14 +72,14 @@ def cast(
     plan_number: int,
     work_s: float,
     samples: float,
-    carried: Mapping[int, tuple[float, float, float]] | None = None,
+    traffic: Mapping[int, tuple[float, float, float]] | None = None,
 ) -> Vote:
-    """Return the sums over all ranks; `group` is None for a rank alone.
+    """Return the sums over all ranks; `group` is None for a single rank.
 
     Parameters
     ----------
-    carried : mapping of target to (messages, bytes, seconds), optional
-        What this rank's links have carried; all ranks give it or none does.
+    traffic : mapping of target to (messages, bytes, seconds), optional
+        Of this rank's links; all ranks give it or none does.
 
     Raises
     ------
@@ -86,14 +87,14 @@ def cast(
         From torch.distributed, when a peer is gone.
     """
     place, size = list(ranks).index(rank), len(ranks)
-    told = MOST_LINKS * _LINK if carried is not None else 0
-    ballot = torch.zeros(5 + (2 + told) * size, dtype=torch.float64)
+    width = MAX_LINKS * _LINK_FIELDS if traffic is not None else 0
+    ballot = torch.zeros(5 + (2 + width) * size, dtype=torch.float64)
     ballot[:5] = torch.tensor(
         [loss, count, square_norm, float(boundary), float(plan_number)], dtype=torch.float64
     )
     ballot[5 + place], ballot[5 + size + place] = work_s, samples
-    if carried:
-        _tell(ballot[5 + 2 * size + told * place :], carried)
+    if traffic:
+        _write_links(ballot[5 + 2 * size + width * place :], traffic)
     if group is not None:
         group.allreduce([ballot]).wait()
     values = ballot.tolist()
@@ -105,23 +106,23 @@ def cast(
         plan_number=round(values[4]),
         work_s=dict(zip(ranks, values[5 : 5 + size], strict=True)),
         samples=dict(zip(ranks, values[5 + size : 5 + 2 * size], strict=True)),
-        links=_heard(ranks, values[5 + 2 * size :], told),
+        links=_read_links(ranks, values[5 + 2 * size :], width),
     )
 
 
-def _tell(part: torch.Tensor, carried: Mapping[int, tuple[float, float, float]]) -> None:
-    """Write the links that carried most: target, messages, bytes, seconds."""
-    most = sorted(carried.items(), key=lambda one: -one[1][1])[:MOST_LINKS]
-    for number, (target, amounts) in enumerate(most):
-        part[number * _LINK : (number + 1) * _LINK] = torch.tensor([target, *amounts], dtype=torch.float64)
+def _write_links(part: torch.Tensor, traffic: Mapping[int, tuple[float, float, float]]) -> None:
+    busiest = sorted(traffic.items(), key=lambda link: -link[1][1])[:MAX_LINKS]
+    for number, (target, amounts) in enumerate(busiest):
+        fields = torch.tensor([target, *amounts], dtype=torch.float64)
+        part[number * _LINK_FIELDS : (number + 1) * _LINK_FIELDS] = fields
 
 
-def _heard(ranks: Sequence[int], values: Sequence[float], told: int) -> Links:
+def _read_links(ranks: Sequence[int], values: Sequence[float], width: int) -> Links:
     links: Links = {}
     for place, rank in enumerate(ranks):
-        mine = values[told * place : told * (place + 1)]
-        for at in range(0, told, _LINK):
-            target, messages, size, seconds = mine[at : at + _LINK]
+        own = values[width * place : width * (place + 1)]
+        for at in range(0, width, _LINK_FIELDS):
+            target, messages, size, seconds = own[at : at + _LINK_FIELDS]
             if messages > 0:
                 links[rank, round(target)] = (size / messages, seconds / messages)
     return links

@@ -1,7 +1,8 @@
-"""Samples by their place in the training: which sample is the p-th does not depend on who trains it.
+"""Samples by their position in the training: which sample is at a position depends on the seed only.
 
-Each pass over the data has its own order, computed for one place at a time, so that nothing is stored and
-training goes on anywhere exactly where it stopped. What a dataset draws at random belongs to the place too.
+Each epoch has its own order, computed for one position at a time, so that nothing is stored and training
+continues anywhere exactly where it stopped. Random numbers of a dataset (augmentation) depend on the position
+too.
 """
 
 from __future__ import annotations
@@ -19,26 +20,18 @@ import torch
 from torch.utils.data import IterableDataset
 
 from foreshard.errors import SpecError
+from foreshard.runtime.engine.counter_rng import key_of
 from foreshard.runtime.job.layer_builders import SEEDING
-from foreshard.runtime.job.user_code import own_code
+from foreshard.runtime.job.user_code import user_code
 
 _KEPT_STEPS = 4
-"""Steps of an iterable's samples that stay at hand: a step may be trained again, cut in another way."""
-_MASK = (1 << 64) - 1
+"""Steps of an iterable's samples that are kept: a step may be trained again, in other micro-batches."""
 
 
-def _mixed(value: int) -> int:
-    """Return 64 well-mixed bits (the finaliser of splitmix64, Steele et al. 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+def shuffled(index: int, size: int, seed: int) -> int:
+    """Return the index-th element of a permutation of 0..size-1.
 
-
-def shuffled(place: int, size: int, seed: int) -> int:
-    """Return the place-th element of a permutation of 0..size-1.
-
-    A Feistel network of four rounds over the next even power of two, walked until it falls inside.
+    A Feistel network of four rounds over the next even power of two, repeated until the result is inside.
 
     Source
     ------
@@ -51,11 +44,11 @@ def shuffled(place: int, size: int, seed: int) -> int:
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
-    value = place
+    value = index
     while True:
         left, right = value >> half, value & low
         for turn in range(4):
-            left, right = right, left ^ (_mixed(right ^ _mixed(seed * 4 + turn)) & low)
+            left, right = right, left ^ (key_of(seed * 4 + turn, right) & low)
         value = left << half | right
         if value < size:
             return value
@@ -67,12 +60,12 @@ class Feed:
     Parameters
     ----------
     dataset : map or iterable dataset
-        Of an iterable the p-th sample is the p-th that it yields; every pass starts it anew.
+        The p-th sample of an iterable is the p-th that it yields; every epoch restarts it.
     collate : callable of a list of samples
     global_batch : int
     seed : int
     prefetch : int
-        Batches to read ahead, in another thread; 0 for none.
+        Batches to read ahead in another thread; 0 for none.
     path : str, optional
         File of the job, for errors.
 
@@ -105,15 +98,15 @@ class Feed:
 
     @property
     def size(self) -> int | None:
-        """Samples of the dataset; None of an iterable."""
+        """Number of samples of the dataset; None for an iterable."""
         return self._size
 
     def index(self, position: int) -> int:
-        """Return which sample is at a position of the training; of an iterable the position itself."""
+        """Return which sample of the dataset is at a position; for an iterable the position itself."""
         if self._size is None:
             return position
-        turn, place = divmod(position, self._size)
-        return shuffled(place, self._size, _mixed(self.seed) ^ turn)
+        epoch, place = divmod(position, self._size)
+        return shuffled(place, self._size, key_of(self.seed) ^ epoch)
 
     def batch(self, positions: range) -> Any:
         """Return the samples at the positions, collated.
@@ -132,9 +125,9 @@ class Feed:
             self._read_ahead()
 
     def prefetch(self, wanted: Sequence[range]) -> None:
-        """Read these batches ahead, in this order, and behind them the same of the next step.
+        """Read these batches ahead, in this order, and after them the same batches of the next step.
 
-        What was read ahead and is not wanted any more is dropped.
+        Batches that were read ahead and are not among them are dropped.
         """
         if self._pool is None:
             return
@@ -160,9 +153,9 @@ class Feed:
 
     def _read(self, positions: range) -> Any:
         with self._lock, SEEDING, _generators_kept():
-            with own_code("dataset", self._path, rule="Every sample can be read at any time"):
+            with user_code("dataset", self._path, rule="Every sample can be read at any time"):
                 samples = [self._sample(position) for position in positions]
-            with own_code("collate", self._path, rule="A list of samples makes a batch"):
+            with user_code("collate", self._path, rule="It makes a batch of a list of samples"):
                 _seed_generators(self.seed, positions.start, 1)
                 return self.collate(samples)
 
@@ -173,7 +166,7 @@ class Feed:
         return self.dataset[self.index(position)]
 
     def _streamed(self, position: int) -> Any:
-        """Return the p-th sample of an iterable; samples passed over are kept while they may be asked for."""
+        """Return the p-th sample of an iterable; skipped samples are kept while they may be asked for."""
         if position in self._kept:
             return self._kept[position]
         if self._stream is None or position < self._next:
@@ -199,15 +192,15 @@ class Feed:
                     file=self._path,
                     key="dataset",
                     rule="A dataset has at least one sample",
-                    fix="Let its __iter__ start anew every time",
+                    fix="Let its __iter__ restart every time",
                 )
 
 
 def _size_of(dataset: Any, path: str | None) -> int | None:
-    """Return the number of samples of a map dataset, None of an iterable."""
+    """Return the number of samples of a map dataset, None for an iterable."""
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if is_map and not isinstance(dataset, IterableDataset):
-        with own_code("dataset", path):
+        with user_code("dataset", path):
             size = len(dataset)
         if size == 0:
             raise SpecError(
@@ -224,14 +217,14 @@ def _size_of(dataset: Any, path: str | None) -> int | None:
             file=path,
             key="dataset",
             rule="A dataset gives the same samples every time it is read",
-            fix="Return an object whose __iter__ starts anew",
+            fix="Return an object whose __iter__ restarts",
         )
     return None
 
 
 def _seed_generators(seed: int, position: int, use: int) -> None:
-    """Let what is drawn next depend on the position only."""
-    value = _mixed(_mixed(_mixed(seed) ^ position) ^ use)
+    """Seed the process's generators by the position; `use` is 0 for a sample, 1 for a collation."""
+    value = key_of(seed, position, use)
     torch.default_generator.manual_seed(value >> 1)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)  # datasets may use numpy's global generator
@@ -239,7 +232,7 @@ def _seed_generators(seed: int, position: int, use: int) -> None:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Give the process's generators back as they were."""
+    """Restore the process's generators after the body."""
     kept = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     try:
         yield

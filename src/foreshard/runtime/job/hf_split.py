@@ -1,7 +1,7 @@
-"""A language model of transformers as a list of layers: embedding, its blocks, head.
+"""Splits a language model of transformers into layers: embedding, blocks, head.
 
-A block is run by the model's own code around it (masks, rotary embeddings, sliding windows), by a copy of the
-inner model that holds this block only. One after another the layers compute what the whole model computes.
+A block runs inside the model's own code (masks, rotary embeddings, sliding windows): in a copy of the inner
+model that holds only this block. One after another the layers compute exactly what the whole model computes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from foreshard.runtime.tensor.split import TensorPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Where models of a kind keep their parts.
+    """Attribute names of the parts in models of one kind.
 
     Attributes
     ----------
     inner : str
         The model without its head.
     words, blocks, norm : str
-        Parts of the inner model.
+        Parts of the inner model; `words` is the token embedding.
     places : str or None
-        Embedding of places, added to that of words.
+        Position embedding, added to the token embedding.
     drop : str or None
-        Dropout behind the embeddings.
+        Dropout after the embeddings.
     rotary : str or None
     """
 
@@ -46,7 +46,7 @@ class _Family:
     head: str = "lm_head"
 
     def parts(self) -> set[str]:
-        """Return the names of everything that the inner model may hold."""
+        """Return the names of all parts of the inner model."""
         names = (self.words, self.blocks, self.norm, self.places, self.drop, self.rotary)
         return {name for name in names if name is not None}
 
@@ -82,12 +82,12 @@ def split(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a causal language model of transformers: embedding, one per block, head.
 
     The first layer takes token ids, or ids and an attention mask of shape (samples, tokens); a mask passes
-    through all layers. The last gives the scores of words. Parameters are the model's own, tied ones too.
+    through all layers. The last layer gives logits. Parameters are the model's own, tied ones too.
 
     Raises
     ------
     SpecError
-        When the model is of no known type, or has parts that a model of its type does not have.
+        When the type of the model is unknown, or its parts are not those of its type.
     """
     family = _family(model)
     inner = getattr(model, family.inner)
@@ -100,7 +100,7 @@ def split(model: nn.Module) -> list[nn.Module]:
 
 
 class EmbeddingLayer(SequenceLayer):
-    """Token ids to vectors."""
+    """Token and position embeddings."""
 
     def __init__(self, inner: nn.Module, family: _Family):
         super().__init__()
@@ -111,8 +111,8 @@ class EmbeddingLayer(SequenceLayer):
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
         """Return the vectors, and the mask if there is one."""
-        lo, hi = (0, ids.shape[1]) if self.parts is None else self.parts.span(ids.shape[1])
-        # words that are shared out are looked up by all ranks, and cut when they are summed
+        lo, hi = (0, ids.shape[1]) if self.parts is None else self.parts.sequence_span(ids.shape[1])
+        # a vocabulary cut over ranks needs all tokens on each; its sum scatters the sequence
         hidden = self.words(ids[:, lo:hi] if isinstance(self.words, nn.Embedding) else ids)
         if self.places is not None:
             hidden = hidden + self.places(torch.arange(lo, hi, device=ids.device).unsqueeze(0))
@@ -122,7 +122,7 @@ class EmbeddingLayer(SequenceLayer):
 
 
 class BlockLayer(SequenceLayer):
-    """One block of the model, with what the model does around it."""
+    """One block of the model, inside the model's own code."""
 
     def __init__(self, inner: nn.Module, family: _Family, number: int):
         super().__init__()
@@ -130,7 +130,7 @@ class BlockLayer(SequenceLayer):
         self.rotary = copy.deepcopy(getattr(inner, family.rotary)) if family.rotary else None
         config: Any = inner.config
         self.tensor_plan = plan_of_block(config.model_type, config)
-        # not registered: its parts are, under names that do not depend on the model's type
+        # not registered as a submodule: its parts are, under names that do not depend on the model's type
         self.__dict__["_around"] = _around(inner, family, number, self.block, self.rotary)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Any:
@@ -139,19 +139,19 @@ class BlockLayer(SequenceLayer):
         if self.parts is None:
             hidden = around(inputs_embeds=hidden, attention_mask=mask, use_cache=False)[0]
         else:
-            with on_part(self.block, self._products(), hidden, self.parts) as (nothing, made):
-                around(inputs_embeds=nothing, attention_mask=mask, use_cache=False)
+            with on_part(self.block, self._products(), hidden, self.parts) as (placeholder, made):
+                around(inputs_embeds=placeholder, attention_mask=mask, use_cache=False)
             (hidden,) = made
         return hidden if mask is None else (hidden, mask)
 
     def _products(self) -> list[nn.Module]:
-        """Return the parts of the block that begin with cut products."""
+        """Return the modules of the block that begin with cut products."""
         names = [name for name, role in self.tensor_plan.roles.items() if role.startswith("column")]
         return [self.get_submodule(owner) for owner in {name.rpartition(".")[0]: 0 for name in names}]
 
 
 class HeadLayer(SequenceLayer):
-    """Vectors to scores of words."""
+    """Final norm and logits."""
 
     def __init__(self, norm: nn.Module, scores: nn.Module):
         super().__init__()
@@ -159,17 +159,17 @@ class HeadLayer(SequenceLayer):
         self.norm, self.scores = norm, scores
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the scores."""
+        """Return the logits."""
         hidden = self.norm(hidden)
         if self.parts is None:
             return self.scores(hidden)  # type: ignore[no-any-return]
         if isinstance(self.scores, nn.Linear):
-            return self.parts.together(self.scores(hidden))
-        return self.scores(self.parts.whole(hidden))  # type: ignore[no-any-return]
+            return self.parts.gather_sequence(self.scores(hidden))
+        return self.scores(self.parts.gather_for_products(hidden))  # type: ignore[no-any-return]
 
 
-class _Nothing(nn.Module):
-    """Stands for an embedding of places that was added before."""
+class _NoPositions(nn.Module):
+    """Replaces a position embedding that was already added."""
 
     def forward(self, places: Tensor) -> Tensor:
         return torch.zeros((), device=places.device, dtype=torch.int64)
@@ -178,29 +178,24 @@ class _Nothing(nn.Module):
 def _around(
     inner: nn.Module, family: _Family, number: int, block: nn.Module, rotary: nn.Module | None
 ) -> nn.Module:
-    """Return the inner model with one block, and nothing before and after it."""
+    """Return the inner model with one block, and identities before and after it."""
     around = copy.copy(inner)
     around._modules = dict(inner._modules)
     around._modules[family.words] = nn.Identity()
     around._modules[family.norm] = nn.Identity()
     around._modules[family.blocks] = nn.ModuleList([block])
     if family.places:
-        around._modules[family.places] = _Nothing()
+        around._modules[family.places] = _NoPositions()
     if family.drop:
         around._modules[family.drop] = nn.Identity()
     if family.rotary:
         around._modules[family.rotary] = rotary
-    around.config = _config_of_one(inner.config, number)
-    return around
-
-
-def _config_of_one(config: Any, number: int) -> Any:
-    """Return the configuration of a model of one block, which is the number-th of the whole."""
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = 1
+    config: Any = copy.deepcopy(inner.config)
+    config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
-        own.layer_types = [config.layer_types[number]]
-    return own
+        config.layer_types = [config.layer_types[number]]
+    around.config = config
+    return around
 
 
 def _family(model: nn.Module) -> _Family:
@@ -222,7 +217,7 @@ def _family(model: nn.Module) -> _Family:
 
 
 def _check_parts(module: nn.Module, expected: set[str], kind: str) -> None:
-    """Refuse parts that no layer would hold, and parts that are not there."""
+    """Refuse parts that no layer would hold, and missing parts."""
     odd = sorted(set(module._modules) ^ expected)
     if odd:
         raise SpecError(

@@ -1,4 +1,4 @@
-"""How blocks of transformers are cut for tensor-parallel ranks, by model type: at heads and at channels."""
+"""Tensor plans of transformers blocks by model type: attention is cut at heads, MLPs at channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD_NORMS = {"self_attn.q_norm": "shared", "self_attn.k_norm": "shared"}
 
 
 def plan_of_block(kind: str, config: Any) -> TensorPlan:
-    """Return how a block of a model type is cut; refused where ranks would need each other's heads."""
+    """Return the plan of a block; refused for model types whose ranks would need each other's heads."""
     if kind not in _PLANS:
         return TensorPlan(refused=f"the norms of a {kind} go over the queries of all heads")
     return _PLANS[kind](config)

@@ -1,4 +1,4 @@
-"""What is trained: the user's layers, samples, loss and optimizer, read from a file of plain PyTorch.
+"""A training job: the user's layers, samples, loss and optimizer, from a file of plain PyTorch.
 
 A job file defines `model()`, `dataset()`, `loss(output, batch)` and `optimizer(params)`. It is the user's own
 program and runs with this process's rights; nothing of it comes over the network.
@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from foreshard.errors import SpecError
 from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of
-from foreshard.runtime.job.user_code import OWN_RULE, own_code
+from foreshard.runtime.job.user_code import USER_RULE, user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
 OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan")
@@ -46,22 +46,22 @@ class Job:
     Attributes
     ----------
     builders : list of callables
-        One per layer; each gives the layer's module, the same every time.
+        One per layer; each returns a new module of the layer, with the same values every time.
     dataset : map or iterable dataset
     loss : callable of (output, batch)
         Returns the sum over what is counted, and the count (tokens, samples).
     optimizer : callable of a list of parameters
     collate : callable of a list of samples
     inputs : callable of a batch
-        What the first layer is given.
+        Returns the inputs of the first layer.
     lr : callable of the step, optional
         Factor on the optimizer's learning rate.
     fixed_shapes : bool
         Whether every sample has the same shape in every step.
     tied : tuple of groups of (layer, parameter name)
-        Parameters that are one.
+        Names of one parameter.
     tensor_plan : mapping of module name to role
-        Which weights tensor-parallel ranks hold in parts, in layers that do not say it themselves.
+        Which weights tensor-parallel ranks hold in parts, in layers without a plan of their own.
     path : str or None
     """
 
@@ -83,21 +83,21 @@ class Job:
         return len(self.builders)
 
     def layer(self, index: int) -> nn.Module:
-        """Return a fresh module of a layer, with the values it starts from.
+        """Return a new module of a layer, with its initial values.
 
         Raises
         ------
         SpecError
             When the job's own code fails.
         """
-        with own_code(f"layer {index}", self.path, rule="Every layer can be built at any time"):
+        with user_code(f"layer {index}", self.path, rule="Every layer can be built at any time"):
             layer = self.builders[index]()
         if any(isinstance(part, _BatchNorm) and part.training for part in layer.modules()):
             warnings.warn(_BATCH_STATISTICS, stacklevel=2)
         return layer
 
     def in_double(self) -> Job:
-        """Return the job in double precision: its layers, and what the first of them takes."""
+        """Return the job in double precision: its layers, and the inputs of the first one."""
         return replace(
             self,
             builders=[_doubled(builder) for builder in self.builders],
@@ -121,13 +121,13 @@ class Job:
         Parameters
         ----------
         layers : sequence of modules or of callables giving modules, nn.Sequential, PreTrainedModel
-            Of callables only the layers that a rank holds are built, each from a seed of its own.
+            Callables are called only for layers that a rank holds, each with a seed of its own.
         dataset, loss, optimizer
             As the attributes.
         seed : int
-            Of the values that callables start from.
+            Of initial values, for callables.
         tied : groups of (layer, parameter name), optional
-            Of callables; modules are tied by holding one parameter.
+            For callables; modules are tied by holding the same parameter.
 
         Raises
         ------
@@ -149,7 +149,7 @@ class Job:
 def load_job(path: str, *, seed: int = 0) -> Job:
     """Return the job that a Python file defines.
 
-    Torch, numpy and random are seeded before model() and dataset() run, so that all ranks get the same.
+    Torch, numpy and random are seeded before model() and dataset() run, so all ranks get the same values.
 
     Raises
     ------
@@ -159,18 +159,18 @@ def load_job(path: str, *, seed: int = 0) -> Job:
     module = _imported(path)
     lacking = [name for name in REQUIRED if not callable(getattr(module, name, None))]
     if lacking:
-        told, fix = ", ".join(f"{name}()" for name in lacking), "See examples/jobs/gpt_job.py"
-        raise SpecError(f"no {told}", file=path, key=lacking[0], rule=_RULE, fix=fix)
+        names, fix = ", ".join(f"{name}()" for name in lacking), "See examples/jobs/gpt_job.py"
+        raise SpecError(f"no {names}", file=path, key=lacking[0], rule=_RULE, fix=fix)
     more = {name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)}
     if callable(more.get("tensor_plan")):
-        with own_code("tensor_plan", path):
+        with user_code("tensor_plan", path):
             more["tensor_plan"] = more["tensor_plan"]()
     made = {}
     for name in ("model", "dataset"):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # the job may use numpy's global generator
-        with own_code(name, path):
+        with user_code(name, path):
             made[name] = getattr(module, name)()
     return Job.of(made["model"], made["dataset"], module.loss, module.optimizer, seed=seed, path=path, **more)
 
@@ -187,7 +187,7 @@ def _to_double(value: Any) -> Any:
 
 
 def first_input(batch: Any) -> Any:
-    """Return what the first layer takes of a batch: the first of a pair, or what models call their input."""
+    """Return the inputs of the first layer in a batch: the first of a pair, or a usual name of inputs."""
     if isinstance(batch, dict):
         for key in _INPUT_KEYS:
             if key in batch:
@@ -205,11 +205,11 @@ def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
     return tuple(tuple((layer, name) for layer, name in group) for group in tied)
 
 
-def _guarded(function: Any, name: str, path: str | None, *, rule: str = OWN_RULE) -> Any:
-    """Return a function of the job whose faults are told as the job's."""
+def _guarded(function: Any, name: str, path: str | None, *, rule: str = USER_RULE) -> Any:
+    """Return a function of the job whose errors name the job."""
 
     def guarded(*given: Any) -> Any:
-        with own_code(name, path, rule=rule):
+        with user_code(name, path, rule=rule):
             return function(*given)
 
     return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded
@@ -234,10 +234,10 @@ def _guarded_optimizer(function: Any, path: str | None) -> Any:
 
 
 def _guarded_loss(function: Any, path: str | None) -> Any:
-    """Return the loss, checked to be what gradients of any plan add up from."""
+    """Return the loss with checks that it is a sum and a count: gradients are added up over ranks."""
 
     def guarded(output: Any, batch: Any) -> tuple[Tensor, Any]:
-        with own_code("loss", path):
+        with user_code("loss", path):
             found = function(output, batch)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise SpecError(
@@ -292,7 +292,7 @@ def _imported(path: str) -> Any:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        with own_code("import", path):
+        with user_code("import", path):
             spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(file.resolve().parent))

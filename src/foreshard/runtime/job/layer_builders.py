@@ -1,4 +1,4 @@
-"""What builds the layers of a job: one at a time, the same on every rank and at any time."""
+"""Builds the layers of a job one at a time: with the same values on every rank and at any time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from foreshard.errors import SpecError
-from foreshard.runtime.job.user_code import own_code
+from foreshard.runtime.job.user_code import user_code
 
 Builder = Callable[[], nn.Module]
 Key = tuple[int, str]
 Tied = tuple[tuple[Key, ...], ...]
 SEEDING = threading.Lock()
-"""Held by who seeds the process's generators: they are the same for all threads."""
+"""Held while the process's random generators are seeded: all threads share them."""
 
 
 def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[list[Builder], Tied]:
-    """Return what builds each layer of a model, and the names that are one parameter.
+    """Return a builder for each layer of a model, and the groups of tied names.
 
     Raises
     ------
     SpecError
-        When the model is nothing that has layers.
+        When the model has no layers.
     """
     layers = _layers(model, path)
     if not layers:
@@ -72,7 +72,7 @@ def _layers(model: Any, path: str | None) -> list[Any]:
             error.file = path
             raise
     if isinstance(model, Iterable):
-        with own_code("model", path):
+        with user_code("model", path):
             return list(model)
     raise SpecError(
         f"model() gave {type(model).__name__}",
@@ -106,7 +106,7 @@ def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
 
 
 def _with_tied(builders: list[Builder], tied: Tied, path: str | None) -> list[Builder]:
-    """Return builders whose tied parameters start from the values of the first of their group."""
+    """Return builders whose tied parameters start with the values of the first of their group."""
     _check_tied(builders, tied, path)
     first = {key: group[0] for group in tied for key in group[1:]}
 
@@ -153,9 +153,9 @@ def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> No
         shapes[layer, name] = parameters[name].shape
     for group in tied:
         if len({shapes[key] for key in group}) > 1 or len(group) < 2 or len(keys) != len(set(keys)):
-            told = ", ".join(f"({layer}, {name!r}): {list(shapes[layer, name])}" for layer, name in group)
+            names = ", ".join(f"({layer}, {name!r}): {list(shapes[layer, name])}" for layer, name in group)
             raise SpecError(
-                f"{told} cannot be one parameter",
+                f"{names} cannot be one parameter",
                 file=path,
                 key="tied",
                 rule="A group has two or more names of one shape, a name one group",

@@ -1,7 +1,7 @@
-"""Faults of the user's own code, told with their file and line, and apart from those of peers.
+"""Errors of the user's own code: reported with file and line, and distinguished from the loss of a peer.
 
-What torch.distributed raises when a peer is gone is a RuntimeError, and so is a product of matrices that do
-not fit. The first is survived, the second must end the run.
+torch.distributed raises a RuntimeError when a peer is gone, and torch raises a RuntimeError when matrices do
+not fit. A run survives the first; the second must end it.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 
 from foreshard.errors import ForeshardError, SpecError
 
-OWN_RULE = "The job's own code must run"
+USER_RULE = "The job's own code must run"
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent.parent)
+_RUNTIME = str(Path(__file__).parent.parent)
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
-_PIPELINING = str(Path(_DISTRIBUTED) / "pipelining")  # backwards of the job's layers; talks to nobody
+_PIPELINING = str(Path(_DISTRIBUTED) / "pipelining")  # backwards of the job's layers, without communication
 
 
 @contextmanager
-def own_code(part: str, path: str | None = None, *, rule: str = OWN_RULE) -> Iterator[None]:
-    """Turn what the body raises into the user's error.
+def user_code(part: str, path: str | None = None, *, rule: str = USER_RULE) -> Iterator[None]:
+    """Turn exceptions of the body into errors that name the user's file and line.
 
     Parameters
     ----------
     part : str
-        Of the job that the body runs, as 'loss' or 'layer 3'.
+        Part of the job that the body runs, as 'loss' or 'layer 3'.
     path : str, optional
         File of the job.
     rule : str
-        What the part has to do.
+        That the part has to keep.
 
     Raises
     ------
     SpecError
-        With the line of the job's file, or of the file that the fault came from.
+        With the line of the job's file, or of the file where the error came from.
     """
     try:
         with in_file(path):
@@ -48,12 +48,12 @@ def own_code(part: str, path: str | None = None, *, rule: str = OWN_RULE) -> Ite
     except (Exception, SystemExit) as error:
         if _is_foreign(error):
             raise
-        raise fault_of(error, part, path, rule=rule) from error
+        raise user_error(error, part, path, rule=rule) from error
 
 
 @contextmanager
 def in_file(path: str | None) -> Iterator[None]:
-    """Say in which file a fault of the job is, where who found it does not know."""
+    """Add the file of the job to errors of the body that name no file."""
     try:
         yield
     except ForeshardError as error:
@@ -61,9 +61,9 @@ def in_file(path: str | None) -> Iterator[None]:
         raise
 
 
-def fault_of(error: BaseException, part: str, path: str | None = None, *, rule: str) -> SpecError:
-    """Return an exception of the user's code as an error that says where it came from."""
-    file, line = _place(error, path)
+def user_error(error: BaseException, part: str, path: str | None = None, *, rule: str) -> SpecError:
+    """Return an exception of the user's code as an error with its file and line."""
+    file, line = _location(error, path)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         file, line = error.filename, error.lineno
     text = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -71,25 +71,25 @@ def fault_of(error: BaseException, part: str, path: str | None = None, *, rule: 
     if path is not None and file is not None and Path(file).resolve() != Path(path).resolve():
         where = f" in {file}, line {line}"
     first = text.splitlines()[0] if text else "no message"
-    fix = f"Correct that line, or what {part} is given" if line else f"Correct {part}, or what it is given"
+    fix = f"Correct that line, or the input of {part}" if line else f"Correct {part}, or its input"
     what = f"{type(error).__name__}{where}: {first}"
     return SpecError(what, file=path or file, key=part, rule=rule, fix=fix)
 
 
-def _place(error: BaseException, path: str | None) -> tuple[str | None, int | None]:
-    """Return file and line of the deepest frame that is the user's: of the job, else of no library here."""
+def _location(error: BaseException, path: str | None) -> tuple[str | None, int | None]:
+    """Return file and line of the deepest frame in the job's file, else outside of torch and foreshard."""
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:
         job = Path(path).resolve()
         own = [f for f in frames if Path(f.filename).resolve() == job]
         if own:
             return own[-1].filename, own[-1].lineno
-    others = [f for f in frames if not f.filename.startswith((_TORCH, _HERE, "<"))]
+    others = [f for f in frames if not f.filename.startswith((_TORCH, _RUNTIME, "<"))]
     return (others[-1].filename, others[-1].lineno) if others else (path, None)
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Return whether an exception is not the user's: a peer is gone, or torch ends a recomputation by it."""
+    """Return whether an exception is not the user's: a peer is gone, or torch stops a recomputation early."""
     if type(error).__module__ == "torch.utils.checkpoint":
         return True
     frames = traceback.extract_tb(error.__traceback__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -24,7 +24,7 @@ class Generation:
     ranks : tuple of int
         All that are there, also those the plan leaves idle.
     resume : bool
-        Whether to go on from the latest checkpoint.
+        Whether to continue from the latest checkpoint.
     pids : dict of rank
         Their processes, where a supervisor knows them.
     """
@@ -36,20 +36,48 @@ class Generation:
     pids: dict[int, int] = field(default_factory=dict)
 
 
+class GroupMembership(Protocol):
+    """What a trainer asks of its membership, fixed or supervised."""
+
+    rank: int
+    generation: Generation
+
+    @property
+    def store(self) -> dist.Store | None:
+        """Keys and values that all ranks share; None for a single rank."""
+        ...
+
+    def group(self, ranks: tuple[int, ...], name: str) -> Any:
+        """Return the process group of some ranks, under a name."""
+        ...
+
+    def next_generation(self, reason: str) -> Generation:
+        """Leave the generation and return the next one."""
+        ...
+
+    def wanted(self) -> bool:
+        """Return whether a change of membership is waiting for the end of the step."""
+        ...
+
+    def plan_adopted(self, plan: dict[str, Any]) -> None:
+        """Report that all ranks have adopted a plan."""
+        ...
+
+
 class FixedMembership:
-    """Process groups over a store, for ranks that nobody watches.
+    """Process groups over a store, for ranks without a supervisor.
 
     Parameters
     ----------
     store : torch.distributed.Store or None
-        None for a rank alone.
+        None for a single rank.
     rank : int
     plan : Plan
     ranks : sequence of int
     timeout_s : float
         After which a peer that does not answer is an error.
     resume : bool
-        Go on from the latest checkpoint.
+        Continue from the latest checkpoint.
     """
 
     def __init__(
@@ -68,26 +96,23 @@ class FixedMembership:
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def group(self, ranks: tuple[int, ...], name: str) -> Any:
-        """Return the process group of some ranks; made by all of them when first asked for."""
+        """Return the process group of some ranks; made by all of them at the first call."""
         key = (tuple(ranks), name)
         if key not in self._groups:
             assert self.store is not None
-            where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
+            prefix = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
             self._groups[key] = dist.ProcessGroupGloo(
-                dist.PrefixStore(where, self.store), list(ranks).index(self.rank), len(ranks), self._timeout
+                dist.PrefixStore(prefix, self.store), list(ranks).index(self.rank), len(ranks), self._timeout
             )
         return self._groups[key]
 
     def next_generation(self, reason: str) -> Generation:
-        """Raise: there is none."""
+        """Raise: there is no next generation."""
         raise RuntimeError(f"the ranks of this run do not change: {reason}")
 
     def wanted(self) -> bool:
-        """Return whether a change of membership waits: never."""
+        """Return False: the membership never changes."""
         return False
 
     def plan_adopted(self, plan: dict[str, Any]) -> None:
-        """Tell nobody."""
-
-    def report(self, kind: str, **facts: Any) -> None:
-        """Tell nobody."""
+        """Do nothing: no supervisor makes later generations from the plan."""

@@ -1,8 +1,8 @@
-"""Where the rendezvous is, and who hosts it when its host is lost.
+"""Where the rendezvous is, and which host takes it over when its host is lost.
 
-The run's folder, which all hosts reach, says where: an address and a term that only rises. When nobody
-answers there for long enough an agent claims the next term, which one can; it starts a supervisor that goes
-on from what the one before had decided. A supervisor that finds a later term than its own ends.
+A file in the run's folder, which all hosts reach, has the address and a term that only rises. An agent that
+gets no answer for long enough claims the next term, which only one agent can; it starts a supervisor that
+continues from the decisions on disk. A supervisor that finds a later term than its own ends.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foreshard.runtime.membership.store import Client
+from foreshard.runtime.membership.supervisor_state import write_json
 
 _ANSWERS_S = 2.0
 _FILE = "rendezvous.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where ranks meet.
+class Rendezvous:
+    """The address where ranks meet.
 
     Attributes
     ----------
     address : str
     port : int
-        0 when the run was ended: nobody is to host it any more.
+        0 when the run was ended: no host takes it over.
     term : int
-        How often the rendezvous has been given a host.
+        How many hosts have had the rendezvous.
     """
 
     address: str
@@ -37,59 +38,54 @@ class Place:
     term: int
 
 
-def place_of(folder: Path) -> Place | None:
-    """Return where the ranks of a run meet; None if nobody has said so in a way that can be read."""
+def read_rendezvous(folder: Path) -> Rendezvous | None:
+    """Return the rendezvous of a run; None if there is none that can be read."""
     try:
-        told = json.loads((folder / _FILE).read_text())
-        return Place(address=str(told["address"]), port=int(told["port"]), term=int(told["term"]))
+        data = json.loads((folder / _FILE).read_text())
+        return Rendezvous(address=str(data["address"]), port=int(data["port"]), term=int(data["term"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def located(folder: Path) -> tuple[str, int] | None:
-    """Return the address and port where the ranks of a run meet, if it goes on."""
-    place = place_of(folder)
-    return (place.address, place.port) if place is not None and place.port else None
+def rendezvous_address(folder: Path) -> tuple[str, int] | None:
+    """Return address and port of a run's rendezvous, unless the run was ended."""
+    rendezvous = read_rendezvous(folder)
+    return (rendezvous.address, rendezvous.port) if rendezvous is not None and rendezvous.port else None
 
 
-def goes_on(folder: Path, secret: bytes) -> Place | None:
-    """Return where a run that is under way meets; None if nobody answers there, or all its steps are done.
+def current_term(folder: Path) -> int:
+    """Return the term; 0 before the first."""
+    rendezvous = read_rendezvous(folder)
+    return 0 if rendezvous is None else rendezvous.term
+
+
+def running_rendezvous(folder: Path, secret: bytes) -> Rendezvous | None:
+    """Return the rendezvous of a run under way; None if it does not answer, or all steps are done.
 
     Raises
     ------
     SpecError
-        When who answers has another secret.
+        When the server that answers has another secret.
     """
-    place = place_of(folder)
-    if place is None or not place.port:
+    rendezvous = read_rendezvous(folder)
+    if rendezvous is None or not rendezvous.port:
         return None
-    client = Client((place.address, place.port), secret)
+    client = Client((rendezvous.address, rendezvous.port), secret)
     try:
-        return None if client.ask({"ask": "state"}, patience_s=_ANSWERS_S)["over"] else place
+        return None if client.ask({"ask": "state"}, patience_s=_ANSWERS_S)["over"] else rendezvous
     except (RuntimeError, OSError):
         return None
     finally:
         client.close()
 
 
-def term_of(folder: Path) -> int:
-    """Return the term; 0 before the first."""
-    place = place_of(folder)
-    return 0 if place is None else place.term
+def announce(folder: Path, rendezvous: Rendezvous) -> None:
+    """Publish the rendezvous of a run."""
+    write_json(folder / _FILE, asdict(rendezvous))
 
 
-def announce(folder: Path, place: Place) -> None:
-    """Say where ranks meet; a reader finds the old or the new, never a part."""
-    new = folder / f"{_FILE}.{os.getpid()}"
-    with new.open("w") as file:
-        json.dump(asdict(place), file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / _FILE)
-
-
-def claim(folder: Path, term: int) -> bool:
-    """Return whether a term is the caller's: the first who asks for it has it."""
+def claim_term(folder: Path, term: int) -> bool:
+    """Return whether the caller gets a term: the first who asks does."""
     try:
         os.close(os.open(folder / f"rendezvous-{term}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:

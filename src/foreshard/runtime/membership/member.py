@@ -17,14 +17,14 @@ from foreshard.runtime.membership.store import Client
 from foreshard.spec.plan_file import parse_plan
 
 BOUNDARY = "boundary"
-"""Reason of a rank that leaves a generation in step with all others."""
+"""Reason of a rank that leaves a generation together with all others, at the end of a step."""
 _PATIENCE_S = 120.0
+"""How long a rank waits for a supervisor that is being restarted or moved to another host."""
 _LAST_PATIENCE_S = 30.0
-_LOOK_S = 0.1
-
-
+"""The same after the last step, when nothing can be lost any more."""
+_POLL_S = 0.1
 DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
-"""Groups that carry tensors of the device; votes, clocks, shapes and migrations go from host to host."""
+"""Groups that carry tensors of the device; votes, clocks, shapes and migrations use host memory."""
 
 
 class Membership:
@@ -37,16 +37,16 @@ class Membership:
     rank : int
     secret : bytes
     timeout_s : float
-        After which a peer that says nothing is an error; the detection bound of a stalled peer.
+        After which a silent peer is an error; the detection bound of a stalled peer.
     interface : str, optional
         Address of this host that peers connect to.
     backend : {'gloo', 'nccl'}
     resume : bool
-        Go on from the latest checkpoint in the first generation.
+        Continue from the latest checkpoint in the first generation.
     beat_s : float
         Between heartbeats.
     locate : callable, optional
-        Where the rendezvous is now, asked when it does not answer.
+        Returns the present address of the rendezvous; called when it does not answer.
     """
 
     def __init__(
@@ -81,37 +81,37 @@ class Membership:
         Raises
         ------
         RuntimeError
-            When one of them does not come in time.
+            When one of them does not ask in time.
         """
         key = (tuple(ranks), name)
         if key not in self._groups:
-            where = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
-            store = dist.PrefixStore(where, self.store)
-            self._groups[key] = self._unless_abandoned(lambda: self._made(store, list(ranks), name))
+            prefix = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
+            store = dist.PrefixStore(prefix, self.store)
+            self._groups[key] = self._unless_abandoned(lambda: self._make(store, list(ranks), name))
         return self._groups[key]
 
     def _unless_abandoned(self, make: Callable[[], Any]) -> Any:
-        """Return what is made in a thread, or give up: gloo tries a peer that is gone five timeouts long."""
+        """Run a call in a thread, and give up if a peer leaves: gloo would try it for five timeouts."""
         made: list[Any] = []
         faults: list[BaseException] = []
 
         def body() -> None:
             try:
                 made.append(make())
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # raised below, in the thread that waits
                 faults.append(error.with_traceback(None))
 
         thread = threading.Thread(target=body, daemon=True, name="connecting")
         thread.start()
         while thread.is_alive():
-            thread.join(_LOOK_S)
+            thread.join(_POLL_S)
             if thread.is_alive() and self._abandoned():
                 raise RuntimeError("a peer left while ranks were connecting")
         if faults:
             raise faults.pop()
         return made.pop()
 
-    def _made(self, store: dist.Store, ranks: list[int], name: str) -> Any:
+    def _make(self, store: dist.Store, ranks: list[int], name: str) -> Any:
         place, timeout = ranks.index(self.rank), timedelta(seconds=self._timeout_s)
         if self._backend == "nccl" and name in DEVICE_GROUPS:
             chosen = dist.ProcessGroupNCCL.Options()
@@ -127,7 +127,7 @@ class Membership:
         return dist.ProcessGroupGloo(store, place, len(ranks), options)
 
     def next_generation(self, reason: str) -> Generation:
-        """Leave all groups, wait for the next generation with this rank in it, and return it.
+        """Leave all groups, wait for the next generation that has this rank, and return it.
 
         Raises
         ------
@@ -137,19 +137,19 @@ class Membership:
             When the others have done all steps without this rank.
         """
         if reason != BOUNDARY:
-            self._drop_groups()  # peers that wait for this rank learn by it that it has left
+            self._drop_groups()  # closed connections show peers that this rank has left
         self.generation = self._next(self.generation.number, reason)
-        self._drop_groups()  # at a boundary only now: a peer may still be receiving what ended the step
+        self._drop_groups()  # at a boundary only now: a peer may still receive the last messages
         return self.generation
 
     def _next(self, after: int, reason: str, *, resume: bool = False) -> Generation:
         question = {"ask": "join", "after": after, "reason": reason[:300], "timeout_s": 5.0, **self._me}
         while True:
-            told = self.client.ask(question)
-            if told["over"]:
+            answer = self.client.ask(question)
+            if answer["over"]:
                 self._done.set()
                 raise SystemExit(0)
-            found = told["generation"]
+            found = answer["generation"]
             if found is not None:
                 self._broken_number, self._number = -1, found["number"]
                 self._wanted.clear()
@@ -164,42 +164,37 @@ class Membership:
     def _drop_groups(self) -> None:
         """Close all groups, each in a thread of its own.
 
-        Closing one waits for what is under way in it, which may wait for a peer that waits for another of
-        this rank's groups to be closed.
+        Closing a group waits for its pending operations, which may wait for a peer that waits for another
+        of this rank's groups to close.
         """
         groups, self._groups = list(self._groups.values()), {}
         while groups:
             threading.Thread(target=_close, args=([groups.pop()],), daemon=True, name="closing").start()
 
     def wanted(self) -> bool:
-        """Return whether somebody waits at the door."""
+        """Return whether another rank waits to join."""
         return self._wanted.is_set()
 
     def _abandoned(self) -> bool:
-        """Return whether a peer has left this generation: keys that it should set do not come."""
+        """Return whether a peer has left this generation: it will not set keys that others wait for."""
         return self._broken_number == self._number
 
-    def report(self, kind: str, **facts: Any) -> None:
-        """Tell the supervisor's log; a supervisor that is away misses it."""
-        with contextlib.suppress(RuntimeError):
-            self.client.ask({"ask": "report", "kind": kind, "facts": facts}, patience_s=0.0)
-
     def plan_adopted(self, plan: dict[str, Any]) -> None:
-        """Tell the supervisor what later generations are made from."""
+        """Give the supervisor the plan from which it makes those of later generations."""
         self.client.ask({"ask": "plan", "plan": plan})
 
     def finish(self) -> bool:
-        """Return whether all are done; if not, a peer needs this rank: adopt the next generation."""
+        """Return whether all ranks are done; if not, a peer needs this rank: adopt the next generation."""
         while True:
             try:
-                told = self.client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
+                answer = self.client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
             except RuntimeError:
-                told = {"end": True}  # no supervisor comes back: the others were done, or their host is lost
-            if told["end"]:
+                answer = {"end": True}  # the supervisor is gone for good: all were done, or its host is lost
+            if answer["end"]:
                 self._done.set()
                 self._drop_groups()
                 return True
-            if told["back"]:
+            if answer["back"]:
                 return False
 
     def _beat(self, every_s: float) -> None:
@@ -207,20 +202,20 @@ class Membership:
         child = agent == os.getppid()
         while not self._done.wait(every_s):
             if child and os.getppid() != agent:
-                os._exit(1)  # nobody looks after this rank any more
+                os._exit(1)  # the agent is gone: nothing would end or restart this rank
             number = self._number
             try:
-                told = self.client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
+                answer = self.client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
             except RuntimeError:
-                continue  # the supervisor comes back
-            if told["number"] == number == self._number:
-                if told["wanted"]:
+                continue  # the supervisor is being restarted
+            if answer["number"] == number == self._number:
+                if answer["wanted"]:
                     self._wanted.set()
-                if told["broken"]:
+                if answer["broken"]:
                     self._broken_number = number
 
 
 def _close(groups: list[Any]) -> None:
-    """Close a group and let go of it: gloo closes its connections when nothing holds the group."""
-    with contextlib.suppress(RuntimeError):  # the peers are gone already
+    """Close a group and drop the last reference to it: then gloo closes its connections."""
+    with contextlib.suppress(RuntimeError):  # peers may be gone already
         groups.pop().abort()

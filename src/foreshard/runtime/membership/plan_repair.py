@@ -1,7 +1,7 @@
-"""The plan for those who are left: what the running plan becomes when ranks are gone, and nothing cleverer.
+"""Repairs a plan after ranks are lost, by simple rules that need no search.
 
-Layers of a stage that is gone go to its neighbours, in proportion to what those hold; a pipeline without
-ranks is dropped; samples follow the ranks that remain. A planner or the controller may find better later.
+Layers of a lost stage go to its neighbours, in proportion to the layers that these hold; a pipeline without
+ranks is dropped; samples follow the ranks that remain. A planner or controller may improve the plan later.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
             "no rank of the plan is left",
             key="ranks",
             rule="Training needs at least one rank",
-            fix="Start ranks again; training goes on from the latest checkpoint",
+            fix="Start ranks again; training continues from the latest checkpoint",
         )
     shares = _shares(plan.global_batch, weights)
-    kept = [_plain(replace(group, share=share)) for group, share in zip(groups, shares, strict=True) if share]
-    return replace(plan, groups=tuple(kept))
+    kept = [replace(group, share=share) for group, share in zip(groups, shares, strict=True) if share]
+    return replace(plan, groups=tuple(map(_schedulable, kept)))
 
 
 def taken_over(plan: Plan, alive: Collection[int]) -> Plan:
-    """Return the plan with idle ranks in its seats if nobody of it is left and they are enough, else itself.
+    """Return the plan with idle ranks in its seats if none of its ranks is left and these are enough.
 
     Examples
     --------
@@ -79,25 +79,25 @@ def _group_left(group: Group, alive: frozenset[int]) -> Group | None:
     if not there:
         return None
     if len(there) < len(group.stages) and group.num_chunks > 1:
-        # interleaved chunks of a lost stage have no neighbours in one piece
+        # the neighbours of a lost stage's interleaved chunks are different stages
         group = replace(group, schedule="1f1b")
-        pieces = _cut_evenly(group, there)
+        layers = _even_layers(group, len(there))
     else:
-        pieces = _pieces(group.stages, there)
-    left = [replace(stages[i], layers=pieces[n]) for n, i in enumerate(there)]
+        layers = _layers_left(group.stages, there)
+    left = [replace(stages[i], layers=layers[n]) for n, i in enumerate(there)]
     size = group.micro_batch
     if any(stage.rank_shares is not None for stage in left):
         left = [_rescaled(stage, size) for stage in left]
     return replace(group, stages=tuple(left))
 
 
-def _plain(group: Group) -> Group:
-    """Return a group that is not interleaved if its micro-batches no longer come in rounds of its stages."""
+def _schedulable(group: Group) -> Group:
+    """Return the group without interleaving if its stages no longer divide its micro-batches."""
     count = len(group.stages)
     if group.num_chunks == 1 or (count > 1 and group.num_micro_batches % count == 0):
         return group
-    pieces = _cut_evenly(group, range(count))
-    stages = [replace(stage, layers=piece) for stage, piece in zip(group.stages, pieces, strict=True)]
+    layers = _even_layers(group, count)
+    stages = [replace(stage, layers=own) for stage, own in zip(group.stages, layers, strict=True)]
     return replace(group, schedule="1f1b", stages=tuple(stages))
 
 
@@ -113,7 +113,7 @@ def _stage_left(stage: Stage, alive: frozenset[int]) -> Stage | None:
 
 
 def _narrower(stage: Stage, there: Sequence[int]) -> Stage | None:
-    """Return a stage none of whose tensor-parallel rows is whole: one row of a lower degree."""
+    """Return one tensor-parallel row of a lower degree, where no row of the stage is complete."""
     if not there:
         return None
     degree = max(d for d in range(1, len(there) + 1) if stage.tp % d == 0)
@@ -128,8 +128,8 @@ def _rescaled(stage: Stage, micro_batch: int) -> Stage:
     return replace(stage, rank_shares=tuple(_shares(micro_batch, weights)))
 
 
-def _pieces(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Return the layers of the stages left: a gap is split between its neighbours by what they hold."""
+def _layers_left(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    """Return the layers of the stages left: a gap is split between its neighbours by their layers."""
     if len(there) == len(stages):
         return [stage.layers for stage in stages]
     first, last = stages[0].layers[0][0], stages[-1].layers[-1][1]
@@ -142,14 +142,14 @@ def _pieces(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tuple[i
     return [((lo, hi),) for lo, hi in pairwise(bounds)]
 
 
-def _cut_evenly(group: Group, there: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+def _even_layers(group: Group, count: int) -> list[tuple[tuple[int, int], ...]]:
     total = max(stop for stage in group.stages for _, stop in stage.layers)
-    bounds = [total * n // len(there) for n in range(len(there) + 1)]
+    bounds = [total * n // count for n in range(count + 1)]
     return [((lo, hi),) for lo, hi in pairwise(bounds)]
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in proportion to weights that sum to the total (largest remainders)."""
+    """Return integers in proportion to weights that sum to the total (largest remainders)."""
     scale = total / sum(weights)
     shares = [int(weight * scale) for weight in weights]
     order = sorted(range(len(weights)), key=lambda i: (shares[i] - weights[i] * scale, i))

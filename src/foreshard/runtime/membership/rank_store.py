@@ -1,4 +1,4 @@
-"""The rendezvous as a store of torch.distributed."""
+"""The rendezvous in the form of a torch.distributed store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -14,17 +13,17 @@ from foreshard.runtime.membership.store import Client
 
 
 class RankStore(dist.Store):
-    """The store as torch.distributed knows it, for process groups to find each other.
+    """A store of torch.distributed, over which the members of a process group exchange addresses.
 
-    Keep it as long as a group is being made: torch does not keep a store of Python's alive.
+    Keep a reference while a group is being made: torch does not keep a Python store alive.
 
     Parameters
     ----------
     client : Client
     timeout_s : float
-        How long a key is waited for.
+        How long to wait for a key.
     abandoned : callable, optional
-        Whether to stop waiting: who should set keys is gone.
+        Returns whether to stop waiting: the rank that should set the key is gone.
     """
 
     def __init__(
@@ -33,10 +32,9 @@ class RankStore(dist.Store):
         super().__init__()
         self._client, self._timeout_s, self._abandoned = client, timeout_s, abandoned
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        raw = value.encode() if isinstance(value, str) else bytes(value)
-        self._client.ask({"ask": "set", "key": key, "value": base64.b64encode(raw).decode()})
+        self._client.ask({"ask": "set", "key": key, "value": _encoded(value)})
 
     def get(self, key: str) -> bytes:
         """Return a key's value, waiting for it.
@@ -44,7 +42,7 @@ class RankStore(dist.Store):
         Raises
         ------
         RuntimeError
-            When it does not come in time.
+            When it is not set in time.
         """
         self.wait([key])
         value = self._client.ask({"ask": "get", "key": key})["value"]
@@ -52,21 +50,19 @@ class RankStore(dist.Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number and return it."""
-        told = {"ask": "add", "key": key, "value": amount, "once": self._client.once()}
-        return int(self._client.ask(told)["value"])
+        question = {"ask": "add", "key": key, "value": amount, "once": self._client.once()}
+        return int(self._client.ask(question)["value"])
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has a value; return what it has now."""
-        old = expected.encode() if isinstance(expected, str) else bytes(expected)
-        new = desired.encode() if isinstance(desired, str) else bytes(desired)
-        told = {
+        question = {
             "ask": "swap",
             "key": key,
-            "old": base64.b64encode(old).decode(),
-            "value": base64.b64encode(new).decode(),
+            "old": _encoded(expected),
+            "value": _encoded(desired),
             "once": self._client.once(),
         }
-        return base64.b64decode(self._client.ask(told)["value"])
+        return base64.b64decode(self._client.ask(question)["value"])
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
@@ -78,21 +74,21 @@ class RankStore(dist.Store):
         Raises
         ------
         RuntimeError
-            When they do not come in time, or do not come any more: a peer has left, or the rendezvous was
-            started again and has lost them.
+            When they are not set in time, or will not be: a peer has left, or the rendezvous was restarted
+            and has lost them.
         """
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         until, boot = time.monotonic() + seconds, None
         while True:
             left = min(until - time.monotonic(), 0.25)
-            told = self._client.ask({"ask": "wait", "keys": list(keys), "timeout_s": max(left, 0.0)})
-            if told["value"]:
+            answer = self._client.ask({"ask": "wait", "keys": list(keys), "timeout_s": max(left, 0.0)})
+            if answer["value"]:
                 return
             if self._abandoned():
                 raise RuntimeError(f"a peer left while waiting for {', '.join(keys)}")
-            if boot not in (None, told["boot"]):
-                raise RuntimeError(f"the rendezvous was started again while waiting for {', '.join(keys)}")
-            boot = told["boot"]
+            if boot not in (None, answer["boot"]):
+                raise RuntimeError(f"the rendezvous was restarted while waiting for {', '.join(keys)}")
+            boot = answer["boot"]
             if time.monotonic() >= until:
                 raise RuntimeError(f"waited {seconds:.0f} s for {', '.join(keys)}")
 
@@ -105,5 +101,10 @@ class RankStore(dist.Store):
         return int(self._client.ask({"ask": "count"})["value"])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long keys are waited for."""
+        """Set how long to wait for keys."""
         self._timeout_s = timeout.total_seconds()
+
+
+def _encoded(value: str | bytes) -> str:
+    raw = value.encode() if isinstance(value, str) else bytes(value)
+    return base64.b64encode(raw).decode()

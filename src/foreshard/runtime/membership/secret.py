@@ -1,4 +1,4 @@
-"""The secret that the ranks of a run share: a file that only its owner reads."""
+"""The secret that the ranks of a run share: a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _LEAST_BYTES = 16
 
 
 def make_secret(path: Path) -> Path:
-    """Return the path of a secret that only this user can read; it is made if it is not there.
+    """Return the path of a secret that only this user can read; it is made if it does not exist.
 
     Raises
     ------
     SpecError
-        For one that is there and others may read, and a short one in the environment.
+        For a secret that others may read, and a short one in the environment.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     given = os.environ.get(VARIABLE)
     if given is None and path.exists():
-        return checked_secret(path)  # ranks of a run that goes on may have read it already
+        return checked_secret(path)  # ranks of a run under way may have read it already
     if given is not None and len(given.strip()) < _LEAST_BYTES:
         raise _short(VARIABLE, f'export {VARIABLE}="$(head -c 32 /dev/urandom | base64)"')
     new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # whoever made it may read it, or lead it elsewhere
+    new.unlink(missing_ok=True)  # it may be somebody else's file, or a link to elsewhere
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(given or secrets.token_hex(32))
     new.replace(path)
@@ -36,7 +36,7 @@ def make_secret(path: Path) -> Path:
 
 
 def awaited_secret(path: Path, patience_s: float = 60.0) -> Path:
-    """Return the path of the secret that the first rank makes, when it has."""
+    """Wait for the secret that rank 0 writes, and return its path."""
     until = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() > until:
@@ -62,7 +62,7 @@ def checked_secret(path: Path, key: str = "secret") -> Path:
             "others may read the secret",
             file=str(path),
             key=key,
-            rule="Only its owner reads a secret",
+            rule="Only its owner can read a secret",
             fix=f"chmod 600 {path}, if nobody has read it",
         )
     if size < _LEAST_BYTES:

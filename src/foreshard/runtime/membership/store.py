@@ -1,18 +1,13 @@
-"""The place where ranks meet: keys and values over TCP, for those who know the secret.
+"""The rendezvous: keys and values over TCP, and the questions that ranks and agents ask the supervisor.
 
-Both sides prove that they know it before anything is said (HMAC-SHA256 over fresh nonces). A message is a
-length and JSON; nothing is ever unpickled. The server listens on the address it is given and on no other.
+The server listens on the address it is given and on no other; every connection is authenticated (`wire`).
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
-import hmac
 import itertools
-import json
-import os
 import socket
 import struct
 import threading
@@ -23,90 +18,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.runtime.membership.wire import (
+    HANDSHAKE_S,
+    Refused,
+    authenticate_client,
+    authenticate_to_server,
+    receive_message,
+    send_message,
+)
 
-MAX_MESSAGE_BYTES = 16 * 2**20
-MAX_STRANGERS = 64
-HANDSHAKE_S = 5.0
+MAX_UNAUTHENTICATED = 64
+"""Connections in the handshake at once; more are closed, so that strangers cannot use up threads."""
 ANSWER_S = 20.0
-_NONCE_BYTES = 32
+"""Silence of the server after which a client reconnects; questions are answered in at most 5 s."""
 _BIND_S = 10.0
 _ONCE_KEPT = 4096
+"""Answers kept for questions that may be asked twice; a client asks one at a time."""
 _LOCATE_S = 0.5
-_REFUSAL = b"refused".ljust(32, b"\0")
-
-
-class Refused(SpecError):
-    """The other side does not know the secret, or does not speak the protocol."""
-
-
-def _exactly(link: socket.socket, count: int, until_s: float | None = None) -> bytes:
-    """Return so many bytes; `until_s` bounds all of them together, however slowly they drip."""
-    parts = bytearray()
-    while len(parts) < count:
-        if until_s is not None:
-            link.settimeout(max(until_s - time.monotonic(), 1e-3))
-        part = link.recv(min(count - len(parts), 65536))
-        if not part:
-            raise ConnectionError("closed by the other side")
-        parts += part
-    return bytes(parts)
-
-
-def _say(link: socket.socket, message: Mapping[str, Any]) -> None:
-    text = json.dumps(message).encode()
-    if len(text) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(text)} bytes, at most {MAX_MESSAGE_BYTES}")
-    link.sendall(struct.pack("!I", len(text)) + text)
-
-
-def _hear(link: socket.socket) -> dict[str, Any]:
-    (size,) = struct.unpack("!I", _exactly(link, 4))
-    if size > MAX_MESSAGE_BYTES:
-        raise ConnectionError(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}")
-    message = json.loads(_exactly(link, size))
-    if not isinstance(message, dict):
-        raise ConnectionError("a message is a JSON object")
-    return message
-
-
-def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
-
-
-def _admit(link: socket.socket, secret: bytes) -> None:
-    """Server's side of the handshake: nothing is told to who does not prove the secret."""
-    nonce = os.urandom(_NONCE_BYTES)
-    link.sendall(nonce)
-    answer = _exactly(link, _NONCE_BYTES + 32, time.monotonic() + HANDSHAKE_S)
-    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, b"rank", nonce, theirs)):
-        link.sendall(_REFUSAL)
-        raise ConnectionError("wrong secret")
-    link.sendall(_proof(secret, b"server", theirs, nonce))
-
-
-def _introduce(link: socket.socket, secret: bytes) -> None:
-    nonce = _exactly(link, _NONCE_BYTES)
-    mine = os.urandom(_NONCE_BYTES)
-    link.sendall(mine + _proof(secret, b"rank", nonce, mine))
-    answer = _exactly(link, 32)
-    if answer == _REFUSAL:  # said in so many words: a link that breaks may be a server that is coming back
-        raise Refused(
-            "refused by the rendezvous",
-            key="secret",
-            rule="All ranks of a run share one secret",
-            fix="Give every host the same secret file",
-        )
-    if not hmac.compare_digest(answer, _proof(secret, b"server", mine, nonce)):
-        raise Refused(
-            "the rendezvous does not know the secret",
-            key="secret",
-            rule="All ranks of a run share one secret",
-        )
 
 
 class StoreServer:
-    """Keys and values, and whatever other questions its owner answers.
+    """Keys and values, and other questions that its owner answers.
 
     Parameters
     ----------
@@ -116,7 +48,7 @@ class StoreServer:
         0 for any free one.
     secret : bytes
     answer : callable of a message, optional
-        Answers questions other than those about keys; runs in the asker's thread.
+        Answers questions other than those about keys, in the asker's thread.
     """
 
     def __init__(
@@ -132,26 +64,26 @@ class StoreServer:
         self._values: dict[str, bytes] = {}
         self._once: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._changed = threading.Condition()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._handshakes = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
         self._links: set[socket.socket] = set()
         self._boot = uuid.uuid4().hex
-        self._socket = _listening(address, port)
+        self._socket = _listen(address, port)
         self.address, self.port = self._socket.getsockname()[:2]
         self._open = True
         threading.Thread(target=self._accept, daemon=True, name="store").start()
 
     def close(self) -> None:
-        """Stop listening, and hang up on everybody."""
+        """Stop listening, and close all connections."""
         self._open = False
         with self._changed:
             open_sockets = [self._socket, *self._links]
         for each in open_sockets:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+                each.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it
         self._socket.close()
 
     def forget(self, prefix: str) -> None:
-        """Drop the keys that begin so."""
+        """Drop the keys with a prefix."""
         with self._changed:
             for key in [key for key in self._values if key.startswith(prefix)]:
                 del self._values[key]
@@ -161,39 +93,39 @@ class StoreServer:
             try:
                 link, _ = self._socket.accept()
             except OSError:
-                time.sleep(0.05)  # out of files, or a caller that hung up: others still want to come in
+                time.sleep(0.05)  # out of file descriptors, or the caller has closed: accept the next
                 continue
-            if not self._strangers.acquire(blocking=False):
-                link.close()  # so many callers that have not proved anything; a rank tries again
+            if not self._handshakes.acquire(blocking=False):
+                link.close()  # a rank tries again
                 continue
             threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
         with link:
             try:
-                self._greet(link)
+                self._authenticate(link)
                 with self._changed:
                     self._links.add(link)
                 while True:
-                    _say(link, self._answered(_hear(link)))
+                    send_message(link, self._answer_once(receive_message(link)))
             except (OSError, ValueError, struct.error, RecursionError):
-                return  # a stranger, or a rank that is gone; the supervisor notices the latter
+                return  # a stranger, or a rank that is gone: the supervisor misses its heartbeat
             finally:
                 with self._changed:
                     self._links.discard(link)
 
-    def _greet(self, link: socket.socket) -> None:
+    def _authenticate(self, link: socket.socket) -> None:
         try:
             link.settimeout(HANDSHAKE_S)
-            _admit(link, self._secret)
+            authenticate_client(link, self._secret)
         finally:
-            self._strangers.release()
+            self._handshakes.release()
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
-    def _answered(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer once: a question that is asked again because its answer was lost gets the same answer."""
+    def _answer_once(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer; a question that is repeated because its answer was lost gets the same answer."""
         once = message.get("once")
         with self._changed:
             if isinstance(once, str) and once in self._once:
@@ -201,7 +133,7 @@ class StoreServer:
         try:
             reply = self._reply(message)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            return {"error": f"a question that makes no sense: {type(error).__name__}: {error}"}
+            return {"error": f"malformed question: {type(error).__name__}: {error}"}
         if once is not None:
             with self._changed:
                 self._once[str(once)] = reply
@@ -241,15 +173,13 @@ class StoreServer:
     def _add(self, key: str, amount: int) -> dict[str, Any]:
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._changed.notify_all()
+            self._set(key, str(total).encode())
         return {"value": total}
 
     def _swap(self, key: str, old: bytes, new: bytes) -> dict[str, Any]:
         with self._changed:
             if self._values.get(key, b"") == old:
-                self._values[key] = new
-                self._changed.notify_all()
+                self._set(key, new)
             return {"value": base64.b64encode(self._values.get(key, old)).decode()}
 
     def _wait(self, keys: list[str], timeout_s: float) -> dict[str, Any]:
@@ -258,8 +188,8 @@ class StoreServer:
             return {"value": there, "boot": self._boot}
 
 
-def _listening(address: str, port: int) -> socket.socket:
-    """Listen; for a while again and again if the port is taken, as by a connection of the server before."""
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen; retry for a while if the port is taken, as by connections of an earlier server."""
     until = time.monotonic() + _BIND_S
     while True:
         try:
@@ -270,8 +200,8 @@ def _listening(address: str, port: int) -> socket.socket:
             time.sleep(0.1)
 
 
-class _Line:
-    """A connection that is closed with the thread it belongs to."""
+class _Connection:
+    """A socket that is closed with the thread it belongs to."""
 
     def __init__(self, link: socket.socket):
         self.link = link
@@ -281,16 +211,16 @@ class _Line:
 
 
 class Client:
-    """Asks a StoreServer questions; each thread has a connection of its own, made again when it breaks.
+    """Asks a StoreServer questions; each thread has its own connection, which is made again when it breaks.
 
     Parameters
     ----------
     address : (host, port)
     secret : bytes
     patience_s : float
-        How long to try to connect: the server may be about to come back.
+        How long to try to connect: the server may be restarting.
     locate : callable, optional
-        Where the server is now; asked when it does not answer.
+        Returns the present address of the server; called when it does not answer.
     """
 
     def __init__(
@@ -308,7 +238,7 @@ class Client:
         self._asked = itertools.count()
 
     def once(self) -> str:
-        """Return a name for a question that must be answered once, however often it is sent."""
+        """Return a name for a question that must take effect once, however often it is sent."""
         return f"{self._name}/{next(self._asked)}"
 
     def ask(self, message: Mapping[str, Any], *, patience_s: float | None = None) -> dict[str, Any]:
@@ -319,18 +249,18 @@ class Client:
         Refused
             When the secret is wrong.
         RuntimeError
-            When nobody answers.
+            When the server does not answer, or answers with an error.
         """
         until = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
         while True:
             try:
                 link = self._link()
-                _say(link, message)
-                reply = _hear(link)
+                send_message(link, message)
+                reply = receive_message(link)
             except Refused:
                 raise
             except (OSError, ValueError) as error:
-                self._drop()
+                self._local.connection = None
                 self._look_elsewhere()
                 if time.monotonic() > until:
                     raise RuntimeError(
@@ -342,6 +272,13 @@ class Client:
                 raise RuntimeError(str(reply["error"]))
             return reply
 
+    def close(self) -> None:
+        """Close this thread's connection."""
+        connection: _Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.link.close()
+        self._local.connection = None
+
     def _look_elsewhere(self) -> None:
         now = time.monotonic()
         if now - self._located_s > _LOCATE_S:
@@ -349,28 +286,17 @@ class Client:
             self.address = self._locate() or self.address
 
     def _link(self) -> socket.socket:
-        line: _Line | None = getattr(self._local, "line", None)
-        if line is None:
-            line = self._local.line = self._connected()
-        return line.link
+        connection: _Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._connect()
+        return connection.link
 
-    def _connected(self) -> _Line:
-        line = _Line(socket.create_connection(self.address, timeout=HANDSHAKE_S))
-        if (
-            line.link.getsockname() == line.link.getpeername()
-        ):  # nobody listens: the kernel led us to ourselves
-            raise ConnectionRefusedError("nobody listens")
-        _introduce(line.link, self._secret)
-        line.link.settimeout(ANSWER_S)
-        line.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return line
-
-    def close(self) -> None:
-        """Hang up, in this thread."""
-        line: _Line | None = getattr(self._local, "line", None)
-        if line is not None:
-            line.link.close()
-        self._drop()
-
-    def _drop(self) -> None:
-        self._local.line = None
+    def _connect(self) -> _Connection:
+        connection = _Connection(socket.create_connection(self.address, timeout=HANDSHAKE_S))
+        link = connection.link
+        if link.getsockname() == link.getpeername():  # no server listens: TCP connected the socket to itself
+            raise ConnectionRefusedError("no server listens")
+        authenticate_to_server(link, self._secret)
+        link.settimeout(ANSWER_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection

@@ -1,4 +1,4 @@
-"""What a supervisor has decided, on disk: its successor goes on from it."""
+"""The supervisor's decisions on disk: a restarted supervisor, or one on another host, continues from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SupervisorState:
     Attributes
     ----------
     plan : dict
-        That generations are made from, as its file stores it.
+        Of the run, as its file stores it; plans of generations are made from it.
     expected : list of int
         Ranks that the first generation waits for.
     number : int
@@ -30,9 +30,9 @@ class SupervisorState:
     pids : dict of rank
         Which process of a rank is in the generation.
     running : dict
-        The plan of the generation: `plan` on those who are there.
+        The plan of the generation: `plan` on the ranks that are there.
     finished : list of int
-        Ranks that have been let go.
+        Ranks that have ended after all steps.
     over : bool
         Whether all steps are done.
     """
@@ -51,33 +51,38 @@ class SupervisorState:
         return asdict(self)
 
 
-def remember(folder: Path, decided: SupervisorState) -> None:
-    """Write the state; a reader finds the old or the new, never a part."""
-    new = folder / f"{_FILE}.new"
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file; a reader finds the old content or the new one, never a part."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
     with new.open("w") as file:
-        json.dump(decided.to_dict(), file)
+        json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(folder / _FILE)
+    new.replace(path)
 
 
-def recalled(folder: Path) -> SupervisorState | None:
+def save_state(folder: Path, state: SupervisorState) -> None:
+    """Write the state of a run."""
+    write_json(folder / _FILE, state.to_dict())
+
+
+def load_state(folder: Path) -> SupervisorState | None:
     """Return the state on disk; None if there is none that can be read."""
     try:
-        told = json.loads((folder / _FILE).read_text())
-        told["pids"] = {int(rank): pid for rank, pid in told.get("pids", {}).items()}
-        return SupervisorState(**told)
+        data = json.loads((folder / _FILE).read_text())
+        data["pids"] = {int(rank): pid for rank, pid in data.get("pids", {}).items()}
+        return SupervisorState(**data)
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def holds_run(folder: Path) -> bool:
-    """Return whether a folder has a run in it."""
+def has_run(folder: Path) -> bool:
+    """Return whether a folder holds a run."""
     return (folder / _FILE).exists()
 
 
 def reopen(folder: Path, plan: Plan, expected: list[int]) -> None:
-    """Prepare a folder for a run that goes on: numbers rise from where they were, as ledgers need it."""
-    before = recalled(folder)
+    """Prepare a folder for a run that is resumed: generations count on, so that ledgers stay unambiguous."""
+    before = load_state(folder)
     number = before.number if before is not None else -1
-    remember(folder, SupervisorState(plan=plan.to_dict(), expected=sorted(expected), number=number))
+    save_state(folder, SupervisorState(plan=plan.to_dict(), expected=sorted(expected), number=number))

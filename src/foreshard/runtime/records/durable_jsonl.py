@@ -1,7 +1,7 @@
-"""Lines of JSON on their way to a file: written at once, or kept in order while writing is blocked.
+"""JSON lines that survive a full disk: written at once, or kept in order until the disk accepts them again.
 
-A disk that is full, or a server of files that is away for a while, delays lines; it takes none of them. What
-waits is bounded by who owns the lines.
+A disk that is full, or a file server that is away for a while, delays lines but loses none. Whoever owns a
+file bounds how much may wait.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from foreshard.errors import ForeshardError
 
-Tell = Callable[..., None]
-"""(kind, text, **facts): the operator's log."""
-_AGAIN_S = 0.2
+OnEvent = Callable[..., None]
+"""Writes the operator's log: (kind, text, **facts)."""
+_RETRY_S = 0.2
 
 
 class DurableJsonl:
@@ -29,8 +29,8 @@ class DurableJsonl:
     Parameters
     ----------
     path : Path
-    tell : callable of (kind, text, **facts), optional
-        Told when the disk begins to refuse lines, and when it has taken all of them.
+    on_event : callable of (kind, text, **facts), optional
+        Called when writing is blocked, and when all lines are on disk again.
     now : callable
         Seconds; another clock in tests.
     """
@@ -38,14 +38,15 @@ class DurableJsonl:
     def __init__(
         self,
         path: Path,
-        tell: Tell = lambda kind, text, **facts: None,
+        on_event: OnEvent = lambda kind, text, **facts: None,
         *,
         now: Callable[[], float] = time.monotonic,
     ):
-        self.path, self._tell, self._now = path, tell, now
+        self.path, self._on_event, self._now = path, on_event, now
         self._waiting: deque[bytes] = deque()
         self.waiting_bytes = 0
-        self.trouble: str | None = None
+        self.blocked_by: str | None = None
+        """Why the disk does not accept lines; None while it does."""
         self._since_s = self._tried_s = 0.0
 
     @property
@@ -54,21 +55,21 @@ class DurableJsonl:
         return len(self._waiting)
 
     @property
-    def waited_s(self) -> float:
-        """Seconds since the disk began to refuse lines."""
-        return self._now() - self._since_s if self.trouble is not None else 0.0
+    def blocked_s(self) -> float:
+        """Seconds since writing was blocked."""
+        return self._now() - self._since_s if self.blocked_by is not None else 0.0
 
     def add(self, line: Mapping[str, Any]) -> bool:
         """Add a line behind those that wait, and return whether all are on disk."""
         data = json.dumps(line).encode() + b"\n"
         self._waiting.append(data)
         self.waiting_bytes += len(data)
-        if self.trouble is not None and self._now() - self._tried_s < _AGAIN_S:
+        if self.blocked_by is not None and self._now() - self._tried_s < _RETRY_S:
             return False
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what waits, as far as possible, and return whether nothing waits."""
+        """Write the waiting lines that the disk accepts, and return whether none is left."""
         if not self._waiting:
             return True
         self._tried_s = self._now()
@@ -78,85 +79,85 @@ class DurableJsonl:
                 while self._waiting:
                     self._write_first(file)
         except OSError as error:
-            self._blocked(error.strerror or str(error))
+            self._block(error.strerror or str(error))
             return False
-        if self.trouble is not None:
-            self._resumed()
+        if self.blocked_by is not None:
+            self._unblock()
         return True
 
     def sync(self) -> None:
-        """Have what was written on the disk itself."""
+        """Force written lines from the system's buffers to the disk."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def drop_oldest(self) -> None:
-        """Give up the line that waits longest."""
+        """Discard the line that waits longest."""
         self.waiting_bytes -= len(self._waiting.popleft())
 
     def unwritten(self) -> list[bytes]:
-        """Return what waits, oldest first."""
+        """Return the waiting lines, oldest first."""
         return list(self._waiting)
 
-    def _write_first(self, file: Any) -> None:
+    def _write_first(self, file: BinaryIO) -> None:
         begin = os.fstat(file.fileno()).st_size
         torn = begin > 0 and os.pread(file.fileno(), 1, begin - 1) != b"\n"
-        data = b"\n" * torn + self._waiting[0]  # or the line would be lost with a torn one
+        data = b"\n" * torn + self._waiting[0]  # a torn line would swallow this one
         written = file.write(data)
         if written < len(data):
             with contextlib.suppress(OSError):
-                if os.fstat(file.fileno()).st_size == begin + written:  # nobody has written behind it
+                if os.fstat(file.fileno()).st_size == begin + written:  # no other process has appended
                     file.truncate(begin)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.drop_oldest()
 
-    def _blocked(self, why: str) -> None:
-        if self.trouble is not None:
-            return
-        self.trouble, self._since_s = why, self._now()
-        self._tell("write blocked", f"{self.path.name}: {why}; lines wait in memory", file=str(self.path))
+    def _block(self, reason: str) -> None:
+        if self.blocked_by is None:
+            self.blocked_by, self._since_s = reason, self._now()
+            text = f"{self.path.name}: {reason}; lines wait in memory"
+            self._on_event("write blocked", text, file=str(self.path))
 
-    def _resumed(self) -> None:
-        waited_s, self.trouble = self.waited_s, None
-        self._tell(
+    def _unblock(self) -> None:
+        blocked_s, self.blocked_by = self.blocked_s, None
+        self._on_event(
             "write resumed",
             f"{self.path.name}: all lines are written",
             file=str(self.path),
-            after_s=round(waited_s, 3),
+            after_s=round(blocked_s, 3),
         )
 
 
-def settle(all_lines: list[DurableJsonl], patience_s: float) -> None:
-    """Wait until everything is written.
+def flush_all(files: list[DurableJsonl], patience_s: float) -> None:
+    """Wait until all lines are written.
 
     Raises
     ------
     ForeshardError
-        When lines still wait after that time.
+        When the disk does not accept them in time.
     """
     until = time.monotonic() + patience_s
-    while not all([lines.flush() for lines in all_lines]) and time.monotonic() < until:
-        time.sleep(_AGAIN_S)
-    for lines in all_lines:
-        if lines.waiting:
-            raise not_written(lines, "a run ends when its lines are on disk")
+    while not all([file.flush() for file in files]) and time.monotonic() < until:
+        time.sleep(_RETRY_S)
+    for file in files:
+        if file.waiting:
+            raise not_written(file, "a run ends when its lines are on disk")
 
 
-def not_written(lines: DurableJsonl, rule: str) -> ForeshardError:
-    """Return the fault of lines that the disk does not take."""
+def not_written(file: DurableJsonl, rule: str) -> ForeshardError:
+    """Return the error for lines that the disk does not accept."""
     return ForeshardError(
-        f"{lines.waiting} lines ({lines.waiting_bytes} bytes) are not written after {lines.waited_s:.0f} s: "
-        f"{lines.trouble}",
-        file=str(lines.path),
-        value=lines.waiting,
+        f"{file.waiting} lines ({file.waiting_bytes} bytes) are not written after {file.blocked_s:.0f} s: "
+        f"{file.blocked_by}",
+        file=str(file.path),
+        value=file.waiting,
         rule=rule,
-        fix="Make room there and start the run again with --resume: it goes on from the latest checkpoint, "
-        "before which nothing is missing",
+        fix="Free space there and start the run again with --resume: it continues from the latest "
+        "checkpoint, up to which nothing is missing",
     )
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file; one torn by a kill or a full disk says nothing."""
+    """Return the lines of a file, without lines torn by a kill or a full disk."""
     found = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:

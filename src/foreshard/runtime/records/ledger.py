@@ -1,9 +1,9 @@
-"""Which samples were trained: written before a step counts, checked to the last one afterwards.
+"""Which samples were trained: written before a step counts, and checked to the last sample afterwards.
 
-A rank writes the samples it saw through the loss before the vote of the step; whoever comes out of the vote
-writes that the step counts. A rank that dies in between leaves the first, its peers write the second. While a
-disk takes nothing lines wait in memory, with a copy at the rendezvous, and no checkpoint is made before they
-are written: what a run goes on from is always accounted for.
+Before the vote of a step a rank writes the samples whose loss it computed; every rank that comes out of the
+vote writes that the step counts. If a rank dies in between, its samples are written and its peers write that
+they count. While a disk is full, lines wait in memory, with a copy at the rendezvous, and no checkpoint is
+made before they are written: every sample behind a checkpoint is accounted for.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.records.durable_jsonl import DurableJsonl, Tell, not_written, whole_lines
+from foreshard.runtime.records.durable_jsonl import DurableJsonl, OnEvent, not_written, whole_lines
 
 KEPT_BYTES = 64 * 2**20
 """Of lines that wait for a disk, in a rank's memory; beyond it the run stops."""
 
 
-class Copies(Protocol):
-    """Keeps lines that a rank cannot write."""
+class Backup(Protocol):
+    """Keeps lines that a rank cannot write, for the next process of the rank (`LedgerBackup`)."""
 
     def keep(self, data: bytes) -> None:
         """Keep a line."""
         ...
 
     def clear(self) -> None:
-        """Forget all lines."""
+        """Delete all lines."""
         ...
 
     def left(self) -> list[bytes]:
@@ -40,7 +40,7 @@ class Copies(Protocol):
 
 
 class Ledger:
-    """A rank's lines.
+    """The ledger of a rank.
 
     Parameters
     ----------
@@ -49,13 +49,12 @@ class Ledger:
     index : callable of position, optional
         Which sample of the dataset is at a position.
     size : int, optional
-        Samples of the dataset, of one that has a length.
-    tell : callable of (kind, text, **facts), optional
+        Samples of the dataset, if it has a length.
+    on_event : callable of (kind, text, **facts), optional
         Called when writing is blocked and when it resumes.
-    copies : Copies, optional
-        Keeps lines that wait, for the next process of this rank.
+    backup : Backup, optional
     kept_bytes : int
-        Of lines that wait.
+        Most bytes of lines that wait.
 
     Raises
     ------
@@ -70,29 +69,29 @@ class Ledger:
         index: Callable[[int], int] | None = None,
         *,
         size: int | None = None,
-        tell: Tell = lambda kind, text, **facts: None,
-        copies: Copies | None = None,
+        on_event: OnEvent = lambda kind, text, **facts: None,
+        backup: Backup | None = None,
         kept_bytes: int = KEPT_BYTES,
     ):
-        self.lines = DurableJsonl(path, tell)
+        self.file = DurableJsonl(path, on_event)
         self._rank, self._index, self._size = rank, index, size
-        self._copies, self._kept_bytes = copies, kept_bytes
-        self._copied = False
-        if copies is not None:
-            self._take_over(copies)
+        self._backup, self._kept_bytes = backup, kept_bytes
+        self._backed_up = False
+        if backup is not None:
+            self._take_over(backup)
 
-    def _take_over(self, copies: Copies) -> None:
-        """Write what the process of this rank before could not write."""
-        left = [json.loads(data) for data in copies.left()]
-        there = whole_lines(self.lines.path) if left else []
-        self._copied = bool(left)
+    def _take_over(self, backup: Backup) -> None:
+        """Write the lines that an earlier process of this rank could not write."""
+        left = [json.loads(data) for data in backup.left()]
+        there = whole_lines(self.file.path) if left else []
+        self._backed_up = bool(left)
         for line in left:
             if line not in there:
-                self.lines.add(line)
-        self._clear_copies()
+                self.file.add(line)
+        self._clear_backup()
 
     def trained(self, step: int, generation: int, spans: Iterable[range]) -> None:
-        """Write the samples that this rank saw through the loss of a step, by position."""
+        """Write the samples whose loss this rank computed in a step, by position."""
         spans = [span for span in spans if len(span)]
         if spans:
             line: dict[str, Any] = {
@@ -105,32 +104,32 @@ class Ledger:
                 line["samples"] = [self._index(position) for span in spans for position in span]
             if self._size is not None:
                 line["of"] = self._size
-            self._say(line)
+            self._write(line)
 
     def commit(self, step: int, generation: int) -> None:
         """Write that a step of a generation counts."""
-        self._say({"commit": step, "generation": generation})
+        self._write({"commit": step, "generation": generation})
 
     def rollback(self, step: int, generation: int) -> None:
-        """Write that training goes on from the beginning of a step: what came after it does not count."""
-        self._say({"rollback": step, "generation": generation})
+        """Write that training restarts at the beginning of a step: later steps do not count."""
+        self._write({"rollback": step, "generation": generation})
 
     def flush(self) -> None:
-        """Write what waits, so that it is there after a loss of power too.
+        """Write all waiting lines, so that they survive a loss of power too.
 
         Raises
         ------
         OSError
-            When the disk does not take it.
+            When the disk does not accept them.
         """
-        if not self.lines.flush():
-            raise OSError(f"{self.lines.waiting} lines of {self.lines.path.name} wait: {self.lines.trouble}")
-        self.lines.sync()
-        self._clear_copies()
+        if not self.file.flush():
+            raise OSError(f"{self.file.waiting} lines of {self.file.path.name} wait: {self.file.blocked_by}")
+        self.file.sync()
+        self._clear_backup()
 
     def close(self) -> None:
-        """Write what waits, as far as possible."""
-        self.lines.flush()
+        """Write the waiting lines that the disk accepts."""
+        self.file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -138,44 +137,42 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _say(self, line: dict[str, Any]) -> None:
-        if self.lines.add(line):
-            self._clear_copies()
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.file.add(line):
+            self._clear_backup()
             return
-        if self.lines.waiting_bytes > self._kept_bytes:
+        if self.file.waiting_bytes > self._kept_bytes:
             raise self._full()
-        if self._copies is not None:
-            self._copied = True
-            self._copies.keep(json.dumps(line).encode())
+        if self._backup is not None:
+            self._backed_up = True
+            self._backup.keep(json.dumps(line).encode())
 
-    def _clear_copies(self) -> None:
-        if self._copied and self._copies is not None and not self.lines.waiting:
-            self._copies.clear()
-            self._copied = False
+    def _clear_backup(self) -> None:
+        if self._backed_up and self._backup is not None and not self.file.waiting:
+            self._backup.clear()
+            self._backed_up = False
 
     def _full(self) -> ForeshardError:
-        steps = [line.get("step", line.get("commit")) for line in map(json.loads, self.lines.unwritten())]
-        told = [step for step in steps if step is not None]
-        return not_written(
-            self.lines,
-            f"at most {self._kept_bytes} bytes wait in memory; these are of steps {min(told)} to {max(told)}",
-        )
+        waiting = [json.loads(line) for line in self.file.unwritten()]
+        steps = [line.get("step", line.get("commit")) for line in waiting if "rollback" not in line]
+        of = f"these are of steps {min(steps)} to {max(steps)}"
+        return not_written(self.file, f"at most {self._kept_bytes} bytes wait in memory; {of}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What the ledgers of a run prove.
+    """The samples of a run, checked by its ledgers.
 
     Attributes
     ----------
     steps : int
         That count.
     samples : int
-        Trained once in them.
+        Trained exactly once in them.
     lost, repeated : tuple of int
         Positions that are missing or trained more than once.
     misread : tuple of int
-        Positions where ranks read different samples, or a sample that the same pass has at another position,
+        Positions where ranks read different samples, a sample that the same epoch has at another position,
         or a dataset of another length than the first rank's.
     """
 
@@ -195,7 +192,7 @@ def audit(paths: Iterable[Path], *, global_batch: int, steps: int, size: int | N
         Ledgers of all ranks.
     global_batch, steps : int
     size : int, optional
-        Samples of the dataset, where ranks have not written it: no sample may come twice in a pass.
+        Samples of the dataset, where ranks have not written it: no sample may come twice in an epoch.
     """
     lines = [line for path in paths for line in whole_lines(path)]
     counted = _counting(lines)
@@ -213,7 +210,7 @@ def audit(paths: Iterable[Path], *, global_batch: int, steps: int, size: int | N
 
 
 def _misread(lines: Iterable[dict[str, Any]], size: int | None) -> tuple[int, ...]:
-    """Return positions whose sample differs between lines, or comes at two positions of one pass."""
+    """Return positions whose sample differs between lines, or comes at two positions of one epoch."""
     first: dict[int, int] = {}
     place: dict[tuple[int, int], int] = {}
     odd: set[int] = set()
@@ -232,7 +229,7 @@ def _misread(lines: Iterable[dict[str, Any]], size: int | None) -> tuple[int, ..
 
 
 def counting_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the lines of samples whose step counts in the end, by step and rank."""
+    """Return the lines of samples whose step counts in the end, by step and position."""
     return _counting([line for path in paths for line in whole_lines(path)])
 
 

@@ -1,64 +1,51 @@
-"""Lines that a rank cannot write, kept by the rendezvous too: they outlive a rank that waits for its disk."""
+"""Copies of ledger lines that wait for a disk, at the rendezvous: they survive the death of the rank."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+from typing import Any
 
 from foreshard.runtime.membership.store import Client
 
 _PATIENCE_S = 1.0
+"""A step waits at most so long for a copy; a line without one is only in the rank's memory."""
 
 
 class LedgerBackup:
-    """Copies of a rank's lines that wait for a disk.
-
-    What the rendezvous does not take in a second is only in the rank's memory.
-
-    Parameters
-    ----------
-    client : Client
-    rank : int
-    """
+    """Copies of a rank's waiting lines, under numbered keys of the rendezvous store."""
 
     def __init__(self, client: Client, rank: int):
-        self._client, self._where = client, f"spare/{rank}"
+        self._client, self._prefix = client, f"ledger/{rank}"
         self._kept: list[int] = []
 
     def keep(self, data: bytes) -> None:
         """Keep a line."""
         with contextlib.suppress(RuntimeError):
-            count = self._client.ask(
-                {"ask": "add", "key": f"{self._where}/count", "value": 1, "once": self._client.once()},
-                patience_s=_PATIENCE_S,
-            )["value"]
-            value = base64.b64encode(data).decode()
-            self._client.ask(
-                {"ask": "set", "key": f"{self._where}/{count}", "value": value}, patience_s=_PATIENCE_S
-            )
-            self._kept.append(int(count))
+            once = self._client.once()
+            number = int(self._ask("add", "count", value=1, once=once))
+            self._ask("set", str(number), value=base64.b64encode(data).decode())
+            self._kept.append(number)
 
     def clear(self) -> None:
-        """Forget what was kept: it is on disk."""
+        """Delete the kept lines: they are on disk."""
         with contextlib.suppress(RuntimeError):
             while self._kept:
-                self._client.ask(
-                    {"ask": "delete", "key": f"{self._where}/{self._kept[-1]}"}, patience_s=_PATIENCE_S
-                )
+                self._ask("delete", str(self._kept[-1]))
                 self._kept.pop()
 
     def left(self) -> list[bytes]:
-        """Return what a process of this rank has left behind, oldest first; `clear` forgets it."""
+        """Return the lines that an earlier process of this rank kept, oldest first; `clear` deletes them."""
         found = []
         with contextlib.suppress(RuntimeError):
-            count = self._get("count")
-            for number in range(1, int(count or b"0") + 1):
-                data = self._get(str(number))
+            count = self._ask("get", "count")
+            for number in range(1, int(base64.b64decode(count)) + 1 if count else 1):
+                data = self._ask("get", str(number))
                 if data is not None:
                     self._kept.append(number)
-                    found.append(data)
+                    found.append(base64.b64decode(data))
         return found
 
-    def _get(self, name: str) -> bytes | None:
-        told = self._client.ask({"ask": "get", "key": f"{self._where}/{name}"}, patience_s=_PATIENCE_S)
-        return None if told["value"] is None else base64.b64decode(told["value"])
+    def _ask(self, ask: str, key: str, **more: str | int) -> Any:
+        question = {"ask": ask, "key": f"{self._prefix}/{key}", **more}
+        return self._client.ask(question, patience_s=_PATIENCE_S).get("value")

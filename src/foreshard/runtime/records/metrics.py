@@ -1,8 +1,8 @@
-"""What a run tells: a line of numbers per step under torchtitan's names, and the operator's log.
+"""Metrics of a run: a line per step under torchtitan's names, and the operator's log.
 
-The names are those of torchtitan's MetricsProcessor (components/metrics.py, 2026-08-21), so that what reads
-its logs reads these. What is not measured is left out. Lines wait in memory while a disk takes none; beyond a
-bound the oldest are given up, and the log counts them: numbers never stop a run.
+The names are those of torchtitan's MetricsProcessor (components/metrics.py, 2026-08-21), so that programs
+that read its logs read these. Lines wait in memory while the disk is full; beyond a bound the oldest are
+discarded and counted in the log: metrics never stop a run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Metrics:
         more
             Further numbers, written as they are.
         """
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             "loss_metrics/global_avg_loss": _finite(loss),
             "grad_norm": _finite(gradient_norm),
@@ -99,35 +99,28 @@ class Metrics:
             **more,
         }
         self._add(self._metrics, line)
-        self._told_once(step, loss)
+        self._warn_of_loss(step, loss)
         if not self._metrics.waiting:
             self._size_bytes = self._metrics.path.stat().st_size
         self._show(line)
 
     def event(self, kind: str, text: str, **facts: Any) -> None:
         """Write a line of the operator's log."""
-        told = {"missed_lines": self._missed} if self._missed else {}
-        self._add(
-            self._events,
-            {"time": time.time(), "rank": self._rank, "kind": kind, "text": text, **facts, **told},
-        )
+        line = {"time": time.time(), "rank": self._rank, "kind": kind, "text": text, **facts}
+        self._add(self._events, line | ({"missed_lines": self._missed} if self._missed else {}))
 
     @property
     def events_path(self) -> Path:
         """The operator's log."""
         return self._events.path
 
-    @property
-    def lines(self) -> list[DurableJsonl]:
-        """The two files, events last: they tell of the other."""
-        return [self._metrics, self._events]
-
     def flush(self) -> None:
-        """Write what waits, as far as possible."""
-        for lines in self.lines:
-            lines.flush()
+        """Write the waiting lines that the disk accepts; events last, since they report on the other file."""
+        self._metrics.flush()
+        self._events.flush()
 
-    def _told_once(self, step: int, loss: float) -> None:
+    def _warn_of_loss(self, step: int, loss: float) -> None:
+        """Log the first step of a row of steps whose loss is not finite."""
         lost = not math.isfinite(loss)
         if lost and not self._lost_loss:
             self.event(
@@ -135,14 +128,14 @@ class Metrics:
             )
         self._lost_loss = lost
 
-    def _add(self, lines: DurableJsonl, line: dict[str, Any]) -> None:
-        lines.add(line)
-        while lines.waiting_bytes > KEPT_BYTES:
-            lines.drop_oldest()
+    def _add(self, file: DurableJsonl, line: dict[str, Any]) -> None:
+        file.add(line)
+        while file.waiting_bytes > KEPT_BYTES:
+            file.drop_oldest()
             self._missed += 1
 
     def _seen(self, step: int, count: float) -> float:
-        """Return the tokens up to and with a step, also those of before this process wrote."""
+        """Return the tokens up to and including a step, also those of other processes that wrote before."""
         path = self._metrics.path
         others = not path.exists() or path.stat().st_size != self._size_bytes
         if others and not self._metrics.waiting:
@@ -164,32 +157,29 @@ class Metrics:
             self._board.flush()
         except OSError as error:
             self._board_folder = None
-            self.event(
-                "board given up",
-                f"TensorBoard's files end here: {error.strerror or error}",
-                step=line["step"],
-            )
+            reason = error.strerror or error
+            self.event("board given up", f"TensorBoard's files end here: {reason}", step=line["step"])
 
 
 def _finite(value: float | None) -> float | None:
-    """Return the number, or None where JSON has none for it."""
+    """Return the number, or None where it is not finite: JSON has no such number."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def _tokens_of(path: Path) -> dict[int, float]:
-    """Return the tokens of each step that a run's metrics tell of; of a step trained twice the last."""
+    """Return the tokens of each step in a run's metrics; the last ones of a step trained twice."""
     return {int(line["step"]): float(line["n_tokens"]) for line in whole_lines(path)}
 
 
 def _memory() -> dict[str, float]:
-    """Return the most memory this process has had: of the GPU where there is one, else of the host."""
+    """Return the peak memory of this process: of the GPU where there is one, else of the host."""
     import torch
 
     if torch.cuda.is_available():
-        told = torch.cuda.memory_stats()
+        stats = torch.cuda.memory_stats()
         return {
-            "memory/max_active(GiB)": told.get("active_bytes.all.peak", 0) / GIB,
-            "memory/max_reserved(GiB)": told.get("reserved_bytes.all.peak", 0) / GIB,
+            "memory/max_active(GiB)": stats.get("active_bytes.all.peak", 0) / GIB,
+            "memory/max_reserved(GiB)": stats.get("reserved_bytes.all.peak", 0) / GIB,
         }
     return {"memory/max_reserved(GiB)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 / GIB}
 

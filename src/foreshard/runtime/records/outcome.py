@@ -1,4 +1,4 @@
-"""What came of a run."""
+"""The outcome of a run, read back from its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.membership.supervisor_state import recalled
+from foreshard.runtime.membership.supervisor_state import load_state
 from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.records.ledger import Audit, audit, merge
 from foreshard.spec.plan_file import load_plan
@@ -25,19 +25,18 @@ class RunOutcome:
     first_loss, last_loss : float or None
         None also where it was not finite.
     median_step_s, mean_step_s : float or None
-        On the clock, the first step of the run and of each generation left out (they warm up) where more
-        are there.
+        On the run's clock, without the first step of each generation (warm-up) if there are others.
     clock : str
     restarts : int
         Ranks started again.
     generations : int
-        Times the ranks came together anew.
-    budgets : dict of str to dict
-        Of a run that was steered: `limit` and `mean` of each budget.
-    absent : tuple of int
-        Ranks of the run's plan that the last generation was without.
+        Sets of ranks that trained.
     samples, lost, repeated, misread : int
-        By the ledgers; misread are positions at which ranks read different samples of the dataset.
+        By the ledgers, see `Audit`.
+    budgets : dict of str to dict
+        Of an adaptive run: `limit` and `mean` of each budget.
+    absent : tuple of int
+        Ranks of the run's plan that were missing in the last generation.
     """
 
     out: str
@@ -67,7 +66,7 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ru
     Raises
     ------
     ForeshardError
-        When the disk does not take samples.jsonl.
+        When samples.jsonl cannot be written.
     """
     ledgers = sorted((out / "ledger").glob("rank-*.jsonl"))
     try:
@@ -76,7 +75,7 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ru
         raise ForeshardError(
             f"not written: {error.strerror or error}",
             file=str(out / "samples.jsonl"),
-            rule="It is the ledgers of all ranks put together, they are whole",
+            rule="It joins the ledgers of all ranks, which are complete",
             fix=f"See {out / 'ledger'}",
         ) from None
     checked = audit(ledgers, global_batch=global_batch, steps=steps)
@@ -85,12 +84,11 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ru
 
 
 def kept_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of the steps that count: of a step trained twice the last."""
+    """Return the metrics of the steps that count: the last line of a step trained twice."""
     found: dict[int, dict[str, Any]] = {}
     for line in whole_lines(path):
-        if (
-            line["generation"] >= found.get(line["step"], line)["generation"]
-        ):  # lines may have waited for a disk
+        before = found.get(line["step"], line)
+        if line["generation"] >= before["generation"]:  # lines that waited for a disk may come late
             found[line["step"]] = line
     return [found[step] for step in sorted(found)]
 
@@ -117,20 +115,20 @@ def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: i
 
 
 def _absent(out: Path) -> tuple[int, ...]:
-    decided = recalled(out)
-    if decided is None or not decided.ranks:
-        return ()  # its disk was full: nobody knows
-    return tuple(sorted(set(load_plan(str(out / "plan.json")).ranks) - set(decided.ranks)))
+    state = load_state(out)
+    if state is None or not state.ranks:
+        return ()  # the supervisor could not write it: the disk was full
+    return tuple(sorted(set(load_plan(str(out / "plan.json")).ranks) - set(state.ranks)))
 
 
 def _budgets(line: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return limit and mean of each budget of a line, `budget/NAME/limit` and `budget/NAME/mean`."""
+    """Return limit and mean of each budget of a line, from `budget/NAME/limit` and `budget/NAME/mean`."""
     names = [key.split("/")[1] for key in line if key.startswith("budget/") and key.endswith("/limit")]
-    return {name: {what: line[f"budget/{name}/{what}"] for what in ("limit", "mean")} for name in names}
+    return {name: {key: line[f"budget/{name}/{key}"] for key in ("limit", "mean")} for name in names}
 
 
 def settled_times(lines: list[dict[str, Any]]) -> list[float]:
-    """Return step times without the first step of each generation, unless nothing else is there."""
+    """Return step times without the first step of each generation, unless there are no others."""
     timed = [line for line in lines if line["time_metrics/end_to_end(s)"] is not None]
     seen: set[int] = set()
     settled = []

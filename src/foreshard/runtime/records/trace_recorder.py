@@ -1,7 +1,7 @@
-"""What each rank did when: a ring of spans that costs next to nothing, written as a trace like Kineto's.
+"""Records when each rank did what, in a ring buffer of spans, and writes it as a trace in Kineto's format.
 
 Spans have the names and categories of the predicted trace (`foreshard predict --trace`), so that both open in
-the same viewers: a process per rank, a track of compute, a track of what the rank waited in between.
+the same viewers: a process per rank, a track of compute, a track of the phases in between.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 from foreshard.errors import SpecError
 from foreshard.spec.plan import Plan
 
-CAPACITY = 200_000
-_STEP, _COMPUTE, _BETWEEN = 0, 1, 2
-_TRACKS = {_STEP: "step", _COMPUTE: "stream 1 compute", _BETWEEN: "phases"}
+CAPACITY = 200_000  # spans, about 40 MB
+_STEP, _COMPUTE, _PHASES = 0, 1, 2
+_TRACKS = {_STEP: "step", _COMPUTE: "stream 1 compute", _PHASES: "phases"}
 _NO_SPAN = frozenset(("forward", "backward"))
 """Phases whose actions are spans of their own."""
+Span = tuple[int, str, int, int, float, float, int, int]
+"""(track, name, chunk, micro-batch, start_s, end_s, step, index of the place)."""
 
 
 class TraceRecorder:
@@ -31,18 +33,18 @@ class TraceRecorder:
     ----------
     rank : int
     clock : str
-        That the times are of.
+        Name of the clock of all times.
     epoch_s : float
-        What is added to times to get seconds since 1970; 0 for a virtual clock.
+        Added to times gives seconds since 1970; 0 for a virtual clock.
     capacity : int
-        Spans that are kept; older ones make room.
+        Spans that are kept; newer ones replace older ones.
     """
 
     def __init__(self, rank: int, *, clock: str = "wall", epoch_s: float = 0.0, capacity: int = CAPACITY):
         if capacity < 1:
             raise SpecError(f"{capacity} is not valid", key="capacity", value=capacity, rule="Must be >= 1")
         self.rank, self.clock, self.epoch_s = rank, clock, epoch_s
-        self._ring: list[tuple[Any, ...] | None] = [None] * capacity
+        self._ring: list[Span | None] = [None] * capacity
         self._capacity, self._count = capacity, 0
         self._step, self._place = 0, 0
         self._places: list[_Place] = [_Place()]
@@ -52,25 +54,15 @@ class TraceRecorder:
 
     @property
     def omitted(self) -> int:
-        """Spans that made room for later ones."""
+        """Spans that were replaced by later ones."""
         return max(0, self._count - self._capacity)
 
     def add(self, name: str, chunk: int, batch: int, start_s: float, end_s: float) -> None:
-        """Note an action of the schedule; what the executor calls."""
-        self._ring[self._count % self._capacity] = (
-            _COMPUTE,
-            name,
-            chunk,
-            batch,
-            start_s,
-            end_s,
-            self._step,
-            self._place,
-        )
-        self._count += 1
+        """Add an action of the schedule; called by the executor."""
+        self._put(_COMPUTE, name, chunk, batch, start_s, end_s)
 
     def begin_step(self, step: int, plan: Plan, now_s: float) -> None:
-        """Note that a step begins, under a plan."""
+        """Begin a step under a plan."""
         self._close_step(now_s)
         self._step, self._began_s = step, now_s
         if plan is not self._plan:
@@ -79,41 +71,33 @@ class TraceRecorder:
             self._places.append(_place_of(plan, self.rank))
 
     def phase(self, name: str, now_s: float) -> None:
-        """Note what the rank turns to between the actions: gradients, vote, update, migration, rebuild."""
+        """Begin a phase between the actions: gradients, vote, update, migration, rebuild."""
         if self._phase is not None:
             before, began_s = self._phase
             if now_s > began_s:
-                self._put(_BETWEEN, before, began_s, now_s)
+                self._put(_PHASES, before, -1, -1, began_s, now_s)
         self._phase = None if name in _NO_SPAN else (name, now_s)
 
     def close(self, now_s: float) -> None:
-        """End what has begun."""
+        """End the phase and the step that have begun."""
         self.phase("forward", now_s)
         self._close_step(now_s)
 
     def _close_step(self, now_s: float) -> None:
         self.phase("forward", now_s)
         if self._began_s is not None:
-            self._put(_STEP, f"ProfilerStep#{self._step}", self._began_s, now_s)
+            self._put(_STEP, f"ProfilerStep#{self._step}", -1, -1, self._began_s, now_s)
         self._began_s = None
 
-    def _put(self, track: int, name: str, start_s: float, end_s: float) -> None:
-        self._ring[self._count % self._capacity] = (
-            track,
-            name,
-            -1,
-            -1,
-            start_s,
-            end_s,
-            self._step,
-            self._place,
-        )
+    def _put(self, track: int, name: str, chunk: int, batch: int, start_s: float, end_s: float) -> None:
+        span = (track, name, chunk, batch, start_s, end_s, self._step, self._place)
+        self._ring[self._count % self._capacity] = span
         self._count += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace of this rank as the object its JSON holds."""
         return _trace(
-            [*_names(self.rank, self._places), *self._slices()],
+            [*_names(self.rank, self._places), *self._spans()],
             clock=self.clock,
             ranks=1,
             first=self.rank,
@@ -125,7 +109,7 @@ class TraceRecorder:
         """Write the trace of this rank, compressed where the path ends in .gz; return its bytes."""
         return _write(path, self.to_dict())
 
-    def _slices(self) -> Iterator[dict[str, Any]]:
+    def _spans(self) -> Iterator[dict[str, Any]]:
         kept = [span for span in self._ring if span is not None]
         for number, span in enumerate(sorted(kept, key=lambda s: s[4]), start=1):
             track, name, chunk, batch, start_s, end_s, step, place = span
@@ -148,7 +132,7 @@ class TraceRecorder:
 
 
 def wall_epoch_s() -> float:
-    """Return what turns the wall clock of a run into seconds since 1970: hosts lie side by side then."""
+    """Return the seconds since 1970 at which the wall clock of a run is 0: it aligns hosts in one trace."""
     return time.time() - time.perf_counter()
 
 
@@ -160,7 +144,7 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> int:
     Raises
     ------
     SpecError
-        When there is no trace, one cannot be read, or they are of different clocks.
+        When there is no trace, a trace cannot be read, or clocks differ.
     """
     found = [_read(Path(path)) for path in paths]
     if not found:
@@ -174,8 +158,8 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> int:
             value=", ".join(clocks),
             rule="The ranks of a run share a clock",
         )
-    begin_us = _beginning_us(found)
-    events = [_moved(event, trace, begin_us) for trace in found for event in trace["traceEvents"]]
+    begin_us = _begin_us(found)
+    events = [_shifted(event, trace, begin_us) for trace in found for event in trace["traceEvents"]]
     events.sort(key=lambda e: (e["ph"] != "M", e["ts"], e["pid"]))
     events += list(_arrows(events))
     joined = _trace(
@@ -205,7 +189,7 @@ def _trace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a rank sits in a plan; -1 for a rank that idles."""
+    """The place of a rank in a plan; -1 for an idle rank."""
 
     group: int = -1
     stage: int = -1
@@ -213,11 +197,11 @@ class _Place:
     layers: tuple[tuple[int, int], ...] = ()
 
     def of_chunk(self, chunk: int) -> dict[str, Any]:
-        """Return what a span of a chunk says of its place."""
-        told: dict[str, Any] = {"group": self.group, "stage": self.stage}
+        """Return the arguments of a chunk's spans."""
+        args: dict[str, Any] = {"group": self.group, "stage": self.stage}
         if chunk < len(self.layers):
-            told["layers"] = list(self.layers[chunk])
-        return told | {"virtual_stage": chunk * self.stages + self.stage}
+            args["layers"] = list(self.layers[chunk])
+        return args | {"virtual_stage": chunk * self.stages + self.stage}
 
 
 def _place_of(plan: Plan, rank: int) -> _Place:
@@ -241,7 +225,7 @@ def _names(rank: int, places: Sequence[_Place]) -> Iterator[dict[str, Any]]:
         yield meta("thread_sort_index", track, sort_index=track)
 
 
-def _beginning_us(traces: Sequence[dict[str, Any]]) -> float:
+def _begin_us(traces: Sequence[dict[str, Any]]) -> float:
     starts = [
         event["ts"] + trace["baseTimeNanoseconds"] / 1e3
         for trace in traces
@@ -251,7 +235,7 @@ def _beginning_us(traces: Sequence[dict[str, Any]]) -> float:
     return min(starts, default=0.0)
 
 
-def _moved(event: dict[str, Any], trace: dict[str, Any], begin_us: float) -> dict[str, Any]:
+def _shifted(event: dict[str, Any], trace: dict[str, Any], begin_us: float) -> dict[str, Any]:
     if event["ph"] == "M":
         return event
     return event | {"ts": round(event["ts"] + trace["baseTimeNanoseconds"] / 1e3 - begin_us, 3)}
@@ -259,29 +243,23 @@ def _moved(event: dict[str, Any], trace: dict[str, Any], begin_us: float) -> dic
 
 def _arrows(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield both ends of each transfer between stages: forwards go up a pipeline, backwards down."""
-    ends: dict[tuple[int, int, int, int, str], list[dict[str, Any]]] = {}
+    directions = {"forward": 1, "backward": -1, "backward_input": -1}
+    ends: dict[tuple[int, int, int, int, int], list[dict[str, Any]]] = {}
     for event in events:
-        way = _way(event["name"]) if event.get("cat") == "kernel" else ""
-        if way:
+        direction = directions.get(event["name"]) if event.get("cat") == "kernel" else None
+        if direction is not None:
             args = event["args"]
-            key = (args["step"], args["group"], args["micro_batch"], args["virtual_stage"], way)
+            key = (args["step"], args["group"], args["micro_batch"], args["virtual_stage"], direction)
             ends.setdefault(key, []).append(event)
     number = 0
-    for (step, group, batch, virtual, way), sources in ends.items():
-        onward = (step, group, batch, virtual + (1 if way == "forward" else -1), way)
+    for (step, group, batch, virtual, direction), sources in ends.items():
         for source in sources:
-            for target in ends.get(onward, ()):
+            for target in ends.get((step, group, batch, virtual + direction, direction), ()):
                 if target["pid"] == source["pid"]:
                     continue
                 number += 1
                 yield _end("s", number, source)
                 yield _end("f", number, target) | {"bp": "e"}
-
-
-def _way(name: str) -> str:
-    if name == "forward":
-        return "forward"
-    return "backward" if name in ("backward", "backward_input") else ""
 
 
 def _end(ph: str, number: int, event: dict[str, Any]) -> dict[str, Any]:
@@ -310,9 +288,9 @@ def _write(path: str | Path, trace: dict[str, Any]) -> int:
     raw = json.dumps(trace, separators=(",", ":")).encode()
     if str(path).endswith(".gz"):
         raw = gzip.compress(raw, 6, mtime=0)
-    place = Path(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(place.name + ".part")
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    part = final.with_name(final.name + ".part")
     part.write_bytes(raw)
-    part.replace(place)
+    part.replace(final)
     return len(raw)

@@ -1,1 +1,7 @@
-"""What a rank holds and what moves: parameters, slices, buckets, optimizer shards, migration."""
+"""What a rank holds of the model, and what moves when the plan changes.
+
+Decides, from a plan, which rank holds, sums and updates which parameter, or which slice or shard of it, and
+which tensors a rank sends to which when one plan replaces another. In go plans and the job's layers; out come
+a rank's modules, gradient buckets, optimizer state, and moves. Read `layout` (a plan as a rank sees it),
+`optimizer_sharding` (who keeps what) and `rank_state` (what is kept); `migration` moves it.
+"""

@@ -1,34 +1,33 @@
-"""Gradients in flat buckets: one a segment, so that what the same ranks sum goes as one message."""
+"""Gradients in flat buckets, one per segment: gradients that the same ranks sum go as one message."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from foreshard.runtime.state.layout import Segment
+from foreshard.runtime.state.shard_keys import ParameterKey
 from foreshard.runtime.state.slices import WHOLE, Interval, SliceCut
-
-Key = tuple[int, str]
 
 
 @dataclass(slots=True, kw_only=True)
 class Gradient:
-    """What a bucket holds of a parameter's gradient: all that the rank has of it, or some slices.
+    """The place of a parameter's gradient in a bucket: all that the rank has of it, or some slices.
 
     Attributes
     ----------
     parameter : Parameter
     flat : Tensor
-        Where it lies in the bucket.
+        View of the bucket.
     cut : SliceCut or None
-        None where the parameter's gradient is a view of the bucket.
+        None where the parameter's gradient is itself a view of the bucket.
     part : (first, past the last, of)
-        Which slices of what the rank has.
+        Which slices of the gradient that the rank computes.
     adds : bool
-        Whether it counts; what ranks of a stage compute alike only one of them brings in.
+        Whether it counts: of ranks that compute the same gradient only one adds it.
     """
 
     parameter: nn.Parameter
@@ -40,9 +39,11 @@ class Gradient:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what lies in the bucket."""
-        if self.cut is None:
-            return tuple(self.parameter.shape)
-        return _together(self.cut.views(self.parameter, *self.part), self.cut.dim)
+        shape = list(self.parameter.shape)
+        if self.cut is not None:
+            views = self.cut.views(self.parameter, *self.part)
+            shape[self.cut.dim] = sum(view.shape[self.cut.dim] for view in views)
+        return tuple(shape)
 
 
 @dataclass(slots=True)
@@ -67,33 +68,30 @@ class Bucket:
     def clear(self) -> None:
         """Set the gradients to zero and point the parameters at them."""
         self.flat.zero_()
-        for one in self.gradients:
-            if one.cut is None:
-                one.parameter.grad = one.flat.view_as(one.parameter)
+        for gradient in self.gradients:
+            parameter = gradient.parameter
+            if gradient.cut is None:
+                parameter.grad = gradient.flat.view_as(parameter)
             else:
-                one.parameter.grad = torch.zeros_like(one.parameter)
+                parameter.grad = torch.zeros_like(parameter)
 
     def fill(self) -> None:
-        """Bring in what is not computed in place, before the sum."""
-        for one in self.gradients:
-            if not one.adds:
-                one.flat.zero_()
-            elif one.cut is not None and one.parameter.grad is not None:
-                one.flat.copy_(one.cut.taken(one.parameter.grad, *one.part).reshape(-1))
+        """Copy gradients that are not computed in place into the bucket, before the sum."""
+        for gradient in self.gradients:
+            grad = gradient.parameter.grad
+            if not gradient.adds:
+                gradient.flat.zero_()
+            elif gradient.cut is not None and grad is not None:
+                gradient.flat.copy_(gradient.cut.taken(grad, *gradient.part).reshape(-1))
 
-    def empty(self) -> None:
-        """Give back what is not in place, after the sum."""
-        for one in self.gradients:
-            if one.cut is not None and one.parameter.grad is not None:
-                one.cut.fill(one.parameter.grad, *one.part, one.flat.view(one.shape))
+    def copy_back(self) -> None:
+        """Copy the sums of these back to the parameters' gradients."""
+        for gradient in self.gradients:
+            grad = gradient.parameter.grad
+            if gradient.cut is not None and grad is not None:
+                gradient.cut.fill(grad, *gradient.part, gradient.flat.view(gradient.shape))
 
-    def named(self) -> Iterator[tuple[Key, Tensor]]:
-        """Yield what the bucket holds, by name of the parameter or slice."""
-        for name, one in zip(self.segment.names, self.gradients, strict=True):
-            yield name, one.flat.view(one.shape)
-
-
-def _together(views: Sequence[Tensor], dim: int) -> tuple[int, ...]:
-    shape = list(views[0].shape)
-    shape[dim] = sum(view.shape[dim] for view in views)
-    return tuple(shape)
+    def named(self) -> Iterator[tuple[ParameterKey, Tensor]]:
+        """Yield the gradients by name of the parameter or slice."""
+        for name, gradient in zip(self.segment.names, self.gradients, strict=True):
+            yield name, gradient.flat.view(gradient.shape)

@@ -1,6 +1,6 @@
-"""Who holds what under a plan: ranks, virtual stages, layers, samples, and the ranks that share a parameter.
+"""A plan from the point of view of a rank: its stage, layers and samples, and who shares its parameters.
 
-Pure data from a Plan; nothing here talks to another process or imports torch.
+Pure data from a Plan; nothing here communicates or imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from foreshard.errors import SpecError
 from foreshard.graph.schedules import stage_order
+from foreshard.spec.checks import check_structure
 from foreshard.spec.plan import Group, Plan, Stage
 
 RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -39,7 +40,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """A plan read from the point of view of those who run it."""
+    """A plan and the seat of every rank in it."""
 
     plan: Plan
     seats: Mapping[int, Seat]
@@ -65,17 +66,12 @@ class RankLayout:
         return tuple(layer for start, stop in self.stage_of(rank).layers for layer in range(start, stop))
 
     def cuts_sequence(self, rank: int) -> bool:
-        """Return whether a rank has its part of the sequence only, between the products of its layers."""
+        """Return whether a rank holds a part of the sequence between the matrix products of its layers."""
         return rank in self.seats and self.group_of(rank).sp and self.stage_of(rank).tp > 1
 
     def first_position(self, group: int) -> int:
         """Return where in a step's samples a group's share begins."""
         return sum(g.share for g in self.plan.groups[:group])
-
-    def neighbours(self, rank: int, virtual: int) -> Stage:
-        """Return the stage that runs a virtual stage of this rank's pipeline."""
-        stages = self.group_of(rank).stages
-        return stages[virtual % len(stages)]
 
 
 def layout_of(plan: Plan) -> RankLayout:
@@ -84,9 +80,9 @@ def layout_of(plan: Plan) -> RankLayout:
     Raises
     ------
     SpecError
-        Naming what the runtime does not run.
+        For a feature of the plan that the runtime does not run.
     """
-    _refuse(plan)
+    _check_supported(plan)
     seats = {
         rank: Seat(rank=rank, group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
         for g, group in enumerate(plan.groups)
@@ -94,6 +90,39 @@ def layout_of(plan: Plan) -> RankLayout:
         for i, rank in enumerate(stage.ranks)
     }
     return RankLayout(plan=plan, seats=seats)
+
+
+def check_runnable(plan: Plan, *, file: str | None = None) -> None:
+    """Raise at the first rule that keeps the runtime from running a plan, whatever the model is.
+
+    Parameters
+    ----------
+    plan : Plan
+    file : str, optional
+        From which it was read.
+
+    Raises
+    ------
+    SpecError
+    """
+    try:
+        layout_of(plan)
+        check_structure(plan, file=file)
+        for group in plan.groups:
+            _order_of(group)
+    except SpecError as error:
+        error.file = error.file or file
+        raise
+
+
+def _order_of(group: Group) -> None:
+    """Raise where the schedule has no order for so many stages, chunks and micro-batches."""
+    stage_order(
+        group.schedule,
+        num_stages=len(group.stages),
+        num_chunks=group.num_chunks,
+        num_micro_batches=group.num_micro_batches,
+    )
 
 
 def intervals(total: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -126,12 +155,12 @@ def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Parameters that the same ranks hold: one bucket of the gradient synchronisation.
+    """Parameters whose gradients the same ranks sum: one bucket.
 
     Attributes
     ----------
     owners : tuple of int
-        Rising ranks.
+        Ranks in rising order.
     names : tuple of (layer, parameter name)
         In layer order; of tied parameters the first.
     """
@@ -141,7 +170,7 @@ class Segment:
 
 
 def segments_of(summed_by: Mapping[tuple[int, str], tuple[int, ...]]) -> tuple[Segment, ...]:
-    """Return the segments that parameters fall into, by the ranks that keep the sum of their gradients."""
+    """Group parameters by the ranks that keep the sum of their gradients."""
     found: dict[tuple[int, ...], list[tuple[int, str]]] = {}
     for name, owners in summed_by.items():
         found.setdefault(tuple(sorted(owners)), []).append(name)
@@ -150,8 +179,8 @@ def segments_of(summed_by: Mapping[tuple[int, str], tuple[int, ...]]) -> tuple[S
     )
 
 
-def _refuse(plan: Plan) -> None:
-    """Raise for what the runtime does not run; nothing is approximated in silence."""
+def _check_supported(plan: Plan) -> None:
+    """Raise for features that the runtime does not run: none is approximated in silence."""
     if plan.precision not in RUN_PRECISIONS:
         raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
     for g, group in enumerate(plan.groups):
@@ -160,28 +189,17 @@ def _refuse(plan: Plan) -> None:
             raise _unsupported(
                 f"{where}.schedule", group.schedule, f"the runtime runs {', '.join(RUN_SCHEDULES)}"
             )
-        _refuse_order(group, where)
+        if group.schedule == "interleaved" or group.num_chunks > 1:
+            try:
+                _order_of(group)
+            except SpecError as error:
+                error.key = f"{where}.{error.key}"
+                raise
         for s, stage in enumerate(group.stages):
-            _refuse_stage(stage, f"{where}.stages[{s}]")
+            _check_stage(stage, f"{where}.stages[{s}]")
 
 
-def _refuse_order(group: Group, where: str) -> None:
-    """Raise where chunks cannot be run in the order of the schedule, before a rank finds out."""
-    if group.schedule != "interleaved" and group.num_chunks == 1:
-        return
-    try:
-        stage_order(
-            group.schedule,
-            num_stages=len(group.stages),
-            num_chunks=group.num_chunks,
-            num_micro_batches=group.num_micro_batches,
-        )
-    except SpecError as error:
-        error.key = f"{where}.{error.key}"
-        raise
-
-
-def _refuse_stage(stage: Stage, where: str) -> None:
+def _check_stage(stage: Stage, where: str) -> None:
     for name in ("cp", "ep", "etp"):
         if getattr(stage, name) != 1:
             raise _unsupported(
@@ -215,7 +233,7 @@ def _refuse_stage(stage: Stage, where: str) -> None:
 
 def _unsupported(key: str, value: object, rule: str) -> SpecError:
     return SpecError(
-        f"{value!r} is not run",
+        f"{value!r} is not supported",
         key=key,
         value=value,
         rule=rule,

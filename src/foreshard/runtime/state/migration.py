@@ -1,4 +1,8 @@
-"""Layers that change ranks: the pieces that move between two plans, and sending them."""
+"""Moves layers between ranks when the plan changes: who sends what to whom, and the sending.
+
+Every rank reads the same table of who holds what and computes the same moves, so nothing is negotiated. A
+layer comes from the holder that has sent least so far; what a rank already holds stays.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,26 @@ from torch import Tensor
 
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.rank_state import RankState
-from foreshard.runtime.state.shard_keys import Held, Item, Piece
-from foreshard.runtime.state.slices import finer, grains
+from foreshard.runtime.state.shard_keys import ShardKey, Shards, TensorKey
+from foreshard.runtime.state.slices import common_slice_counts, finer
 from foreshard.spec.plan_moves import moves_between
 
-_TAG = 1 << 24
+_TAG = 1 << 24  # above the tags of a step's messages
+_TAGS_PER_MOVE = 4  # sizes, description, bytes, one unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemMove:
-    """One rank sends another some pieces, in order."""
+    """One rank sends another some shards, in order."""
 
     source: int
     target: int
-    pieces: tuple[Piece, ...]
+    shards: tuple[ShardKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What a migration took."""
+    """The cost of a migration for a rank."""
 
     bytes_in: int
     bytes_out: int
@@ -38,50 +43,51 @@ class Moved:
 
 
 def moves_of(
-    held: Mapping[int, Held],
-    wanted: Mapping[int, Held],
-    weight: Callable[[Piece], float] = lambda piece: 1.0,
+    held: Mapping[int, Shards],
+    wanted: Mapping[int, Shards],
+    weight: Callable[[ShardKey], float] = lambda shard: 1.0,
     link_cost: Callable[[int, int], float] = lambda source, target: 1.0,
 ) -> tuple[list[ItemMove], frozenset[int]]:
-    """Return the moves that give every rank what it wants, and layers of which nobody has a piece.
+    """Return the moves that give every rank what it should hold, and the layers of which a shard is lost.
 
-    A piece is the finest slice that either side tells apart; see `plan_moves.moves_between`.
+    The shards of a layer come from one rank as far as one has them; a shard is the finest slice that either
+    side distinguishes.
 
     Parameters
     ----------
-    held, wanted : mapping of rank to Held
-    weight : callable of piece
+    held, wanted : mapping of rank to Shards
+    weight : callable of shard
         Bytes, or anything in proportion.
     link_cost : callable of (source, target)
         Seconds a byte, or anything in proportion.
     """
-    held, wanted = _in_common(held, wanted)
+    held, wanted = _in_common_slices(held, wanted)
     found, missing = moves_between(
         held,
         wanted,
-        layer_of=lambda piece: piece[1],
-        order=lambda piece: (piece[1], piece[0] != "value", piece),
+        layer_of=lambda shard: shard[1],
+        order=lambda shard: (shard[1], shard[0] != "value", shard),
         weight=weight,
         link_cost=link_cost,
     )
-    return [ItemMove(source=s, target=t, pieces=tuple(pieces)) for (s, t), pieces in found.items()], missing
+    return [ItemMove(source=s, target=t, shards=tuple(own)) for (s, t), own in found.items()], missing
 
 
-def _in_common(
-    held: Mapping[int, Held], wanted: Mapping[int, Held]
-) -> tuple[Mapping[int, Held], Mapping[int, Held]]:
-    """Return both in slices of one size."""
-    grain = grains(piece for side in (held, wanted) for pieces in side.values() for piece in pieces)
-    if not grain:
+def _in_common_slices(
+    held: Mapping[int, Shards], wanted: Mapping[int, Shards]
+) -> tuple[Mapping[int, Shards], Mapping[int, Shards]]:
+    """Return both with every parameter in the same number of slices."""
+    counts = common_slice_counts(shard for side in (held, wanted) for own in side.values() for shard in own)
+    if not counts:
         return held, wanted
-    made = [{rank: frozenset(finer(p, grain)) for rank, p in side.items()} for side in (held, wanted)]
+    made = [{rank: frozenset(finer(own, counts)) for rank, own in side.items()} for side in (held, wanted)]
     return made[0], made[1]
 
 
 def migrate(
-    holding: RankState, moves: Sequence[ItemMove], group: Any, ranks: Sequence[int], clock: Clock
+    state: RankState, moves: Sequence[ItemMove], group: Any, ranks: Sequence[int], clock: Clock
 ) -> Moved:
-    """Send and receive what the moves say; the layers received must have been built.
+    """Send and receive the shards of the moves; the layers received must have been built.
 
     Raises
     ------
@@ -89,46 +95,46 @@ def migrate(
         From torch.distributed, when a peer is gone; what was held before is untouched.
     """
     place, began_s = {rank: i for i, rank in enumerate(ranks)}, clock.now()
-    holding.remember()
+    state.keep_optimizer_state()
     sending: list[tuple[Any, Tensor]] = []
     bytes_out = bytes_in = 0
     for number, move in enumerate(moves):
-        if move.source == holding.rank:
-            payload = _payload(holding, move)
-            bytes_out += payload[1].numel()
-            stamp = clock.sent(payload[1].numel(), move.source, move.target)
-            for part, tensor in enumerate(_stamped(payload, stamp)):
-                work = group.send([tensor], place[move.target], _TAG + number * 4 + part)
+        if move.source == state.rank:
+            described, flat = _payload(state, move)
+            bytes_out += flat.numel()
+            arrival_s = clock.sent(flat.numel(), move.source, move.target)
+            for part, tensor in enumerate(_messages(described, flat, arrival_s)):
+                work = group.send([tensor], place[move.target], _TAG + number * _TAGS_PER_MOVE + part)
                 sending.append((work, tensor))
-    received: list[tuple[Item, Tensor]] = []
+    received: list[tuple[TensorKey, Tensor]] = []
     for number, move in enumerate(moves):
-        if move.target == holding.rank:
-            arrived, size = _receive(group, place[move.source], _TAG + number * 4, clock)
+        if move.target == state.rank:
+            arrived, size = _receive(group, place[move.source], _TAG + number * _TAGS_PER_MOVE, clock)
             received += arrived
             bytes_in += size
     for work, _ in sending:
         work.wait()
-    for item, tensor in received:
-        holding.put(item, tensor)
+    for key, tensor in received:
+        state.put(key, tensor)
     return Moved(bytes_in=bytes_in, bytes_out=bytes_out, seconds=clock.now() - began_s)
 
 
-def _payload(holding: RankState, move: ItemMove) -> tuple[list[Any], Tensor]:
-    """Return what describes the items of a move, and their bytes one after another."""
-    chosen = [pair for piece in move.pieces for pair in holding.items_of(piece)]
-    described = [[*item, str(t.dtype).removeprefix("torch."), list(t.shape)] for item, t in chosen]
+def _payload(state: RankState, move: ItemMove) -> tuple[list[list[Any]], Tensor]:
+    """Return a description of the tensors of a move, and their bytes one after another."""
+    chosen = [pair for shard in move.shards for pair in state.tensors_of(shard)]
+    described = [[*key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in chosen]
     parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, t in chosen]
     return described, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def _stamped(payload: tuple[list[Any], Tensor], stamp: float) -> list[Tensor]:
-    text = json.dumps({"stamp": stamp, "items": payload[0]}).encode()
+def _messages(described: list[list[Any]], flat: Tensor, arrival_s: float) -> list[Tensor]:
+    text = json.dumps({"arrival_s": arrival_s, "tensors": described}).encode()
     words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    sizes = torch.tensor([len(text), payload[1].numel()], dtype=torch.int64)
-    return [sizes, words, payload[1]] if payload[1].numel() else [sizes, words]
+    sizes = torch.tensor([len(text), flat.numel()], dtype=torch.int64)
+    return [sizes, words, flat] if flat.numel() else [sizes, words]
 
 
-def _receive(group: Any, source: int, tag: int, clock: Clock) -> tuple[list[tuple[Item, Tensor]], int]:
+def _receive(group: Any, source: int, tag: int, clock: Clock) -> tuple[list[tuple[TensorKey, Tensor]], int]:
     sizes = torch.empty(2, dtype=torch.int64)
     group.recv([sizes], source, tag).wait()
     words = torch.empty(int(sizes[0]), dtype=torch.uint8)
@@ -137,13 +143,12 @@ def _receive(group: Any, source: int, tag: int, clock: Clock) -> tuple[list[tupl
     if flat.numel():
         group.recv([flat], source, tag + 2).wait()
     message = json.loads(bytes(words.tolist()))
-    if clock.virtual:
-        clock.received(message["stamp"])
+    clock.advance_to(message["arrival_s"])
     found, offset = [], 0
-    for kind, layer, name, dtype, shape in message["items"]:
-        kept = torch.empty(shape, dtype=getattr(torch, dtype))
-        size = kept.numel() * kept.element_size()
-        kept.reshape(-1).view(torch.uint8).copy_(flat[offset : offset + size])
+    for kind, layer, name, dtype, shape in message["tensors"]:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        size = tensor.numel() * tensor.element_size()
+        tensor.reshape(-1).view(torch.uint8).copy_(flat[offset : offset + size])
         offset += size
-        found.append(((kind, layer, name), kept))
+        found.append(((kind, layer, name), tensor))
     return found, flat.numel()

@@ -1,4 +1,4 @@
-"""The trainable parameters of a model: their sizes, who uses them, how they can be cut."""
+"""The trainable parameters of a model: their sizes, the layers that use them, how they can be cut."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from foreshard.runtime.job.job import Job
-from foreshard.runtime.state.shard_keys import Key, Piece
-from foreshard.runtime.state.slices import SliceCut, parsed
+from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey
+from foreshard.runtime.state.slices import SliceCut, parse_name
 from foreshard.runtime.tensor.sequence import SequenceLayer
 from foreshard.runtime.tensor.split import LayerSplit, split_of
 
@@ -23,31 +23,31 @@ class Parameters:
     sizes : dict of (layer, name) to elements
     users : dict of (layer, name) to layers
     splits : dict of layer to LayerSplit
-        How layers are cut for tensor-parallel ranks; layers that are not have none.
+        Of the layers that tensor-parallel ranks can cut.
     cuts : dict of (layer, name) to SliceCut
     shared : frozenset of (layer, name)
-        Whole on every rank that computes together, where each has a part of the gradient.
+        Whole on every tensor-parallel rank, where each rank computes a part of the gradient.
     sequential : frozenset of layers
-        That may take a part of the sequence.
+        That can run on a part of the sequence.
     """
 
-    sizes: dict[Key, int]
-    users: dict[Key, tuple[int, ...]]
+    sizes: dict[ParameterKey, int]
+    users: dict[ParameterKey, tuple[int, ...]]
     splits: dict[int, LayerSplit] = field(default_factory=dict)
-    cuts: dict[Key, SliceCut] = field(default_factory=dict)
-    shared: frozenset[Key] = frozenset()
+    cuts: dict[ParameterKey, SliceCut] = field(default_factory=dict)
+    shared: frozenset[ParameterKey] = frozenset()
     sequential: frozenset[int] = frozenset()
 
-    def degree(self, key: Key, degree: int) -> int:
-        """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
+    def degree(self, key: ParameterKey, degree: int) -> int:
+        """Return into how many parts ranks of a tensor-parallel degree cut a parameter: `degree` or 1."""
         return self.splits[key[0]].degree(key[1], degree) if key in self.cuts else 1
 
-    def weight(self, piece: Piece) -> float:
-        """Return what a piece weighs on the move: elements of its parameter, or of a slice of it."""
-        name, _, num = parsed(piece[2])
-        return self.sizes.get((piece[1], name), 1) / num
+    def weight(self, shard: ShardKey) -> float:
+        """Return the cost of moving a shard: elements of its parameter, or of a slice of it."""
+        name, _, num = parse_name(shard[2])
+        return self.sizes.get((shard[1], name), 1) / num
 
-    def of(self, layers: Iterable[int]) -> dict[Key, int]:
+    def of(self, layers: Iterable[int]) -> dict[ParameterKey, int]:
         """Return the sizes of the parameters that layers use."""
         held = set(layers)
         return {key: size for key, size in self.sizes.items() if held.intersection(self.users[key])}
@@ -56,8 +56,8 @@ class Parameters:
 def parameters_of(job: Job) -> Parameters:
     """Return the trainable parameters of a job's model, from modules without storage."""
     first = {name: min(group) for group in map(tuple, job.tied) for name in group}
-    sizes: dict[Key, int] = {}
-    users: dict[Key, list[int]] = {}
+    sizes: dict[ParameterKey, int] = {}
+    users: dict[ParameterKey, list[int]] = {}
     splits: dict[int, LayerSplit] = {}
     sequential = []
     for layer in range(job.num_layers):

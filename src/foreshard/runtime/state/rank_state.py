@@ -1,13 +1,12 @@
-"""What a rank holds: modules of its layers, one optimizer over them, gradients in one flat buffer a segment.
+"""What a rank holds: modules of its layers, one optimizer over them, gradients in flat buckets.
 
-Everything that could move to another rank is an *item*: the value of a parameter, a buffer, or the
-optimizer's state of a parameter, keyed by (kind, layer, name). Items have the same names on every rank,
-under every plan and in a checkpoint.
+Every tensor that could move to another rank has a key (kind, layer, name): the value of a parameter, a
+buffer, or an entry of a parameter's optimizer state. Keys are the same on every rank, under every plan and in
+a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,15 +18,15 @@ from foreshard.runtime.state.buckets import Bucket, Gradient
 from foreshard.runtime.state.layout import RankLayout, Segment, segments_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import Parameters
-from foreshard.runtime.state.shard_keys import Held, Item, Key
-from foreshard.runtime.state.slices import WHOLE, Interval, common, parsed, sliced, within
+from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey, Shards, TensorKey
+from foreshard.runtime.state.slices import WHOLE, Interval, common, parse_name, slice_name, within
 from foreshard.runtime.tensor.draws import TensorDraws
 from foreshard.runtime.tensor.ranks import TensorRanks
 from foreshard.runtime.tensor.sequence import SequenceLayer
 from foreshard.runtime.tensor.split import check_by_element, cut_module
 
-Place = tuple[int, int]
-"""Which of how many parts of a layer's weights a rank holds."""
+Part = tuple[int, int]
+"""(index, degree): which of how many tensor-parallel parts of a layer's weights a rank holds."""
 
 
 class RankState:
@@ -42,27 +41,29 @@ class RankState:
 
     Attributes
     ----------
-    held, kept : frozenset of pieces
-        What is there at the step that is trained next, and what of that outlives an update cut off half way:
-        what other ranks update is theirs until they have sent it.
+    held, kept : frozenset of shards
+        `held` is there at the step that is trained next. `kept` is the part of it that survives an update
+        that is cut off half way: what other ranks update is lost until they have sent it.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device, parameters: Parameters):
         self.job, self.rank, self.device, self.parameters = job, rank, device, parameters
-        self.held: Held = frozenset()
-        self.kept: Held = frozenset()
+        self.held: Shards = frozenset()
+        self.kept: Shards = frozenset()
         self.modules: dict[int, nn.Module] = {}
         self.buckets: list[Bucket] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.updated: dict[Key, nn.Parameter] = {}
+        self.updated: dict[ParameterKey, nn.Parameter] = {}
         self.ranks = TensorRanks()
         self.draws = TensorDraws(job, parameters.splits, self.ranks)
-        self._states: dict[Key, dict[str, Any]] = {}
+        self._optimizer_state: dict[ParameterKey, dict[str, Any]] = {}
         self._tied = tuple(tuple(group) for group in job.tied)
         self._names: dict[int, tuple[str, ...]] = {}
-        self._places: dict[int, Place] = {}
-        self._next: dict[int, Place] = {}
-        self._arrived: list[tuple[Item, Tensor]] = []
+        self._parts: dict[int, Part] = {}
+        self._next_parts: dict[int, Part] = {}
+        self._arrived: list[tuple[TensorKey, Tensor]] = []
+
+    # -- parameters and their names -------------------------------------------------------------------------
 
     def trainable_names(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's parameters that are trained."""
@@ -71,278 +72,275 @@ class RankState:
             self._names[layer] = tuple(n for n, p in module.named_parameters() if p.requires_grad)
         return self._names[layer]
 
+    def parameter(self, layer: int, name: str) -> nn.Parameter:
+        """Return a parameter by any of its names, if a layer that uses it is held."""
+        layer, name = self._held_names((layer, name))[0]
+        return self.modules[layer].get_parameter(name)
+
+    def first_name(self, key: ParameterKey) -> ParameterKey:
+        """Return the key under which a parameter is known: of tied ones the first."""
+        return min(self._all_names(key))
+
+    def _all_names(self, key: ParameterKey) -> tuple[ParameterKey, ...]:
+        return next((group for group in self._tied if key in group), (key,))
+
+    def _held_names(self, key: ParameterKey) -> list[ParameterKey]:
+        """Return the names that a parameter has in the layers held."""
+        return [(layer, name) for layer, name in self._all_names(key) if layer in self.modules]
+
+    def _share(self, key: ParameterKey, held: ParameterKey) -> None:
+        """Let a layer use the parameter that another layer holds."""
+        owner, _, leaf = key[1].rpartition(".")
+        setattr(self.modules[key[0]].get_submodule(owner), leaf, self.modules[held[0]].get_parameter(held[1]))
+
+    def _tie(self) -> None:
+        for group in self._tied:
+            held = [key for key in group if key[0] in self.modules]
+            for key in held[1:]:
+                self._share(key, held[0])
+
+    def _tie_new(self, new: int) -> None:
+        """Let a new layer use the trained parameters that it shares with layers held."""
+        for group in self._tied:
+            own = [key for key in group if key[0] == new]
+            others = [key for key in group if key[0] != new and key[0] in self.modules]
+            if own and others:
+                self._share(own[0], others[0])
+
+    # -- a change of plan -----------------------------------------------------------------------------------
+
     def build(self, layout: RankLayout) -> None:
         """Make the layers of a layout that are not held yet, as the job's seed makes them.
 
-        Layers that are held but in other parts stay as they are until `arrange`; what arrives for them
-        waits.
+        Layers that are held in other parts stay as they are until `arrange`; tensors that arrive for them
+        wait until then.
         """
         layers = layout.layers_of(self.rank)
-        place = (layout.seats[self.rank].tensor, layout.stage_of(self.rank).tp) if layers else (0, 1)
+        part = (layout.seats[self.rank].tensor, layout.stage_of(self.rank).tp) if layers else (0, 1)
         self._arrived = []
-        self._next = {layer: place for layer in layers if layer in self.parameters.splits}
+        self._next_parts = {layer: part for layer in layers if layer in self.parameters.splits}
         for layer in layers:
             if layer not in self.modules:
                 self._make(layer)
-                self._tie_to_held(layer)
+                self._tie_new(layer)
 
     def _make(self, layer: int) -> None:
         module = self.job.layer(layer)
-        index, degree = self._next.get(layer, (0, 1))
+        index, degree = self._next_parts.get(layer, (0, 1))
         if degree > 1:
             cut_module(module, self.parameters.splits[layer], self.ranks, index, degree)
         if isinstance(module, SequenceLayer):
             module.ranks = self.ranks
-        self.modules[layer], self._places[layer] = module.to(self.device), (index, degree)
+        self.modules[layer], self._parts[layer] = module.to(self.device), (index, degree)
 
-    def interval(self, layer: int, name: str) -> Interval:
+    def arrange(self, layout: RankLayout, sharding: OptimizerSharding) -> None:
+        """Adopt a layout whose shards have arrived: drop other layers, tie, make buckets and the optimizer.
+
+        Parameters
+        ----------
+        layout : RankLayout
+        sharding : OptimizerSharding
+            Who updates what, and which ranks keep the sum of a gradient.
+        """
+        self.held = sharding.shards(self.rank)
+        updated = {shard[1:] for shard in self.held if shard[0] == "state"}
+        self.kept = frozenset(shard for shard in self.held if shard[0] != "value" or shard[1:] in updated)
+        self.keep_optimizer_state()
+        self.ranks.sequence = layout.cuts_sequence(self.rank)
+        self._recut()
+        layers = set(layout.layers_of(self.rank))
+        self.modules = {layer: module for layer, module in sorted(self.modules.items()) if layer in layers}
+        self._parts = {layer: self._parts[layer] for layer in self.modules}
+        self._tie()
+        own = sorted({self.first_name((i, name)) for i in self.modules for name in self.trainable_names(i)})
+        self._make_buckets(own, sharding)
+        updates = set(sharding.updated(self.rank)) if layers else set()
+        self.updated = {key: self.parameter(*key) for key in own if key in updates}
+        self._make_optimizer()
+
+    def _changes_part(self, layer: int) -> bool:
+        """Return whether a layer that is held is about to be held in another part."""
+        return layer in self._next_parts and self._parts.get(layer) != self._next_parts[layer]
+
+    def _recut(self) -> None:
+        """Hold layers in the parts of the new layout, from what stays of them and what has arrived."""
+        layers = [layer for layer in self.modules if self._changes_part(layer)]
+        staying = [pair for layer in layers for pair in self._staying(layer)]
+        for layer in layers:
+            for name in self.trainable_names(layer):
+                if (layer, name) in self.parameters.cuts:
+                    self._optimizer_state.pop(self.first_name((layer, name)), None)
+            self._make(layer)
+        self._tie()
+        arrived, self._arrived = self._arrived, []
+        for key, tensor in [*staying, *arrived]:
+            self.put(key, tensor)
+
+    def _staying(self, layer: int) -> list[tuple[TensorKey, Tensor]]:
+        """Return what stays of a layer: the slices that lie in the old part and in the new one."""
+        found = self.tensors_of(("frame", layer, ""))
+        for name in self.trainable_names(layer):
+            key = self.first_name((layer, name))
+            lo, hi, of = common(self.interval(key), self._interval_of(key, self._next_parts[layer]))
+            kinds = ["value"] if self.parameter(*key).untyped_storage().size() > 0 else []
+            kinds += ["state"] if key in self.parameters.cuts else []
+            for kind in kinds:
+                for i in range(lo, hi):
+                    found += self.tensors_of((kind, key[0], slice_name(key[1], i, of)))
+        return found
+
+    def interval(self, key: ParameterKey) -> Interval:
         """Return which part of a parameter is held."""
-        return self._interval_at((layer, name), self._places[self._names_of((layer, name))[0][0]])
+        return self._interval_of(key, self._parts[self._held_names(key)[0][0]])
 
-    def _interval_at(self, key: Key, place: Place) -> Interval:
-        index, degree = place
+    def _interval_of(self, key: ParameterKey, part: Part) -> Interval:
+        index, degree = part
         return (index, index + 1, degree) if self.parameters.degree(key, degree) > 1 else WHOLE
 
-    def items_of(self, piece: Item) -> list[tuple[Item, Tensor]]:
-        """Return the tensors of a piece: a parameter's value, its optimizer state, or a layer's frame.
+    # -- tensors by key -------------------------------------------------------------------------------------
 
-        `remember` first: the state is the one remembered. An entry of a state is ('state', layer,
-        'NAME/KEY').
+    def tensors_of(self, shard: ShardKey) -> list[tuple[TensorKey, Tensor]]:
+        """Return the tensors of a shard: a parameter's value, its optimizer state, or a layer's frame.
+
+        Call `keep_optimizer_state` before.
         """
-        kind, layer, name = piece
+        kind, layer, name = shard
+        if kind == "frame":
+            module = self.modules[layer]
+            parameters = module.named_parameters()
+            frozen = [(("frozen", layer, n), p.data) for n, p in parameters if not p.requires_grad]
+            return [*frozen, *((("buffer", layer, n), b) for n, b in _persistent_buffers(module))]
+        key = (layer, parse_name(name)[0])
         if kind == "value":
-            return [(piece, self._taken(layer, name, self.parameter(layer, parsed(name)[0]).data))]
-        if kind == "state":
-            state = self._states.get((layer, parsed(name)[0]), {})
-            return [
-                (("state", layer, f"{name}/{key}"), self._taken(layer, name, _as_tensor(value)))
-                for key, value in sorted(state.items())
-                if value is not None
-            ]
-        module = self.modules[layer]
-        frozen = [(("frozen", layer, n), p.data) for n, p in module.named_parameters() if not p.requires_grad]
-        return [*frozen, *((("buffer", layer, n), b) for n, b in _persistent_buffers(module))]
+            return [(shard, self._slice(layer, name, self.parameter(*key).data))]
+        return [
+            (("state", layer, f"{name}/{entry}"), self._slice(layer, name, _as_tensor(value)))
+            for entry, value in sorted(self._optimizer_state.get(key, {}).items())
+            if value is not None
+        ]
 
-    def _taken(self, layer: int, name: str, held: Tensor) -> Tensor:
-        """Return the slice that a name means of what is held of it."""
-        whole, index, num = parsed(name)
+    def _slice(self, layer: int, name: str, held: Tensor) -> Tensor:
+        """Return the slice that a name means of the part that is held."""
+        whole, index, num = parse_name(name)
         if num == 1 or held.dim() == 0:
             return held
         cut, part = self.parameters.cuts[layer, whole], (index, index + 1, num)
-        return cut.taken(held, *within(part, self.interval(layer, whole)))
+        return cut.taken(held, *within(part, self.interval((layer, whole))))
 
-    def put(self, item: Item, tensor: Tensor) -> None:
-        """Replace a tensor, or a slice of it; of a state, also one that was not there."""
-        kind, layer, name = item
-        owner, _, entry = name.rpartition("/") if kind == "state" else (name, "", "")
-        key = layer, parsed(owner)[0]
-        if kind in ("state", "value") and any(self._recuts(held) for held, _ in self._names_of(key)):
-            self._arrived.append((item, tensor))
-        elif kind == "state":
-            self._put_state(key, owner, entry, tensor)
-        elif kind == "value":
-            for holder, own in self._names_of(key):
-                parameter = self.modules[holder].get_parameter(own)
-                _make_room(parameter)
-                self._fill(parameter.data, key, owner, tensor)
-        elif kind == "frozen":
+    def put(self, key: TensorKey, tensor: Tensor) -> None:
+        """Replace a tensor, or a slice of it; entries of optimizer state are added."""
+        kind, layer, name = key
+        if kind == "frozen":
             _copy(self.modules[layer].get_parameter(name).data, tensor, (layer, name))
-        else:
+            return
+        if kind == "buffer":
             _copy(self.modules[layer].get_buffer(name), tensor, (layer, name))
+            return
+        owner, _, entry = name.rpartition("/") if kind == "state" else (name, "", "")
+        names = self._held_names((layer, parse_name(owner)[0]))
+        if any(self._changes_part(held) for held, _ in names):
+            self._arrived.append((key, tensor))
+        elif kind == "state":
+            self._put_state((layer, parse_name(owner)[0]), owner, entry, tensor)
+        else:
+            for held, own in names:
+                parameter = self.modules[held].get_parameter(own)
+                _restore_storage(parameter)
+                self._fill(parameter.data, (layer, parse_name(owner)[0]), owner, tensor)
 
-    def _put_state(self, key: Key, owner: str, entry: str, tensor: Tensor) -> None:
-        state = self._states.setdefault(key, {})
-        if tensor.dim() == 0 or (parsed(owner)[2] == 1 and self.interval(*key) == WHOLE):
+    def _put_state(self, key: ParameterKey, owner: str, entry: str, tensor: Tensor) -> None:
+        state = self._optimizer_state.setdefault(key, {})
+        if tensor.dim() == 0 or (parse_name(owner)[2] == 1 and self.interval(key) == WHOLE):
             state[entry] = tensor.clone()
             return
         if entry not in state:
             state[entry] = torch.zeros_like(self.parameter(*key), dtype=tensor.dtype)
         self._fill(state[entry], key, owner, tensor)
 
-    def _fill(self, held: Tensor, key: Key, name: str, tensor: Tensor) -> None:
-        """Copy what a tensor has of what is held."""
-        _, index, num = parsed(name)
-        given, own = (index, index + 1, num), self.interval(*key)
+    def _fill(self, held: Tensor, key: ParameterKey, name: str, tensor: Tensor) -> None:
+        """Copy the slices of a tensor that lie in the part that is held."""
+        _, index, num = parse_name(name)
+        given, own = (index, index + 1, num), self.interval(key)
         if given == own == WHOLE:
             _copy(held, tensor, key)
             return
         cut, both = self.parameters.cuts[key], common(given, own)
         cut.fill(held, *within(both, own), cut.taken(tensor, *within(both, given)))
 
-    def _names_of(self, key: tuple[int, str]) -> list[tuple[int, str]]:
-        """Return the names a parameter has in the layers held."""
-        group = next((group for group in self._tied if key in group), (key,))
-        return [(layer, name) for layer, name in group if layer in self.modules]
-
-    def arrange(self, layout: RankLayout, deal: OptimizerSharding) -> None:
-        """Take the place that a layout gives: drop other layers, tie, make buckets and the optimizer.
-
-        Parameters
-        ----------
-        layout : RankLayout
-        deal : OptimizerSharding
-            Who updates what, and which ranks keep the sum of a gradient.
-        """
-        self.held = deal.pieces(self.rank)
-        updated = {piece[1:] for piece in self.held if piece[0] == "state"}
-        self.kept = frozenset(piece for piece in self.held if piece[0] != "value" or piece[1:] in updated)
-        self.remember()
-        self.ranks.sequence = layout.cuts_sequence(self.rank)
-        self._recut()
-        kept = set(layout.layers_of(self.rank))
-        self.modules = {layer: module for layer, module in sorted(self.modules.items()) if layer in kept}
-        self._places = {layer: self._places[layer] for layer in self.modules}
-        self._tie()
-        held = sorted(
-            {self.first_name(layer, n) for layer in self.modules for n in self.trainable_names(layer)}
-        )
-        self._fill_buckets(
-            segments_of({name: deal.summed_by(name) for key in held for name in deal.names(self.rank, key)}),
-            deal,
-        )
-        updates = set(deal.updated(self.rank)) if kept else set()
-        self.updated = {key: self.parameter(*key) for key in held if key in updates}
-        self._states = {key: state for key, state in self._states.items() if key in self.updated}
-        self._make_optimizer()
-
-    def _recuts(self, layer: int) -> bool:
-        """Return whether a layer that is held is to be held in other parts."""
-        return layer in self._next and self._places.get(layer) != self._next[layer]
-
-    def _recut(self) -> None:
-        """Hold layers in the parts that `build` was told: what stays of them, and what has arrived."""
-        layers = [layer for layer in self.modules if self._recuts(layer)]
-        kept = [item for layer in layers for item in self._staying(layer)]
-        for layer in layers:
-            for name in self.trainable_names(layer):
-                if (layer, name) in self.parameters.cuts:
-                    self._states.pop(self.first_name(layer, name), None)
-            self._make(layer)
-        self._tie()
-        arrived, self._arrived = self._arrived, []
-        for item, tensor in [*kept, *arrived]:
-            self.put(item, tensor)
-
-    def _staying(self, layer: int) -> list[tuple[Item, Tensor]]:
-        """Return what is held of a layer and stays, in slices of the old parts and the new."""
-        found = self.items_of(("frame", layer, ""))
-        for name in self.trainable_names(layer):
-            key = self.first_name(layer, name)
-            is_cut = key in self.parameters.cuts
-            lo, hi, of = common(self.interval(*key), self._interval_at(key, self._next[layer]))
-            there = self.parameter(*key).untyped_storage().size() > 0
-            for kind in ("value",) * there + ("state",) * is_cut:
-                for i in range(lo, hi):
-                    found += self.items_of((kind, key[0], sliced(key[1], i, of)))
-        return found
-
-    def parameter(self, layer: int, name: str) -> nn.Parameter:
-        """Return a parameter held; of tied ones any of the layers gives the same."""
-        for key in (group for group in self._tied if (layer, name) in group):
-            layer, name = next((held, own) for held, own in key if held in self.modules)
-        return self.modules[layer].get_parameter(name)
-
-    def first_name(self, layer: int, name: str) -> tuple[int, str]:
-        """Return the name that a parameter goes by: of tied ones the first."""
-        return min(next((group for group in self._tied if (layer, name) in group), ((layer, name),)))
+    # -- gradients and optimizer ----------------------------------------------------------------------------
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero and point the parameters at their buckets."""
         for bucket in self.buckets:
             bucket.clear()
 
-    def remember(self) -> None:
-        """Keep the optimizer's state by name: parameters are about to change hands."""
-        if self.optimizer is None:
-            return
-        for key, parameter in self.updated.items():
-            state = self.optimizer.state.get(parameter)
-            if state:
-                self._states[key] = dict(state)
-
-    def _tie_to_held(self, new: int) -> None:
-        """Let a new layer use the parameters that it shares with layers held.
-
-        Their values are the trained ones.
-        """
-        for group in self._tied:
-            names = [name for layer, name in group if layer == new]
-            others = [(layer, name) for layer, name in group if layer != new and layer in self.modules]
-            if names and others:
-                owner, _, leaf = names[0].rpartition(".")
-                held = self.modules[others[0][0]].get_parameter(others[0][1])
-                setattr(self.modules[new].get_submodule(owner), leaf, held)
-
-    def _tie(self) -> None:
-        for group in self._tied:
-            held = [(layer, name) for layer, name in group if layer in self.modules]
-            for layer, name in held[1:]:
-                owner, _, leaf = name.rpartition(".")
-                module = self.modules[layer].get_submodule(owner)
-                setattr(module, leaf, self.modules[held[0][0]].get_parameter(held[0][1]))
-
-    def _fill_buckets(self, segments: Sequence[Segment], deal: OptimizerSharding) -> None:
+    def _make_buckets(self, own: list[ParameterKey], sharding: OptimizerSharding) -> None:
+        names = [name for key in own for name in sharding.names(self.rank, key)]
         self.buckets = []
         for module in self.modules.values():
-            module.zero_grad(set_to_none=True)  # views of buckets of the place before
-        for segment in segments:
+            module.zero_grad(set_to_none=True)  # views of the buckets before
+        for segment in segments_of({name: sharding.summed_by(name) for name in names}):
             if self.rank not in segment.owners:
                 continue
-            dtypes = {name: self.parameter(name[0], parsed(name[1])[0]).dtype for name in segment.names}
+            dtypes = {name: self.parameter(name[0], parse_name(name[1])[0]).dtype for name in segment.names}
             for dtype in sorted(set(dtypes.values()), key=str):
-                names = tuple(name for name in segment.names if dtypes[name] == dtype)
-                self.buckets.append(self._bucket(Segment(owners=segment.owners, names=names), dtype, deal))
+                same = tuple(name for name in segment.names if dtypes[name] == dtype)
+                self.buckets.append(self._bucket(Segment(owners=segment.owners, names=same), dtype, sharding))
         self.zero_gradients()
 
-    def _bucket(self, segment: Segment, dtype: torch.dtype, deal: OptimizerSharding) -> Bucket:
-        gradients = [self._gradient(name, deal) for name in segment.names]
-        flat = torch.zeros(sum(one.flat.numel() for one in gradients), dtype=dtype, device=self.device)
+    def _bucket(self, segment: Segment, dtype: torch.dtype, sharding: OptimizerSharding) -> Bucket:
+        gradients = [self._gradient(name, sharding) for name in segment.names]
+        flat = torch.zeros(sum(g.flat.numel() for g in gradients), dtype=dtype, device=self.device)
         offset = 0
-        for one in gradients:
-            one.flat = flat[offset : offset + one.flat.numel()]
-            offset += one.flat.numel()
-        keys = [(layer, parsed(name)[0]) for layer, name in segment.names]
-        layers = frozenset(layer for key in keys for layer in self._users(key))
+        for gradient in gradients:
+            gradient.flat = flat[offset : offset + gradient.flat.numel()]
+            offset += gradient.flat.numel()
+        keys = [(layer, parse_name(name)[0]) for layer, name in segment.names]
+        layers = frozenset(layer for key in keys for layer, _ in self._held_names(key))
         return Bucket(segment, flat, gradients, layers)
 
-    def _gradient(self, name: Key, deal: OptimizerSharding) -> Gradient:
-        """Return the place of a parameter's gradient, or of a slice's, without one in a bucket yet."""
-        whole, index, num = parsed(name[1])
+    def _gradient(self, name: ParameterKey, sharding: OptimizerSharding) -> Gradient:
+        """Return the gradient of a parameter or a slice, with a placeholder for its place in a bucket."""
+        whole, index, num = parse_name(name[1])
         key = name[0], whole
-        parameter, adds = self.parameter(*key), deal.adds(self.rank, key)
-        part = within((index, index + 1, num), self.interval(*key))
+        parameter, adds = self.parameter(*key), sharding.adds(self.rank, key)
+        part = within((index, index + 1, num), self.interval(key))
         size = torch.empty(parameter.numel() * (part[1] - part[0]) // part[2], device="meta")
         if part[:2] == (0, part[2]):
             return Gradient(parameter=parameter, flat=size, adds=adds)
         cut = self.parameters.cuts[key]
         return Gradient(parameter=parameter, flat=size, cut=cut, part=part, adds=adds)
 
-    def _users(self, key: tuple[int, str]) -> list[int]:
-        """Return the layers held that use a parameter."""
-        group = next((group for group in self._tied if key in group), (key,))
-        return [layer for layer, _ in group if layer in self.modules]
+    def keep_optimizer_state(self) -> None:
+        """Keep the optimizer's state by name: parameters are about to change ranks."""
+        if self.optimizer is None:
+            return
+        for key, parameter in self.updated.items():
+            state = self.optimizer.state.get(parameter)
+            if state:
+                self._optimizer_state[key] = dict(state)
 
     def _make_optimizer(self) -> None:
         parameters = list(self.updated.values())
+        self._optimizer_state = {k: state for k, state in self._optimizer_state.items() if k in self.updated}
         self.optimizer = self.job.optimizer(parameters) if parameters else None
         if self.optimizer is None:
             return
-        if any(self.interval(*key) != WHOLE for key in self.updated):
+        if any(self.interval(key) != WHOLE for key in self.updated):
             check_by_element(self.optimizer, self.job.path)
-        for key, parameter in self.updated.items():
-            if key in self._states:
-                self.optimizer.state[parameter] = {
-                    name: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
-                    for name, value in self._states[key].items()
-                }  # counts stay where the optimizer keeps them, on the host
+        for key, state in self._optimizer_state.items():
+            parameter = self.updated[key]
+            self.optimizer.state[parameter] = {
+                name: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                for name, value in state.items()
+            }  # counts stay where the optimizer keeps them, on the host
 
 
-def _copy(held: Tensor, tensor: Tensor, key: Key) -> None:
-    """Copy a whole tensor, which may be another job's."""
+def _copy(held: Tensor, tensor: Tensor, key: ParameterKey) -> None:
+    """Copy a whole tensor, which may come from the checkpoint of another job."""
     if held.shape != tensor.shape:
-        shapes = f"what was kept has shape {list(tensor.shape)}, the job's has {list(held.shape)}"
         raise SpecError(
-            shapes,
+            f"the checkpoint has shape {list(tensor.shape)}, the job has {list(held.shape)}",
             key=f"layers.{key[0]}.{key[1]}",
             rule="A run goes on with the layers it began with",
             fix="Resume with the job that wrote it, or give another --out",
@@ -350,8 +348,8 @@ def _copy(held: Tensor, tensor: Tensor, key: Key) -> None:
     held.copy_(tensor)
 
 
-def _make_room(parameter: nn.Parameter) -> None:
-    """Give a parameter storage; it may be one whose storage is given away between uses."""
+def _restore_storage(parameter: nn.Parameter) -> None:
+    """Give a parameter storage; ZeRO 3 frees it between uses."""
     storage = parameter.untyped_storage()
     if storage.size() == 0:
         storage.resize_(parameter.numel() * parameter.element_size())

@@ -1,31 +1,33 @@
-"""What can be on one rank or another: parameters, pieces of what a rank holds, items that move."""
+"""Names of everything that a rank can hold: the same on every rank, under every plan, and in a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-Key = tuple[int, str]
-"""(layer, name) of a parameter."""
-Item = tuple[str, int, str]
-"""(kind, layer, name): 'value' of a trained parameter, 'frozen' one, 'buffer', 'state' of the optimizer.
+ParameterKey = tuple[int, str]
+"""(layer, name) of a parameter, or of a slice of one (see `slices`)."""
+TensorKey = tuple[str, int, str]
+"""(kind, layer, name) of a tensor that moves.
 
-The name is a parameter's or a slice's; of a state ``NAME/KEY``.
+Kinds: 'value' of a trained parameter, 'frozen' parameter, 'buffer', 'state' of the optimizer, whose name is
+``PARAMETER/ENTRY``.
 """
-Piece = tuple[str, int, str]
-"""('frame', layer, ''): buffers and frozen parameters.
+ShardKey = tuple[str, int, str]
+"""(kind, layer, name) of what is held or not held as one.
 
-('value' or 'state', layer, name): of a trained parameter, or of a slice of one.
+('frame', layer, '') stands for the buffers and frozen parameters of a layer, ('value', layer, name) for a
+trained parameter or a slice of one, ('state', layer, name) for its optimizer state.
 """
-Held = frozenset[Piece]
-"""What a rank has, or is to have, at the step that training goes on from."""
+Shards = frozenset[ShardKey]
+"""What a rank holds, or should hold, at the step that training continues from."""
 
 
-def told(held: Held) -> list[list[Any]]:
-    """Return pieces as JSON holds them."""
-    return sorted(map(list, held))
+def shards_to_json(shards: Shards) -> list[list[Any]]:
+    """Return shards as JSON holds them."""
+    return sorted(map(list, shards))
 
 
-def heard(data: Sequence[Sequence[Any]]) -> Held:
-    """Return pieces from JSON."""
+def parse_shards(data: Sequence[Sequence[Any]]) -> Shards:
+    """Return shards from JSON."""
     return frozenset((str(kind), int(layer), str(name)) for kind, layer, name in data)

@@ -1,8 +1,8 @@
 """Parameters in slices: how a stage of tensor-parallel ranks cuts them, and how slices are named.
 
-A parameter that is cut lies in n equal slices, n being a multiple of every degree that holds it. Slice i goes
-by the parameter's name and ``@i/n``; a name without that is the whole. The same names serve gradients, moves
-and checkpoints, so that nothing else has to know which degree a rank works at.
+A parameter that is cut lies in n equal slices, n being a multiple of every degree that holds it. The name of
+slice i is the parameter's name and ``@i/n``; a name without that is the whole. The same names serve
+gradients, moves and checkpoints, so that nothing else has to know at which degree a rank works.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey
+
 Interval = tuple[int, int, int]
 """(first, past the last, of): slices of so many that a tensor holds."""
 WHOLE: Interval = (0, 1, 1)
-Named = tuple[str, int, str]
-"""(kind, layer, name) of a piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class SliceCut:
     blocks: tuple[int, ...] = (1,)
 
     def divides(self, shape: Sequence[int], num: int) -> bool:
-        """Return whether a tensor of a shape can lie in so many slices."""
+        """Return whether a tensor of a shape can be cut into so many slices."""
         size, whole = shape[self.dim], sum(self.blocks)
         return all(size * block % (whole * num) == 0 for block in self.blocks)
 
@@ -68,13 +68,13 @@ class SliceCut:
 
         Examples
         --------
-        >>> cut, whole = Cut(dim=0, blocks=(1, 1)), torch.arange(8)
+        >>> cut, whole = SliceCut(dim=0, blocks=(1, 1)), torch.arange(8)
         >>> cut.taken(whole, 1, 2, 2)
         tensor([2, 3, 6, 7])
         >>> cut.joined([cut.taken(whole, i, i + 1, 2) for i in range(2)])
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
         """
-        by_slice = [self.views(one, 0, 1, 1) for one in slices]
+        by_slice = [self.views(part, 0, 1, 1) for part in slices]
         return torch.cat([part for parts in zip(*by_slice, strict=True) for part in parts], self.dim)
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,85 +82,83 @@ class SliceCut:
         return {"dim": self.dim, "blocks": list(self.blocks)}
 
 
-def cut_of(told: Mapping[str, Any]) -> SliceCut:
+def parse_cut(data: Mapping[str, Any]) -> SliceCut:
     """Return a cut from JSON.
 
     Raises
     ------
     ValueError
-        When it is none.
+        When it is not a cut.
     """
-    dim, blocks = told["dim"], told["blocks"]
-    numbers = [dim, *blocks]
-    if not blocks or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or dim < 0:
-        raise ValueError(f"{told!r} is no cut")
-    if min(blocks) < 1:
-        raise ValueError(f"{told!r} is no cut")
+    dim, blocks = data["dim"], data["blocks"]
+    are_ints = all(isinstance(n, int) and not isinstance(n, bool) for n in (dim, *blocks))
+    if not blocks or not are_ints or dim < 0 or min(blocks) < 1:
+        raise ValueError(f"{data!r} is not a cut")
     return SliceCut(dim=dim, blocks=tuple(blocks))
 
 
-def sliced(name: str, index: int, num: int) -> str:
+def slice_name(name: str, index: int, num: int) -> str:
     """Return the name of a slice.
 
     Examples
     --------
-    >>> sliced("up.weight", 1, 4), sliced("up.weight", 0, 1)
+    >>> slice_name("up.weight", 1, 4), slice_name("up.weight", 0, 1)
     ('up.weight@1/4', 'up.weight')
     """
     return name if num == 1 else f"{name}@{index}/{num}"
 
 
-def parsed(name: str) -> tuple[str, int, int]:
+def parse_name(name: str) -> tuple[str, int, int]:
     """Return the parameter's name, which slice, and of how many.
 
     Examples
     --------
-    >>> parsed("up.weight@1/4"), parsed("up.weight")
+    >>> parse_name("up.weight@1/4"), parse_name("up.weight")
     (('up.weight', 1, 4), ('up.weight', 0, 1))
     """
-    whole, mark, told = name.rpartition("@")
-    index, _, num = told.partition("/")
+    whole, mark, position = name.rpartition("@")
+    index, _, num = position.partition("/")
     if mark and index.isdecimal() and num.isdecimal():
         return whole, int(index), int(num)
     return name, 0, 1
 
 
-def finer(names: Iterable[Named], grain: Mapping[tuple[int, str], int]) -> Iterator[Named]:
-    """Return pieces (kind, layer, name) cut to the number of slices that a parameter is to lie in."""
-    for kind, layer, name in names:
-        whole, index, num = parsed(name)
-        each = grain.get((layer, whole), num) // num
+def finer(shards: Iterable[ShardKey], counts: Mapping[ParameterKey, int]) -> Iterator[ShardKey]:
+    """Yield shards cut into the given number of slices of each parameter."""
+    for kind, layer, name in shards:
+        whole, index, num = parse_name(name)
+        each = counts.get((layer, whole), num) // num
         if each == 1:
             yield kind, layer, name
         else:
-            yield from ((kind, layer, sliced(whole, index * each + i, num * each)) for i in range(each))
+            yield from ((kind, layer, slice_name(whole, index * each + i, num * each)) for i in range(each))
 
 
-def grains(names: Iterable[Named]) -> dict[tuple[int, str], int]:
-    """Return the least number of slices that every piece is whole slices of, by parameter that is cut."""
-    found: dict[tuple[int, str], int] = {}
-    for _, layer, name in names:
-        whole, _, num = parsed(name)
+def common_slice_counts(shards: Iterable[ShardKey]) -> dict[ParameterKey, int]:
+    """Return, by parameter that is cut, the least number of slices of which all its shards consist."""
+    counts: dict[ParameterKey, int] = {}
+    for _, layer, name in shards:
+        whole, _, num = parse_name(name)
         if num > 1:
-            found[layer, whole] = math.lcm(num, found.get((layer, whole), 1))
-    return found
+            counts[layer, whole] = math.lcm(num, counts.get((layer, whole), 1))
+    return counts
 
 
-def common(one: Interval, other: Interval) -> tuple[int, int, int]:
-    """Return what two intervals have in common: first, past the last, of; empty where last <= first.
+def common(first: Interval, second: Interval) -> Interval:
+    """Return the intersection of two intervals; empty where it ends at its beginning.
 
     Examples
     --------
     >>> common((0, 1, 2), (1, 2, 4)), common((0, 1, 2), (2, 3, 4))
     ((1, 2, 4), (2, 2, 4))
     """
-    of = math.lcm(one[2], other[2])
-    (a, b), (c, d) = ((i[0] * of // i[2], i[1] * of // i[2]) for i in (one, other))
+    of = math.lcm(first[2], second[2])
+    (a, b), (c, d) = ((i[0] * of // i[2], i[1] * of // i[2]) for i in (first, second))
     return max(a, c), max(max(a, c), min(b, d)), of
 
 
 def within(part: Interval, holder: Interval) -> Interval:
-    """Return where a part lies in a tensor that holds an interval, in slices of that tensor.
+    """Return the position of a part inside a tensor that holds an interval, in slices of that tensor.
 
     Examples
     --------

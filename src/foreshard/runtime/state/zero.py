@@ -1,4 +1,4 @@
-"""What the ranks of a stage that deal out parameters send each other (ZeRO): values and gradients."""
+"""Messages between the ranks of a stage that shard parameters (ZeRO): values and gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foreshard.runtime.state.shard_keys import Key
+from foreshard.runtime.state.shard_keys import ParameterKey
 from foreshard.spec.plan import Stage
 
+Sharded = list[tuple[int, list[nn.Parameter]]]
+"""Parameters by the place of their updater in the group, in an order that all ranks share."""
 
-class Shards:
-    """What the ranks of a stage send each other because each keeps a part only.
 
-    Level 1: after the update, new values. Level 2: after each backward, gradients to the rank that keeps
-    them. Level 3: before each use, values, whose storage is given back after it.
+class ZeroExchange:
+    """Brings values and gradients to the ranks that need them.
+
+    Level 1: after the update, new values to all. Level 2: after each backward, gradients to the rank that
+    keeps them. Level 3: before each use, values to all, whose storage is freed after it.
 
     Parameters
     ----------
@@ -25,7 +28,7 @@ class Shards:
         Of the ranks of the stage that hold the same parts, in order.
     stage : Stage
     ranks : sequence of int
-        Those.
+        Those of the group.
     rank : int
     updaters : mapping of (layer, name) to rank
     parameters : mapping of (layer, name) to Parameter
@@ -38,54 +41,56 @@ class Shards:
         stage: Stage,
         ranks: Sequence[int],
         rank: int,
-        updaters: Mapping[Key, int],
-        parameters: Mapping[Key, nn.Parameter],
-        users: Mapping[Key, Sequence[int]],
+        updaters: Mapping[ParameterKey, int],
+        parameters: Mapping[ParameterKey, nn.Parameter],
+        users: Mapping[ParameterKey, Sequence[int]],
     ):
         self._group, self._level, self._place = group, stage.zero, list(ranks).index(rank)
-        self._all = _by_place(ranks, updaters, parameters, list(parameters))
+        self._all = _by_updater(ranks, updaters, parameters, list(parameters))
         self._chunks = []
         for lo, hi in stage.layers:
             used = [key for key in parameters if any(lo <= layer < hi for layer in users[key])]
-            self._chunks.append(_by_place(ranks, updaters, parameters, used))
+            self._chunks.append(_by_updater(ranks, updaters, parameters, used))
         if self._level >= 3:
-            self._give_back(self._all)
+            self._free(self._all)
 
     def before(self, chunk: int) -> None:
         """Get the values that a chunk uses."""
         if self._level >= 3:
-            self._spread(self._chunks[chunk])
+            self._broadcast(self._chunks[chunk])
 
     def after(self, chunk: int, *, summed: bool) -> None:
-        """Send gradients to who keeps them, where the chunk's backward made some; give back values."""
+        """Reduce gradients to their keepers if the chunk's backward made some, and free values."""
         if summed and self._level >= 2:
-            self._collect(self._chunks[chunk])
+            self._reduce(self._chunks[chunk])
         if self._level >= 3:
-            self._give_back(self._chunks[chunk])
+            self._free(self._chunks[chunk])
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """Get the values that other ranks have updated."""
         if self._level < 3:
-            self._spread(self._all)
+            self._broadcast(self._all)
 
-    def _spread(self, dealt: Sequence[tuple[int, list[nn.Parameter]]]) -> None:
-        for place, parameters in dealt:
-            mine = place == self._place
-            if mine:
+    def _broadcast(self, sharded: Sharded) -> None:
+        for place, parameters in sharded:
+            if place == self._place:
                 flat = torch.cat([p.data.reshape(-1) for p in parameters])
             else:
-                flat = torch.empty(
-                    sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-                )
+                size, first = sum(p.numel() for p in parameters), parameters[0]
+                flat = torch.empty(size, dtype=first.dtype, device=first.device)
             options = dist.BroadcastOptions()
             options.rootRank = place
             self._group.broadcast([flat], options).wait()
-            if not mine:
-                _fill(parameters, flat)
+            if place != self._place:
+                for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
+                    storage = parameter.untyped_storage()
+                    if storage.size() == 0:
+                        storage.resize_(parameter.numel() * parameter.element_size())
+                    parameter.data.copy_(values)
 
-    def _collect(self, dealt: Sequence[tuple[int, list[nn.Parameter]]]) -> None:
-        """Sum what the others have of a gradient into the bucket of who keeps it."""
-        for place, parameters in dealt:
+    def _reduce(self, sharded: Sharded) -> None:
+        """Add the gradients of the other ranks to the bucket of the keeper."""
+        for place, parameters in sharded:
             mine = place == self._place
             parts = [
                 torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
@@ -97,26 +102,27 @@ class Shards:
             options = dist.ReduceOptions()
             options.rootRank = place
             self._group.reduce([flat], options).wait()
-            if mine:
-                _add(parameters, flat)
-            else:
-                for parameter in parameters:
+            for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
+                if mine:
+                    assert parameter.grad is not None
+                    parameter.grad += values
+                else:
                     parameter.grad = None
 
-    def _give_back(self, dealt: Sequence[tuple[int, list[nn.Parameter]]]) -> None:
-        for place, parameters in dealt:
+    def _free(self, sharded: Sharded) -> None:
+        for place, parameters in sharded:
             if place != self._place:
                 for parameter in parameters:
                     parameter.untyped_storage().resize_(0)
 
 
-def _by_place(
+def _by_updater(
     ranks: Sequence[int],
-    updaters: Mapping[Key, int],
-    parameters: Mapping[Key, nn.Parameter],
-    keys: Sequence[Key],
-) -> list[tuple[int, list[nn.Parameter]]]:
-    """Return parameters by the place of their updater and by dtype, in an order that all ranks agree on."""
+    updaters: Mapping[ParameterKey, int],
+    parameters: Mapping[ParameterKey, nn.Parameter],
+    keys: Sequence[ParameterKey],
+) -> Sharded:
+    """Return parameters by the place of their updater and by dtype."""
     found = []
     for place, rank in enumerate(ranks):
         for dtype in sorted({parameters[key].dtype for key in keys}, key=str):
@@ -128,21 +134,7 @@ def _by_place(
     return found
 
 
-def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    offset = 0
-    for parameter in parameters:
-        size = parameter.numel()
-        storage = parameter.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(size * parameter.element_size())
-        parameter.data.copy_(flat[offset : offset + size].view_as(parameter))
-        offset += size
-
-
-def _add(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    offset = 0
-    for parameter in parameters:
-        size = parameter.numel()
-        assert parameter.grad is not None
-        parameter.grad += flat[offset : offset + size].view_as(parameter)
-        offset += size
+def _split(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the values of each parameter, in its shape."""
+    parts = flat.split([p.numel() for p in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]

@@ -1,4 +1,4 @@
-"""Whether ranks can compute the layers of a model together as a plan wants; refused by name where not."""
+"""Checks that the tensor-parallel degrees of a plan suit the layers; refuses them by name where not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foreshard.runtime.tensor.split import LayerSplit
 
 
 def check_split(layout: RankLayout, parameters: Parameters) -> None:
-    """Raise for stages of tensor-parallel ranks whose layers cannot be cut so.
+    """Raise for stages whose layers cannot be cut as the plan asks.
 
     Raises
     ------
@@ -21,22 +21,22 @@ def check_split(layout: RankLayout, parameters: Parameters) -> None:
         for s, stage in enumerate(group.stages):
             where = f"groups[{g}].stages[{s}]"
             layers = [layer for lo, hi in stage.layers for layer in range(lo, hi)]
-            found = {layer: parameters.splits[layer] for layer in layers if layer in parameters.splits}
-            if stage.tp > 1 and not found:
+            if stage.tp > 1:
+                splits = {layer: parameters.splits[layer] for layer in layers if layer in parameters.splits}
+                check_degree(splits, stage.tp, f"{where}.tp", of=f"of {where} ")
+            whole = sorted(set(layers) - parameters.sequential)
+            if group.sp and stage.tp > 1 and whole:
                 raise SpecError(
-                    f"no layer of {where} says how it is cut",
-                    key=f"{where}.tp",
-                    value=stage.tp,
-                    rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
-                    fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
+                    f"layer {whole[0]} takes whole sequences only",
+                    key=f"groups[{g}].sp",
+                    value=True,
+                    rule="sp cuts the sequences of models of transformers that are split by themselves",
+                    fix="Set sp to false",
                 )
-            for layer, split in found.items() if stage.tp > 1 else ():
-                _check_layer(layer, split, stage.tp, f"{where}.tp")
-    _check_sequence(layout, parameters)
 
 
-def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> None:
-    """Raise where a degree does not suit every layer that is cut, or none is.
+def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str, *, of: str = "") -> None:
+    """Raise where a degree does not suit every layer that can be cut, or there is no such layer.
 
     Raises
     ------
@@ -44,11 +44,11 @@ def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str) -> Non
     """
     if not splits:
         raise SpecError(
-            "no layer says how it is cut",
+            f"no layer {of}has a tensor plan",
             key=key,
             value=degree,
             rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
-            fix="Define tensor_plan in the job (docs/runtime_jobs.md)",
+            fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
         )
     for layer, split in splits.items():
         _check_layer(layer, split, degree, key)
@@ -82,19 +82,3 @@ def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
                 rule="tp divides every block of a weight that is cut",
                 fix="Use a smaller tp, or another tensor_plan",
             )
-
-
-def _check_sequence(layout: RankLayout, parameters: Parameters) -> None:
-    """Raise for stages that are to cut the sequence of layers that take whole ones only."""
-    for g, group in enumerate(layout.plan.groups):
-        for stage in group.stages if group.sp else ():
-            layers = {layer for lo, hi in stage.layers for layer in range(lo, hi)}
-            whole = sorted(layers - parameters.sequential) if stage.tp > 1 else []
-            if whole:
-                raise SpecError(
-                    f"layer {whole[0]} takes whole sequences only",
-                    key=f"groups[{g}].sp",
-                    value=True,
-                    rule="sp cuts the sequences of models of transformers that are split by themselves",
-                    fix="Set sp to false",
-                )

@@ -1,8 +1,8 @@
 """The ranks that compute a layer together (tensor parallelism): a mesh of DTensors over their process group.
 
-Every rank of them holds the same layers, some weights in parts. What enters a cut product is the same on all
-of them and so is what leaves; the sum in between is theirs. With sequence parallelism what lies between the
-products is cut over the sequence: it is put together before a product, and what is summed is cut again.
+All of them hold the same layers, some weights in parts. The input of a cut product is the same on all ranks,
+and so is its output, after a sum over them. With sequence parallelism the stream between the products is cut
+over the sequence: it is gathered before a product, and the sum is scattered after it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from foreshard.runtime.engine.gradient_sync import latest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 _number = itertools.count()
+_HALF_RING = 0.5
+"""Of a ring all-reduce: a reduce-scatter or an all-gather."""
 
 
 class TensorRanks:
-    """A rank's place among those of a stage that share out its weights, and their mesh.
+    """A rank's place among the tensor-parallel ranks of its stage, and their mesh.
 
     Cut modules keep a reference to it, so that a new generation of process groups reaches all of them.
     """
@@ -35,16 +37,15 @@ class TensorRanks:
     def __init__(self) -> None:
         self.index, self.degree = 0, 1
         self.sequence = False
-        self.bytes_summed: list[tuple[int, float]] | None = (
-            None  # and which part of a sum: for virtual clocks
-        )
+        self.bytes_summed: list[tuple[int, float]] | None = None
+        """For virtual clocks: bytes of each collective, and its part of a ring all-reduce."""
         self._mesh: DeviceMesh | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._tensors: Any = None
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._backend: Any = None
         self._ranks: tuple[int, ...] = ()
-        self._entered: tuple[Tensor, int, DTensor] | None = None
+        self._last_input: tuple[Tensor, int, DTensor] | None = None
 
     def connect(self, group: Any, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         """Make the mesh over a process group of one backend (gloo, NCCL).
@@ -58,7 +59,7 @@ class TensorRanks:
             One of them.
         device : torch.device
         """
-        # a second to load, which ranks that compute alone are spared
+        # takes a second to load, which runs without tensor parallelism are spared
         import torch.distributed.tensor as tensors
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.distributed_c10d import GroupName
@@ -67,7 +68,7 @@ class TensorRanks:
         self._tensors = tensors
         place, size = list(ranks).index(rank), len(ranks)
         self.index, self.degree, self._ranks, self._backend = place, size, tuple(ranks), group
-        store = dist.HashStore()  # for what a group keeps apart from its backend: nothing
+        store = dist.HashStore()  # required by the constructor, unused by a group with a backend
         whole = dist.ProcessGroup(store, place, size)
         kinds = dist.ProcessGroup.BackendType
         kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
@@ -78,8 +79,8 @@ class TensorRanks:
         whole._set_group_name(name)
         torch._C._distributed_c10d._register_process_group(name, whole)
         if (size, place) not in self._meshes:
-            # no default group: ranks are counted in this mesh. It equals no other in this process, or what
-            # torch remembers of an operation would use another's group
+            # Without a default group, ranks are counted within this mesh. No two meshes of a process may be
+            # equal: torch caches operations by mesh, and would use another mesh's group.
             self._meshes[size, place] = DeviceMesh(
                 device.type, list(range(size)), _init_backend=False, _rank=place
             )
@@ -91,47 +92,66 @@ class TensorRanks:
         """Let go of the group."""
         if self._group is not None:
             torch._C._distributed_c10d._unregister_process_group(self._group.group_name)
-        self._group = self._mesh = self._entered = self._backend = None
+        self._group = self._mesh = self._last_input = self._backend = None
         self.index, self.degree, self._ranks = 0, 1, ()
 
-    def forget(self) -> None:
-        """Forget what entered last; called behind every layer."""
-        self._entered = None
+    # -- tensor parallelism ---------------------------------------------------------------------------------
 
-    def entering(self, tensor: Tensor) -> DTensor:
-        """Return a tensor that is whole on every rank; its gradient is the sum of theirs.
+    def replicated(self, tensor: Tensor) -> DTensor:
+        """Return a tensor that is whole on every rank, whose gradient is the sum over the ranks.
 
-        Products that take the same tensor (queries, keys, values) share it, and so one sum of gradients.
+        Products of the same input (queries, keys, values) share it, and so one sum of gradients.
         """
         if isinstance(tensor, self._tensors.DTensor):
             return tensor
-        last = self._entered
+        last = self._last_input
         if last is not None and last[0] is tensor and last[1] == tensor._version:
             return last[2]
-        given = self._alike(tensor)
+        given = self._distributed(tensor, self._tensors.Replicate())
         self._count_backward(given, tensor.numel() * tensor.element_size())
-        self._entered = (tensor, tensor._version, given)
+        self._last_input = (tensor, tensor._version, given)
         return given
+
+    def forget_input(self) -> None:
+        """Forget the last input of a product; called after every layer."""
+        self._last_input = None
 
     def part(self, tensor: Tensor, dim: int) -> DTensor:
         """Return the whole of which a tensor is this rank's part along a dimension."""
-        cut = self._tensors.Shard(dim % tensor.dim())
-        return self._tensors.DTensor.from_local(tensor, self._mesh, [cut], run_check=False)  # type: ignore[no-any-return]
+        return self._distributed(tensor, self._tensors.Shard(dim % tensor.dim()))
 
-    def own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the sequence of what all ranks have."""
-        self.span(tensor.shape[1])
-        found = self._alike(tensor).redistribute(placements=[self._tensors.Shard(1)]).to_local()
-        self._count_backward(found, tensor.numel() * tensor.element_size(), 0.5)
+    def addend(self, tensor: Tensor) -> DTensor:
+        """Return the sum of which a tensor is this rank's addend."""
+        return self._distributed(tensor, self._tensors.Partial())
+
+    def summed(self, addends: DTensor) -> Tensor:
+        """Return the sum over the ranks: whole on every rank, or this rank's part of the sequence."""
+        if not self.sequence:
+            found = self._placed(addends, self._tensors.Replicate())
+            self._count(_num_bytes(found))
+            return found
+        self.sequence_span(addends.shape[1])
+        found = self._placed(addends, self._tensors.Shard(1))
+        size = addends.numel() * found.element_size()
+        self._count(size, _HALF_RING)
+        self._count_backward(found, size, _HALF_RING)
         return found
 
-    def span(self, length: int) -> tuple[int, int]:
-        """Return where this rank's part of a sequence begins and ends.
+    def gathered(self, parts: DTensor) -> Tensor:
+        """Return the parts of all ranks as one tensor, on every rank."""
+        found = self._placed(parts, self._tensors.Replicate())
+        self._count(_num_bytes(found), _HALF_RING)
+        return found
+
+    # -- sequence parallelism -------------------------------------------------------------------------------
+
+    def sequence_span(self, length: int) -> tuple[int, int]:
+        """Return (first, past the last) token of this rank's part of a sequence.
 
         Raises
         ------
         SpecError
-            When the sequence does not come out even.
+            When the degree does not divide the length.
         """
         if length % self.degree:
             raise SpecError(
@@ -144,58 +164,39 @@ class TensorRanks:
         each = length // self.degree
         return each * self.index, each * (self.index + 1)
 
-    def whole(self, own: Tensor) -> DTensor:
-        """Return the sequence that ranks have parts of, for cut products: its gradient is summed and cut."""
-        found = self.part(own, 1).redistribute(placements=[self._tensors.Replicate()])
-        size = found.numel() * own.element_size()
-        self._count(size, 0.5)
-        self._count_backward(found, size, 0.5)
-        return found  # type: ignore[no-any-return]
+    def scatter_sequence(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a sequence that all ranks have."""
+        self.sequence_span(tensor.shape[1])
+        whole = self._distributed(tensor, self._tensors.Replicate())
+        found = self._placed(whole, self._tensors.Shard(1))
+        self._count_backward(found, _num_bytes(tensor), _HALF_RING)
+        return found
 
-    def together(self, own: Tensor) -> Tensor:
+    def gather_sequence(self, own: Tensor) -> Tensor:
         """Return the sequence that ranks have parts of, for what all of them compute alike."""
         return self.gathered(self.part(own, 1))
 
-    def summed(self, parts: DTensor) -> Tensor:
-        """Return what all ranks' parts sum up to: on every rank, or its part of the sequence."""
-        if self.sequence:
-            self.span(parts.shape[1])
-            found = parts.redistribute(placements=[self._tensors.Shard(1)]).to_local()
-            size = parts.numel() * found.element_size()
-            self._count(size, 0.5)
-            self._count_backward(found, size, 0.5)
-            return found
-        found = parts.redistribute(placements=[self._tensors.Replicate()]).to_local()
-        self._count(found.numel() * found.element_size())
+    def gather_for_products(self, own: Tensor) -> DTensor:
+        """Return the sequence that ranks have parts of, for cut products; gradients are reduce-scattered."""
+        found: DTensor = self.part(own, 1).redistribute(placements=[self._tensors.Replicate()])
+        size = found.numel() * own.element_size()
+        self._count(size, _HALF_RING)
+        self._count_backward(found, size, _HALF_RING)
         return found
 
-    def meet(self, clock: Clock) -> None:
-        """Bring a virtual clock to where the slowest of these ranks and their links end an action."""
+    # -- virtual clocks -------------------------------------------------------------------------------------
+
+    def advance_clock(self, clock: Clock) -> None:
+        """Bring a virtual clock to the end of an action's collectives, of the slowest of these ranks."""
         if self._backend is None or not self.bytes_summed:
             return
         sizes, self.bytes_summed = self.bytes_summed, []
         latest(self._backend, now := torch.tensor([clock.now()], dtype=torch.float64))
-        clock.received(float(now[0]) + sum(part * clock.reduced_s(size, self._ranks) for size, part in sizes))
-
-    def addend(self, tensor: Tensor) -> DTensor:
-        """Return the sum of which a tensor is this rank's part."""
-        return self._tensors.DTensor.from_local(  # type: ignore[no-any-return]
-            tensor, self._mesh, [self._tensors.Partial()], run_check=False
-        )
-
-    def gathered(self, parts: DTensor) -> Tensor:
-        """Return all ranks' parts put together, on every rank."""
-        found = parts.redistribute(placements=[self._tensors.Replicate()]).to_local()
-        self._count(found.numel() * found.element_size(), 0.5)  # the second half of a ring that sums
-        return found
-
-    def _alike(self, tensor: Tensor) -> DTensor:
-        return self._tensors.DTensor.from_local(  # type: ignore[no-any-return]
-            tensor, self._mesh, [self._tensors.Replicate()], run_check=False
-        )
+        links_s = sum(part * clock.all_reduce_s(size, self._ranks) for size, part in sizes)
+        clock.advance_to(float(now[0]) + links_s)
 
     def _count_backward(self, tensor: Tensor, size: int, part: float = 1.0) -> None:
-        """Count what the gradient of a tensor will cost; half a ring puts together, or sums and cuts."""
+        """Count the collective of a tensor's gradient, when it comes."""
         if self.bytes_summed is not None and tensor.requires_grad:
             tensor.register_hook(lambda grad: self._count(size, part))
 
@@ -203,23 +204,35 @@ class TensorRanks:
         if self.bytes_summed is not None:
             self.bytes_summed.append((size, part))
 
+    def _distributed(self, tensor: Tensor, placement: Placement) -> DTensor:
+        return self._tensors.DTensor.from_local(  # type: ignore[no-any-return]
+            tensor, self._mesh, [placement], run_check=False
+        )
+
+    def _placed(self, tensor: DTensor, placement: Placement) -> Tensor:
+        return tensor.redistribute(placements=[placement]).to_local()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
 
 def peers_of(
     ranks: Sequence[int], index: int, degree: int, *, sends: bool, parts: bool = False
 ) -> Sequence[int]:
-    """Return the ranks of the other side of a boundary that one sends to, or the one it receives from.
+    """Return the tensor-parallel ranks on the other side of a boundary that a rank sends to or receives from.
 
-    Both sides have the same tensor on all ranks: every rank gets it once.
+    All ranks of a side have the same tensor: every receiver gets it once.
 
     Parameters
     ----------
     ranks : sequence of int
-        That compute together on the other side.
+        Of the other side, that compute together.
     index, degree : int
-        Which of how many this one is on its side.
+        Place of this rank on its side, and how many there are.
     sends : bool
     parts : bool
-        Whether both sides have it in as many parts instead: each goes to its like.
+        Whether the ranks of both sides have as many parts instead: each goes to its counterpart.
 
     Examples
     --------

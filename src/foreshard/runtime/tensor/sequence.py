@@ -1,7 +1,7 @@
-"""Layers whose stream may lie cut over the sequence between their cut products (sequence parallelism).
+"""Sequence parallelism: layers whose stream is cut over the sequence between their tensor-parallel products.
 
-What is done to every word by itself (norms, dropout, sums with the stream) each rank does for its part of the
-sequence; before a product the parts are put together, behind it what is summed is cut again.
+Operations on each token by itself (norms, dropout, sums with the stream) run on each rank's part of the
+sequence; before a matrix product the parts are gathered, after it the sum is scattered again.
 
 Source
 ------
@@ -20,13 +20,13 @@ from foreshard.runtime.tensor.ranks import TensorRanks
 
 
 class SequenceLayer(nn.Module):
-    """A layer that also takes a part of the sequence, where its ranks say so."""
+    """A layer that can also run on a part of the sequence."""
 
     ranks: TensorRanks | None = None
 
     @property
     def parts(self) -> TensorRanks | None:
-        """Those that have the other parts of the sequence; None where it is whole."""
+        """The ranks that hold the other parts of the sequence; None where it is whole."""
         return self.ranks if self.ranks is not None and self.ranks.sequence else None
 
 
@@ -34,26 +34,26 @@ class SequenceLayer(nn.Module):
 def on_part(
     block: nn.Module, products: Iterable[nn.Module], own: Tensor, ranks: TensorRanks
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Let a block have a part of the sequence while the code around it sees the whole length.
+    """Run a block on a part of the sequence while the code around it sees the whole length.
 
-    Positions and masks are of the whole sequence. The code around is given a tensor of that length that holds
-    nothing, which enters and leaves the block in the place of the part.
+    Positions and masks are of the whole sequence. The code around gets a tensor of that length without data,
+    which enters and leaves the block in the place of the part.
 
     Parameters
     ----------
     block : nn.Module
     products : iterable of nn.Module
-        Parts of the block that begin with cut products: they get the whole sequence.
+        Modules of the block that begin with cut products: they get the whole sequence.
     own : Tensor, shape (samples, part of the sequence, channels)
     ranks : TensorRanks
 
     Yields
     ------
     (Tensor, list of Tensor)
-        What holds nothing, and what the block has made of the part.
+        The tensor without data, and the outputs of the block for the part.
     """
     samples, length, channels = own.shape
-    nothing = own.detach().new_zeros(()).expand(samples, length * ranks.degree, channels)
+    placeholder = own.detach().new_zeros(()).expand(samples, length * ranks.degree, channels)
     made: list[Tensor] = []
 
     def enters(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -61,17 +61,18 @@ def on_part(
 
     def leaves(module: nn.Module, args: Any, output: Any) -> Any:
         made.append(output[0] if isinstance(output, tuple) else output)
-        return (nothing, *output[1:]) if isinstance(output, tuple) else nothing
+        return (placeholder, *output[1:]) if isinstance(output, tuple) else placeholder
 
     def gathers(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _replaced(args, kwargs, ranks.whole(args[0] if args else kwargs["hidden_states"]))
+        part = args[0] if args else kwargs["hidden_states"]
+        return _replaced(args, kwargs, ranks.gather_for_products(part))
 
     with ExitStack() as stack:
         stack.callback(block.register_forward_pre_hook(enters, with_kwargs=True).remove)
         stack.callback(block.register_forward_hook(leaves).remove)
-        for part in products:
-            stack.callback(part.register_forward_pre_hook(gathers, with_kwargs=True).remove)
-        yield nothing, made
+        for product in products:
+            stack.callback(product.register_forward_pre_hook(gathers, with_kwargs=True).remove)
+        yield placeholder, made
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> tuple[Any, dict[str, Any]]:

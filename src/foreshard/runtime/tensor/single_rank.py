@@ -1,7 +1,7 @@
-"""One rank's part of layers that several ranks compute together, without the others: what is timed.
+"""Runs one rank's part of tensor-parallel layers without the other ranks, to time it.
 
-Parts, products and what DTensors add are those of a run; sums over the ranks are asked of a group that
-answers at once, and their bytes are noted: links are priced apart.
+Parts, products and the overhead of DTensors are those of a run. Collectives go to a fake group that returns
+at once, and their bytes are recorded: links are priced separately.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class TensorPart:
     def through(
         self, module: nn.Module, layer: int, values: tuple[Any, ...], positions: range
     ) -> tuple[Any, ...]:
-        """Return what this rank's part of a layer makes of the values."""
+        """Return the outputs of this rank's part of a layer."""
         made = through(module, layer, values, positions, windows=self._draws.windows(layer, values))
-        self._ranks.forget()
+        self._ranks.forget_input()
         return made
 
     def summed(self) -> list[tuple[int, float]]:
-        """Return the sums since this was asked last: bytes, and which part of a ring."""
+        """Return the collectives since the last call: bytes, and which part of a ring all-reduce each is."""
         assert self._ranks.bytes_summed is not None
         found = list(self._ranks.bytes_summed)
         self._ranks.bytes_summed.clear()

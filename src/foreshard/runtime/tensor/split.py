@@ -1,16 +1,17 @@
-"""Which weights of a layer are cut, and the layer with them cut.
+"""Cuts the weights of a layer over tensor-parallel ranks, by a plan that gives its modules roles.
 
-A layer says it by names of its modules: ``{"qkv": "column:3", "out": "row"}``. `column` computes some of the
-outputs on each rank, `row` takes some of the inputs and sums; between the two is what a rank computes alone
-(heads of attention, channels of a feed-forward part). What a layer does not name every rank holds whole.
+A plan is a mapping of module names: ``{"qkv": "column:3", "out": "row"}``. `column` computes some of the
+outputs on each rank, `row` takes some of the inputs and sums; between the two each rank computes alone (heads
+of attention, channels of a feed-forward part). Modules without a role are held whole by every rank.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from torch.nn import functional
 from foreshard.errors import SpecError
 from foreshard.runtime.state.slices import SliceCut
 from foreshard.runtime.tensor.ranks import TensorRanks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 BY_ELEMENT = (
     "SGD",
@@ -33,10 +37,10 @@ BY_ELEMENT = (
     "Rprop",
     "ASGD",
 )
-"""Optimizers of torch that update every element by itself: parts of a weight as the whole."""
+"""Optimizers of torch that update every element by itself, so that they can update parts of a weight."""
 RULE = "A role is column, column:BLOCKS (3, or sizes like 4096,1024,1024), row, gather, words or shared"
 _WHERE_POSSIBLE = ("gather", "words")
-"""Roles of weights that every rank holds whole where they cannot be cut: nothing else changes by it."""
+"""Roles of weights that every rank holds whole where they cannot be cut: no other module is affected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +50,16 @@ class TensorPlan:
     Attributes
     ----------
     roles : mapping of module name to role
-        ``column[:BLOCKS]``; ``row``; ``gather``, a column whose outputs are put together; ``words``, rows of
-        an embedding; ``shared``, held whole by every rank and used for its part only.
-    units : mapping of words to int
-        What the degree has to divide (heads).
+        ``column[:BLOCKS]``; ``row``; ``gather``, a column whose outputs are gathered; ``words``, rows of an
+        embedding; ``shared``, held whole by every rank and used for its part only.
+    units : mapping of name to int
+        Numbers that the degree has to divide (heads).
     divided : tuple of (module name, attribute)
-        Numbers of the model's own code that are fewer on every rank.
+        Numbers in the model's own code that are divided by the degree.
     draws_by_head : bool
-        Whether tensors of four dimensions, (sample, head, ...), are what the layer draws in parts for.
+        Whether random numbers are drawn in parts exactly for tensors of (sample, head, query, key).
     refused : str or None
-        Why it cannot be cut.
+        Why the layer cannot be cut.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +71,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSplit:
-    """A layer's plan with the names that it means in this layer.
+    """A layer's plan, resolved to the modules and parameters of the layer.
 
     Attributes
     ----------
@@ -75,7 +79,7 @@ class LayerSplit:
     roles : mapping of module name to (kind, blocks)
     cuts : mapping of parameter name to SliceCut
     shared : frozenset of parameter names
-        Whole on every rank, where each has a part of the gradient.
+        Whole on every rank, where each computes a part of the gradient.
     shapes : mapping of parameter name to shape
         Of those that are cut.
     """
@@ -87,17 +91,17 @@ class LayerSplit:
     shapes: Mapping[str, tuple[int, ...]]
 
     def degree(self, name: str, degree: int) -> int:
-        """Return how many parts ranks of a degree hold a parameter in: as many, or one."""
+        """Return into how many parts ranks of a degree cut a parameter: `degree` or 1."""
         if name not in self.cuts:
             return 1
-        free = self.roles[name.rpartition(".")[0]][0] in _WHERE_POSSIBLE
-        return 1 if free and not self.cuts[name].divides(self.shapes[name], degree) else degree
+        may_stay = self.roles[name.rpartition(".")[0]][0] in _WHERE_POSSIBLE
+        return 1 if may_stay and not self.cuts[name].divides(self.shapes[name], degree) else degree
 
 
 def split_of(
     module: nn.Module, declared: Mapping[str, str], path: str | None = None, tied: Collection[str] = ()
 ) -> LayerSplit | None:
-    """Return how a layer is cut, or None where nothing says so.
+    """Return how a layer is cut, or None where no plan names its modules.
 
     Parameters
     ----------
@@ -108,25 +112,30 @@ def split_of(
     path : str, optional
         File of the job.
     tied : collection of str
-        Parameters of the layer that others use too.
+        Parameters of the layer that other layers use too.
 
     Raises
     ------
     SpecError
-        When a role is none, or names a module that cannot be cut.
+        When a role is unknown, or names a module that cannot be cut.
     """
     own = getattr(module, "tensor_plan", None)
     plan = own if isinstance(own, TensorPlan) else TensorPlan(roles=own if own is not None else declared)
     if plan.refused is not None:
         return _refused(plan.refused)
-    roles = {
-        name: _role(told, path)
-        for name, part in module.named_modules()
-        for told in _told_of(name, plan.roles)
-        if name
-    }
-    if own is not None:
-        _all_found(plan.roles, roles, path)
+    roles = {}
+    for name, _ in module.named_modules():
+        for role in [role for wanted, role in plan.roles.items() if name and _means(wanted, name)][:1]:
+            roles[name] = _parse_role(role, path)
+    for wanted in plan.roles if own is not None else ():
+        if not any(_means(wanted, name) for name in roles):
+            raise SpecError(
+                f"the layer has no module {wanted!r}",
+                file=path,
+                key="tensor_plan",
+                value=wanted,
+                rule="A plan names modules of the layer",
+            )
     if not roles:
         return None
     cuts, shared = _cuts(module, roles, path)
@@ -144,7 +153,7 @@ def split_of(
 def _uncut(
     parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, SliceCut], tied: Collection[str]
 ) -> dict[str, str]:
-    """Return which of the weights to be cut cannot be, and why; one a module."""
+    """Return the reason for each weight that should be cut but cannot be; one weight per module."""
     times = Counter(map(id, parameters.values()))
     found: dict[str, tuple[str, str]] = {}
     for name in cuts:
@@ -161,20 +170,9 @@ def _refused(why: str) -> LayerSplit:
 
 
 def cut_module(module: nn.Module, split: LayerSplit, ranks: TensorRanks, index: int, degree: int) -> None:
-    """Leave a rank's part of a whole layer, in place.
-
-    Parameters
-    ----------
-    module : nn.Module
-    split : LayerSplit
-    ranks : TensorRanks
-    index, degree : int
-        Which of how many parts.
-    """
+    """Reduce a whole layer to part `index` of `degree`, in place."""
     for name, (kind, _) in split.roles.items():
-        if kind == "shared":
-            continue
-        if split.degree(f"{name}.weight", degree) == 1:
+        if kind == "shared" or split.degree(f"{name}.weight", degree) == 1:
             continue
         cuts = {leaf: split.cuts.get(f"{name}.{leaf}") for leaf in ("weight", "bias")}
         with torch.no_grad():
@@ -185,7 +183,7 @@ def cut_module(module: nn.Module, split: LayerSplit, ranks: TensorRanks, index: 
         _divide(module.get_submodule(name), attribute, degree)
 
 
-class _Part(nn.Module):
+class _CutModule(nn.Module):
     """A module of whose weights a rank holds a part."""
 
     weight: nn.Parameter
@@ -211,27 +209,26 @@ class _Part(nn.Module):
         self.train(module.training)
 
 
-class _CutLinear(_Part):
+class _CutLinear(_CutModule):
     """A linear layer of which a rank holds a part."""
 
     def __init__(self, module: nn.Module, *given: Any):
         super().__init__(module, *given)
         self.transposed = not isinstance(module, nn.Linear)
 
-    def _times(self, given: Tensor, dim: int) -> Tensor:
+    def _product(self, x: DTensor, dim: int) -> DTensor:
         """Return the product with the weight, which is cut along a dimension of (outputs, inputs)."""
-        if self.transposed:
-            return given @ self.ranks.part(self.weight, 1 - dim)
-        return functional.linear(given, self.ranks.part(self.weight, dim))
+        weight = self.ranks.part(self.weight, 1 - dim if self.transposed else dim)
+        return x @ weight if self.transposed else functional.linear(x, weight)  # type: ignore[return-value]
 
 
 class ColumnLinear(_CutLinear):
     """Computes this rank's part of the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs in the order of the parts of every block."""
-        made = self._times(self.ranks.entering(x), 0).to_local()  # type: ignore[attr-defined]
-        return made if self.bias is None else made + self.bias
+        """Return this rank's outputs, block by block."""
+        out = self._product(self.ranks.replicated(x), 0).to_local()
+        return out if self.bias is None else out + self.bias
 
 
 class RowLinear(_CutLinear):
@@ -239,30 +236,30 @@ class RowLinear(_CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' products."""
-        made = self.ranks.summed(self._times(self.ranks.part(x, -1), 1))  # type: ignore[arg-type]
-        return made if self.bias is None else made + self.bias
+        out = self.ranks.summed(self._product(self.ranks.part(x, -1), 1))
+        return out if self.bias is None else out + self.bias
 
 
 class GatheredLinear(_CutLinear):
-    """Computes this rank's part of the outputs, which then are put together."""
+    """Computes this rank's part of the outputs, and gathers all of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs."""
-        made = self._times(self.ranks.entering(x), 0)
+        out = self._product(self.ranks.replicated(x), 0)
         if self.bias is not None:
-            made = made + self.ranks.part(self.bias, 0)
-        return self.ranks.gathered(made)  # type: ignore[arg-type]
+            out = out + self.ranks.part(self.bias, 0)  # type: ignore[assignment]
+        return self.ranks.gathered(out)
 
 
-class WordsPart(_Part):
-    """Holds the vectors of some words."""
+class VocabularyEmbedding(_CutModule):
+    """Holds the vectors of a part of the vocabulary."""
 
     def __init__(self, module: nn.Embedding, *given: Any):
         super().__init__(module, *given)
         self.padding = module.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors of words, whoever holds them."""
+        """Return the vectors of token ids, whichever rank holds them."""
         rows = len(self.weight)
         own = ids - self.index * rows
         mine = (own >= 0) & (own < rows)
@@ -277,34 +274,24 @@ _PARTS: dict[str, Any] = {
     "column": ColumnLinear,
     "row": RowLinear,
     "gather": GatheredLinear,
-    "words": WordsPart,
+    "words": VocabularyEmbedding,
 }
 
 
-def _role(told: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
-    kind, _, rest = str(told).partition(":")
+def _means(wanted: str, name: str) -> bool:
+    """Return whether a name in a plan means a module: by its full name or the end of it."""
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _parse_role(role: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of a role and the relative sizes of its blocks."""
+    kind, _, rest = str(role).partition(":")
     sizes = rest.split(",") if rest else ["1"]
     plain = kind in ("row", "shared", "gather", "words") and not rest
     if not plain and (kind != "column" or not all(size.strip().isdecimal() and int(size) for size in sizes)):
-        raise SpecError(f"{told!r} is no role", file=path, key="tensor_plan", value=str(told), rule=RULE)
+        raise SpecError(f"{role!r} is no role", file=path, key="tensor_plan", value=str(role), rule=RULE)
     numbers = tuple(int(size) for size in sizes)
     return kind, (1,) * numbers[0] if len(numbers) == 1 else numbers
-
-
-def _told_of(name: str, roles: Mapping[str, str]) -> Iterable[str]:
-    return [told for wanted, told in roles.items() if name == wanted or name.endswith(f".{wanted}")][:1]
-
-
-def _all_found(wanted: Mapping[str, str], found: Mapping[str, Any], path: str | None) -> None:
-    for name in wanted:
-        if not any(known == name or known.endswith(f".{name}") for known in found):
-            raise SpecError(
-                f"the layer has no module {name!r}",
-                file=path,
-                key="tensor_plan",
-                value=name,
-                rule="A plan names modules of the layer",
-            )
 
 
 def _cuts(
@@ -318,7 +305,7 @@ def _cuts(
             shared += [f"{name}.{own}" for own, _ in part.named_parameters()]
             continue
         if kind == "words":
-            _check_words(part, name, path)
+            _check_embedding(part, name, path)
             cuts[f"{name}.weight"] = SliceCut(dim=0)
             continue
         first = _outputs_first(part, name, path)
@@ -329,11 +316,11 @@ def _cuts(
     return cuts, frozenset(shared)
 
 
-def _check_words(part: nn.Module, name: str, path: str | None) -> None:
+def _check_embedding(part: nn.Module, name: str, path: str | None) -> None:
     plain = type(part) is nn.Embedding and not (part._forward_hooks or part._forward_pre_hooks)
     if not plain or part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
         raise SpecError(
-            f"{name} is a {type(part).__name__}: its words cannot be shared out",
+            f"{name} is a {type(part).__name__}: its rows cannot be cut",
             file=path,
             key="tensor_plan",
             value=name,
@@ -343,7 +330,7 @@ def _check_words(part: nn.Module, name: str, path: str | None) -> None:
 
 
 def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
-    """Return whether a weight is (outputs, inputs), as of nn.Linear, or the other way round."""
+    """Return whether a weight is (outputs, inputs), as in nn.Linear, or (inputs, outputs)."""
     kind = type(part)
     hooked = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
     if kind is nn.Linear and not hooked:
@@ -362,7 +349,7 @@ def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
 
 
 def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) -> None:
-    """Raise for an optimizer that would update parts of a weight otherwise than the whole.
+    """Raise for an optimizer that would update parts of a weight differently from the whole.
 
     Raises
     ------
@@ -382,13 +369,9 @@ def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) 
 
 
 def _divide(part: nn.Module, attribute: str, degree: int) -> None:
-    """Make a number of the model's code fewer; one of its configuration, in a copy of it."""
-    where, _, name = attribute.rpartition(".")
-    if not where:
-        setattr(part, name, getattr(part, name) // degree)
-        return
-    import copy
-
-    own = copy.copy(getattr(part, where))
-    setattr(own, name, getattr(own, name) // degree)
-    setattr(part, where, own)
+    """Divide a number of the model's code; a number of its configuration in a copy of that."""
+    owner, _, name = attribute.rpartition(".")
+    if owner:
+        setattr(part, owner, copy.copy(getattr(part, owner)))
+        part = getattr(part, owner)
+    setattr(part, name, getattr(part, name) // degree)

@@ -8,13 +8,13 @@ from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.address import own_address
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import (
-    Place,
+    Rendezvous,
     announce,
-    claim,
-    goes_on,
-    located,
-    place_of,
-    term_of,
+    claim_term,
+    current_term,
+    read_rendezvous,
+    rendezvous_address,
+    running_rendezvous,
 )
 from foreshard.runtime.membership.store import Client, StoreServer
 from foreshard.runtime.run_settings import RunSettings
@@ -32,20 +32,20 @@ PLAN = parse_plan(
 
 
 def test_a_term_is_claimed_once(tmp_path):
-    assert claim(tmp_path, 2) and not claim(tmp_path, 2)
-    assert claim(tmp_path, 3) and claim(tmp_path, 4)
+    assert claim_term(tmp_path, 2) and not claim_term(tmp_path, 2)
+    assert claim_term(tmp_path, 3) and claim_term(tmp_path, 4)
     assert not (tmp_path / "rendezvous-2.claim").exists(), "claims of long ago are cleared away"
 
 
 def test_a_place_is_read_as_it_was_announced(tmp_path):
-    assert place_of(tmp_path) is None and term_of(tmp_path) == 0
-    announce(tmp_path, Place(address="10.0.0.7", port=29501, term=3))
-    assert place_of(tmp_path) == Place(address="10.0.0.7", port=29501, term=3)
-    assert located(tmp_path) == ("10.0.0.7", 29501)
-    announce(tmp_path, Place(address="10.0.0.7", port=0, term=4))
-    assert located(tmp_path) is None and term_of(tmp_path) == 4
+    assert read_rendezvous(tmp_path) is None and current_term(tmp_path) == 0
+    announce(tmp_path, Rendezvous(address="10.0.0.7", port=29501, term=3))
+    assert read_rendezvous(tmp_path) == Rendezvous(address="10.0.0.7", port=29501, term=3)
+    assert rendezvous_address(tmp_path) == ("10.0.0.7", 29501)
+    announce(tmp_path, Rendezvous(address="10.0.0.7", port=0, term=4))
+    assert rendezvous_address(tmp_path) is None and current_term(tmp_path) == 4
     (tmp_path / "rendezvous.json").write_text("{ torn")
-    assert place_of(tmp_path) is None
+    assert read_rendezvous(tmp_path) is None
 
 
 def test_an_address_of_this_host_is_found():
@@ -97,7 +97,7 @@ def agent(folder):
         port=29501,
         supervises=False,
         own="127.0.0.1",
-        rehost_s=-1.0,
+        takeover_s=-1.0,
     )
     made._client, made._term, made._was_heard = Elsewhere(), 1, True
     return made
@@ -105,66 +105,66 @@ def agent(folder):
 
 def test_one_of_those_who_hear_nothing_takes_over(tmp_path, started):
     one, other = agent(tmp_path), agent(tmp_path)
-    one._tend(), other._tend()
+    one._contact_supervisor(), other._contact_supervisor()
     assert started == [("127.0.0.1", 2)]
     assert one.supervises and not other.supervises
-    announce(tmp_path, Place(address="127.0.0.1", port=4000, term=2))
+    announce(tmp_path, Rendezvous(address="127.0.0.1", port=4000, term=2))
     other._client = Elsewhere()
-    other._tend()
+    other._contact_supervisor()
     assert (other.address, other.port, other._term) == ("127.0.0.1", 4000, 2)
     assert len(started) == 1
 
 
 def test_if_who_claimed_it_is_lost_too_the_next_term_is_claimed(tmp_path, started):
-    assert claim(tmp_path, 2)
+    assert claim_term(tmp_path, 2)
     late = agent(tmp_path)
-    late._tend()
+    late._contact_supervisor()
     assert started == []
-    late._tend()
+    late._contact_supervisor()
     assert started == [("127.0.0.1", 3)]
 
 
 def test_nobody_takes_over_before_it_has_begun(tmp_path, started):
     early = agent(tmp_path)
     early._was_heard, early._heard_s = False, time.monotonic()
-    early._tend()
+    early._contact_supervisor()
     early._heard_s -= 400.0
     with pytest.raises(ForeshardError, match="no supervisor has answered for 400 s"):
-        early._tend()
+        early._contact_supervisor()
     assert started == [] and not (tmp_path / "rendezvous-2.claim").exists()
 
 
 def test_a_run_that_was_ended_on_purpose_is_not_gone_on_with(tmp_path, started):
-    announce(tmp_path, Place(address="10.0.0.1", port=0, term=2))
+    announce(tmp_path, Rendezvous(address="10.0.0.1", port=0, term=2))
     with pytest.raises(ForeshardError, match=r"the run was ended.*--resume"):
-        agent(tmp_path)._tend()
+        agent(tmp_path)._contact_supervisor()
     assert started == []
 
 
 def test_an_agent_that_comes_back_goes_where_the_rendezvous_is_now(tmp_path, started):
-    place = Place(address="127.0.0.1", port=4000, term=2)
-    announce(tmp_path, place)
+    rendezvous = Rendezvous(address="127.0.0.1", port=4000, term=2)
+    announce(tmp_path, rendezvous)
     back = agent(tmp_path)
     back._term, back._was_heard, back._heard_s = 2, False, time.monotonic()
-    back._tend()
+    back._contact_supervisor()
     assert (back.address, back.port, back.supervises) == ("127.0.0.1", 4000, False)
     back._client = Elsewhere()
-    back._tend()  # it waits there, and takes nothing over
+    back._contact_supervisor()  # it waits there, and takes nothing over
     assert started == [] and (back.address, back.port) == ("127.0.0.1", 4000)
 
 
 def test_a_run_goes_on_where_its_supervisor_answers(tmp_path):
     told = {"over": False}
     server = StoreServer("127.0.0.1", 0, SECRET, lambda message: dict(told))
-    place = Place(address="127.0.0.1", port=server.port, term=2)
+    rendezvous = Rendezvous(address="127.0.0.1", port=server.port, term=2)
     try:
-        assert goes_on(tmp_path, SECRET) is None
-        announce(tmp_path, place)
-        assert goes_on(tmp_path, SECRET) == place
+        assert running_rendezvous(tmp_path, SECRET) is None
+        announce(tmp_path, rendezvous)
+        assert running_rendezvous(tmp_path, SECRET) == rendezvous
         with pytest.raises(SpecError, match="secret"):  # a run that may be alive is not opened anew
-            goes_on(tmp_path, b"another run's")
+            running_rendezvous(tmp_path, b"another run's")
         told["over"] = True
-        assert goes_on(tmp_path, SECRET) is None
+        assert running_rendezvous(tmp_path, SECRET) is None
     finally:
         server.close()
-    assert goes_on(tmp_path, SECRET) is None
+    assert running_rendezvous(tmp_path, SECRET) is None

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.records.durable_jsonl import DurableJsonl, settle, whole_lines
+from foreshard.runtime.records.durable_jsonl import DurableJsonl, flush_all, whole_lines
 
 
 def numbers(path):
@@ -23,7 +23,7 @@ def test_lines_wait_in_order_and_nothing_torn_is_left(tmp_path, disk):
         lines.add({"n": n})
     assert numbers(lines.path) == [0, 1, 2] and lines.waiting == 2
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 3
-    assert lines.waited_s == 3.0 and lines.waiting_bytes == 18
+    assert lines.blocked_s == 3.0 and lines.waiting_bytes == 18
     disk.room, now_s[0] = None, 9.0
     assert lines.add({"n": 5})
     assert numbers(lines.path) == [0, 1, 2, 3, 4, 5]
@@ -67,8 +67,8 @@ def test_the_end_waits_for_the_disk_and_says_what_is_missing(tmp_path, disk):
     with pytest.raises(
         ForeshardError, match=r"a\.jsonl: 3 lines \(27 bytes\) are not written .*No space left"
     ) as found:
-        settle([lines], 0.0)
+        flush_all([lines], 0.0)
     assert found.value.exit_code == 1 and "--resume" in found.value.fix
     disk.room = None
-    settle([lines], 0.0)
+    flush_all([lines], 0.0)
     assert [json.loads(text)["n"] for text in lines.path.read_text().splitlines()] == [0, 1, 2]

@@ -1,0 +1,94 @@
+"""Starts the processes of a host: ranks and the supervisor, each with a pipe to the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from foreshard.errors import ForeshardError
+from foreshard.runtime.run_settings import REPORT_FD
+
+Process = subprocess.Popen[bytes]
+_SUPERVISOR_S = 60.0
+"""How long a supervisor may take to listen; it imports no torch."""
+
+
+def start(
+    words: Sequence[str], log: Path, settings: dict[str, str] | None = None, *, blocking: bool = True
+) -> tuple[Process, int]:
+    """Start a process whose output goes to a log; return it, and the end of the pipe on which it reports.
+
+    Raises
+    ------
+    ForeshardError
+        When the folder of the log is gone.
+    """
+    with _open_log(log) as file, _pipe() as (reading, writing):
+        os.set_blocking(reading, blocking)
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, **(settings or {}), REPORT_FD: str(writing)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[writing],
+        )
+    return process, reading
+
+
+def start_supervisor(arguments: Sequence[object], log: Path) -> tuple[Process, int | None]:
+    """Start a supervisor; return its process, and its port once it listens or None if it does not."""
+    module = "foreshard.runtime.membership.supervisor"
+    process, reading = start([sys.executable, "-m", module, *map(str, arguments)], log)
+    with open(reading, "rb", buffering=0) as pipe:  # closed without a word by a process that ends at once
+        port = pipe.read(8) if select.select([pipe], [], [], _SUPERVISOR_S)[0] else b""
+    return process, int(port) if port else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal, if the system has /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def is_free(address: str, port: int) -> bool:
+    """Return whether a server could listen on a port."""
+    try:
+        socket.create_server((address, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        return path.open("ab")
+    except FileNotFoundError:
+        raise ForeshardError(
+            "the folder of the run is gone",
+            file=str(path.parent.parent),
+            rule="A run keeps its folder to the end",
+            fix="Put it back and add --resume, or start again in a folder that nothing removes",
+        ) from None
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Give both ends of a pipe; the writing end is the child's, the reading end stays if there is a child."""
+    reading, writing = os.pipe()
+    try:
+        yield reading, writing
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
