@@ -1,8 +1,8 @@
 """The runtime against torch's own on even plans, and against the ideal of its plan; ratios of one run.
 
 Two ranks train the same small GPT for the same samples: two replicas against DistributedDataParallel and
-FSDP2, two stages against torch.distributed.pipelining. Rounds alternate, so that whatever else the machine
-does hits all alike; each number is a median of rounds. Wall time; one thread a rank.
+FSDP2, two stages against torch.distributed.pipelining. Rounds alternate, so that other load on the machine
+affects all alike; each number is a median of rounds. Wall time; one thread a rank.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ def recut(store, rank: int, rounds: int) -> tuple[float, float]:
     from foreshard.spec.plan_file import parse_plan
 
     job = load_job(str(Path(__file__).parents[1] / "examples" / "jobs" / "gpt_job.py"))
-    told, changes, steps = even("pipeline", job.num_layers).to_dict(), [], []
+    plan, changes, steps = even("pipeline", job.num_layers).to_dict(), [], []
     plans = []
     for cut in (job.num_layers // 2, job.num_layers // 4):
-        first, second = told["groups"][0]["stages"]
+        first, second = plan["groups"][0]["stages"]
         first["layers"], second["layers"] = [[0, cut]], [[cut, job.num_layers]]
-        plans.append(parse_plan(told))
+        plans.append(parse_plan(plan))
     trainer = Trainer(
         job,
         membership=FixedMembership(dist.PrefixStore("recut", store), rank, plans[0], range(RANKS)),
@@ -247,8 +247,8 @@ def main() -> None:
     os.environ.setdefault("GPT_WIDTH", "256")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (folder, args.rounds), RANKS)
-        told = json.loads(Path(folder, "times.json").read_text())
-    times = told["times"]
+        measured = json.loads(Path(folder, "times.json").read_text())
+    times = measured["times"]
     width = os.environ["GPT_WIDTH"]
     print(f"two ranks, GPT of width {width}, {BATCH} samples a step, {args.rounds} rounds, wall time")
     for mine, other in (
@@ -263,9 +263,9 @@ def main() -> None:
             f"ratio of medians {mine_s / other_s:.3f}, "
             f"median of paired ratios {statistics.median(ratios):.3f}"
         )
-    over, marks, change_s, step_s = told["extra"]
+    over, marks, change_s, step_s = measured["extra"]
     print(f"processor time of a step over that of its actions, worse of two ranks: {over:.3f}")
-    print(f"of it to write down when each action began and ended: {100 * marks:.3f} %")
+    print(f"of it to record when each action began and ended: {100 * marks:.3f} %")
     spent = f"{1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step"
     print(f"re-cut that moves a quarter of the layers: {spent}")
 

@@ -10,7 +10,7 @@ from statistics import median
 
 def trained(folder: Path, job: str) -> dict:
     """Return what was predicted and measured of the run on the lab, with the plan and with an even split."""
-    from foreshard.runtime.gradient_check import gradient_error
+    from foreshard.runtime import gradient_error
     from foreshard.runtime.job.job import load_job
     from foreshard.runtime.records.outcome import kept_steps, settled_times
     from foreshard.spec.plan_file import load_plan
@@ -29,17 +29,17 @@ def trained(folder: Path, job: str) -> dict:
     }
 
 
-def headline(told: dict) -> str:
+def headline(summary: dict) -> str:
     """Return the lines that compare prediction, measurement and the even split."""
     predicted, measured, even = (
-        1e3 * told[f"{name}_step_time_s"] for name in ("predicted", "measured", "even_split")
+        1e3 * summary[f"{name}_step_time_s"] for name in ("predicted", "measured", "even_split")
     )
     return (
-        f"\nTrained {told['job']} on the lab ({told['clock']} clock):\n"
+        f"\nTrained {summary['job']} on the lab ({summary['clock']} clock):\n"
         f"  planned  {measured:.0f} ms a step measured, {predicted:.0f} ms predicted "
         f"({100 * (predicted / measured - 1):+.1f} %)\n"
         f"  even     {even:.0f} ms a step measured: {even / measured:.2f} times as long\n"
-        f"  gradients differ from one process by {told['gradient_max_rel_error']:.1e} at most"
+        f"  gradients differ from one process by {summary['gradient_max_rel_error']:.1e} at most"
     )
 
 
@@ -51,7 +51,7 @@ def main(folder: Path, job: str) -> None:
         "schema_version": 1,
         "model": prediction["model"],
         "cluster": prediction["cluster"],
-        **(told := trained(folder, job)),
+        **(training := trained(folder, job)),
         "stated": {
             "predicted_step_time_s": prediction["step_time_s"],
             "predicted_step_time_interval_s": prediction["step_time_interval_s"],
@@ -72,7 +72,7 @@ def main(folder: Path, job: str) -> None:
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     about = {
-        "report.html": "the prediction as people look at it; opens in any browser, offline",
+        "report.html": "the prediction as a page; opens in any browser, offline",
         "trace.json.gz": "the step, task by task; drop it on ui.perfetto.dev",
         "plan.html": "the plan found for devices of two kinds, drawn, with the bound on all others",
         "plan.json": "that plan; foreshard predict MODEL CLUSTER --plan reads it",
@@ -84,7 +84,7 @@ def main(folder: Path, job: str) -> None:
         "run": "its training: metrics, events, samples; run_even the same with equal shares",
         "summary.json": "the headline",
     }
-    print(headline(told))
+    print(headline(training))
     print("\nWritten:")
     for name, text in about.items():
         print(f"  {folder.resolve() / name}  {text}")

@@ -1,10 +1,9 @@
-"""The long chaos: a run that is killed, stopped, slowed, starved of disk, left alone, and still right.
+"""Soak test of fault tolerance: ranks are killed, stopped, slowed and starved of disk while they train.
 
     python scripts/soak.py --out soak [--minutes 10] [--faults 200] [--seed 0]
 
-Four ranks train a small GPT in float64 while seeded faults hit them, then every sample must have counted
-once and the final parameters must equal those of the same run left in peace. Exit code 0 if all holds, 1 if
-not.
+Four ranks train a small GPT in float64 under seeded faults. Afterwards every sample must have counted once,
+and the final parameters must equal those of the same run without faults. Exit code 0 if all holds, else 1.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ OFTEN = ("forward", "backward", "all-reduce", "vote", "update")
 KINDS = ("kill", "two kills", "phase", "phase", "phase", "stop", "slow", "supervisor", "disk")
 DETECT_S = 4.0
 SAVE_EVERY = 10
-CALM_STEPS = 40  # at the end, so that the last checkpoint is there to be compared
-FILE_BYTES = (
-    400_000  # under a full disk: more than a ledger of the soak, less than a rank's part of a checkpoint
-)
+CALM_STEPS = 40  # without faults at the end, so that the last checkpoint is complete
+FILE_BYTES = 400_000
+"""Bound of files on the emulated full disk: above a ledger, below a rank's part of a checkpoint."""
 LIMIT = 1e-9
+"""Of relative differences of float64 parameters and losses; sums in another order differ by 1e-13."""
 
 JOB = '''
 """The example's GPT in float64, small, each sample as slow as SOAK_PACE_S says."""
@@ -84,7 +83,7 @@ def soak_plan() -> Plan:
 
 @dataclass
 class Armed:
-    """A rank that kills itself in its next process (`pid`, once it is there) when it comes to a phase."""
+    """A rank that kills itself in its next process (`pid`, once started) when it reaches a phase."""
 
     phase: str
     nth: int
@@ -94,18 +93,18 @@ class Armed:
 
 @dataclass
 class Chaos:
-    """Hurts a run as a seed says; `watch` is called by the agent all the time.
+    """Injects seeded faults into a run; the agent calls `watch` all the time.
 
     Attributes
     ----------
     agent : Agent
     seed : int
     most : int
-        Faults; afterwards the run is left in peace.
+        Number of faults.
     gap_s : (float, float)
-        Between faults.
+        Bounds of the time between faults.
     last_step : int
-        Peace from there on: a run must be able to end.
+        No faults from there on: a run must be able to end.
     """
 
     agent: Agent
@@ -148,13 +147,13 @@ class Chaos:
             self._due_s, self._seen = now + self.random.uniform(*self.gap_s), self._progress()
 
     def _progress(self) -> int:
-        """Return how much the run has told: nobody is hurt again before a step was trained."""
+        """Return the bytes of metrics: the next fault waits until a step was trained."""
         with suppress(OSError):
             return (self.agent.out / "metrics.jsonl").stat().st_size
         return 0
 
     def _step(self) -> int:
-        """Return the last step that was told; cheap enough to ask often."""
+        """Return the last step in the metrics, without reading the whole file."""
         with suppress(OSError, ValueError, IndexError), (self.agent.out / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
             return int(json.loads(file.read().splitlines()[-1])["step"])
@@ -176,7 +175,7 @@ class Chaos:
         elif kind == "kill":
             self._kill(rank)
         elif kind == "stop":
-            self._signal(self.agent.pid_of(rank), signal.SIGSTOP)  # for good: the supervisor has to notice
+            self._signal(self.agent.pid_of(rank), signal.SIGSTOP)  # for good: heartbeats must detect it
         elif kind == "slow":
             self._slow(self.agent.pid_of(rank))
         elif kind == "disk":
@@ -198,13 +197,13 @@ class Chaos:
             os.kill(pid, number)
 
     def _slow(self, pid: int) -> None:
-        """Let a rank run a fifth of the time for three seconds."""
+        """Stop a rank for four fifths of the next three seconds."""
         for n in range(12):
             self._soon(n * 0.25, lambda: self._signal(pid, signal.SIGSTOP))
             self._soon(n * 0.25 + 0.2, lambda: self._signal(pid, signal.SIGCONT))
 
     def _fill_disk(self, pid: int) -> None:
-        """Let no file of a rank grow beyond a bound: checkpoints do not fit, as on a full disk."""
+        """Bound the size of a rank's files for a while: checkpoints do not fit, as on a full disk."""
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
 
@@ -215,7 +214,7 @@ class Chaos:
         self._soon(8.0, free)
 
     def _arm(self, rank: int) -> None:
-        """Kill a rank, and its next process when it comes to the phase that was hit least."""
+        """Kill a rank, and its next process when it reaches the phase that was hit least."""
         under_way = Counter(armed.phase for armed in self._armed.values())
         phase = min(PHASES, key=lambda name: (self.phases[name] + under_way[name], self.random.random()))
         nth = self.random.randint(1, 8) if phase in OFTEN else 1
@@ -224,7 +223,7 @@ class Chaos:
         self._kill(rank)
 
     def _disarm(self) -> None:
-        """Take back what has struck, before the process after it reads it."""
+        """Remove faults that have struck, before the next process of the rank reads them."""
         for rank, armed in list(self._armed.items()):
             now = self.agent.pid_of(rank)
             if armed.pid is None and now != armed.before:
@@ -236,14 +235,14 @@ class Chaos:
                 self._note(f"in {armed.phase}", rank)
 
     def _write_armed(self) -> None:
-        told = {str(rank): {"phase": armed.phase, "nth": armed.nth} for rank, armed in self._armed.items()}
-        self.fault_file.write_text(json.dumps(told))
+        faults = {str(rank): {"phase": armed.phase, "nth": armed.nth} for rank, armed in self._armed.items()}
+        self.fault_file.write_text(json.dumps(faults))
 
 
 def trained(
     out: Path, *, steps: int, pace_s: float = 0.0, chaos: Callable[[Agent], Chaos] | None = None
 ) -> tuple[RunOutcome, Chaos | None]:
-    """Train to the end, hurt or in peace."""
+    """Train to the end, with or without faults."""
     out.mkdir(parents=True)
     job = out / "job.py"
     job.write_text(JOB.format(examples=str(ROOT / "examples" / "jobs")))
@@ -301,7 +300,7 @@ def compared(
     pace_s: float,
     calm: int = CALM_STEPS,
 ) -> dict[str, Any]:
-    """Run in peace and under faults; return what is to be judged."""
+    """Run without and with faults; return what both gave."""
     peace, _ = trained(out / "peace", steps=steps)
     began_s = time.monotonic()
     hurt, chaos = trained(
@@ -338,7 +337,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--pace-s", type=float, default=0.2, help="seconds each sample takes in the hurt run")
+    parser.add_argument("--pace-s", type=float, default=0.2, help="seconds per sample in the run with faults")
     asked = parser.parse_args()
     gap_s = asked.minutes * 60 / asked.faults
     found = compared(

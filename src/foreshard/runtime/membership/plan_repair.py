@@ -17,11 +17,6 @@ from foreshard.spec.plan import Group, Plan, Stage
 def repaired(plan: Plan, alive: Collection[int]) -> Plan:
     """Return the plan on the ranks of it that are alive; the plan itself if all are.
 
-    Parameters
-    ----------
-    plan : Plan
-    alive : collection of int
-
     Raises
     ------
     InfeasibleError

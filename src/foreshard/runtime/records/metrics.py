@@ -25,12 +25,6 @@ KEPT_BYTES = 16 * 2**20
 class Metrics:
     """Writes `metrics.jsonl` and `events.jsonl` of a run, and TensorBoard's files if asked.
 
-    Parameters
-    ----------
-    out : Path
-    rank : int
-    tensorboard : bool
-
     Raises
     ------
     ExtraMissingError

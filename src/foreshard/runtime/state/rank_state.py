@@ -32,13 +32,6 @@ Part = tuple[int, int]
 class RankState:
     """The layers of one rank with all their state.
 
-    Parameters
-    ----------
-    job : Job
-    rank : int
-    device : torch.device
-    parameters : Parameters
-
     Attributes
     ----------
     held, kept : frozenset of shards

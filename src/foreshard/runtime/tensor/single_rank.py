@@ -23,12 +23,6 @@ from foreshard.runtime.tensor.split import cut_module
 class TensorPart:
     """The layers of a job as the first of `degree` ranks holds them.
 
-    Parameters
-    ----------
-    job : Job
-    degree : int
-    device : torch.device or str
-
     Raises
     ------
     SpecError
