@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock, VirtualClock
 from foreshard.spec.cluster import Cluster, NodeGroup
-from foreshard.spec.codec import parse_toml, read_text
+from foreshard.spec.codec import Range, Size, Unit, decode, invalid, parse_toml, read_text, whole
 from foreshard.spec.device import Device
 from foreshard.units import parse
 
-CLOCKS = ("wall", "cpu", "table")
-_KEYS = ("name", "clock", "ranks", "network", "change", "table")
-_RANK_KEYS = ("count", "device", "slow", "memory", "usd_per_h", "power", "idle_power", "carbon_kg_per_kwh")
-_CHANGE_KEYS = ("at_step", "rank", "slow", "bandwidth", "latency", "there")
-_NETWORK_KEYS = ("bandwidth", "latency")
-_TABLE_KEYS = ("forward", "backward", "optimizer")
 MAX_RANKS = 1024
-_Row = tuple[str, float, float | None, float | None, float | None, float | None, float | None]
+# Lower rates are typing errors: a message of a layer would take hours.
 _LEAST_BYTES_PER_S = 1e3
+# Of links in a lab that states none: Ethernet of a small machine room.
+_USUAL_BYTES_PER_S = parse("10 Gb/s", "bytes_per_s")
+_USUAL_LATENCY_S = parse("50 us", "s")
 _MEMORY_BYTES = 8.0 * 2**30
 """Of a rank that states none."""
 
@@ -220,151 +217,136 @@ def _device(name: str, memory_bytes: float | None) -> Device:
     )
 
 
+Slow = Annotated[float, Range(1e-3, 1e9)]
+Amount = Annotated[float, Range(0.0, 1e9)]
+Power = Annotated[float, Unit("w")]
+Rate = Annotated[float, Unit("bytes_per_s"), Range(_LEAST_BYTES_PER_S)]
+Delay = Annotated[float, Unit("s")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabRanks:
+    """One ``[[ranks]]`` table: equal ranks in a row."""
+
+    count: Annotated[int, Range(1, MAX_RANKS)] = 1
+    device: Annotated[str, Size(1)] | None = None
+    slow: Slow = 1.0
+    memory: Annotated[float, Unit("bytes"), Range(1.0)] | None = None
+    usd_per_h: Amount | None = None
+    power: Power | None = None
+    idle_power: Power | None = None
+    carbon_kg_per_kwh: Amount | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabLinks:
+    """The ``[network]`` table."""
+
+    bandwidth: Rate = _USUAL_BYTES_PER_S
+    latency: Delay = _USUAL_LATENCY_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabChange:
+    """One ``[[change]]`` table."""
+
+    at_step: Annotated[int, Range(0, 10**9)]
+    rank: Annotated[int, Range(0, MAX_RANKS)] | None = None
+    slow: Slow | None = None
+    bandwidth: Rate | None = None
+    latency: Delay | None = None
+    there: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabFile:
+    """The file of a lab; `foreshard schema lab` documents its keys."""
+
+    name: str | None = None
+    clock: Literal["wall", "cpu", "table"] = "cpu"
+    ranks: Annotated[tuple[LabRanks, ...], Size(1)]
+    network: LabLinks = LabLinks()
+    change: tuple[LabChange, ...] = ()
+    table: Mapping[Literal["forward", "backward", "optimizer"], Delay] = field(default_factory=dict)
+
+
 def load_lab(path: str) -> Lab:
     """Return the lab of a TOML file.
 
     Raises
     ------
     SpecError
-        Naming file, key, value and rule.
+        Naming file, key, value, rule and fix.
     """
-    return _Reader(path).lab(parse_toml(read_text(path), file=path))
-
-
-class _Reader:
-    def __init__(self, file: str):
-        self.file = file
-
-    def fail(self, what: str, key: str, value: Any, rule: str) -> SpecError:
-        return SpecError(what, file=self.file, key=key, value=value, rule=rule)
-
-    def known(self, data: Any, key: str, names: tuple[str, ...]) -> dict[str, Any]:
-        if not isinstance(data, dict):
-            raise self.fail("not a table", key, data, f"{key or 'A lab'} is a TOML table")
-        for name in data:
-            if name not in names:
-                raise self.fail(
-                    f"unknown key {name!r}",
-                    f"{key}.{name}" if key else name,
-                    name,
-                    f"Known keys: {', '.join(names)}",
-                )
-        return data
-
-    def number(self, value: Any, key: str, low: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1e9:
-            raise self.fail(f"{value!r} is not valid", key, value, f"Must be a number of at least {low:g}")
-        return float(value)
-
-    def whole(self, value: Any, key: str, low: int, high: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(f"{value!r} is not valid", key, value, f"Must be a whole number, {low} to {high}")
-        return value
-
-    def tables(self, value: Any, key: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise self.fail("not an array", key, value, f"{key} is an array of tables, [[{key}]]")
-        return value
-
-    def lab(self, data: dict[str, Any]) -> Lab:
-        self.known(data, "", _KEYS)
-        clock = data.get("clock", "cpu")
-        if clock not in CLOCKS:
-            raise self.fail(f"unknown clock {clock!r}", "clock", clock, f"Clocks are {', '.join(CLOCKS)}")
-        ranks = self.tables(data.get("ranks", []), "ranks")
-        rows = [row for i, rank in enumerate(ranks) for row in self.rank(rank, f"ranks[{i}]")]
-        if not 1 <= len(rows) <= MAX_RANKS:
-            raise self.fail(f"{len(rows)} ranks", "ranks", len(rows), f"A lab has 1 to {MAX_RANKS} ranks")
-        network = self.known(data.get("network", {}), "network", _NETWORK_KEYS)
-        tables = self.tables(data.get("change", []), "change")
-        changes = [self.change(table, f"change[{i}]", len(rows)) for i, table in enumerate(tables)]
-        made = Lab(
-            name=str(data.get("name", Path(self.file).stem)),
-            clock=clock,
-            devices=tuple(row[0] for row in rows),
-            slow=tuple(row[1] for row in rows),
-            memory_bytes=tuple(row[2] for row in rows),
-            usd_per_h=tuple(row[3] for row in rows),
-            busy_w=tuple(row[4] for row in rows),
-            idle_w=tuple(row[5] for row in rows),
-            kg_per_kwh=tuple(row[6] for row in rows),
-            bandwidth_bytes_per_s=self.rate(network.get("bandwidth", "10 Gb/s"), "network.bandwidth"),
-            latency_s=self.quantity(network.get("latency", "50 us"), "network.latency", "s"),
-            changes=tuple(sorted(changes, key=lambda c: c.at_step)),
-            table_s=self.table(data, clock),
-        )
-        for step in sorted({change.at_step for change in changes}):
-            if not any(made.there_at(step, rank) for rank in range(len(rows))):
-                raise self.fail("nobody is left", "change", step, "At every step some rank is there")
-        return made
-
-    def table(self, data: dict[str, Any], clock: str) -> dict[str, float]:
-        table = self.known(data.get("table", {}), "table", _TABLE_KEYS)
-        if clock == "table" and set(table) != set(_TABLE_KEYS):
-            needed = ", ".join(_TABLE_KEYS)
-            raise self.fail("the table is not complete", "table", sorted(table), f"The clock needs {needed}")
-        if table and clock != "table":
-            raise self.fail("a table for another clock", "table", clock, "Only the clock 'table' reads it")
-        return {name: self.quantity(value, f"table.{name}", "s") for name, value in table.items()}
-
-    def rank(self, data: Any, key: str) -> list[_Row]:
-        self.known(data, key, _RANK_KEYS)
-        slow = self.number(data.get("slow", 1.0), f"{key}.slow", 1e-3)
-        count = self.whole(data.get("count", 1), f"{key}.count", 1, MAX_RANKS)
-        device = data.get("device", f"cpu-{slow:g}x")
-        if not isinstance(device, str) or not device.strip():
-            raise self.fail(f"{device!r} is not valid", f"{key}.device", device, "A device has a name")
-        memory = self.quantity(data["memory"], f"{key}.memory", "bytes", 1.0) if "memory" in data else None
-        price, carbon = (
-            self.number(data[name], f"{key}.{name}", 0.0) if name in data else None
-            for name in ("usd_per_h", "carbon_kg_per_kwh")
-        )
-        busy, idle = (
-            self.quantity(data[name], f"{key}.{name}", "w") if name in data else None
-            for name in ("power", "idle_power")
-        )
-        if idle is None and busy is not None:
-            idle = WAITING_POWER * busy
-        return [(device, slow, memory, price, busy, idle, carbon)] * count
-
-    def change(self, data: Any, key: str, num_ranks: int) -> Change:
-        self.known(data, key, _CHANGE_KEYS)
-        rank = self.whole(data["rank"], f"{key}.rank", 0, num_ranks - 1) if "rank" in data else None
-        for name in ("slow", "there"):
-            if name in data and rank is None:
-                raise self.fail("no rank", f"{key}.rank", None, f"A change of {name} names its rank")
-        if not {"slow", "bandwidth", "latency", "there"} & set(data):
-            raise self.fail("nothing changes", key, None, "A change says slow, bandwidth, latency or there")
-        if not isinstance(data.get("there", True), bool):
-            raise self.fail(
-                f"{data['there']!r} is not valid", f"{key}.there", data["there"], "Must be true or false"
+    file = decode(LabFile, parse_toml(read_text(path), file=path), file=path)
+    ranks = [one for one in file.ranks for _ in range(one.count)]
+    _check_ranks(file, len(ranks), path)
+    _check_table(file, path)
+    made = Lab(
+        name=Path(path).stem if file.name is None else file.name,
+        clock=file.clock,
+        devices=tuple(one.device or f"cpu-{one.slow:g}x" for one in ranks),
+        slow=tuple(one.slow for one in ranks),
+        memory_bytes=tuple(one.memory for one in ranks),
+        usd_per_h=tuple(one.usd_per_h for one in ranks),
+        busy_w=tuple(one.power for one in ranks),
+        idle_w=tuple(_idle_w(one) for one in ranks),
+        kg_per_kwh=tuple(one.carbon_kg_per_kwh for one in ranks),
+        bandwidth_bytes_per_s=file.network.bandwidth,
+        latency_s=file.network.latency,
+        changes=tuple(
+            Change(
+                at_step=one.at_step,
+                rank=one.rank,
+                slow=one.slow,
+                bandwidth_bytes_per_s=one.bandwidth,
+                latency_s=one.latency,
+                there=one.there,
             )
-        return Change(
-            at_step=self.whole(data.get("at_step"), f"{key}.at_step", 0, 10**9),
-            rank=rank,
-            slow=self.number(data["slow"], f"{key}.slow", 1e-3) if "slow" in data else None,
-            bandwidth_bytes_per_s=(
-                self.rate(data["bandwidth"], f"{key}.bandwidth") if "bandwidth" in data else None
-            ),
-            latency_s=self.quantity(data["latency"], f"{key}.latency", "s") if "latency" in data else None,
-            there=data.get("there"),
-        )
-
-    def rate(self, value: Any, key: str) -> float:
-        return self.quantity(value, key, "bytes_per_s", _LEAST_BYTES_PER_S)
-
-    def quantity(self, value: Any, key: str, kind: str, low: float = 0.0) -> float:
-        try:
-            found = parse(value, kind)
-        except SpecError as error:
+            for one in sorted(file.change, key=lambda change: change.at_step)
+        ),
+        table_s={name: seconds for name, seconds in file.table.items()},
+    )
+    for step in sorted({change.at_step for change in made.changes}):
+        if not any(made.there_at(step, rank) for rank in range(len(ranks))):
             raise SpecError(
-                error.what,
-                file=self.file,
-                key=key,
-                value=error.value,
-                rule=error.rule,
-                fix=error.fix,
-            ) from None
-        if found < low:
-            raise self.fail(f"{value!r} is too little", key, value, f"Must be at least {low:g} (SI)")
-        return found
+                "nobody is left", file=path, key="change", value=step, rule="At every step some rank is there"
+            )
+    return made
+
+
+def _idle_w(ranks: LabRanks) -> float | None:
+    """Return the stated power while waiting, else the usual part of the power while computing."""
+    if ranks.idle_power is None and ranks.power is not None:
+        return WAITING_POWER * ranks.power
+    return ranks.idle_power
+
+
+def _check_ranks(file: LabFile, count: int, path: str) -> None:
+    """Raise for too many ranks, and for changes that name none or change nothing."""
+    whole(count, 1, MAX_RANKS, key="ranks", name="number of ranks", file=path)
+    for index, ranks in enumerate(file.ranks):
+        if ranks.device is not None and not ranks.device.strip():
+            raise invalid(ranks.device, "Must be a name", key=f"ranks[{index}].device", file=path)
+    for index, change in enumerate(file.change):
+        key = f"change[{index}]"
+        if change.rank is not None:
+            whole(change.rank, 0, count - 1, key=f"{key}.rank", file=path)
+        for name in ("slow", "there"):
+            if getattr(change, name) is not None and change.rank is None:
+                rule = f"A change of {name} names its rank"
+                raise SpecError("no rank", file=path, key=f"{key}.rank", rule=rule)
+        if (change.slow, change.bandwidth, change.latency, change.there) == (None,) * 4:
+            rule = "A change says slow, bandwidth, latency or there"
+            raise SpecError("nothing changes", file=path, key=key, rule=rule)
+
+
+def _check_table(file: LabFile, path: str) -> None:
+    """Raise unless the table of times is there exactly where the clock reads it."""
+    if file.clock == "table" and len(file.table) < 3:
+        rule = "The clock needs forward, backward, optimizer"
+        stated = ", ".join(file.table)
+        raise SpecError("the table is not complete", file=path, key="table", value=stated, rule=rule)
+    if file.table and file.clock != "table":
+        rule = "Only the clock 'table' reads it"
+        raise SpecError("a table for another clock", file=path, key="table", value=file.clock, rule=rule)
