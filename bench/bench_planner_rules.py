@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from unittest.mock import patch
 
 from foreshard.catalog.clusters import load_cluster
@@ -32,18 +33,13 @@ CASES = {
 """Model, cluster, global batch, tokens and precision."""
 
 
-def _first_come(some: list[subspaces.Subspace], best_s: float) -> tuple[subspaces.Subspace | None, float]:
-    """Return the subspace of the largest promise, however long it was worked on."""
-    promises = [one.promise_s(best_s) for one in some]
-    first = max(range(len(promises)), key=promises.__getitem__)
-    return (some[first], 1.0) if promises[first] else (None, 0.0)
-
-
-def _even(some: list[subspaces.Subspace], best_s: float) -> tuple[subspaces.Subspace | None, float]:
-    """Return the open subspace on which least time was spent."""
+def _in_turn(some: list[subspaces.Subspace], best_s: float) -> tuple[subspaces.Subspace | None, float]:
+    """Return the open subspaces in turn."""
     still = [one for one in some if one.promise_s(best_s)]
-    first = min(still, key=lambda one: one.spent_s, default=None)
-    return first, 1.0 / max(len(still), 1)
+    return (still[next(TURN) % len(still)], 1.0 / len(still)) if still else (None, 0.0)
+
+
+TURN = count()
 
 
 def _off(owner: object, name: str, value: object) -> Callable[[], AbstractContextManager[object]]:
@@ -52,10 +48,8 @@ def _off(owner: object, name: str, value: object) -> Callable[[], AbstractContex
 
 RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "all rules": nullcontext,
-    "largest promise alone": _off(search, "next_subspace", _first_come),
-    "even time for all": _off(search, "next_subspace", _even),
+    "subspaces in turn": _off(search, "next_subspace", _in_turn),
     "no interleaved pipelines": _off(search, "chunk_counts", lambda request: ()),
-    "collectives at their best only": _off(search.MixedSearch, "_open", lambda self: None),
     "no shares by real tails": _off(search, "engine_shares", lambda *asked: None),
     "no chunks on plans as they are": _off(search, "_NEAREST", 0),
     "no more room in memory": _off(search, "_ROOMIER", 0),

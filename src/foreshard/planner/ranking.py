@@ -14,6 +14,7 @@ from foreshard.units import format_seconds
 
 OBJECTIVES = ("time", "cost", "energy")
 _TIE = 1e-4
+"""Part of a step by which plans are as fast as each other in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,14 @@ class Limits:
         """Return the error that names the limit nothing meets and the least that would be met."""
         found = []
         if self.max_hours is not None:
-            least = min(one.run_time_s or 0.0 for one in predictions) / 3600.0
+            least = min(prediction.run_time_s or 0.0 for prediction in predictions) / 3600.0
             found.append(("--max-hours", self.max_hours, least, "hours"))
         if self.max_usd is not None:
-            prices = [one.cost.usd_total for one in predictions if one.cost.usd_total is not None]
+            prices = [
+                prediction.cost.usd_total
+                for prediction in predictions
+                if prediction.cost.usd_total is not None
+            ]
             if not prices:
                 return LimitError(
                     "no device of the cluster has a price",
@@ -59,7 +64,7 @@ class Limits:
                     fix="Give --usd-per-device-hour, or usd_per_h in the cluster file",
                 )
             found.append(("--max-usd", self.max_usd, min(prices), "dollars"))
-        broken = [one for one in found if one[2] > one[1]] or found
+        broken = [item for item in found if item[2] > item[1]] or found
         key, value, least, unit = broken[0]
         both = len(broken) < len(found) or len(found) == 1
         below = f"no plan takes less than {_four_digits(least, math.floor)} {unit}"
@@ -97,11 +102,16 @@ def ranked(
 
     Plans within the limits come first; when there are none, all are shown beside the error.
     """
-    within = [one for one in predictions if limits.keeps(one)] if limits else list(predictions)
+    within = (
+        [prediction for prediction in predictions if limits.keeps(prediction)]
+        if limits
+        else list(predictions)
+    )
     error = limits.error(predictions) if limits and predictions and not within else None
     order = sorted(within or predictions, key=lambda one: score(one, objectives))[:top]
     return tuple(
-        Ranked(plan=one.plan, prediction=one, why=_why(one, order[0], objectives[0])) for one in order
+        Ranked(plan=prediction.plan, prediction=prediction, why=_why(prediction, order[0], objectives[0]))
+        for prediction in order
     ), error
 
 
@@ -110,9 +120,13 @@ def front_of(predictions: Sequence[Prediction], limits: Limits) -> tuple[Ranked,
 
     Of plans on equally many devices the fastest is also the cheapest.
     """
-    within = [one for one in predictions if limits.keeps(one)] if limits else list(predictions)
+    within = (
+        [prediction for prediction in predictions if limits.keeps(prediction)]
+        if limits
+        else list(predictions)
+    )
     found = pareto(within, OBJECTIVES)
-    return tuple(Ranked(plan=one.plan, prediction=one, why=_trade(one, found[0])) for one in found)
+    return tuple(Ranked(plan=item.plan, prediction=item, why=_trade(item, found[0])) for item in found)
 
 
 def _trade(one: Prediction, fastest: Prediction) -> str:
@@ -131,7 +145,7 @@ def _trade(one: Prediction, fastest: Prediction) -> str:
 
 def pareto(predictions: Sequence[Prediction], objectives: Sequence[str]) -> tuple[Prediction, ...]:
     """Return those that no other beats in one objective without being worse in another."""
-    values = [score(one, objectives)[:-1] for one in predictions]
+    values = [score(prediction, objectives)[:-1] for prediction in predictions]
     kept = []
     for i, mine in enumerate(values):
         better = (all(o <= m for o, m in zip(other, mine, strict=True)) and other != mine for other in values)

@@ -193,7 +193,7 @@ def _parts(
     found = []
     for name, cluster in clusters.items():
         request = checked_request(model, cluster, top=1, precision=precisions[0], **words)
-        able = [one for one in precisions if one not in left_out(request, precisions)]
+        able = [precision for precision in precisions if precision not in left_out(request, precisions)]
         if not able:
             search.left_out[name] = f"no {' or '.join(precisions)}"
             continue
@@ -324,17 +324,17 @@ def _offers(
     order, error = ranked([one.prediction for _, one in search.found], objectives, limits, len(search.found))
     names = {id(one.prediction): name for name, one in search.found}
     offers: dict[tuple[str, int], Offer] = {}
-    for one in order:
-        name = names[id(one.prediction)]
+    for prediction in order:
+        name = names[id(prediction.prediction)]
         nodes = clusters[name].nodes[0]
-        count = -(-len(one.plan.ranks) // nodes.per_node)
+        count = -(-len(prediction.plan.ranks) // nodes.per_node)
         offer = Offer(
             cluster=f"{count}x{name}",
             instance=name,
             num_nodes=count,
             price_date=nodes.price_date,
             usd_per_h=count * (nodes.usd_per_h or 0.0),
-            ranked=one,
+            ranked=prediction,
         )
         offers.setdefault((name, count), offer)
     if not order:

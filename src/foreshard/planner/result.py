@@ -75,7 +75,7 @@ class PlanResult:
         """Return the object that ``plan --json`` prints."""
         made: dict[str, Any] = {
             "schema_version": 1,
-            "plans": [one.to_dict() for one in self.plans],
+            "plans": [plan.to_dict() for plan in self.plans],
             "lower_bound_step_time_s": self.lower_bound_step_time_s if self.plans else None,
             "gap": self.gap if self.plans else None,
             "binding": self.binding,
@@ -86,7 +86,7 @@ class PlanResult:
             "ladder_s": self.ladder,
             "interrupted": self.interrupted,
             "notes": list(self.notes),
-            "front": [one.to_dict() for one in self.front],
+            "front": [ranked_plan.to_dict() for ranked_plan in self.front],
         }
         if self.infeasible is not None:
             made["error"] = self.infeasible.to_dict()

@@ -17,7 +17,9 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 _TIE = 1e-12
-_ANY = 1e30  # seconds: any plan is faster
+"""Relative difference that sums in another order may have."""
+_ANY = 1e30
+"""Seconds that any plan is faster than."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +116,9 @@ def _beat_s(request: PlanRequest, searched: _Searched) -> float:
         return math.inf
     if request.objectives[0] != "time" or request.limits or request.engine != "analytical":
         return _ANY
-    shown = _distinct(request, [one.prediction for _, result in searched.results for one in result.plans])
+    shown = _distinct(
+        request, [ranked_plan.prediction for _, result in searched.results for ranked_plan in result.plans]
+    )
     return shown[request.top - 1].step_time_s if len(shown) >= request.top else _ANY
 
 
@@ -129,7 +133,7 @@ def _in_tasks(
     alone = replace(request, budget_s=request.budget_s / rounds, executor="local")
     done: dict[int, PlanResult] = {}
     try:
-        for i, result in each_in_tasks(search, [(one.of(alone),) for one in chosen], executor):
+        for i, result in each_in_tasks(search, [(setting.of(alone),) for setting in chosen], executor):
             done[i] = _stated(request, result, chosen[i])
     except KeyboardInterrupt:
         if not any(result.plans for result in done.values()):
@@ -146,8 +150,8 @@ def _stated(request: PlanRequest, result: PlanResult, setting: Setting) -> PlanR
         return result
     return replace(
         result,
-        plans=tuple(_with_switches(request, one, setting) for one in result.plans),
-        front=tuple(_with_switches(request, one, setting) for one in result.front),
+        plans=tuple(_with_switches(request, ranked_plan, setting) for ranked_plan in result.plans),
+        front=tuple(_with_switches(request, ranked_plan, setting) for ranked_plan in result.front),
     )
 
 
@@ -180,7 +184,9 @@ def _joined(
 ) -> PlanResult:
     results = [result for _, result in searched.results]
     known = [result for result in results if not _unknown(result)]
-    everything = _distinct(request, [one.prediction for result in results for one in result.plans])
+    everything = _distinct(
+        request, [ranked_plan.prediction for result in results for ranked_plan in result.plans]
+    )
     plans, error = ranked(everything, request.objectives, request.limits, request.top)
     if not plans:
         return _nothing(results, searched, time.perf_counter() - started)
@@ -210,13 +216,15 @@ def _joined(
             *_other_precisions(request, searched, plans[0]),
             *_notes(searched, known=least_step_s is not None),
         ),
-        front=front_of([one.prediction for result in results for one in result.front], request.limits),
+        front=front_of(
+            [ranked_plan.prediction for result in results for ranked_plan in result.front], request.limits
+        ),
     )
 
 
 def shared_space(ours: PlanResult, known: Sequence[PlanResult]) -> str:
     """Return the space of the chosen plan, as far as the bounds of the other settings speak of it."""
-    shared = [one.space for one in known if ours.space.startswith(one.space)]
+    shared = [result.space for result in known if ours.space.startswith(result.space)]
     return min(shared, key=len, default=ours.space)
 
 
@@ -244,8 +252,8 @@ def _distinct(request: PlanRequest, predictions: Sequence[Prediction]) -> list[P
     """Return the best prediction of each kind of plan; of equal ones that of the fewer switches."""
     kept: dict[object, Prediction] = {}
     order = sorted(predictions, key=lambda one: (score(one, request.objectives), sum(one.plan.comm.values())))
-    for one in order:
-        kept.setdefault(_key(one.plan), one)
+    for prediction in order:
+        kept.setdefault(_key(prediction.plan), prediction)
     return list(kept.values())
 
 
@@ -277,7 +285,7 @@ def _words(searched: _Searched) -> str:
 def _other_precisions(request: PlanRequest, searched: _Searched, best: Ranked) -> Iterator[str]:
     """Yield what the best plan of each precision that was not chosen takes."""
     kept: dict[str, Prediction] = {}
-    predictions = [one.prediction for _, result in searched.results for one in result.plans]
+    predictions = [ranked_plan.prediction for _, result in searched.results for ranked_plan in result.plans]
     for one in sorted(predictions, key=lambda one: score(one, request.objectives)):
         kept.setdefault(one.plan.precision, one)
     for name, one in kept.items():

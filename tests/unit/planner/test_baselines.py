@@ -15,7 +15,7 @@ from foreshard.planner.baselines import BASELINES, adopted, judge
 from foreshard.planner.baselines.grid import best_chain, even_cuts
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
-from foreshard.planner.solver.problem import Problem, faults, pace_of, step_seconds
+from foreshard.planner.solver.problem import Problem, faults, pipeline_rate, step_seconds
 from foreshard.planner.solver.solve import solve
 from foreshard.spec.checks import check_plan
 
@@ -175,7 +175,7 @@ def test_pipedream_gives_a_stage_as_many_devices_as_it_needs():
         hop_s=np.zeros((2, 2)),
     )
     made = BASELINES["pipedream"].planner(wide)
-    assert pace_of(wide, made.templates[0]).bottleneck_s == pytest.approx(2.0)
+    assert pipeline_rate(wide, made.templates[0]).bottleneck_s == pytest.approx(2.0)
     assert sorted((p.option, p.stop - p.start) for p in made.templates[0]) == [(0, 1), (1, 2)]
 
 

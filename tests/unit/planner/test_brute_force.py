@@ -22,7 +22,7 @@ from foreshard.planner.solver.problem import (
     StageSpan,
     Template,
     faults,
-    pace_of,
+    pipeline_rate,
     step_seconds,
     tail_seconds,
     takes_of,
@@ -129,7 +129,7 @@ def best_by_force(problem: Problem) -> float:
     """The least step time over all multisets of pipelines (equal rows once) with balanced shares."""
     rows: dict[tuple[float, ...], Template] = {}
     for one in every_template(problem):
-        pace = pace_of(problem, one)
+        pace = pipeline_rate(problem, one)
         tails = [tail_seconds(problem, one, copies) for copies in problem.copies]
         key = (
             *takes_of(problem, one).tolist(),
@@ -147,7 +147,7 @@ def best_by_force(problem: Problem) -> float:
         nonlocal best
         if chosen:
             tails = [tail_seconds(problem, one, len(chosen)) for one in chosen]
-            shares = balance([pace_of(problem, one) for one in chosen], tails, problem.global_batch)
+            shares = balance([pipeline_rate(problem, one) for one in chosen], tails, problem.global_batch)
             if shares is not None:
                 best = min(best, step_seconds(problem, Arrangement(templates=chosen, shares=shares)))
         for i in range(first, len(kept)):

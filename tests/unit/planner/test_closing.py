@@ -13,7 +13,7 @@ from foreshard.planner.solver import solve as solving
 from foreshard.planner.solver.bound_raising import longest_step_s
 from foreshard.planner.solver.column_enumeration import ColumnEnumeration, memory_for
 from foreshard.planner.solver.integer_combination import combine
-from foreshard.planner.solver.problem import pace_of, tail_seconds, takes_of
+from foreshard.planner.solver.problem import pipeline_rate, tail_seconds, takes_of
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import ENDLESS
 
@@ -68,7 +68,7 @@ def test_the_enumeration_holds_every_pipeline_of_a_plan(seed):
     rng = np.random.default_rng(seed)
     number = int(rng.integers(1, 4))
     seconds = float(rng.uniform(1.0, 3.0)) * min(
-        pace_of(problem, one).seconds(1) + tail_seconds(problem, one, number) for one in templates
+        pipeline_rate(problem, one).seconds(1) + tail_seconds(problem, one, number) for one in templates
     )
     duals = rng.random(len(problem.counts)) * problem.global_batch / sum(problem.counts)
     dual = (problem.global_batch - duals @ np.array(problem.counts)) / number
@@ -86,7 +86,7 @@ def test_the_enumeration_holds_every_pipeline_of_a_plan(seed):
     listed = dict(zip(map(tuple, memory.demands(table.codes).tolist()), table.samples, strict=True))
     for one in templates:
         takes = takes_of(problem, one)
-        samples = pace_of(problem, one).samples(seconds - tail_seconds(problem, one, number))
+        samples = pipeline_rate(problem, one).samples(seconds - tail_seconds(problem, one, number))
         samples = min(samples, problem.global_batch)
         cost = dual + takes @ duals - samples
         if samples > 0 and cost <= columns.allowance - 1e-6:
@@ -94,7 +94,7 @@ def test_the_enumeration_holds_every_pipeline_of_a_plan(seed):
     for at, row, samples, code in zip(table.at, table.row, table.samples, table.codes, strict=True):
         template = columns.template(int(at), int(row))
         assert takes_of(problem, template).tolist() == memory.demands(np.array([code]))[0].tolist()
-        real = pace_of(problem, template).samples(seconds - tail_seconds(problem, template, number))
+        real = pipeline_rate(problem, template).samples(seconds - tail_seconds(problem, template, number))
         assert samples >= min(real, problem.global_batch)
 
 

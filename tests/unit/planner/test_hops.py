@@ -8,7 +8,7 @@ from tests.unit.planner.test_brute_force import best_by_force, every_template, r
 
 from foreshard.planner.solver import solve as solving
 from foreshard.planner.solver.hops import least_hops_in_times, recut
-from foreshard.planner.solver.problem import pace_of, tail_seconds, template_faults
+from foreshard.planner.solver.problem import pipeline_rate, tail_seconds, template_faults
 
 WITH_HOPS = [seed for seed in range(60) if random_problem(seed).hop_s.any()]
 
@@ -20,7 +20,7 @@ def test_pipelines_cost_the_same_with_the_least_messages_in_their_times(seed):
     assert np.all(other.hop_s >= 0.0) and other.hop_s.sum() < problem.hop_s.sum()
     for one in every_template(problem):
         assert not template_faults(other, one)
-        before, after = pace_of(problem, one), pace_of(other, one)
+        before, after = pipeline_rate(problem, one), pipeline_rate(other, one)
         assert after.fill_s == pytest.approx(before.fill_s, rel=1e-12, abs=1e-12)
         assert after.bottleneck_s == pytest.approx(before.bottleneck_s, rel=1e-12)
         assert tail_seconds(other, one, 2) == tail_seconds(problem, one, 2)
@@ -42,8 +42,8 @@ def test_cut_anew_a_pipeline_is_as_fast_as_any_of_its_options(seed):
         if len(options) < 2:
             continue
         made = list(recut(problem, alike[:1]))
-        least = min(pace_of(problem, one).bottleneck_s for one in alike)
-        assert min(pace_of(problem, one).bottleneck_s for one in made) <= least * 1.08
+        least = min(pipeline_rate(problem, one).bottleneck_s for one in alike)
+        assert min(pipeline_rate(problem, one).bottleneck_s for one in made) <= least * 1.08
         assert all(not template_faults(problem, one) for one in made)
 
 

@@ -13,7 +13,7 @@ from foreshard.planner.solver.problem import (
     Arrangement,
     Problem,
     StageSpan,
-    pace_of,
+    pipeline_rate,
     stage_seconds,
     step_seconds,
     tail_seconds,
@@ -94,7 +94,7 @@ def test_work_alone_bounds_every_step():
                     continue
                 copies = [template] * (8 // size)
                 shares = balance(
-                    [pace_of(problem, one) for one in copies],
+                    [pipeline_rate(problem, one) for one in copies],
                     [tail_seconds(problem, one, len(copies)) for one in copies],
                     problem.global_batch,
                 )

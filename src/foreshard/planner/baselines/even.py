@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreshard.planner.baselines.grid import Best, Grid, Shape, promising
-from foreshard.planner.solver.problem import Arrangement, Problem, Template, pace_of
+from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate
 
 
 def even(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
@@ -41,4 +41,4 @@ def _pure(grid: Grid, shape: Shape, depth: int) -> list[tuple[Template, int]]:
         template = grid.even([(shape, kind)] * depth) if count else None
         if template is not None:
             found.append((template, count))
-    return sorted(found, key=lambda one: pace_of(grid.problem, one[0]).bottleneck_s)
+    return sorted(found, key=lambda one: pipeline_rate(grid.problem, one[0]).bottleneck_s)

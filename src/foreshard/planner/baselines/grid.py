@@ -14,7 +14,7 @@ from foreshard.planner.solver.problem import (
     StageSpan,
     Template,
     faults,
-    pace_of,
+    pipeline_rate,
     rounds_of,
     spread_factor,
     step_seconds,
@@ -245,7 +245,7 @@ class Best:
 
     def _of(self, template: Template) -> tuple[PipelineRate, np.ndarray]:
         if template not in self._known:
-            self._known[template] = (pace_of(self.problem, template), takes_of(self.problem, template))
+            self._known[template] = (pipeline_rate(self.problem, template), takes_of(self.problem, template))
         return self._known[template]
 
     def _even_seconds(self, mix: Sequence[tuple[Template, int]], total: int) -> float:

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from foreshard.planner.baselines.grid import Best, Grid, Step, even_cuts, numbers
-from foreshard.planner.solver.problem import Arrangement, Problem, Template, pace_of
+from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate
 
 _MOVES = 64
 _CHOICES = 64
@@ -61,7 +61,9 @@ def _beside(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
                 count = grid.stages(step) // depth
                 template = _greedy(grid, (step,) * depth) if count else None
                 if template is not None:
-                    found.append((count / pace_of(grid.problem, template).bottleneck_s, template, count))
+                    found.append(
+                        (count / pipeline_rate(grid.problem, template).bottleneck_s, template, count)
+                    )
             if found:
                 _, template, count = max(found, key=lambda one: one[0])
                 mix.append((template, count))

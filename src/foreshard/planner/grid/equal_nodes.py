@@ -25,8 +25,10 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
-_PATIENCE_S = 30.0  # beyond the budget, as long as there is no plan at all
-_REORDERED = 50  # plans that another engine orders anew
+_PATIENCE_S = 30.0
+"""Seconds beyond the budget that a search goes on as long as there is no plan at all."""
+_REORDERED = 50
+"""Plans that another engine orders anew: the engines differ by some percent."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,8 @@ import numpy as np
 from foreshard.predict.plan_table import COLUMNS, PlanTable
 
 _DEGREES = ("tp", "pp", "cp", "ep", "etp")
-_EQUAL_BITS = 40  # scores that agree to 12 digits are equal: sums in another order differ by less
+_EQUAL_BITS = 40
+"""Scores that agree to 12 digits are equal: sums in another order differ by less."""
 _SLACK = 1.0 + 2.0**-_EQUAL_BITS
 
 
@@ -88,7 +89,7 @@ class Found:
 
 def joined(tables: list[PlanTable]) -> PlanTable:
     """Return the rows of several tables with the same recompute rules."""
-    columns = {name: np.concatenate([getattr(one, name) for one in tables]) for name in COLUMNS}
+    columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
     return PlanTable(**columns, rules=tables[0].rules)
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from foreshard.spec.cluster import Cluster
 
 _NEAR = 8
+"""Nodes fewer than all that are each tried: degrees divide one of nine numbers in a row."""
 _EIGHTHS = (8, 7, 6, 5)
+"""Eighths of each power of two that are tried below that: 15 % apart."""
 
 
 def part_of(cluster: Cluster, num_devices: int) -> Cluster:

@@ -22,8 +22,11 @@ from foreshard.planner.grid.search import Cells, walk
 from foreshard.planner.grid.space import GridRequest
 
 _FIRST = slice(0, 8)
+"""Cells searched here before tasks start, so that tasks begin with plans to beat."""
 _KNOCK_S = 5.0
+"""Seconds in which a Ray head node answers."""
 _TASKS_PER_CPU = 4
+"""Tasks for each processor: with more of them than processors none waits long for the last."""
 
 
 def check_executor(text: str) -> str:
@@ -90,8 +93,8 @@ def _gather(ray: Any, pending: list[Any], rest: Cells, found: Found, bound: floa
             found.merge(other)
             bound = min(bound, other.bound)
     except KeyboardInterrupt:
-        for one in pending:
-            ray.cancel(one, force=True)
+        for task in pending:
+            ray.cancel(task, force=True)
         found.interrupted = found.stopped = True
         bound = min(bound, float(rest.bound[0]))
     return bound
@@ -145,7 +148,7 @@ def each_in_tasks(
 
 
 def num_at_once(executor: str) -> int:
-    """Return how many tasks run beside each other."""
+    """Return how many tasks run side by side."""
     ray = _ray()
     _connect(ray, executor)
     return max(1, int(ray.cluster_resources().get("CPU", 1)))

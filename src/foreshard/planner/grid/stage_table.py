@@ -11,6 +11,7 @@ from foreshard.predict.stage_rows import StageRows, stage_rows_of
 from foreshard.spec.model import Block, Model
 
 _MOST_CHUNKS = 1 << 20
+"""More virtual stages than any model has layers, to number pairs of pp and vpp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class StageTable:
             return stage_rows_of(self.model, table.pp, table.vpp)
         keys, inverse = np.unique(table.pp * _MOST_CHUNKS + table.vpp, return_inverse=True)
         found = [self._pipeline(int(key)) for key in keys]
-        whole = np.zeros((found[0].shape[0], max(one.shape[1] for one in found), len(found)))
+        whole = np.zeros((found[0].shape[0], max(item.shape[1] for item in found), len(found)))
         for i, one in enumerate(found):
             whole[:, : one.shape[1], i] = one
         columns = whole[:, :, np.ravel(inverse)]

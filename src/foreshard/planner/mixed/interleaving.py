@@ -18,7 +18,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.planner.pricing.engine_times import engine_tails
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.solver.problem import Arrangement, Problem, Template, pace_of, tail_seconds
+from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate, tail_seconds
 from foreshard.spec.plan import Group, Plan
 
 _CHUNKS = (4, 2)
@@ -93,15 +93,15 @@ def in_rounds(
     Interleaving takes micro-batches in groups of as many as a pipeline has stages. What is left over goes to
     one pipeline, which then stays at 1f1b.
     """
-    paces = [pace_of(problem, one) for one in templates]
-    tails = tails or [tail_seconds(problem, one, len(templates)) for one in templates]
+    rates = [pipeline_rate(problem, template) for template in templates]
+    tails = tails or [tail_seconds(problem, template, len(templates)) for template in templates]
     units = [
-        len(one) * pace.micro_batch if len(one) > 1 else 1 for one, pace in zip(templates, paces, strict=True)
+        len(one) * rate.micro_batch if len(one) > 1 else 1 for one, rate in zip(templates, rates, strict=True)
     ]
     shares, left = [0] * len(templates), batch
 
     def ends(g: int) -> float:
-        return paces[g].seconds(chunks * (shares[g] + units[g])) + tails[g]
+        return rates[g].seconds(chunks * (shares[g] + units[g])) + tails[g]
 
     heap = [(ends(g), g) for g in range(len(templates))]
     heapq.heapify(heap)
@@ -113,8 +113,8 @@ def in_rounds(
             heapq.heappush(heap, (ends(g), g))
     if left:
         plain = [
-            (chunks - 1) * pace.fill_s + pace.seconds(chunks * (share + left)) + tail
-            for pace, share, tail in zip(paces, shares, tails, strict=True)
+            (chunks - 1) * rate.fill_s + rate.seconds(chunks * (share + left)) + tail
+            for rate, share, tail in zip(rates, shares, tails, strict=True)
         ]
         shares[int(np.argmin(plain))] += left
     return Arrangement(templates=tuple(templates), shares=tuple(shares)) if min(shares) > 0 else None

@@ -1,4 +1,4 @@
-"""Whether a budget outlasts the loading of what searches with linear programs."""
+"""Whether a budget is longer than scipy and numba take to load."""
 
 from __future__ import annotations
 

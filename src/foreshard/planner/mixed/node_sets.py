@@ -1,4 +1,4 @@
-"""Which node groups may train together, how many devices of them, and what many say of fewer."""
+"""Sets of node groups that may train together, caps on devices, and what wider sets prove of narrower."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
 
 _MANY_GROUPS = 6
-"""Node groups above which not every set of them is a problem of its own."""
-_ROUNDING = 1e-9  # of a stage's time
+"""Node groups above which not every set of them is a problem of its own: there would be over 63."""
+_ROUNDING = 1e-9
+"""Part of a stage's time that is rounding."""
 
 
 def node_sets(request: PlanRequest) -> list[tuple[int, ...]]:
@@ -73,9 +74,9 @@ def capped(problem: Problem, max_devices: int | None) -> Problem:
     usable = np.where(problem.max_in_flight > 0, problem.time_s, np.inf)
     work = usable * problem.takes.sum(1)[:, None] / problem.micro_batch[:, None]
     middle = int(problem.types[1, 2])
-    pace = [work[problem.takes[:, k] > 0, middle].min(initial=np.inf) for k in range(len(problem.counts))]
+    rate = [work[problem.takes[:, k] > 0, middle].min(initial=np.inf) for k in range(len(problem.counts))]
     counts, left = [0] * len(problem.counts), max_devices
-    for kind in np.argsort(pace, kind="stable"):
+    for kind in np.argsort(rate, kind="stable"):
         counts[kind] = min(left, problem.counts[kind])
         left -= counts[kind]
     return replace(problem, counts=tuple(counts))

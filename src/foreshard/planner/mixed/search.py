@@ -26,7 +26,7 @@ from foreshard.planner.mixed.subspaces import Subspace, next_subspace
 from foreshard.planner.pricing.engine_times import engine_shares, predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_options import MOST_JOINED
-from foreshard.planner.pricing.stage_prices import price_stages, without
+from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.ranking import front_of, ranked
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult
@@ -38,7 +38,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 SPACE = (
-    "pipelines beside each other, each of at most 16 stages cut anywhere; stages of devices of one node "
+    "pipelines side by side, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
     "ranks, 1, 2 or 4 samples a rank, sequences whole or one split over a power of two of ranks (cp) that "
     "leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
@@ -61,7 +61,7 @@ INTERLEAVED = (
 _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _PROVEN = 0.01
-"""Gap from which both bounds are told, where the chosen plan is interleaved."""
+"""Gap from which a note gives the bounds of both kinds, where the chosen plan is interleaved."""
 _COVERED = 0.001
 """Part of a step by which fewer node groups may be faster and still need no search of their own."""
 _NEAREST = 4
@@ -162,11 +162,7 @@ class MixedSearch:
         )
 
     def _open(self) -> None:
-        """Add what is searched from the start beside the sets.
-
-        Where money counts, plans within one link domain of each kind, which are often the cheapest; else
-        plans whose gradient collectives are not at their best.
-        """
+        """Add plans within one link domain of each kind, which are often the cheapest, where money counts."""
         for use in self.sets if self.by_price else ():
             if len(use) == 1:
                 block = domain_block(self.request.cluster.nodes[use[0]])
@@ -176,32 +172,12 @@ class MixedSearch:
                         price=partial(self._one_domain, use, most),
                         time_plans=self._time_plain,
                         floor_s=lambda: 0.0,
-                        has_bound=False,
                         alone=True,
                     )
                 )
-        if not self.by_price:
-            self.others.append(
-                Subspace(
-                    price=self._far_apart,
-                    time_plans=self._time_plain,
-                    floor_s=self._ideal_s,
-                    is_wanted=lambda: bool(self.found.timed),
-                    has_bound=False,
-                )
-            )
 
     def _one_domain(self, use: tuple[int, ...], most: int) -> Problem:
         return capped(price_stages(self.request, use, by_domain=True, every=True), most)
-
-    def _far_apart(self) -> Problem:
-        """Return the problem with gradient collectives not at their best, as most plans have them."""
-        priced = price_stages(self.request, self.sets[0], apart=True, every=True)
-        return capped(without(priced, lambda kind: kind.beside is not None), self.request.max_devices)
-
-    def _ideal_s(self) -> float:
-        """Return the step time that gradient collectives at their best would allow."""
-        return min((s.search.state.best_s for s in self.by_set if s.search), default=np.inf)
 
     def _after(self, chosen: Subspace, *, is_first: bool) -> None:
         """Draw the conclusions of a step: sets that are covered, more room in memory, interleaved plans."""
@@ -245,9 +221,7 @@ class MixedSearch:
             return capped(problem, self.request.max_devices)
 
         self.roomier.append(
-            Subspace(
-                price=priced, time_plans=self._time_plain, floor_s=self.by_set[0].floor_s, has_bound=False
-            )
+            Subspace(price=priced, time_plans=self._time_plain, floor_s=self.by_set[0].floor_s)
         )
 
     def _add_interleaved(self) -> None:
@@ -270,7 +244,6 @@ class MixedSearch:
                         price=partial(self._interleaved, self.sets[0], chunks, stages),
                         time_plans=partial(self._time_interleaved, chunks),
                         floor_s=self.by_set[0].floor_s,
-                        has_bound=False,
                         weight=_WEIGHT ** (place + 1),
                         margin=WORTH if not found.is_interleaved else 0.0,
                     )

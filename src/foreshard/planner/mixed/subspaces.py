@@ -2,13 +2,12 @@
 
 Each subspace is a problem of its own: the plans on a set of node groups, or interleaved plans of some depth.
 What it *promises* is by how many seconds its search may still shorten the step, or prove that it cannot be
-shortened: the best step time so far less the subspace's bound. The next step is done where the promise is
-largest for the seconds already spent, so that time goes to subspaces in proportion to what they promise.
+shortened: the best step time so far less the subspace's bound. The next step is always done where the promise
+is largest.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +23,6 @@ AIM = 0.003
 on top, and the answer promises 1 %."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
-_FIRST_S = 0.2
-"""Seconds that a subspace counts as spent before its first step: about what pricing one takes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,8 +37,6 @@ class Subspace:
         Times the plans of an arrangement and returns the least step time, infinite where none fits.
     floor_s : callable
         Returns a step time that no plan of the subspace is expected to beat, before it was searched.
-    has_bound : bool
-        Whether the bound of its problem holds for the plans of the subspace.
     weight : float
         Of its promise beside that of others.
     margin : float
@@ -57,22 +52,21 @@ class Subspace:
     price: Callable[[], Problem]
     time_plans: Callable[[Problem, Arrangement], float]
     floor_s: Callable[[], float]
-    has_bound: bool = True
     weight: float = 1.0
     margin: float = 0.0
     is_wanted: Callable[[], bool] = lambda: True
     alone: bool = False
     best_s: float = np.inf
-    spent_s: float = _FIRST_S
     problem: Problem | None = None
     search: ProblemSearch | None = None
     is_closed: bool = False
     _timed: set[Arrangement] = field(default_factory=set)
     _misfits: set[Arrangement | None] = field(default_factory=set)
+    _known: tuple[float, float, int] = (0.0, 0.0, 0)
 
     @property
     def bound_s(self) -> float:
-        """Return a step time that no plan of the subspace is expected to beat; a bound where `has_bound`."""
+        """Return a step time that no plan of the subspace beats, as far as its problem is exact."""
         return max(self.floor_s(), self.search.lower_bound_s if self.search else 0.0)
 
     def promise_s(self, best_s: float) -> float:
@@ -86,21 +80,21 @@ class Subspace:
 
     def advance(self, found: MixedFound, budget: TimeBudget) -> None:
         """Price the problem, or do a step of its search and time what it found."""
-        started = time.perf_counter()
-        try:
-            if self.search is None:
-                self.problem = self.price()
-                self.search = ProblemSearch(self.problem, target_gap=AIM)
-                return
-            if not self.search.is_open and found.timed:
+        if self.search is None:
+            self.problem = self.price()
+            self.search = ProblemSearch(self.problem, target_gap=AIM)
+            return
+        state = self.search.state
+        if not self.search.is_open and found.timed:
+            known = self.search.lower_bound_s, state.best_s, len(state.columns)
+            if known != self._known:
+                self._known = known
                 self.search.reopen()
-            self.is_closed = not self.search.is_open
-            if not self.is_closed:
-                self.search.state.beat_s = np.inf if self.alone else found.best_s * (1.0 - self.margin)
-                self.search.advance(budget)
-            self.time_fresh(found, budget)
-        finally:
-            self.spent_s += time.perf_counter() - started
+        self.is_closed = not self.search.is_open
+        if not self.is_closed:
+            state.beat_s = np.inf if self.alone else found.best_s * (1.0 - self.margin)
+            self.search.advance(budget)
+        self.time_fresh(found, budget)
 
     def time_fresh(self, found: MixedFound, budget: TimeBudget) -> None:
         """Time arrangements that were not timed yet, the best first; late, as long as there is no plan.
@@ -136,15 +130,13 @@ class Subspace:
 
 
 def next_subspace(subspaces: Sequence[Subspace], best_s: float) -> tuple[Subspace | None, float]:
-    """Return the subspace to work on next and its part of all promises; None when none promises anything.
+    """Return the subspace of the largest promise and its part of all; None when none promises anything.
 
     Without any plan it is the first that is open.
     """
     promises = [subspace.promise_s(best_s) for subspace in subspaces]
     if not any(promises):
         return None, 0.0
-    if np.inf in promises:
-        return subspaces[promises.index(np.inf)], 1.0
-    rates = [promise / one.spent_s for promise, one in zip(promises, subspaces, strict=True)]
-    first = int(np.argmax(rates))
-    return subspaces[first], promises[first] / sum(promises)
+    first = int(np.argmax(promises))
+    share = promises[first] / sum(promises) if np.isfinite(promises[first]) else 1.0
+    return subspaces[first], share

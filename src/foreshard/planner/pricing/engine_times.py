@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.solver.problem import Arrangement, Problem, pace_of, spread_factor
+from foreshard.planner.solver.problem import Arrangement, Problem, pipeline_rate, spread_factor
 from foreshard.planner.solver.shares import balance
 from foreshard.predict.source import FormulaSteps
 from foreshard.spec.cluster import Cluster
@@ -47,7 +47,7 @@ def engine_tails(request: PlanRequest, problem: Problem, arrangement: Arrangemen
     step = steps_of(request).times(plan)
     factor = spread_factor(problem, len(plan.ranks))
     return [
-        max(0.0, float(total) / factor - pace_of(problem, template).seconds(share))
+        max(0.0, float(total) / factor - pipeline_rate(problem, template).seconds(share))
         for total, template, share in zip(step.total, arrangement.templates, arrangement.shares, strict=True)
     ]
 
@@ -57,7 +57,7 @@ def engine_shares(
 ) -> Arrangement | None:
     """Return an arrangement with shares balanced over the tails of its plan, None if unchanged."""
     tails = engine_tails(request, problem, arrangement, plan)
-    rates = [pace_of(problem, template) for template in arrangement.templates]
+    rates = [pipeline_rate(problem, template) for template in arrangement.templates]
     shares = balance(rates, tails, problem.global_batch)
     if shares is None or shares == arrangement.shares:
         return None

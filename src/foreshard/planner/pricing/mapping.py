@@ -8,24 +8,20 @@ from foreshard.planner.solver.problem import Arrangement, Problem
 from foreshard.spec.plan import Group, Plan, Stage
 
 
-def plan_of(
-    request: PlanRequest, problem: Problem, arrangement: Arrangement, *, replicas_near: bool = False
-) -> Plan | None:
+def plan_of(request: PlanRequest, problem: Problem, arrangement: Arrangement) -> Plan | None:
     """Return the plan of an arrangement, None when its stages do not pack into the nodes.
 
     A stage of fewer devices than a node lies within one; larger ones take whole nodes. The largest stages are
-    placed first, those of equal size pipeline by pipeline, so that neighbours share nodes where they can;
-    with `replicas_near` layer by layer, so that stages that join their gradients do.
+    placed first, those of equal size pipeline by pipeline, so that neighbours share nodes where they can.
     """
     demands = []
     for g, template in enumerate(arrangement.templates):
         for s, part in enumerate(template):
             kind: StageKind = problem.names[part.option]  # type: ignore[assignment]
-            first = part.start if replicas_near else 0
-            demands += [(kind.split * own.inner_dp, first, g, s, own.node_group) for own in kind.parts]
+            demands += [(kind.split * own.inner_dp, g, s, own.node_group) for own in kind.parts]
     free = _free_nodes(request)
     ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    for size, _, g, s, node_group in sorted(demands, key=lambda one: (-one[0], *one[1:])):
+    for size, g, s, node_group in sorted(demands, key=lambda one: (-one[0], *one[1:])):
         found = _take(free[node_group], size)
         if found is None:
             return None

@@ -13,8 +13,11 @@ from foreshard.predict.placement import domain_block
 from foreshard.spec.cluster import NodeGroup
 
 _RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
+"""Recompute rules: none, what selective recomputation saves most by, all."""
 _MICRO_BATCHES = (1, 2, 4)
+"""Samples a rank: larger ones fill pipelines more slowly and run no faster."""
 _WIDTHS = tuple(range(1, 9))
+"""Inner data-parallel ranks of a stage: more replicas are pipelines of their own."""
 _LEAST_TOKENS = 8192
 """Tokens of a sample that every rank has where ranks share its sequence, before tp divides them further."""
 MOST_JOINED = 24
@@ -172,7 +175,7 @@ def _splits(request: PlanRequest, tp: int, nodes: NodeGroup) -> bool:
 
 
 def joint_options(request: PlanRequest, use: tuple[int, ...]) -> list[StageKind]:
-    """Return the stages that ranks of two node groups share, each taking samples by its pace.
+    """Return the stages that ranks of two node groups share, each taking samples by its rate.
 
     Of so few devices that pipelines side by side leave some over, or none fits without the memory of both.
     """
@@ -233,5 +236,5 @@ def _splits_of(
                 StageRanks(node_group=group, inner_dp=width, micro_batch=samples)
                 for (group, width), samples in ((slow, few), (fast, many))
             ]
-            pace, rest = sorted(parts, key=lambda r: (-r.micro_batch / peak[r.node_group], r.node_group))
-            yield pace, rest
+            rate, rest = sorted(parts, key=lambda r: (-r.micro_batch / peak[r.node_group], r.node_group))
+            yield rate, rest

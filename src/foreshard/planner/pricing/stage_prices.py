@@ -7,7 +7,7 @@ faster by the engine than by the problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -141,27 +141,6 @@ def _offered(
     kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
     more, even = _joint(request, use, types, {kind.samples for kind in kinds})
     return kinds + more, even
-
-
-def without(problem: Problem, unwanted: Callable[[StageKind], bool]) -> Problem:
-    """Return a priced problem without some options; itself where it has none of them."""
-    alone = np.array([not unwanted(kind) for kind in problem.names])  # type: ignore[arg-type]
-    if alone.all():
-        return problem
-    leave_s, leave_tail_s = problem.leave_s, problem.leave_tail_s
-    return replace(
-        problem,
-        takes=problem.takes[alone],
-        micro_batch=problem.micro_batch[alone],
-        grain=problem.grain[alone],
-        time_s=problem.time_s[alone],
-        tail_s=problem.tail_s[:, alone],
-        max_in_flight=problem.max_in_flight[alone],
-        hop_s=problem.hop_s[np.ix_(alone, alone)],
-        names=tuple(kind for kind, keep in zip(problem.names, alone, strict=True) if keep),
-        leave_s=None if leave_s is None else leave_s[alone],
-        leave_tail_s=None if leave_tail_s is None else leave_tail_s[alone],
-    )
 
 
 def _joint(

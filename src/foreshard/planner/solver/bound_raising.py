@@ -16,7 +16,7 @@ from foreshard.planner.solver.column_enumeration import ColumnEnumeration, Label
 from foreshard.planner.solver.duals import pipeline_dual
 from foreshard.planner.solver.integer_combination import combine
 from foreshard.planner.solver.pipeline_mix import fractional_mix
-from foreshard.planner.solver.problem import Problem, pace_of, spread_factor, tail_seconds
+from foreshard.planner.solver.problem import Problem, pipeline_rate, spread_factor, tail_seconds
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -176,4 +176,4 @@ def _bound_slack(
     problem = columns.pricing.problem
     template = columns.template(int(table.at[row]), int(table.row[row]))
     left = columns.seconds - tail_seconds(problem, template, pipelines[0])
-    return float(table.samples[row]) - pace_of(problem, template).samples(left)
+    return float(table.samples[row]) - pipeline_rate(problem, template).samples(left)

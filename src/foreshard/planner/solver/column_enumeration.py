@@ -34,7 +34,7 @@ _NARROW = 1.01
 _LABELS = 400_000
 """Labels of the path search: 20 MB; where they do not do, an enumeration takes longer than it is worth."""
 _DEMANDS = 8_000_000
-"""Most demands for devices that are told apart: 32 MB."""
+"""Most demands for devices that are distinguished: 32 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class ColumnEnumeration:
             self.pricing.start()
         self.least_reduced_cost, self.listed = 0.0, []
         complete = self._list_boxes(list(self.pricing.boxes.values()))
-        least = (float(self.reduced_cost(one.codes, one.samples).min()) for one in self.listed)
+        least = (float(self.reduced_cost(columns.codes, columns.samples).min()) for columns in self.listed)
         self.least_reduced_cost = min(0.0, min(least, default=0.0))
         return complete
 
@@ -146,7 +146,7 @@ class ColumnEnumeration:
         parts = self.pricing.apart(box, self.path(at, row), self.seconds)
         if not parts or any(same_limits(part, box) for part in parts):
             return False
-        self.listed = [one for one in self.listed if one.box is not box]
+        self.listed = [columns for columns in self.listed if columns.box is not box]
         return self._list_boxes(parts, split=False)
 
     def _list_boxes(self, boxes: list[PipelineBox], *, split: bool = True) -> bool:
@@ -226,9 +226,9 @@ class ColumnEnumeration:
 
     def table(self) -> LabelTable:
         """Return the listed pipelines that may be in a plan, one of each demand."""
-        sizes = [len(one.codes) for one in self.listed]
-        codes = np.concatenate([np.empty(0, dtype=np.int64), *(one.codes for one in self.listed)])
-        samples = np.concatenate([np.empty(0), *(one.samples for one in self.listed)])
+        sizes = [len(columns.codes) for columns in self.listed]
+        codes = np.concatenate([np.empty(0, dtype=np.int64), *(columns.codes for columns in self.listed)])
+        samples = np.concatenate([np.empty(0), *(columns.samples for columns in self.listed)])
         at = np.repeat(np.arange(len(sizes)), sizes)
         row = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes).astype(int)
         cost = self.reduced_cost(codes, samples)

@@ -1,4 +1,4 @@
-"""Numbers of many pipelines as arrays, kept as pipelines are added."""
+"""The columns of a search as arrays, extended as pipelines are generated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from foreshard.planner.solver.problem import Problem, Template, pace_of, tail_seconds, takes_of
+from foreshard.planner.solver.problem import Problem, Template, pipeline_rate, tail_seconds, takes_of
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class ColumnTable:
     problem: Problem
     templates: list[Template] = field(default_factory=list)
     takes: np.ndarray = field(init=False)
-    _paces: np.ndarray = field(default_factory=lambda: np.empty((4, 0)))
+    _rates: np.ndarray = field(default_factory=lambda: np.empty((4, 0)))
     _tails: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -36,35 +36,35 @@ class ColumnTable:
         fresh = list(islice(templates, len(self.templates), None))
         if not fresh:
             return
-        paces = [pace_of(self.problem, one) for one in fresh]
-        rows = [[p.fill_s, p.bottleneck_s, float(p.micro_batch), float(p.grain)] for p in paces]
-        takes = np.array([takes_of(self.problem, one) for one in fresh], dtype=float)
+        rates = [pipeline_rate(self.problem, template) for template in fresh]
+        rows = [[p.fill_s, p.bottleneck_s, float(p.micro_batch), float(p.grain)] for p in rates]
+        takes = np.array([takes_of(self.problem, template) for template in fresh], dtype=float)
         self.templates += fresh
-        self._paces = np.concatenate([self._paces, np.array(rows).T], axis=1)
+        self._rates = np.concatenate([self._rates, np.array(rows).T], axis=1)
         self.takes = np.concatenate([self.takes, takes.T], axis=1)
 
     @property
     def rate(self) -> np.ndarray:
         """Return the samples a second of each, once it is full."""
-        return self._paces[2] / self._paces[1]
+        return self._rates[2] / self._rates[1]
 
     def tails_s(self, num_pipelines: int) -> np.ndarray:
         """Return the tail of each in a plan of so many pipelines."""
         known = self._tails.get(num_pipelines, np.empty(0))
         fresh = self.templates[len(known) :]
         if fresh:
-            more = [tail_seconds(self.problem, one, num_pipelines) for one in fresh]
+            more = [tail_seconds(self.problem, template, num_pipelines) for template in fresh]
             known = self._tails[num_pipelines] = np.concatenate([known, np.array(more)])
         return known
 
     def samples(self, seconds: np.ndarray) -> np.ndarray:
-        """Return what each gets through in so many seconds, tail excluded, fractions of a sample included."""
-        fill, bottleneck, size, _ = self._paces
+        """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
+        fill, bottleneck, size, _ = self._rates
         return size * np.maximum((seconds - fill) / bottleneck, 0.0)
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the whole samples each gets through, as `problem.PipelineRate.samples`."""
-        fill, bottleneck, size, grain = self._paces
+        """Return the whole samples each processes, as `problem.PipelineRate.samples`."""
+        fill, bottleneck, size, grain = self._rates
         passes = (seconds - fill) / bottleneck
         whole = np.floor(passes * size / grain + 1e-9) * grain
         return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, whole)

@@ -1,4 +1,4 @@
-"""Small problems solved to the end: every pipeline that no other dominates, and all whole numbers of them."""
+"""Small problems solved by enumeration: every pipeline that no other dominates, in all whole numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreshard.planner.solver.problem import (
     Problem,
     StageSpan,
     Template,
-    pace_of,
+    pipeline_rate,
     rounds_of,
     spread_factor,
     step_seconds,
@@ -23,8 +23,11 @@ from foreshard.planner.solver.shares import balance
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 MOST_TEMPLATES = 20_000
+"""Pipelines up to which a problem is enumerated: a second or two of comparisons."""
 _TIGHT = 1e-9
+"""Relative difference between step times that are different."""
 _STEPS = 12
+"""Bisections towards the least step time; what is left is then closed by exact times."""
 _LOOKED = 512
 """Stages tried between two looks at the clock."""
 
@@ -81,11 +84,11 @@ def _endings(problem: Problem) -> list[list[tuple[StageSpan, int, int, tuple[int
 def undominated(problem: Problem, templates: list[Template]) -> list[Template]:
     """Return the pipelines than which none with the same shares is faster on no more devices."""
     rows: dict[tuple[int, int], list[tuple[np.ndarray, Template]]] = {}
-    for one in templates:
-        pace = pace_of(problem, one)
-        tails = [tail_seconds(problem, one, copies) for copies in problem.copies]
-        row = np.array([*takes_of(problem, one), pace.fill_s, pace.bottleneck_s, *tails])
-        rows.setdefault((pace.micro_batch, pace.grain), []).append((row, one))
+    for template in templates:
+        rate = pipeline_rate(problem, template)
+        tails = [tail_seconds(problem, template, copies) for copies in problem.copies]
+        row = np.array([*takes_of(problem, template), rate.fill_s, rate.bottleneck_s, *tails])
+        rows.setdefault((rate.micro_batch, rate.grain), []).append((row, template))
     kept = []
     for group in rows.values():
         values = np.array([row for row, _ in group])
@@ -104,8 +107,8 @@ def best_of_all(
 ) -> tuple[Arrangement | None, bool]:
     """Return the best arrangement of some pipelines, and whether no mix of them is faster.
 
-    Every number of devices in use that waits longer for the slowest of them is asked apart. At the deadline
-    (`time.perf_counter`) it is the best so far.
+    Every number of devices in use at which the spread factor rises is solved apart. When time is up, it is
+    the best so far.
     """
     mixes = _Mixes(problem=problem, templates=templates)
     devices = sum(problem.counts)
@@ -154,11 +157,11 @@ class _Mixes:
         self.demands, self.which = demands, np.ravel(which)
 
     def longest_s(self, copies: int) -> float:
-        """Return the time of the slowest pipeline that gets through the batch alone."""
+        """Return the time of the slowest pipeline that processes the batch alone."""
         batch = self.problem.global_batch
         tails = self.table.tails_s(copies)
-        paces = (pace_of(self.problem, one).seconds(batch) for one in self.templates)
-        return max(pace + tail for pace, tail in zip(paces, tails.tolist(), strict=True))
+        rates = (pipeline_rate(self.problem, template).seconds(batch) for template in self.templates)
+        return max(rate + tail for rate, tail in zip(rates, tails.tolist(), strict=True))
 
     def sooner(self, pipelines: tuple[int, int], limit: int, high: float) -> Arrangement | None:
         """Return an arrangement near the least time, None when `high` itself is out of reach."""
@@ -174,7 +177,7 @@ class _Mixes:
         return found
 
     def reach(self, pipelines: tuple[int, int], limit: int, seconds: float) -> Arrangement | None:
-        """Return pipelines on at most `limit` devices that get through the batch in so many seconds."""
+        """Return pipelines on at most `limit` devices that process the batch in so many seconds."""
         problem = self.problem
         samples = self.table.whole_samples(seconds - self.table.tails_s(pipelines[0]))
         through = np.zeros(len(self.demands))
@@ -184,12 +187,12 @@ class _Mixes:
             return None
         best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in set(chosen)}
         made = [self.templates[best[d]] for d in chosen]
-        tails = [tail_seconds(problem, one, len(made)) for one in made]
-        shares = balance([pace_of(problem, one) for one in made], tails, problem.global_batch)
+        tails = [tail_seconds(problem, template, len(made)) for template in made]
+        shares = balance([pipeline_rate(problem, template) for template in made], tails, problem.global_batch)
         return None if shares is None else Arrangement(templates=tuple(made), shares=shares)
 
     def _most(self, through: np.ndarray, pipelines: tuple[int, int], limit: int) -> list[int] | None:
-        """Return the demands of pipelines that get through the batch together, None when none do.
+        """Return the demands of pipelines that process the batch together, None when none do.
 
         Of every number of pipelines and every devices in use the most samples, one pipeline after the other.
         """

@@ -16,6 +16,7 @@ from foreshard.planner.solver.problem import Problem, StageSpan, Template, round
 _PARTS = (1, 2, 4)
 """Parts of the batch that a pipeline may get."""
 _STRETCH = (1.0, 1.005, 1.01, 1.02, 1.04, 1.08)
+"""Factors by which the slowest stage may exceed the least possible, to shorten the filling by more."""
 
 
 def least_hops_in_times(problem: Problem) -> Problem:
@@ -47,8 +48,8 @@ def recut(problem: Problem, templates: Iterable[Template]) -> Iterator[Template]
     if not problem.hop_s.any():
         return
     seen: set[tuple[int, ...]] = set()
-    for one in templates:
-        options = tuple(part.option for part in one)
+    for template in templates:
+        options = tuple(part.option for part in template)
         if len(options) < 2 or options in seen:
             continue
         seen.add(options)

@@ -1,8 +1,8 @@
-"""Whole numbers of pipelines: whether any that the devices hold get through the batch.
+"""Combinations of whole pipelines: whether any that fits the devices processes the batch.
 
-Sets are put together a pipeline at a time, up to half of a plan; of those with equal demand the one that gets
-through most is kept, and what costs more than all pipelines still to come can make up for is left out. The
-other half is looked up: the best set for the devices that are left.
+A dynamic program adds one pipeline at a time, up to half of a plan. Of the sets of equal demand for devices
+it keeps the one that processes most, and it drops sets whose reduced cost all pipelines still to come cannot
+make up for. The other half of a plan is looked up: the best set for the devices that are left.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _PAIRS = 600_000
-"""Most sets looked at for one more pipeline."""
+"""Most sets extended by one more pipeline: about a second."""
 _CELLS = 8_000_000
+"""Most demands for devices that are distinguished: 64 MB an array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """What whole numbers of pipelines come to.
+    """The best combinations.
 
-    proven : every set was looked at: none that reaches the batch gets through more than the best here
+    proven : no set that processes the batch processes more than the best here
     samples : of the best sets, the most first
     sets : rows of the pipelines in each
     """
@@ -37,7 +38,7 @@ class _Level:
 
     used: np.ndarray
     samples: np.ndarray
-    worth: np.ndarray
+    reduced_cost: np.ndarray
     before: np.ndarray
     row: np.ndarray
 
@@ -46,12 +47,12 @@ class _Level:
 class _Sets:
     """Sets of a few pipelines, and the best of them for any devices.
 
-    Pipelines are in the order of their worth.
+    Pipelines are in the order of their reduced cost.
     """
 
     takes: np.ndarray
     samples: np.ndarray
-    worth: np.ndarray
+    reduced_cost: np.ndarray
     counts: np.ndarray
     most: int
     levels: list[_Level] = field(default_factory=list)
@@ -61,15 +62,15 @@ class _Sets:
         """Begin with the set of none."""
         none, zero = np.zeros((1, len(self.counts)), dtype=np.int64), np.zeros(1)
         nowhere = np.zeros(0, dtype=np.int64)
-        self.levels = [_Level(used=none, samples=zero, worth=zero, before=nowhere, row=nowhere)]
+        self.levels = [_Level(used=none, samples=zero, reduced_cost=zero, before=nowhere, row=nowhere)]
 
     def extend(self, number: int) -> bool:
         """Make the sets of up to so many pipelines; return False when there are too many."""
-        bargain = min(float(self.worth[0]), 0.0)
+        least_cost = min(float(self.reduced_cost[0]), 0.0)
         while len(self.levels) <= number:
             last = self.levels[-1]
-            allowed = -last.worth - (self.most - len(self.levels)) * bargain
-            ahead = np.searchsorted(self.worth, allowed + 1e-6, side="right")
+            allowed = -last.reduced_cost - (self.most - len(self.levels)) * least_cost
+            ahead = np.searchsorted(self.reduced_cost, allowed + 1e-6, side="right")
             if ahead.sum() > _PAIRS:
                 return False
             before = np.repeat(np.arange(len(ahead)), ahead)
@@ -85,7 +86,7 @@ class _Sets:
                     samples=samples[chosen],
                     before=before[chosen],
                     row=row[chosen],
-                    worth=(last.worth[before] + self.worth[row])[chosen],
+                    reduced_cost=(last.reduced_cost[before] + self.reduced_cost[row])[chosen],
                 )
             )
         return True
@@ -95,11 +96,11 @@ class _Sets:
         return np.ravel_multi_index(tuple(used.T), tuple(self.counts + 1))
 
     def best_within(self, number: int, left: np.ndarray) -> np.ndarray:
-        """Return which set of so many pipelines gets through most on some devices, -1 for none; by row."""
+        """Return which set of so many pipelines processes most on some devices, -1 for none; by row."""
         if number not in self._best:
             level = self.levels[number]
             grid = np.full(int(np.prod(self.counts + 1)), -1, dtype=np.int64)
-            # Sets by what they get through: the greatest rank that fits is the best.
+            # Sets ranked by samples: the greatest rank that fits is the best.
             rank = np.argsort(np.argsort(level.samples, kind="stable"), kind="stable")
             grid[self._codes(level.used)] = rank
             shaped = grid.reshape(tuple(self.counts + 1))
@@ -122,21 +123,21 @@ class _Sets:
 def combine(
     takes: np.ndarray,
     samples: np.ndarray,
-    worth: np.ndarray,
+    reduced_cost: np.ndarray,
     counts: Sequence[int],
     pipelines: tuple[int, int],
     *,
     keep: int = 4,
 ) -> Combined:
-    """Return the sets of pipelines that get through most, among those that may reach the batch.
+    """Return the sets of pipelines that process most, among those that may process the batch.
 
     Parameters
     ----------
     takes : ndarray of int, shape (rows, kinds)
         Devices of each pipeline.
-    samples, worth : ndarray, shape (rows,)
-        What each gets through, and how much more than that it costs: for a set that reaches the batch these
-        sum to no more than 0.
+    samples, reduced_cost : ndarray, shape (rows,)
+        What each processes, and its reduced cost: those of a set that processes the batch sum to no more
+        than 0.
     counts : sequence of int
         Devices of each kind.
     pipelines : (fewest, most)
@@ -150,11 +151,11 @@ def combine(
     limits = np.array(counts) // unit
     if float(np.prod(limits + 1.0)) > _CELLS:
         return Combined(proven=False)
-    order = np.argsort(worth, kind="stable")
+    order = np.argsort(reduced_cost, kind="stable")
     sets = _Sets(
         takes=takes[order] // unit,
         samples=samples[order],
-        worth=worth[order],
+        reduced_cost=reduced_cost[order],
         counts=limits,
         most=pipelines[1],
     )
@@ -173,7 +174,11 @@ def combine(
                 rows = sets.rows(half, int(at)) + sets.rows(rest, int(other[at]))
                 found.append((float(total[at]), tuple(sorted(int(order[row]) for row in rows))))
     best = sorted(dict.fromkeys(found), key=lambda one: -one[0])[:keep]
-    return Combined(proven=True, samples=tuple(one[0] for one in best), sets=tuple(one[1] for one in best))
+    return Combined(
+        proven=True,
+        samples=tuple(found_set[0] for found_set in best),
+        sets=tuple(found_set[1] for found_set in best),
+    )
 
 
 def _firsts(codes: np.ndarray, samples: np.ndarray) -> np.ndarray:

@@ -1,55 +1,54 @@
-"""Pipelines of every demand for devices as loops, for numba; `contenders` says what they are for."""
+"""The label-setting search of `column_enumeration` as loops, for numba."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 
 def label_paths(
-    types: Any,
-    options: Any,
-    times_s: Any,
-    tail_s: Any,
-    rooms: Any,
-    classes: Any,
-    class_takes: Any,
-    prices: Any,
-    counts: Any,
-    most: Any,
-    rate: Any,
-    upper_s: Any,
-    longest_tail_s: Any,
-    deepest: Any,
-    bands: Any,
-    lengths: Any,
-    reach: Any,
-    price_limit: Any,
-    least_samples: Any,
-    grain: Any,
-    batch: Any,
-    slot: Any,
-    pool: Any,
-) -> Any:
-    """Return paths over cuts, of each demand for devices the one that loses least, when worth their price.
+    types: np.ndarray,
+    options: np.ndarray,
+    times_s: np.ndarray,
+    tail_s: np.ndarray,
+    rooms: np.ndarray,
+    classes: np.ndarray,
+    class_takes: np.ndarray,
+    duals: np.ndarray,
+    counts: np.ndarray,
+    most: np.ndarray,
+    rate: float,
+    upper_s: float,
+    longest_tail_s: float,
+    deepest: int,
+    bands: np.ndarray,
+    lengths: np.ndarray,
+    reach: float,
+    cost_limit: float,
+    least_samples: float,
+    grain: float,
+    batch: float,
+    slot: np.ndarray,
+    pool: tuple[np.ndarray, ...],
+) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return paths over cuts, of each demand for devices the one that loses least, up to a reduced cost.
 
     Parameters
     ----------
     types, options, times_s, tail_s, rooms, classes : arrays, shape (stages,)
-        Of every stage a path may have, as in `_path.shortest_path`; stages of a class take the same devices.
+        Of every stage a path may have, as in `path_kernel.shortest_path`; stages of a class take the same
+        devices.
     class_takes : array, shape (classes, kinds)
-    prices : array, shape (kinds,)
+    duals : array, shape (kinds,)
     counts, most : arrays of int, shape (kinds,)
         Sizes of the code of a demand, and the most devices a path may take.
     rate, upper_s, longest_tail_s, deepest, bands, lengths
-        As in `_path.shortest_path`.
+        As in `path_kernel.shortest_path`.
     reach : float
-        Samples that a path which loses none would get through.
-    price_limit : float
-        A path is worth its price when that is at most so much more than the samples it gets through.
+        Samples that a path which loses none would process.
+    cost_limit : float
+        Most by which the dual price of a path's devices may exceed the samples it processes.
     least_samples, grain, batch : float
-        A path gets through at least so many, whole grains, and at most the batch.
+        A path processes at least so many, whole grains, and at most the batch.
     slot : array of int, all -1
         By code of a demand; is left as it was.
     pool : tuple of arrays
@@ -63,10 +62,10 @@ def label_paths(
     """
     num_layers = bands.shape[0]
     num_classes, kinds = class_takes.shape
-    class_price = np.zeros(num_classes)
+    class_cost = np.zeros(num_classes)
     for c in range(num_classes):
         for k in range(kinds):
-            class_price[c] += class_takes[c, k] * prices[k]
+            class_cost[c] += class_takes[c, k] * duals[k]
     # Stages come by time; types beyond the greatest in use are never asked for.
     number = 0
     while number < len(times_s) and times_s[number] <= upper_s:
@@ -92,8 +91,8 @@ def label_paths(
                 if least[c, depth + 1, t] < least[c, depth, t]:
                     least[c, depth, t] = least[c, depth + 1, t]
                     chosen[c, depth, t] = chosen[c, depth + 1, t]
-                if least[c, depth, t] + class_price[c] < cheapest[depth, t]:
-                    cheapest[depth, t] = least[c, depth, t] + class_price[c]
+                if least[c, depth, t] + class_cost[c] < cheapest[depth, t]:
+                    cheapest[depth, t] = least[c, depth, t] + class_cost[c]
         for t in range(used_types):
             if chosen[c, 1, t] >= 0 and lengths[t] > longest[c]:
                 longest[c] = lengths[t]
@@ -127,7 +126,7 @@ def label_paths(
             class_field[c] += class_takes[c, k] << shift
         shift += bits + 1
         radix *= counts[k] + 1
-    limit = reach + price_limit
+    limit = reach + cost_limit
     first = np.zeros((deepest + 1, num_layers + 1), dtype=np.int64)
     last = np.zeros((deepest + 1, num_layers + 1), dtype=np.int64)
     count = 1
@@ -144,7 +143,7 @@ def label_paths(
                     if t >= used_types:
                         continue
                     stop = start + 1 + length
-                    more = least[c, depth, t] + class_price[c]
+                    more = least[c, depth, t] + class_cost[c]
                     for i in range(first[depth - 1, stop], last[depth - 1, stop]):
                         value = value_of[i] + more
                         if value > room:
@@ -215,11 +214,11 @@ def label_paths(
         slot[code[i]] = -1
         price, rest = 0.0, code[i]
         for k in range(kinds):
-            price += (rest % (counts[k] + 1)) * prices[k]
+            price += (rest % (counts[k] + 1)) * duals[k]
             rest //= counts[k] + 1
         through = reach - (value_of[i] - price)
         whole = min(np.floor(through / grain + 1e-9) * grain, batch)
-        if through < least_samples * (1.0 - 1e-9) or price - whole > price_limit:
+        if through < least_samples * (1.0 - 1e-9) or price - whole > cost_limit:
             continue
         codes[kept], samples[kept] = code[i], whole
         s = 0

@@ -1,28 +1,26 @@
-"""Shortest paths over cuts as loops, for numba; `pricing.cheapest_path` does the same in numpy without it."""
+"""Shortest paths over cuts as loops, for numba; used by `pricing.cheapest_path`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 
 def shortest_path(
-    types: Any,
-    options: Any,
-    times_s: Any,
-    tail_s: Any,
-    rooms: Any,
-    units: Any,
-    prices: Any,
-    limit: Any,
-    rate: Any,
-    upper_s: Any,
-    longest_tail_s: Any,
-    deepest: Any,
-    bands: Any,
-    lengths: Any,
-) -> Any:
+    types: np.ndarray,
+    options: np.ndarray,
+    times_s: np.ndarray,
+    tail_s: np.ndarray,
+    rooms: np.ndarray,
+    units: np.ndarray,
+    option_cost: np.ndarray,
+    limit: int,
+    rate: float,
+    upper_s: float,
+    longest_tail_s: float,
+    deepest: int,
+    bands: np.ndarray,
+    lengths: np.ndarray,
+) -> tuple[float, int, np.ndarray, np.ndarray]:
     """Return the least cost, the number of stages (0 where there is no path), their options and stops.
 
     Parameters
@@ -30,7 +28,7 @@ def shortest_path(
     types, options, times_s, tail_s, rooms, units : arrays, shape (stages,)
         Of every stage a path may have, by time; `rooms` is how many stages may follow it, itself included, at
         most `deepest`; `units` of a resource of which a path takes at most `limit`.
-    prices : array, by option
+    option_cost : array, by option
     rate, upper_s, longest_tail_s, deepest : numbers
     bands : array of int, shape (layers, layers)
         Type of the stage from each start by length less one, -1 past the end.
@@ -51,7 +49,7 @@ def shortest_path(
     for k in range(number):
         if tail_s[k] > longest_tail_s:
             continue
-        cost = times_s[k] * rate + prices[options[k]]
+        cost = times_s[k] * rate + option_cost[options[k]]
         if cost < least[units[k], rooms[k], types[k]]:
             least[units[k], rooms[k], types[k]] = cost
             chosen[units[k], rooms[k], types[k]] = options[k]

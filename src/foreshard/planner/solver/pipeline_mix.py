@@ -1,8 +1,8 @@
-"""Which pipelines to run beside each other: a linear program over pipelines, its bound, and whole numbers.
+"""The configuration program: how many of each pipeline to run side by side, in fractions or whole numbers.
 
-For a time T, pipeline k gets through `samples_k(T)`; the program takes as many samples as devices allow. If
-no mix of pipelines gets through the batch in T, no plan takes T: that is the bound. Pipelines are generated
-as the prices of devices call for them.
+In a step of T seconds pipeline k processes `samples_k(T)`; the program maximises the samples that the devices
+allow. If no mix of pipelines processes the batch in T, no plan takes T: that is the bound. Pipelines are the
+columns, generated as the duals of the device rows call for them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import ExtraMissingError
-from foreshard.planner.solver.problem import Problem, Template, pace_of, tail_seconds, takes_of
+from foreshard.planner.solver.problem import Problem, Template, pipeline_rate, tail_seconds, takes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """How many of each pipeline, and the dual prices when fractions were allowed."""
+    """How many of each pipeline, the samples they process, and the duals of the device rows."""
 
     counts: np.ndarray
     samples: float
@@ -32,11 +32,11 @@ def columns_of(problem: Problem, templates: Sequence[Template]) -> np.ndarray:
 
 
 def samples_of(problem: Problem, templates: Sequence[Template], copies: int, seconds: float) -> np.ndarray:
-    """Return the whole samples each pipeline gets through, shape (pipelines,)."""
+    """Return the whole samples each pipeline processes, shape (pipelines,)."""
     return np.array(
         [
-            float(pace_of(problem, one).samples(seconds - tail_seconds(problem, one, copies)))
-            for one in templates
+            float(pipeline_rate(problem, template).samples(seconds - tail_seconds(problem, template, copies)))
+            for template in templates
         ]
     )
 
@@ -44,7 +44,7 @@ def samples_of(problem: Problem, templates: Sequence[Template], copies: int, sec
 def fractional_mix(
     takes: np.ndarray, samples: np.ndarray, counts: Sequence[int], pipelines: tuple[int, int]
 ) -> Mix | None:
-    """Return the mix, fractions allowed, that gets through most samples; None if there are too few devices.
+    """Return the mix, fractions allowed, that processes most samples; None if there are too few devices.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def whole_mix(
     limit_s: float = 0.3,
     gap: float = 1e-3,
 ) -> np.ndarray | None:
-    """Return how many of each pipeline, whole numbers, get through most samples."""
+    """Return how many of each pipeline, whole numbers, process most samples."""
     optimize = _scipy()
     rows = np.vstack([takes, np.ones((1, takes.shape[1]))])
     answer = optimize.milp(

@@ -1,6 +1,6 @@
 """The pricing problem of column generation: the best pipeline at given duals, with a bound on all others.
 
-A pipeline of micro-batch m with slowest stage b and tail w gets through
+A pipeline of micro-batch m with slowest stage b and tail w processes
 m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum
 over stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a
 bound on every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline
@@ -168,7 +168,7 @@ class Pricing:
                 break
         bound = heap[0][0] if heap else np.inf
         return bound, [
-            template_of(one) for one in sorted(found, key=found.__getitem__) if found[one] < known_s
+            template_of(path) for path in sorted(found, key=found.__getitem__) if found[path] < known_s
         ]
 
     def _seconds(self, box: PipelineBox, net_samples: float) -> float:

@@ -1,8 +1,8 @@
-"""What is left of planning once stages have prices: options of stages, and pipelines put together from them.
+"""The abstract planning problem: options of stages with their times, and pipelines put together from them.
 
 Engines, published profiles and brute-force oracles all speak through this; nothing here knows what an option
 stands for. A layer is a place in the chain 0..num_layers-1; a stage holds layers [start, stop) and is of a
-*type*: intervals of one type cost the same whatever option runs them, so prices are kept by type.
+*type*: intervals of one type cost the same whatever option runs them, so times are kept by type.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ Template = tuple[StageSpan, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Pipelines that run beside each other and the samples of each step they take."""
+    """Pipelines that run side by side and the samples of each step they take."""
 
     templates: tuple[Template, ...]
     shares: tuple[int, ...]
@@ -183,7 +183,7 @@ class PipelineRate:
     grain: int
 
     def samples(self, seconds: float) -> int:
-        """Return the samples it gets through in so many seconds, tail excluded."""
+        """Return the samples it processes in so many seconds, tail excluded."""
         if seconds < (self.fill_s + self.bottleneck_s) * (1 - 1e-12):
             return 0
         grains = math.floor(
@@ -213,7 +213,7 @@ def is_within(problem: Problem, template: Template) -> bool:
     return len(kinds) == 1 and bool(problem.domains) and int(takes.sum()) <= problem.domains[kinds[0]]
 
 
-def pace_of(problem: Problem, template: Template) -> PipelineRate:
+def pipeline_rate(problem: Problem, template: Template) -> PipelineRate:
     """Return how a pipeline goes."""
     pace = pipeline_pace(stage_seconds(problem, template))
     return PipelineRate(
@@ -246,7 +246,7 @@ def step_seconds(problem: Problem, arrangement: Arrangement) -> float:
     """Return the seconds of a step: of the slowest pipeline, lengthened by the spread over all devices."""
     copies = len(arrangement.templates)
     slowest = max(
-        pace_of(problem, template).seconds(share) + tail_seconds(problem, template, copies)
+        pipeline_rate(problem, template).seconds(share) + tail_seconds(problem, template, copies)
         for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
     )
     used = sum(int(takes_of(problem, template).sum()) for template in arrangement.templates)

@@ -15,7 +15,7 @@ from foreshard.planner.solver.problem import (
     PipelineFamily,
     Problem,
     Template,
-    pace_of,
+    pipeline_rate,
     spread_factor,
     step_seconds,
     tail_seconds,
@@ -143,7 +143,7 @@ class SearchState:
             return
         copies = len(templates)
         tails = [tail_seconds(self.problem, template, copies) for template in templates]
-        rates = [pace_of(self.problem, template) for template in templates]
+        rates = [pipeline_rate(self.problem, template) for template in templates]
         shares = balance(rates, tails, self.problem.global_batch)
         if shares is None:
             return

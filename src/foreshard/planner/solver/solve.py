@@ -164,15 +164,15 @@ class ProblemSearch:
         """Return whether another step may find or prove anything."""
         if self.ranges is None:
             return True
-        return not self._is_solved and any(one.is_open for one in self.ranges.values())
+        return not self._is_solved and any(interval.is_open for interval in self.ranges.values())
 
     @property
     def lower_bound_s(self) -> float:
         """Return a step time that no arrangement beats; infinite where none exists."""
         if self._is_solved or self.ranges is None:
             return self.state.best_s if self._is_solved else 0.0
-        lower = min((one.bound_s for one in self.ranges.values()), default=np.inf) * self.state.factor
-        return max(lower, self.ladder.get("compute", 0.0))
+        lower = min((interval.bound_s for interval in self.ranges.values()), default=np.inf)
+        return max(lower * self.state.factor, self.ladder.get("compute", 0.0))
 
     def advance(self, budget: TimeBudget) -> None:
         """Work once on the open range of the lowest bound, within a budget as far as that can be."""
@@ -181,34 +181,34 @@ class ProblemSearch:
             self._start()
             return
         state, ranges = self.state, self.ranges
-        pending = {key: one for key, one in ranges.items() if one.is_open}
+        pending = {key: interval for key, interval in ranges.items() if interval.is_open}
         # Until there is a plan the widest range: most plans are of several pipelines.
-        key = min(pending, key=lambda one: pending[one].bound_s) if self.has_plan else max(pending)
-        one = pending[key]
-        if state.is_closed(one.bound_s):
-            one.is_open = False
+        key = min(pending, key=lambda known: pending[known].bound_s) if self.has_plan else max(pending)
+        interval = pending[key]
+        if state.is_closed(interval.bound_s):
+            interval.is_open = False
             return
         stuck = False
-        if self._raiser is not None and one.fineness:
-            one.bound_s, stuck = self._raiser.attempt(key, one.bound_s)
+        if self._raiser is not None and interval.fineness:
+            interval.bound_s, stuck = self._raiser.attempt(key, interval.bound_s)
         else:
-            tolerance = _TOLERANCES[one.fineness]
+            tolerance = _TOLERANCES[interval.fineness]
             closely = self._raiser is None
-            bound_s = fractional_bound(state, key, one.bound_s, tolerance, closely=closely)
-            one.bound_s, one.fineness = max(one.bound_s, bound_s), one.fineness + 1
-            stuck = self._raiser is None and one.fineness == len(_TOLERANCES)
-        if state.is_closed(one.bound_s) or stuck:
-            one.is_open = False
-        if not state.is_closed(one.bound_s):
-            halves = _halves(key, one, stuck=stuck)
+            bound_s = fractional_bound(state, key, interval.bound_s, tolerance, closely=closely)
+            interval.bound_s, interval.fineness = max(interval.bound_s, bound_s), interval.fineness + 1
+            stuck = self._raiser is None and interval.fineness == len(_TOLERANCES)
+        if state.is_closed(interval.bound_s) or stuck:
+            interval.is_open = False
+        if not state.is_closed(interval.bound_s):
+            halves = _halves(key, interval, stuck=stuck)
             if halves:
                 del ranges[key]
                 ranges.update(halves)
 
     def reopen(self) -> None:
         """Open the ranges again that were given up: with the columns learnt since, more may be proven."""
-        for one in (self.ranges or {}).values():
-            one.is_open = not self.state.is_closed(one.bound_s) and np.isfinite(one.bound_s)
+        for interval in (self.ranges or {}).values():
+            interval.is_open = not self.state.is_closed(interval.bound_s) and np.isfinite(interval.bound_s)
 
     def solution(self, *, interrupted: bool = False) -> Solution:
         """Return what is known so far."""
@@ -279,18 +279,18 @@ class ProblemSearch:
             state.evaluated = len(kept)
 
 
-def _halves(key: Range, one: _Range, *, stuck: bool) -> dict[Range, _Range]:
+def _halves(key: Range, interval: _Range, *, stuck: bool) -> dict[Range, _Range]:
     """Return the halves of a range of several rows of tails, or of one where nothing raises its bound."""
-    if len(one.rows) > 1:
-        half = len(one.rows) // 2
+    if len(interval.rows) > 1:
+        half = len(interval.rows) // 2
         return {
-            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=one.bound_s)
-            for rows in (one.rows[:half], one.rows[half:])
+            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=interval.bound_s)
+            for rows in (interval.rows[:half], interval.rows[half:])
         }
     if stuck and key[0] < key[1]:
         middle = (key[0] + key[1]) // 2
         return {
-            half: _Range(rows=one.rows, bound_s=one.bound_s, fineness=1)
+            half: _Range(rows=interval.rows, bound_s=interval.bound_s, fineness=1)
             for half in ((key[0], middle), (middle + 1, key[1]))
         }
     return {}

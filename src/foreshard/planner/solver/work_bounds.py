@@ -1,4 +1,4 @@
-"""Times that no step can undercut, from the work of a sample alone."""
+"""Lower bounds on the step time from work alone: the device-seconds that a sample costs at least."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ import numpy as np
 from foreshard.planner.solver.problem import Problem
 
 
-def fluid_s(problem: Problem, prices: np.ndarray, work: float, devices: float) -> float:
+def fluid_s(problem: Problem, weights: np.ndarray, work: float, devices: float) -> float:
     """Return a time that no plan on at most so many devices beats, whatever its pipelines.
 
     Parameters
     ----------
     problem : Problem
-    prices : ndarray, shape (kinds,)
+    weights : ndarray, shape (kinds,)
         Of a second of a device of each kind.
     work : float
-        What a sample costs at these prices at least: :func:`least_work`.
+        What a sample costs at these weights at least: :func:`least_work`.
     devices : float
     """
-    worth, left = 0.0, devices
-    for kind in np.argsort(-prices):
+    value, left = 0.0, devices
+    for kind in np.argsort(-weights):
         used = min(left, problem.counts[kind])
-        worth += used * prices[kind]
+        value += used * weights[kind]
         left -= used
-    return problem.global_batch * work / worth if worth > 0 else 0.0
+    return problem.global_batch * work / value if value > 0 else 0.0
 
 
 def work_bound(problem: Problem) -> float:
     """Return a step time that no arrangement beats, from work alone; infinite where no pipeline fits at all.
 
-    For any prices of devices, a sample needs at least the least priced device-seconds of a way through the
-    chain, and a second buys no more than all devices are worth; prices are what a device does in a second.
+    For any weights of devices, a sample needs at least the least priced device-seconds of a way through the
+    chain, and a second buys no more than all devices are value; weights are what a device does in a second.
     """
     usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
-    prices = np.array([_speed(problem, usable, kind) for kind in range(len(problem.counts))])
-    work = least_work(problem, prices)
-    value = float(prices @ np.array(problem.counts))
+    weights = np.array([_speed(problem, usable, kind) for kind in range(len(problem.counts))])
+    work = least_work(problem, weights)
+    value = float(weights @ np.array(problem.counts))
     if not np.isfinite(work):
         return float("inf")
     return problem.global_batch * work / value if value > 0 else 0.0
 
 
-def least_work(problem: Problem, prices: np.ndarray, options: np.ndarray | None = None) -> float:
+def least_work(problem: Problem, weights: np.ndarray, options: np.ndarray | None = None) -> float:
     """Return the least priced device-seconds of a sample on its way through a pipeline of some options."""
     some = np.arange(len(problem.takes)) if options is None else options
     times = problem.time_s[some]
     usable = np.isfinite(times) & (problem.max_in_flight[some] > 0)
-    worth = (problem.takes[some] @ prices / problem.micro_batch[some])[:, None]
-    cost = np.where(usable, worth * np.where(usable, times, 0.0), np.inf)
+    value = (problem.takes[some] @ weights / problem.micro_batch[some])[:, None]
+    cost = np.where(usable, value * np.where(usable, times, 0.0), np.inf)
     least = np.append(cost.min(0), np.inf)[problem.types]
     after = np.full(problem.num_layers + 1, np.inf)
     after[problem.num_layers] = 0.0
@@ -62,9 +62,9 @@ def rate_of(problem: Problem, kind: int) -> float:
     own = np.flatnonzero((problem.takes.sum(1) == problem.takes[:, kind]) & (problem.takes[:, kind] > 0))
     if not len(own):
         return 0.0
-    prices = np.zeros(len(problem.counts))
-    prices[kind] = 1.0
-    work = least_work(problem, prices, own)
+    weights = np.zeros(len(problem.counts))
+    weights[kind] = 1.0
+    work = least_work(problem, weights, own)
     return 1.0 / work if np.isfinite(work) and work > 0 else 0.0
 
 
