@@ -102,7 +102,7 @@ def _layer_bytes(request: PlanRequest, micro_batch: int) -> Mapping[str, np.ndar
     kinds = model.block_kinds()
     counts = np.zeros((len(kinds), layers))
     for i, (block, _) in enumerate(kinds):
-        counts[i, 1:-1] = [one == block for one in model.blocks]
+        counts[i, 1:-1] = [other == block for other in model.blocks]
     ends = np.eye(layers)[[0, -1]]
 
     def load(depth: float) -> StageLoad:
@@ -128,12 +128,12 @@ def _layer_bytes(request: PlanRequest, micro_batch: int) -> Mapping[str, np.ndar
             head_trainable=float(not model.head_frozen),
         )
 
-    one, two = stage_memory(load(1.0), framework), stage_memory(load(2.0), framework)
+    single, double = stage_memory(load(1.0), framework), stage_memory(load(2.0), framework)
     wide = np.ones(layers)
-    saved = np.maximum(two.activations - one.activations, 0.0) * wide
+    saved = np.maximum(double.activations - single.activations, 0.0) * wide
     return {
-        "sync_bytes": one.gradients * wide,
-        "state_bytes": (one.parameters + one.gradients + one.optimizer) * wide,
+        "sync_bytes": single.gradients * wide,
+        "state_bytes": (single.parameters + single.gradients + single.optimizer) * wide,
         "saved_bytes": saved / micro_batch,
     }
 

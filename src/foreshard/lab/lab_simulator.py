@@ -52,7 +52,7 @@ class LabSimulator:
     def move_s(self, step: int, old: Plan, new: Plan) -> float:
         """Return the seconds in which ranks get what they lack, from who is there, over the links then."""
         layers = self._costs.layers
-        size = [one.parameter_bytes + one.frozen_bytes + one.state_bytes for one in layers]
+        size = [layer.parameter_bytes + layer.frozen_bytes + layer.state_bytes for layer in layers]
         there, taken = self.there(step), [0.0]
         held = {rank: kept for rank, kept in layers_of(old).items() if rank in there}
         moves, _ = moves_between(held, layers_of(new), layer_of=int, order=int, weight=size.__getitem__)
@@ -80,7 +80,7 @@ class LabSimulator:
         size, found = plan.groups[0].micro_batch, {}
         for rank in set(self.there(step)) - set(plan.ranks):
             name = cluster.device_of(rank).name
-            passes = [at.work_s(name, (0, PROBED_LAYERS), one, size) for one in ("forward_s", "backward_s")]
+            passes = [at.work_s(name, (0, PROBED_LAYERS), way, size) for way in ("forward_s", "backward_s")]
             found[rank] = sum(passes) / size
         return found
 
@@ -90,8 +90,8 @@ class LabSimulator:
             pair
             for group in plan.groups
             for a, b in zip(group.stages[:-1], group.stages[1:], strict=True)
-            for one, other in product(a.ranks, b.ranks)
-            for pair in ((one, other), (other, one))
+            for sender, receiver in product(a.ranks, b.ranks)
+            for pair in ((sender, receiver), (receiver, sender))
         }
         rings = [sorted(stage.ranks) for group in plan.groups for stage in group.stages]
         rings += [sorted(plan.ranks)] if len(plan.groups) > 1 else []

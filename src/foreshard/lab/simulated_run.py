@@ -62,7 +62,7 @@ class SimulatedRun:
     def violation(self) -> float:
         """Return the largest excess of a mean over its budget, at least 0."""
         mean_s = float(self.time_s.mean())
-        over = [float(self.spent[one.name].mean()) / one.allowance(mean_s) - 1.0 for one in self.budgets]
+        over = [float(self.spent[b.name].mean()) / b.allowance(mean_s) - 1.0 for b in self.budgets]
         return max([0.0, *over])
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,13 +70,13 @@ class SimulatedRun:
         return {
             "mean_step_time_s": float(self.time_s.mean()),
             "mean_cost": {name: float(each.mean()) for name, each in self.spent.items()},
-            "budget": {one.name: one.limit for one in self.budgets},
+            "budget": {budget.name: budget.limit for budget in self.budgets},
             "violation": self.violation,
             "reconfigurations": self.reconfigurations,
             "reshares": self.reshares,
             "change_share": float(self.change_s.sum() / self.time_s.sum()),
             "steps": len(self.time_s),
-            "series": {"step_time_s": [float(one) for one in self.time_s]},
+            "series": {"step_time_s": [float(seconds) for seconds in self.time_s]},
         }
 
 
@@ -151,7 +151,7 @@ class _Play:
     def run(self, steps: int) -> SimulatedRun:
         """Play all steps."""
         budgets = tuple(budget_of(text) for text in self._config.budgets)
-        time_s, costs = np.zeros(steps), {one.name: np.zeros(steps) for one in budgets}
+        time_s, costs = np.zeros(steps), {budget.name: np.zeros(steps) for budget in budgets}
         running, plans = self._config.plan, [(0, self._config.plan)]
         counts, change_s, clock_s = {"reconfigurations": 0, "reshares": 0}, np.zeros(steps), 0.0
         for step in range(steps):
@@ -170,11 +170,11 @@ class _Play:
             at, cluster = self._world.at(step)
             ranks = rank_times(at, cluster, running)
             vote_s = at.ring_s(cluster, self._there, 0.0)  # idle ranks vote too
-            time_s[step] = max(one.end_s for one in ranks) + vote_s + change_s[step]
+            time_s[step] = max(rank.end_s for rank in ranks) + vote_s + change_s[step]
             clock_s += float(time_s[step])
-            work_s = {one.rank: one.compute_s + one.recompute_s for one in ranks}
-            for one in budgets:
-                costs[one.name][step] = spent(one, self._state, running, float(time_s[step]), work_s)
+            work_s = {times.rank: times.compute_s + times.recompute_s for times in ranks}
+            for budget in budgets:
+                costs[budget.name][step] = spent(budget, self._state, running, float(time_s[step]), work_s)
             self._tell(step, float(time_s[step] - change_s[step]), clock_s, running, ranks)
         return SimulatedRun(
             time_s=time_s, change_s=change_s, spent=costs, budgets=budgets, plans=plans, **counts
@@ -212,7 +212,9 @@ class _Play:
             running=running,
             ranks=self._there,
             stage_s={
-                one.rank: (one.compute_s + one.recompute_s) / own[one.rank] for one in ranks if own[one.rank]
+                times.rank: (times.compute_s + times.recompute_s) / own[times.rank]
+                for times in ranks
+                if own[times.rank]
             },
             generation=self._number,
             link_s=self._world.links(step, running),

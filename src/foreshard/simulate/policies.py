@@ -189,7 +189,7 @@ class Greedy(_Simple):
         key = (seen.condition, seen.pattern)
         if key not in self._choice:
             subsets = self.environment.subsets(*key)
-            spent = subsets.column(self.budgets) / [one.allowance(1.0) for one in self.budgets]
+            spent = subsets.column(self.budgets) / [budget.allowance(1.0) for budget in self.budgets]
             rank = spent.sum(1) if self.budgets else subsets.time_s
             workers = subsets.devices(int(np.argmin(rank)))
             self._choice[key] = self.balanced(workers, self.environment.sample_s(seen.condition))
@@ -226,16 +226,16 @@ class Banked(_Simple):
         """Return by how much of an allowance the batch of each subset is above it and the savings."""
         over = np.full(len(subsets.time_s), -np.inf)
         costs = subsets.column(self.budgets)
-        for i, (one, spare) in enumerate(zip(self.budgets, saved, strict=True)):
-            allowed = one.allowance(1.0) * (1.0 if one.per == "step" else subsets.time_s)
+        for i, (budget, spare) in enumerate(zip(self.budgets, saved, strict=True)):
+            allowed = budget.allowance(1.0) * (1.0 if budget.per == "step" else subsets.time_s)
             over = np.maximum(over, (costs[:, i] - spare) / allowed - 1.0)
         return over
 
     def learn(self, happened: Happened) -> None:
         """Add up what was saved."""
         part = happened.batches / happened.of
-        for i, one in enumerate(self.budgets):
-            self._saved[i] += part * (one.allowance(happened.time_s) - happened.costs[one.key])
+        for i, budget in enumerate(self.budgets):
+            self._saved[i] += part * (budget.allowance(happened.time_s) - happened.costs[budget.key])
 
 
 def on_subset(environment: Environment, subset: Sequence[int]) -> Devices:
@@ -244,7 +244,7 @@ def on_subset(environment: Environment, subset: Sequence[int]) -> Devices:
     there = [
         np.flatnonzero(environment.replicas(at)).tolist() for at in range(len(environment.path.available))
     ]
-    kept = [tuple(one for one in row if one in chosen) or tuple(row) for row in there]
+    kept = [tuple(device for device in row if device in chosen) or tuple(row) for row in there]
     return lambda seen: kept[seen.pattern]
 
 

@@ -118,7 +118,7 @@ class PolicyAdapter:
                 size,
                 size / float(state.bandwidth_bytes_per_s[u, v]) + float(state.latency_s[u, v]),
             )
-        costs = {one.name: happened.costs[one.key] for one in self.budgets}
+        costs = {budget.name: happened.costs[budget.key] for budget in self.budgets}
         self._batches += happened.batches
         self._tell(
             StepMeasured(

@@ -46,13 +46,13 @@ class Probe:
             count = min(PROBED_LAYERS, self._job.num_layers)
             self._layers = [copy.deepcopy(self._job.layer(i)).to(self._device) for i in range(count)]
         values = as_tuple(self._job.inputs(feed.batch(positions)))
-        values = tuple(one.to(self._device) for one in values)
+        values = tuple(value.to(self._device) for value in values)
         began_s = self._clock.now()
         with torch.random.fork_rng(devices=[]):
             self._clock.begin()
             for layer in self._layers:
                 values = as_tuple(layer(*values))
-            sums = [one.float().sum() for one in values if one.requires_grad]
+            sums = [value.float().sum() for value in values if value.requires_grad]
             if sums:
                 torch.stack(sums).sum().backward()
             self._clock.end("probe", len(positions), len(self._layers))

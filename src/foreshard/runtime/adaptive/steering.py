@@ -293,7 +293,7 @@ def own_samples(plan: Plan) -> dict[int, int]:
     return found
 
 
-def _same(one: Plan, other: Plan) -> bool:
+def _same(plan: Plan, other: Plan) -> bool:
     """Return whether two plans give every rank the same layers and samples."""
 
     def placed(plan: Plan) -> set[tuple[Any, ...]]:
@@ -302,4 +302,4 @@ def _same(one: Plan, other: Plan) -> bool:
             for group in plan.groups
         }
 
-    return placed(one) == placed(other)
+    return placed(plan) == placed(other)
