@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -244,3 +245,21 @@ def test_the_formatter_is_never_switched_off():
     for path in [*FILES, *SCRIPTS, *(ROOT / "bench").glob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
         assert not any(switch in text for switch in switches), path
+
+
+def test_a_package_says_what_to_read_first():
+    for path in FILES:
+        if path.name == "__init__.py" and path.parent != SOURCE:
+            text = ast.get_docstring(tree_of(path)) or ""
+            named = re.findall(r"`+([\w/]+?)(?:\.py)?`+", text)
+            known = any((path.parent / f"{name}.py").exists() for name in named)
+            assert "first" in text and known, (
+                f"{module_of(path)} does not name the file to read first: {text}"
+            )
+
+
+def test_the_design_names_files_that_exist():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/*.]+\.(?:py|toml|json))`", text)) - {"cluster.toml", "plan.json"}
+    for name in sorted(named):
+        assert any(SOURCE.rglob(name)) or any(ROOT.glob(name)), f"docs/design.md names {name}"
