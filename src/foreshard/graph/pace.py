@@ -48,7 +48,6 @@ def pipeline_pace(stage_s: np.ndarray, count: Any = None) -> PipelinePace:
     (np.float64(3.0), np.float64(3.0))
     """
     present = stage_s if count is None else np.where(count > 0, stage_s, -1.0)
-    slowest = present.argmax(0)
-    period_s = present[slowest] if stage_s.ndim == 1 else present[slowest, np.arange(slowest.size)]
+    period_s = present.max(0)
     whole_s = (stage_s if count is None else stage_s * count).sum(0)
-    return PipelinePace(fill_s=whole_s - period_s, period_s=period_s, slowest=slowest)
+    return PipelinePace(fill_s=whole_s - period_s, period_s=period_s, slowest=present.argmax(0))
