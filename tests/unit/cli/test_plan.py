@@ -135,15 +135,16 @@ def test_a_budget_that_ends_is_not_an_interruption(shell):
 
 
 def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
-    from foreshard.planner.solver.bound_raising import BoundRaiser
+    from foreshard.planner.mixed.search import MixedSearch
 
-    attempt, before = BoundRaiser.attempt, signal.getsignal(signal.SIGINT)
+    after, before = MixedSearch._after, signal.getsignal(signal.SIGINT)
 
-    def pressed(*values):
-        os.kill(os.getpid(), signal.SIGINT)
-        return attempt(*values)
+    def pressed(search, *values, **options):
+        if search.found.timed:
+            os.kill(os.getpid(), signal.SIGINT)
+        return after(search, *values, **options)
 
-    monkeypatch.setattr(BoundRaiser, "attempt", pressed)
+    monkeypatch.setattr(MixedSearch, "_after", pressed)
     run = ("plan", "llama3-70b", "4x8xa100-sxm-80gb+4x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
     answer = shell(*run, "--budget-s", "3", "--json")
     assert answer.code == 130 and answer.json["interrupted"]
