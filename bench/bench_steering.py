@@ -6,11 +6,11 @@ double precision. Without a budget: the controller, the greedy plan, shares by t
 plan, even shares. Under a budget of rent: those that can keep one. All losses are compared with a run that
 nothing disturbs. A step is the mean over the run, changes included.
 
-The machine drifts, so a run is foretold several ways:
+The machine drifts, so a run is simulated several ways:
 
 - by a profile before it, one after it, and the mean of both: drift shows as the two's difference;
 - by the profile before, its seconds times what every rank's own work took in that run over what the profile
-  makes of the same work: nothing but this machine's speed is of the run, all else is foretold.
+  makes of the same work: nothing but this machine's speed is of the run, all else is simulated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from typing import Any
 
 from foreshard.lab.lab import Lab, load_lab
 from foreshard.lab.simulated_run import simulate_lab
-from foreshard.runtime.adaptive.controller_config import passes_of
+from foreshard.predict.measured.costs import load_costs
+from foreshard.runtime.adaptive.layer_times import PassTimes
 from foreshard.runtime.records.outcome import kept_steps
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
@@ -164,7 +165,8 @@ class Bench:
 
     def own_speed(self, ran: Ran, costs: str, plan: str, plans: Sequence[tuple[int, Plan]]) -> float:
         """Return what all work of a run took over what costs make of it, as the lab slowed it."""
-        passes, measured_s, costs_s = passes_of(costs, self.lab_file), 0.0, 0.0
+        passes = PassTimes.measured(load_costs(costs), self.lab.cluster())
+        measured_s = costs_s = 0.0
         most = max(group.micro_batch for group in load_plan(self.file(f"{plan}.json")).groups)
         for line in ran.lines[1:]:
             for share, stages in _pipelines(line, plans):
@@ -192,7 +194,7 @@ class Bench:
 def _pipelines(
     line: dict[str, Any], plans: Sequence[tuple[int, Plan]]
 ) -> Iterator[tuple[int, list[tuple[int, tuple[int, int]]]]]:
-    """Yield share and stages of the pipelines that ran a step: as told, or as foretold where none steers."""
+    """Yield share and stages of the pipelines that ran a step: as measured, or as simulated where no policy is at work."""
     if "pipelines" in line:
         for share, stages in zip(line["shares"], line["pipelines"], strict=True):
             yield share, [(rank, (first, stop)) for rank, first, stop in stages]
@@ -214,7 +216,7 @@ class Waiting:
     ran: Ran
 
     def compared(self, bench: Bench, after: str, calm: Ran) -> dict[str, Any]:
-        """Return the run beside what is foretold of it."""
+        """Return the run beside what is simulated of it."""
         asked, ran = (self.plan, self.policy, self.budget), self.ran
         before_s, plans = bench.told(self.before, *asked)
         after_s, _ = bench.told(after, *asked)
