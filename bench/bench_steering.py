@@ -194,7 +194,7 @@ class Bench:
 def _pipelines(
     line: dict[str, Any], plans: Sequence[tuple[int, Plan]]
 ) -> Iterator[tuple[int, list[tuple[int, tuple[int, int]]]]]:
-    """Yield share and stages of the pipelines that ran a step: as measured, or as simulated where no policy is at work."""
+    """Yield share and stages of the pipelines that ran a step: as measured, else as simulated."""
     if "pipelines" in line:
         for share, stages in zip(line["shares"], line["pipelines"], strict=True):
             yield share, [(rank, (first, stop)) for rank, first, stop in stages]
