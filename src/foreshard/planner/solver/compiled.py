@@ -1,30 +1,17 @@
-"""Compilation of loops by numba, with Ctrl-C raised as KeyboardInterrupt."""
+"""Compilation of loops by numba where it is installed, with Ctrl-C raised as KeyboardInterrupt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from foreshard.errors import ExtraMissingError
-
 
 def compiled(loops: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled; the caller keeps it.
-
-    Raises
-    ------
-    ExtraMissingError
-        Without numba.
-    """
+    """Return a function compiled, or as it is where numba is missing: the same result, more slowly."""
     try:
         import numba
     except ImportError:
-        raise ExtraMissingError(
-            "planning mixed devices needs numba",
-            key="numba",
-            rule="It ships with the extra `plan`",
-            fix="pip install 'foreshard[plan]'",
-        ) from None
+        return loops
     return stoppable(numba.njit(cache=True, nogil=True)(loops))
 
 
