@@ -215,13 +215,15 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
     replicas = layer_replicas(plan, model.num_layers)
     domains = link_domains(case.cluster)
+    across: dict[tuple[int, float], tuple[float, float]] = {}
     rows: dict[Any, StageRow] = {}
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
             counts, ends = layer_counts(model, stage, kinds), stage_ends(model, stage)
             workers = stage_workers(case.cluster, group, stage)
             pace = _pace(case, workers)
-            strides = stage_strides(plan, stage, domains, float(domain_block(nodes[pace.node_group])))
+            domain = float(domain_block(nodes[pace.node_group]))
+            strides = stage_strides(plan, stage, domains, domain, across)
             width = sync_width(stage, replicas)
             rank = rank_shape(setup, group, stage, samples=pace.share, replicas=width, strides=strides)
             places = tuple(dict.fromkeys(worker.node_group for worker in workers))

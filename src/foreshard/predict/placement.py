@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -35,9 +36,14 @@ def stage_workers(cluster: Cluster, group: Group, stage: Stage) -> tuple[Worker,
                 node_group=0, share=float(shares[biggest]), rank=stage.ranks[biggest * stage.tp * stage.cp]
             ),
         )
-    ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
-    where = np.searchsorted(ends, stage.ranks, side="right").tolist()
+    ends = tuple(accumulate(nodes.num_devices for nodes in cluster.nodes))
     split = stage.tp * stage.cp
+    first = bisect_right(ends, min(stage.ranks))
+    if max(stage.ranks) < ends[first]:
+        alike = {share: stage.ranks[i * split] for i, share in reversed(list(enumerate(shares))) if share > 0}
+        kinds = dict.fromkeys(share for share in shares if share > 0)
+        return tuple(Worker(node_group=first, share=float(share), rank=alike[share]) for share in kinds)
+    where = np.searchsorted(ends, stage.ranks, side="right").tolist()
     found: dict[tuple[int, float], int] = {}
     for i, (rank, node_group) in enumerate(zip(stage.ranks, where, strict=True)):
         share = float(shares[(i // split) % len(shares)])
@@ -109,33 +115,61 @@ def spread_stride(members: np.ndarray, domain: float) -> float:
     return domain / inside * (1.0 - 1e-9)
 
 
-def stage_strides(plan: Plan, stage: Stage, domains: np.ndarray, domain: float) -> dict[str, float]:
-    """Return the strides of every communicator a stage takes part in, from where its ranks are."""
+def stage_strides(
+    plan: Plan,
+    stage: Stage,
+    domains: np.ndarray,
+    domain: float,
+    across: dict[tuple[int, float], tuple[float, float]],
+) -> dict[str, float]:
+    """Return the strides of every communicator a stage takes part in, from where its ranks are.
+
+    Parameters
+    ----------
+    plan : Plan
+    stage : Stage
+    domains : ndarray, shape (ranks,)
+        As :func:`link_domains` returns it.
+    domain : float
+        Devices of a full link domain.
+    across : dict
+        Strides of communicators over several groups, by first layer and domain, kept between the stages of a
+        plan: they are the same for every stage of the same layers.
+    """
     places = domains[np.array(stage.ranks)]
     dense = places.reshape(-1, stage.cp, stage.tp)  # tp fastest, then cp, then inner dp
     experts = places.reshape(-1, stage.ep, stage.etp)
-    own, own_experts = dense.reshape(-1, stage.tp).T, experts.reshape(len(experts), -1).T
-    alike, alike_experts = own, own_experts
+    own = spread_stride(dense.reshape(-1, stage.tp).T, domain)
+    own_experts = spread_stride(experts.reshape(len(experts), -1).T, domain)
+    sync = own, own_experts
     if len(plan.groups) > 1:
-        first = stage.layers[0][0]
-        others = [
-            other
-            for group in plan.groups
-            for other in group.stages
-            if any(start <= first < stop for start, stop in other.layers)
-        ]
-        alike = np.concatenate([domains[np.array(o.ranks[:: o.tp])] for o in others])[None]
-        alike_experts = np.concatenate([domains[np.array(o.ranks[:: o.ep * o.etp])] for o in others])[None]
+        key = stage.layers[0][0], domain
+        if key not in across:
+            across[key] = _strides_across_groups(plan, *key, domains)
+        sync = across[key]
     return {
         "tp_stride": spread_stride(dense.reshape(-1, stage.tp), domain),
         "cp_stride": spread_stride(dense.swapaxes(1, 2).reshape(-1, stage.cp), domain),
         "ep_stride": spread_stride(experts.swapaxes(1, 2).reshape(-1, stage.ep), domain),
         "etp_stride": spread_stride(experts.reshape(-1, stage.etp), domain),
-        "sync_stride": spread_stride(alike, domain),
-        "expert_stride": spread_stride(alike_experts, domain),
-        "own_stride": spread_stride(own, domain),
-        "own_expert_stride": spread_stride(own_experts, domain),
+        "sync_stride": sync[0],
+        "expert_stride": sync[1],
+        "own_stride": own,
+        "own_expert_stride": own_experts,
     }
+
+
+def _strides_across_groups(plan: Plan, layer: int, domain: float, domains: np.ndarray) -> tuple[float, float]:
+    """Return the strides of the communicators that sum gradients of a layer and of its experts."""
+    holders = [
+        stage
+        for group in plan.groups
+        for stage in group.stages
+        if any(start <= layer < stop for start, stop in stage.layers)
+    ]
+    dense = np.concatenate([domains[np.array(stage.ranks[:: stage.tp])] for stage in holders])
+    experts = np.concatenate([domains[np.array(stage.ranks[:: stage.ep * stage.etp])] for stage in holders])
+    return spread_stride(dense[None], domain), spread_stride(experts[None], domain)
 
 
 def boundaries(group: Group) -> list[tuple[Stage, Stage]]:

@@ -228,6 +228,8 @@ class MixedSearch:
         """Try chunks on the best 1f1b plans, and add depths near theirs and the bounds that matter."""
         request, found = self.request, self.found
         for _, plan in found.plain(_NEAREST):
+            if self.budget.is_over:
+                return
             if any(plan is tried for tried in self._tried):
                 continue
             self._tried.append(plan)
