@@ -128,18 +128,24 @@ def _fabric(setup: RunSetup, cluster: Cluster, ranks: Sequence[int], crossing: i
     return fabric_of(cluster.nodes[0], oversubscription=cluster.network.oversubscription, **options)
 
 
-def _fabrics(case: Case, setup: RunSetup, where: tuple[int, int]) -> dict[str, Fabric]:
+def _joined_fabric(case: Case, setup: RunSetup) -> Fabric | None:
+    """Return what gradient collectives over several groups see; None where stages sum on their own."""
+    if len(case.cluster.nodes) == 1 or len(case.plan.groups) == 1:
+        return None
+    return _fabric(setup, case.cluster, case.plan.ranks, _rings(case.plan))
+
+
+def _fabrics(case: Case, setup: RunSetup, where: tuple[int, int], joined: Fabric | None) -> dict[str, Fabric]:
     """Return what a stage's own collectives, gradient collectives and messages see."""
-    cluster, plan, stages = case.cluster, case.plan, case.plan.groups[where[0]].stages
+    cluster, stages = case.cluster, case.plan.groups[where[0]].stages
     own = stages[where[1]]
     inside = _fabric(setup, cluster, own.ranks)
     if len(cluster.nodes) == 1:
         return {"fabric": inside, "sync": inside, "link": inside}
     near = [rank for stage in stages[max(0, where[1] - 1) : where[1] + 2] for rank in stage.ranks]
-    joined = len(plan.groups) > 1
     return {
         "fabric": inside,
-        "sync": _fabric(setup, cluster, plan.ranks, _rings(plan)) if joined else inside,
+        "sync": joined or inside,
         "link": _fabric(setup, cluster, near, len(own.ranks)),
     }
 
@@ -216,6 +222,7 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
     replicas = layer_replicas(plan, model.num_layers)
     domains = link_domains(case.cluster)
     across: dict[tuple[int, float], tuple[float, float]] = {}
+    joined = _joined_fabric(case, setup)
     rows: dict[Any, StageRow] = {}
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
@@ -239,7 +246,7 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
                 counts=counts,
                 rank=rank,
                 kernels=setup.kernels(device),
-                **_fabrics(case, setup, (g, s)),
+                **_fabrics(case, setup, (g, s), joined),
                 traits=setup.traits(device),
                 recompute=stage_recompute(stage, sum(counts)),
                 has_embedding=ends[0],
@@ -272,7 +279,7 @@ def _pipeline(case: Case, setup: RunSetup, group: Group, domains: np.ndarray) ->
         num_chunks=float(group.num_chunks),
         zero_bubble=float(group.schedule == "zb-h1"),
         crosses_node=float(any(crosses_node(*pair, domains) for pair in boundaries(group))),
-        num_devices=float(len(case.plan.ranks)),
+        num_devices=float(sum(len(stage.ranks) for group in case.plan.groups for stage in group.stages)),
     )
 
 
