@@ -15,7 +15,7 @@ from foreshard.cost.memory_activations import recompute_of
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.flops import model_flops, recomputed_flops
 from foreshard.predict.machine import sustained
-from foreshard.predict.tasks.collectives import contention, message_s, region_s, shard_times, sync_times
+from foreshard.predict.tasks.collectives import contention, message_s, region_times, shard_times, sync_times
 from foreshard.predict.tasks.formula import end_times, layer_times
 from foreshard.predict.tasks.host import offload_s, optimizer_s
 from foreshard.predict.tasks.kernels import attention_times, linear_sizes
@@ -144,25 +144,35 @@ def test_hfu_counts_what_runs_again():
 def test_tensor_collectives_carry_the_activations():
     _, batch = batch_of(tp=8)
     size = 2.0 * 1024 * 4096
-    gather, _ = region_s(4096.0, batch.machine)
+    gather = region_times(4096.0, batch.machine).scatter_s
     assert gather.item() == pytest.approx(all_gather_s(size, 8, 1, batch.machine.fabric).item(), rel=1e-12)
     _, batch = batch_of(tp=8, sp=False)
-    _, whole = region_s(4096.0, batch.machine)
+    whole = region_times(4096.0, batch.machine).whole_s
     assert whole.item() == pytest.approx(all_reduce_s(size, 8, 1, batch.machine.fabric).item(), rel=1e-12)
 
 
 def test_a_layer_gathers_and_scatters_around_two_regions():
     _, batch = batch_of(tp=8)
-    gather, _ = region_s(4096.0, batch.machine)
+    gather = region_times(4096.0, batch.machine).scatter_s
     assert times_of(batch).tensor_forward.item() == pytest.approx(4 * gather.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 2.0), ("fp8", 1.0), ("nvfp4", 0.5)])
+def test_operands_are_gathered_at_the_width_of_the_product_and_sums_scattered_in_16_bit(precision, width):
+    _, batch = batch_of(cluster="1x8xb200-sxm", tp=8, precision=precision)
+    fabric, elements = batch.machine.fabric, 1024 * 4096
+    operands, sums = (all_gather_s(size * elements, 8, 1, fabric).item() for size in (width, 2.0))
+    times = times_of(batch)
+    assert times.tensor_forward.item() == pytest.approx(2 * (operands + sums), rel=1e-12)
+    assert times.tensor_backward.item() <= times.tensor_forward.item()
 
 
 def test_fp32_activations_are_twice_as_large():
     sixteen, full = batch_of(tp=8)[1], batch_of(tp=8, precision="fp32")[1]
     fabric = full.machine.fabric
     expected = all_gather_s(4.0 * 1024 * 4096, 8, 1, fabric).item()
-    assert region_s(4096.0, full.machine)[0].item() == pytest.approx(expected, rel=1e-12)
-    assert region_s(4096.0, sixteen.machine)[0].item() < expected
+    assert region_times(4096.0, full.machine).operands_s.item() == pytest.approx(expected, rel=1e-12)
+    assert region_times(4096.0, sixteen.machine).operands_s.item() < expected
 
 
 def test_experts_get_their_tokens_and_send_them_back():

@@ -20,7 +20,7 @@ from foreshard.predict.tasks.collectives import (
     every_reduce_s,
     expert_replicas,
     message_s,
-    region_s,
+    region_times,
     sharded_layer_s,
     sharded_table_s,
     sharing_of,
@@ -61,7 +61,7 @@ class StepTimes:
 def stage_times(batch: Batch) -> StageTimes:
     """Return what one micro-batch costs on each distinct stage, collectives inside it included."""
     p, machine = batch.pipeline, batch.machine
-    region = region_s(p.hidden, machine)
+    region = region_times(p.hidden, machine)
     ends = end_times(
         p.hidden, p.vocab, p.head_rows, machine, frozen=p.head_frozen, heads=p.heads, region=region
     )

@@ -17,11 +17,12 @@ from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import Machine, own_tokens, sustained, tokens_of
 from foreshard.predict.tasks.collectives import (
+    RegionTimes,
     Sharing,
     context_times,
     every_reduce_s,
     expert_exchange_s,
-    region_s,
+    region_times,
     tensor_times,
 )
 from foreshard.predict.tasks.host import host_times, offload_s
@@ -90,7 +91,7 @@ def layer_times(
     machine: Machine,
     recompute: Recompute,
     *,
-    region: tuple[Any, Any] | None = None,
+    region: RegionTimes | None = None,
     dense_sharing: Sharing | None = None,
 ) -> LayerTimes:
     """Return the seconds of every task of one layer.
@@ -101,7 +102,7 @@ def layer_times(
     machine : Machine
     recompute : Recompute
     region : tuple, optional
-        :func:`region_s` of the layer's width, where the caller has it.
+        :func:`region_times` of the layer's width, where the caller has it.
     dense_sharing : Sharing, optional
         :func:`sharing_of` dense weights, where the caller has it.
 
@@ -136,7 +137,7 @@ def layer_times(
     regions = (np.asarray(layer.num_heads, dtype=float) > 0) * 1.0
     regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
     if region is None:
-        region = region_s(layer.hidden, machine)
+        region = region_times(layer.hidden, machine)
     tensor, tensor_back = tensor_times(region, machine, linear.weight_gradient / 2.0)
     context, context_back = context_times(layer, machine, attention, attention_back)
     sent = expert_exchange_s(layer, machine)
@@ -199,11 +200,11 @@ def end_times(
     *,
     frozen: Any = 0.0,
     heads: Any = 1.0,
-    region: tuple[Any, Any] | None = None,
+    region: RegionTimes | None = None,
 ) -> EndTimes:
     """Return the seconds of the two ends of the model.
 
-    `heads` counts outputs (1 + next-token modules); `region` is :func:`region_s` where the caller has it.
+    `heads` counts outputs (1 + next-token modules); `region` is :func:`region_times` where the caller has it.
     """
     rank, c = machine.rank, machine.constants
     tokens, own = tokens_of(machine), own_tokens(machine)
@@ -213,8 +214,8 @@ def end_times(
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
-    scatter, whole = region_s(hidden, machine) if region is None else region
-    gather = np.where(rank.sp > 0, scatter, whole) * c.tensor_comm
+    region = region_times(hidden, machine) if region is None else region
+    gather = np.where(rank.sp > 0, region.scatter_s, region.whole_s) * c.tensor_comm
     trained = 2.0 - np.asarray(frozen, dtype=float)
     return EndTimes(
         embedding_forward=lookup,
