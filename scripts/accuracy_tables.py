@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from accuracy_rows import APART, Run, markdown, number, pair, percent
 from fit_part import all_names, from_unit, to_unit
-from fit_training import HOLD, SPREAD, Runs, weights
+from fit_training import HOLD, Runs, robust_residuals, weights
 
 from foreshard.catalog.training import term_metadata, training_constants
 from foreshard.validation.rows import Skipped, TrainingRow
@@ -178,10 +178,10 @@ def identification(runs: Runs) -> dict[str, tuple[float, list[str]]]:
     """
     names, whole = all_names(), training_constants()
     point = to_unit(whole, names)
-    root = np.sqrt(weights(runs)) / SPREAD
+    row_weights = weights(runs)
 
     def objective(constants: Any) -> np.ndarray:
-        return np.sqrt(1.0 + (runs.log_error(constants) * root) ** 2) - 1.0
+        return 0.5 * robust_residuals(runs.log_error(constants), row_weights) ** 2
 
     base = objective(whole)
     out = {}

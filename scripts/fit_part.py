@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from fit_training import HOLD, SPREAD, Runs, batch_of, weights
+from fit_training import HOLD, SPREAD, Runs, batch_of, robust_residuals, weights
 from scipy.optimize import least_squares
 
 from foreshard.catalog.training import TrainingConstants, term_metadata
@@ -73,16 +73,14 @@ def fit_part(
         Default: the weights of the shipped fit.
     """
     prior = prior or Prior.held_at_start(names)
-    root = np.sqrt(weights(runs) if row_weights is None else row_weights)
+    counts = weights(runs) if row_weights is None else row_weights
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        data = runs.log_error(from_unit(point, names, others)) * root / SPREAD
+        data = robust_residuals(runs.log_error(from_unit(point, names, others)), counts)
         return np.concatenate([data, prior.root @ (point - prior.mean)])
 
     begin = np.clip(to_unit(start, names), 1e-3, 1.0 - 1e-3)
-    found = least_squares(
-        residuals, begin, bounds=(0.0, 1.0), loss="soft_l1", max_nfev=rounds, diff_step=1e-3
-    )
+    found = least_squares(residuals, begin, bounds=(0.0, 1.0), max_nfev=rounds, diff_step=1e-3)
     return from_unit(found.x, names, others)
 
 
@@ -90,10 +88,9 @@ def posterior(runs: Runs, constants: TrainingConstants) -> Prior:
     """Return what the runs tell of all constants at their fit: Gauss-Newton curvature plus the hold."""
     names = all_names()
     point = to_unit(constants, names)
-    root = np.sqrt(weights(runs)) / SPREAD
     base = runs.log_error(constants)
-    # soft_l1 counts a residual r with slope 1 / sqrt(1 + r^2): far rows pull less.
-    slack = root / (1.0 + (base * root) ** 2) ** 0.25
+    # Soft-L1 counts an error e with slope 1 / sqrt(1 + (e / SPREAD)^2): far rows pull less.
+    slack = np.sqrt(weights(runs)) / SPREAD / (1.0 + (base / SPREAD) ** 2) ** 0.25
     columns = []
     for i in range(len(names)):
         step = 1e-3 if point[i] < 0.5 else -1e-3

@@ -7,6 +7,8 @@
 Needs the folder of measurements (FORESHARD_MEASURED) and scipy. Deterministic: no random draw, a fixed
 start. Each family counts with the square root of its distinct configurations, at most 12; a constant that
 no run identifies stays at its start, which comes from kernels, collectives or code, not from these runs.
+Rows whose tensor-parallel collectives run over PCIe count nothing: how fast they are is a matter of one
+server's bus (docs/derivations/collectives.md), so they do not tell what a collective loses inside a step.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ NOT_FITTED = (
     "misc_fsdp",  # two rows
 )
 SPREAD = 0.06  # log error at which a row starts to count less than its square
-HOLD = 1.5  # how strongly a constant is held to its start, per range
+HOLD = 2.5  # how strongly a constant is held to its start, per range (docs/derivations/training.md)
 ROUNDS = 25
 TOLERANCE = 1e-3  # of a constant's range: what `--check` lets pass
 
@@ -63,6 +65,11 @@ class Runs:
         """Whether each row has experts."""
         return np.array([any(b.num_experts for b, _ in row.model.block_kinds()) for row in self.rows])
 
+    @property
+    def over_pcie(self) -> np.ndarray:
+        """Whether tensor-parallel collectives of each row run over PCIe."""
+        return np.array([_shares_a_bus(row) for row in self.rows])
+
     def take(self, keep: np.ndarray) -> Runs:
         """Return the rows where `keep` is true."""
         rows = tuple(row for row, wanted in zip(self.rows, keep, strict=True) if wanted)
@@ -71,6 +78,11 @@ class Runs:
     def log_error(self, constants: TrainingConstants) -> np.ndarray:
         """Return log(predicted / measured) of each row."""
         return np.log(step_times(with_constants(self.batch, constants)).total / self.measured_s)
+
+
+def _shares_a_bus(row: TrainingRow) -> bool:
+    wide = any(stage.tp > 1 for group in row.plan.groups for stage in group.stages)
+    return wide and any(nodes.nvlink_domain <= 1 for nodes in row.cluster.nodes)
 
 
 def batch_of(rows: Iterable[TrainingRow]) -> Batch:
@@ -105,13 +117,24 @@ def training_tables(folder: Path) -> list[Path]:
 def weights(runs: Runs) -> np.ndarray:
     """Return the weight of each row: a family counts as the root of its size, experts half."""
     out = np.zeros(len(runs.rows))
-    families, experts = runs.families, runs.experts
+    families, experts, counted = runs.families, runs.experts, ~runs.over_pcie
     for family in sorted(set(families)):
         for moe in (False, True):
-            rows = (families == family) & (experts == moe)
+            rows = (families == family) & (experts == moe) & counted
             if rows.any():
                 out[rows] = min(np.sqrt(rows.sum()), 12.0) / rows.sum() * (0.5 if moe else 1.0)
     return out
+
+
+def robust_residuals(log_error: np.ndarray, row_weights: np.ndarray) -> np.ndarray:
+    """Return what a least-squares solver has to square: half the squares sum to the weighted soft-L1 loss.
+
+    The loss of a row, ``weight * (sqrt(1 + (error / SPREAD)^2) - 1)``, is bent where its error passes
+    `SPREAD`, whatever its weight. Bending the weighted residual instead, as the solver's own `loss` does,
+    leaves a row of a large family square up to several times `SPREAD`.
+    """
+    far = log_error / SPREAD
+    return np.sqrt(row_weights) * far / np.sqrt(0.5 + 0.5 * np.sqrt(1.0 + far**2))
 
 
 def fit(runs: Runs, *, start: TrainingConstants | None = None, rounds: int = ROUNDS) -> TrainingConstants:
@@ -123,17 +146,16 @@ def fit(runs: Runs, *, start: TrainingConstants | None = None, rounds: int = ROU
     held = (np.array([getattr(TrainingConstants(), name) for name in names]) - low) / span
     first = TrainingConstants() if start is None else start
     begin = np.clip((np.array([getattr(first, name) for name in names]) - low) / span, 1e-3, 1 - 1e-3)
-    root = np.sqrt(weights(runs))
+    row_weights = weights(runs)
 
     def constants(point: np.ndarray) -> TrainingConstants:
         return TrainingConstants(**dict(zip(names, (low + point * span).tolist(), strict=True)))
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        return np.concatenate([runs.log_error(constants(point)) * root / SPREAD, HOLD * (point - held)])
+        data = robust_residuals(runs.log_error(constants(point)), row_weights)
+        return np.concatenate([data, HOLD * (point - held)])
 
-    found = least_squares(
-        residuals, begin, bounds=(0.0, 1.0), loss="soft_l1", max_nfev=rounds, diff_step=1e-3
-    )
+    found = least_squares(residuals, begin, bounds=(0.0, 1.0), max_nfev=rounds, diff_step=1e-3)
     return constants(found.x)
 
 
@@ -169,7 +191,8 @@ def fit_all(runs: Runs, say: bool = True) -> dict[str, object]:
                 error = runs.log_error(TrainingConstants(**done[leaving]))[~keep]
                 print(f"without {'+'.join(leaving)}: {_figures(error)}", file=sys.stderr)
         without[family] = done[leaving]
-    counts = {name: int((runs.families == name).sum()) for name in sorted(set(runs.families))}
+    counted = runs.families[weights(runs) > 0]
+    counts = {name: int((counted == name).sum()) for name in sorted(set(runs.families))}
     if say:
         print(f"all: {_figures(runs.log_error(whole))}", file=sys.stderr)
     return {

@@ -19,7 +19,7 @@ import accuracy_tables
 import cross_validate
 import fit_part
 from accuracy_rows import Run
-from fit_training import HOLD, Runs, batch_of
+from fit_training import HOLD, SPREAD, Runs, batch_of, robust_residuals, weights
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
@@ -77,6 +77,25 @@ def test_a_prior_keeps_what_the_runs_do_not_show(runs):
     unseen = ["gemm_derate_4bit"]
     moved = fit_part.fit_part(runs, unseen, others=TRUTH, start=replace(TRUTH, gemm_derate_4bit=1.5))
     assert moved.gemm_derate_4bit == pytest.approx(TrainingConstants().gemm_derate_4bit, rel=1e-3)
+
+
+def test_an_error_past_the_spread_counts_less_than_its_square_whatever_its_weight():
+    errors = np.array([0.01, -0.01, 10.0]) * SPREAD
+    for weight in (0.01, 1.0):
+        loss = 0.5 * robust_residuals(errors, np.full(3, weight)) ** 2
+        assert loss / weight == pytest.approx(np.sqrt(1.0 + (errors / SPREAD) ** 2) - 1.0)
+        assert loss[0] == pytest.approx(0.5 * weight * 0.01**2, rel=1e-3)
+        assert loss[2] < 10.0 * weight
+    assert robust_residuals(errors, np.ones(3))[1] < 0.0
+
+
+def test_tensor_parallelism_over_pcie_counts_nothing(runs):
+    one, two = runs.rows[0], runs.rows[3]
+    bus = {"cluster": load_cluster("1x8xl40s")}
+    rows = (two, SimpleNamespace(**vars(two) | bus), SimpleNamespace(**vars(one) | bus))
+    assert [row.plan.groups[0].stages[0].tp for row in rows] == [2, 2, 1]
+    found = weights(Runs(rows=rows, measured_s=np.ones(3), batch=runs.batch))
+    assert (found > 0).tolist() == [True, False, True]
 
 
 def test_places_in_ranges_and_values_are_inverse():
