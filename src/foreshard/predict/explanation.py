@@ -41,6 +41,7 @@ class Figures:
     expert_replicas: float
     shard: float
     region_bytes: float
+    operand_bytes: float
     ring_bytes: float
     routed_bytes: float
     message_bytes: float
@@ -82,6 +83,7 @@ def figures_of(case: Case, batch: Batch) -> Figures:
         expert_replicas=at(expert_replicas(rank)),
         shard=at(rank.shard),
         region_bytes=element * tokens * case.model.hidden,
+        operand_bytes=at(rank.matrix_bytes) * tokens * case.model.hidden,
         ring_bytes=element * tokens * width / tp,
         routed_bytes=element * tokens / tp * routed,
         message_bytes=element * tokens / parts * case.model.hidden,
@@ -157,7 +159,10 @@ def _computing(found: Figures, case: Case, parts: Mapping[str, float]) -> dict[s
 def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]:
     group, stage = found.group, found.stage
     count = group.num_micro_batches
-    kind = "all-gather and reduce-scatter" if group.sp else "all-reduce"
+    kind = "all-reduce"
+    if group.sp:
+        apart = f" of {size(found.operand_bytes)}" * (found.operand_bytes != found.region_bytes)
+        kind = f"all-gather{apart} and reduce-scatter"
     each = {name: lasting(parts[name] / count) for name in ("tensor_comm", "context_comm", "expert_comm")}
     hops = 2 * group.num_chunks
     passed = (
