@@ -1,4 +1,4 @@
-"""Policies to compare the controller with: shares by the speeds last measured, and the greedy plan.
+"""Policies beside the controller: shares by the speeds last measured, and the greedy plan. A new one goes here.
 
 They receive the controller's events and order plans as it does. A budget of money they keep by renting no
 more than it allows at any time, at stated prices.

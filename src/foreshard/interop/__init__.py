@@ -2,7 +2,7 @@
 
 Decides how a plan is said in the words of another tool, and refuses what that tool cannot express, with
 every reason. A plan goes in, with model, cluster and prediction where the tool needs them; files and
-notes come out. A new exporter is one file and an entry of ``TARGETS``. Read ``exported.py`` first, then
+notes come out. A new exporter is one file and an entry of ``TARGETS`` below. Read ``exported.py`` first, then
 ``megatron.py``.
 """
 

@@ -1,4 +1,7 @@
-"""Costs of a batch by kind and by worker, and links that are as slow as their slowest pair."""
+"""Costs of a batch by kind and by worker, and links that are as slow as their slowest pair.
+
+A new kind of cost, and so of budget, is added here and in `control/slots.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How many micro-batches in flight every option of a stage has memory for, and what that asks of devices."""
+"""How many micro-batches in flight every option of a stage has memory for, and what that asks of devices.
+
+The bytes are those of `cost.memory`, as in a prediction.
+"""
 
 from __future__ import annotations
 
