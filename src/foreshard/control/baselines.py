@@ -1,7 +1,7 @@
-"""Policies beside the controller: shares by the speeds last measured, and the greedy plan. A new one goes here.
+"""Policies beside the controller: shares by the speeds last measured, and the greedy plan.
 
-They receive the controller's events and order plans as it does. A budget of money they keep by renting no
-more than it allows at any time, at stated prices.
+A new policy goes here. They receive the controller's events and order plans as it does. A budget of money
+they keep by renting no more than it allows at any time, at stated prices.
 """
 
 from __future__ import annotations
