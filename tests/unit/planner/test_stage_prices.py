@@ -87,7 +87,7 @@ def in_space(plan: Plan, request: PlanRequest) -> bool:
             if meets and near and pipeline[stage.ranks] != pipeline[other.ranks]:
                 return False
         group = nodes[_waited_for(stage, request, ends)]
-        strides = stage_strides(plan, stage, domains, domain_block(group))
+        strides = stage_strides(plan, stage, domains, domain_block(group), {})
         if len(plan.groups) > 1 and strides["sync_stride"] < stage.tp * (1 - 1e-6):
             return False
     return True
