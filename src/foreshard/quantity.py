@@ -1,7 +1,7 @@
 """How numbers are written for people: one unit each, three significant digits.
 
-Time picks s, ms or us; memory is GiB (2^30 bytes), MiB or KiB only where GiB would show nothing; money is US
-dollars. Unknown is a dash, never zero.
+Memory is GiB (2^30 bytes), MiB or KiB only where GiB would show nothing; money is US dollars. Unknown is a
+dash, never zero.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 
 UNKNOWN = "-"
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_TIME_UNITS = ((86400.0, "days"), (3600.0, "h"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_DECIMAL_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_BINARY_UNITS = (*((float(size), unit) for unit, size in _MEMORY_UNITS.items()), (1.0, "B"))
 _LEAST_SHOWN = {"GiB": 0.05, "MiB": 0.5, "KiB": 0.0}
-_COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_LEAST_DAYS = 2  # shorter times are told in hours
 
 
 def digits(value: float, significant: int = 3) -> str:
@@ -24,31 +27,38 @@ def digits(value: float, significant: int = 3) -> str:
     return f"{shown:.{places}f}" if places > 0 else f"{value:,.0f}"
 
 
-def _rounded(value: float) -> float:
-    """Return the size of a number as it is shown, so that 999.9 million is 1.00 B, not 1,000 M."""
-    return abs(float(f"{value:.3g}"))
+def _unit_of(value: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
+    """Return the largest unit of which the number as it is shown has one: 999.9 million is 1.00 B."""
+    shown = abs(float(f"{value:.3g}"))
+    return next((pair for pair in units if shown >= pair[0]), units[-1])
+
+
+def _in_units(value: float, units: tuple[tuple[float, str], ...], of: str = "") -> str:
+    scale, unit = _unit_of(value, units)
+    return f"{digits(value / scale)} {unit}{of}".rstrip()
+
+
+def _time_units(value: float) -> tuple[tuple[float, str], ...]:
+    return _TIME_UNITS if value >= _LEAST_DAYS * 86400 else _TIME_UNITS[1:]
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration with its unit."""
-    if value is None:
-        return UNKNOWN
-    if value >= 2 * 86400:
-        return f"{digits(value / 86400)} days"
-    if value >= 3600:
-        return f"{digits(value / 3600)} h"
-    for scale, unit in _TIME_UNITS:
-        if _rounded(value) >= scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{digits(value / 1e-6)} us" if value else "0 s"
+    """Return a duration with its unit.
+
+    Examples
+    --------
+    >>> seconds(0.01834)
+    '18.3 ms'
+    """
+    if not value:
+        return UNKNOWN if value is None else "0 s"
+    return _in_units(value, _time_units(value))
 
 
 def seconds_range(low: float, high: float) -> str:
     """Return two durations in the unit of the larger one, as `1.71-1.96 s`."""
-    for scale, unit in _TIME_UNITS:
-        if _rounded(high) >= scale:
-            return f"{digits(low / scale)}-{digits(high / scale)} {unit}"
-    return f"{seconds(low)}-{seconds(high)}"
+    scale, unit = _unit_of(high, _time_units(high))
+    return f"{digits(low / scale)}-{digits(high / scale)} {unit}"
 
 
 def gib(num_bytes: float | None) -> str:
@@ -72,16 +82,43 @@ def memory_in(unit: str, num_bytes: float | None) -> str:
 
 
 def memory(num_bytes: float) -> str:
-    """Return bytes with their unit."""
+    """Return bytes with their unit, one decimal."""
     if not num_bytes:
         return "0 B"
     unit = memory_unit(num_bytes)
     return f"{memory_in(unit, num_bytes)} {unit}"
 
 
+def size(num_bytes: float) -> str:
+    """Return bytes with their unit, three digits.
+
+    Examples
+    --------
+    >>> size(80 * 2**30)
+    '80.0 GiB'
+    """
+    return _in_units(num_bytes, _BINARY_UNITS)
+
+
+def rate(bytes_per_s: float) -> str:
+    """Return a bandwidth in decimal bytes per second.
+
+    Examples
+    --------
+    >>> rate(50e9)
+    '50.0 GB/s'
+    """
+    return _in_units(bytes_per_s, _DECIMAL_UNITS, "B/s")
+
+
 def percent(fraction: float | None, places: int = 1) -> str:
     """Return a fraction as a percentage."""
     return UNKNOWN if fraction is None else f"{100 * fraction:.{places}f} %"
+
+
+def gain(fraction: float | None) -> str:
+    """Return a relative change as a percentage with its sign."""
+    return UNKNOWN if fraction is None else f"{100 * fraction:+.1f} %"
 
 
 def usd(value: float | None) -> str:
@@ -95,19 +132,9 @@ def usd(value: float | None) -> str:
 
 def count(value: float | None) -> str:
     """Return a count with k, M, B or T."""
-    if value is None:
-        return UNKNOWN
-    for scale, unit in _COUNT_UNITS:
-        if _rounded(value) >= scale:
-            return f"{digits(value / scale)} {unit}"
-    return digits(value)
+    return UNKNOWN if value is None else _in_units(value, _COUNT_UNITS)
 
 
 def joules(value: float | None) -> str:
     """Return an energy with its unit."""
-    if value is None:
-        return UNKNOWN
-    for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
-        if _rounded(value) >= scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{digits(value)} J"
+    return UNKNOWN if value is None else _in_units(value, _DECIMAL_UNITS[1:], "J")

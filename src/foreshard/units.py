@@ -1,7 +1,7 @@
-"""Human quantities in, SI floats out, and back.
+"""Human quantities in, SI floats out.
 
 Inside foreshard every quantity is an SI float whose unit is in its name. Strings with units exist only
-at the edge (TOML, flags, tables for people); this file reads and writes them. Bits appear only here.
+at the edge: this file reads those of TOML and flags, `quantity` writes them. Bits appear only here.
 """
 
 from __future__ import annotations
@@ -132,47 +132,6 @@ def _unit_fix(unit: str, dimension: str) -> str:
     return f"Did you mean {meant}?" if near else f"Write it like '{_EXAMPLE[dimension]}'"
 
 
-def _format(value: float, scales: list[tuple[float, str]]) -> str:
-    """Write a value with three significant digits in the largest of the units that keeps it >= 1."""
-    if not math.isfinite(value) or value == 0:
-        return f"{value:g} {next(unit for scale, unit in scales if scale == 1.0)}"
-    sized = ((_three_digits(value / scale), unit) for scale, unit in scales)
-    shown, unit = next((pair for pair in sized if abs(pair[0]) >= 1), (value / scales[-1][0], scales[-1][1]))
-    if not 1e-3 <= abs(shown) < 1e5:
-        return f"{shown:.2e} {unit}"
-    return f"{shown:.{max(0, 2 - math.floor(math.log10(abs(shown))))}f} {unit}"
-
-
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _descending(units: Mapping[str, float], suffix: str) -> list[tuple[float, str]]:
-    return sorted(((scale, prefix + suffix) for prefix, scale in units.items()), reverse=True)
-
-
-def format_bytes(value_bytes: float) -> str:
-    """Write a size in binary units, three significant digits.
-
-    Examples
-    --------
-    >>> format_bytes(80 * 2**30)
-    '80.0 GiB'
-    """
-    return _format(value_bytes, _descending(_BINARY | {"": 1.0}, "B"))
-
-
-def format_seconds(value_s: float) -> str:
-    """Write a duration in the unit that suits it, three significant digits.
-
-    Examples
-    --------
-    >>> format_seconds(0.01834)
-    '18.3 ms'
-    """
-    return _format(value_s, [(_TIME[unit], unit) for unit in ("d", "h", "min", "s", "ms", "us", "ns")])
-
-
 def number_of(number: int, noun: str) -> str:
     """Write how many of a thing whose plural is an s.
 
@@ -182,25 +141,3 @@ def number_of(number: int, noun: str) -> str:
     ('1 plan', '1,043 plans')
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def format_rate(value_bytes_per_s: float) -> str:
-    """Write a bandwidth in decimal bytes per second, three significant digits.
-
-    Examples
-    --------
-    >>> format_rate(50e9)
-    '50.0 GB/s'
-    """
-    return _format(value_bytes_per_s, _descending(_DECIMAL, "B/s"))
-
-
-def format_flops(value_flops_per_s: float) -> str:
-    """Write a rate of floating-point operations, three significant digits.
-
-    Examples
-    --------
-    >>> format_flops(989e12)
-    '989 TFLOP/s'
-    """
-    return _format(value_flops_per_s, _descending(_DECIMAL, "FLOP/s"))

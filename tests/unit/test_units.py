@@ -1,5 +1,3 @@
-import math
-
 import pytest
 
 from foreshard import units
@@ -79,39 +77,3 @@ def test_the_rule_says_what_is_measured_in_words():
 def test_gb_and_gib_differ():
     assert units.parse("1 GB", "bytes") == 1e9
     assert units.parse("1 GiB", "bytes") == 2**30
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1020 B"),
-        (2**30, "1.00 GiB"),
-        (80 * 2**30, "80.0 GiB"),
-        (79.6 * 2**30, "79.6 GiB"),
-        (-(2**20), "-1.00 MiB"),
-        (math.inf, "inf B"),
-    ],
-)
-def test_format_bytes(value, text):
-    assert units.format_bytes(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 s"),
-        (5e-6, "5.00 us"),
-        (0.9999, "1.00 s"),
-        (0.9996e-3, "1.00 ms"),
-        (90, "1.50 min"),
-        (1e-15, "1.00e-06 ns"),
-    ],
-)
-def test_format_seconds(value, text):
-    assert units.format_seconds(value) == text
-
-
-def test_format_rates():
-    assert units.format_rate(50e9) == "50.0 GB/s"
-    assert units.format_flops(989.4e12) == "989 TFLOP/s"

@@ -7,7 +7,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from foreshard import units
+from foreshard import quantity, units
 from foreshard.catalog.cluster_file import MAX_DEVICES, NodesTable, links_of, named_device, read_cluster_file
 from foreshard.catalog.devices import device_assumption, devices, resolve_device
 from foreshard.catalog.instances import (
@@ -158,7 +158,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
     """Fill what a nodes table leaves open from the catalog, listing each default."""
     nic = _nic(table, device, instance, assumptions)
     if table.nic_latency is None:
-        assumptions.append(f"NIC latency {units.format_seconds(DEFAULT_NIC_LATENCY_S)}, not stated")
+        assumptions.append(f"NIC latency {quantity.seconds(DEFAULT_NIC_LATENCY_S)}, not stated")
     usd_per_h, price_date = _price(table, device, instance, assumptions)
     _device_assumptions(table, device, instance, assumptions)
     return NodeGroup(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from foreshard import quantity
+from foreshard.catalog.instances import Instance, instances
 from foreshard.cli.options.answer import answering, give
 from foreshard.cli.options.sources import configurable
-from foreshard.report.screen import Screen, table
-
-if TYPE_CHECKING:
-    from foreshard.spec.cluster import Cluster
+from foreshard.report.screen import Screen, listing, table
+from foreshard.spec.cluster import Cluster, NodeGroup
 
 
 @click.command("clusters")
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 def command(cluster: str | None) -> None:
     """List every known instance type, or show what CLUSTER (name, shorthand or TOML file) means."""
     if cluster is None:
-        from foreshard.catalog.instances import instances
-
-        rows = [asdict(one) for one in instances().values()]
-        give({"schema_version": 1, "instances": rows}, lambda: _list(rows))
+        known = list(instances().values())
+        give({"schema_version": 1, "instances": list(map(asdict, known))}, lambda: _list(known))
         return
     from foreshard import api
 
@@ -40,17 +38,8 @@ def cluster_dict(cluster: Cluster) -> dict[str, Any]:
         "num_devices": cluster.num_devices,
         "usd_per_h": cluster.usd_per_h,
         "nodes": [
-            {
-                "count": group.count,
-                "per_node": group.per_node,
-                "device": group.device.name,
-                "nic_bytes_per_s": group.nic_bytes_per_s,
-                "nic_latency_s": group.nic_latency_s,
-                "usd_per_h": group.usd_per_h,
-                "price_date": group.price_date,
-                "rack": group.rack,
-                "nvlink_domain": group.nvlink_domain,
-            }
+            {key: value for key, value in asdict(group).items() if key not in _POWER}
+            | {"device": group.device.name}
             for group in cluster.nodes
         ],
         "network": asdict(cluster.network),
@@ -59,59 +48,46 @@ def cluster_dict(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+_POWER = ("busy_w", "idle_w", "carbon_kg_per_kwh")
+
+
 def _gigabits(bytes_per_s: float | None) -> str | None:
     return None if bytes_per_s is None else f"{bytes_per_s * 8 / 1e9:,.0f}"
 
 
-def _list(rows: list[dict[str, Any]]) -> Screen:
-    lines = [
-        (
-            one["name"],
-            one["per_node"],
-            one["device"],
-            _gigabits(one["nic_bytes_per_s"]),
-            quantity.usd(one["usd_per_h"]),
-            one["price_date"],
-        )
-        for one in rows
-    ]
-    columns = ("instance", ">devices", "device", ">NIC Gb/s", ">per hour", "price of")
-    title = f"{len(rows)} instances; 4xNAME is four of them, 8x8xh100-sxm any nodes of devices."
-    return Screen(tables=(table(title, columns, lines, spare=("price of", ">NIC Gb/s")),))
+_INSTANCES: dict[str, Callable[[Instance], object]] = {
+    "instance": lambda instance: instance.name,
+    ">devices": lambda instance: instance.per_node,
+    "device": lambda instance: instance.device,
+    ">NIC Gb/s": lambda instance: _gigabits(instance.nic_bytes_per_s),
+    ">per hour": lambda instance: quantity.usd(instance.usd_per_h),
+    "price of": lambda instance: instance.price_date,
+}
+_NODES: dict[str, Callable[[NodeGroup], object]] = {
+    ">nodes": lambda group: group.count,
+    ">devices": lambda group: group.per_node,
+    "device": lambda group: group.device.name,
+    ">NIC Gb/s": lambda group: _gigabits(group.nic_bytes_per_s),
+    ">latency": lambda group: quantity.seconds(group.nic_latency_s),
+    ">link domain": lambda group: group.nvlink_domain,
+    ">per node-hour": lambda group: quantity.usd(group.usd_per_h),
+    "price of": lambda group: group.price_date,
+}
+
+
+def _list(known: list[Instance]) -> Screen:
+    title = f"{len(known)} instances; 4xNAME is four of them, 8x8xh100-sxm any nodes of devices."
+    return Screen(tables=(listing(title, known, _INSTANCES, spare=("price of", ">NIC Gb/s")),))
 
 
 def _detail(cluster: Cluster) -> Screen:
-    rows = [
-        (
-            group.count,
-            group.per_node,
-            group.device.name,
-            _gigabits(group.nic_bytes_per_s),
-            quantity.seconds(group.nic_latency_s),
-            group.nvlink_domain,
-            quantity.usd(group.usd_per_h),
-            group.price_date,
-        )
-        for group in cluster.nodes
-    ]
-    columns = (
-        ">nodes",
-        ">devices",
-        "device",
-        ">NIC Gb/s",
-        ">latency",
-        ">link domain",
-        ">per node-hour",
-        "price of",
-    )
     price = f", {quantity.usd(cluster.usd_per_h)} per hour" if cluster.usd_per_h is not None else ""
-    line = (
-        f"{cluster.num_devices} devices in {cluster.num_nodes} nodes, {cluster.network.kind} network{price}"
-    )
-    assumed = table("Assumptions", (">#", "assumed"), list(enumerate(cluster.assumptions, start=1)))
-    spare = ("price of", ">latency", ">link domain")
-    tables = (table("", columns, rows, spare=spare), *((assumed,) if cluster.assumptions else ()))
-    return Screen(header=(cluster.name, line), tables=tables)
+    size = f"{cluster.num_devices} devices in {cluster.num_nodes} nodes"
+    tables = [listing("", cluster.nodes, _NODES, spare=("price of", ">latency", ">link domain"))]
+    if cluster.assumptions:
+        tables.append(table("Assumptions", (">#", "assumed"), list(enumerate(cluster.assumptions, start=1))))
+    header = (cluster.name, f"{size}, {cluster.network.kind} network{price}")
+    return Screen(header=header, tables=tuple(tables))
 
 
 command = configurable(answering(command))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import answering, give
 from foreshard.cli.options.sources import configurable
-from foreshard.report.screen import Screen, table
-
-if TYPE_CHECKING:
-    from foreshard.spec.device import Device
+from foreshard.report.screen import Screen, listing, table
+from foreshard.spec.device import Device
 
 
 @click.command("devices")
@@ -23,46 +21,33 @@ def command(name: str | None) -> None:
     from foreshard.catalog.devices import devices, resolve_device
 
     found = [resolve_device(name)] if name else list(devices().values())
-    data = {"schema_version": 1, "devices": [device_dict(device) for device in found]}
+    data = {"schema_version": 1, "devices": [asdict(device) for device in found]}
     give(data, lambda: _detail(found[0]) if name else _list(found))
-
-
-def device_dict(device: Device) -> dict[str, Any]:
-    """Return a device as its JSON object."""
-    return {**asdict(_plain(device)), "peak_flops_per_s": dict(device.peak_flops_per_s)}
-
-
-def _plain(device: Device) -> Device:
-    """Return the device with a plain dict of peaks, which can be copied."""
-    from dataclasses import replace
-
-    return replace(device, peak_flops_per_s=dict(device.peak_flops_per_s))
 
 
 def _tera(value: float | None) -> str | None:
     return quantity.digits(value / 1e12) if value else None
 
 
+_COLUMNS: dict[str, Callable[[Device], object]] = {
+    "device": lambda device: device.name,
+    "arch": lambda device: device.arch,
+    ">year": lambda device: device.year,
+    ">GiB": lambda device: f"{device.memory_bytes / 2**30:g}",
+    ">TB/s": lambda device: _tera(device.memory_bytes_per_s),
+    ">16-bit": lambda device: _tera(
+        device.peak_flops_per_s.get("bf16") or device.peak_flops_per_s.get("fp16")
+    ),
+    ">fp8": lambda device: _tera(device.peak_flops_per_s.get("fp8")),
+    "link": lambda device: device.link or None,
+    ">W": lambda device: f"{device.tdp_w:,.0f}" if device.tdp_w else None,
+    "": lambda device: "" if device.verified else "unchecked",
+}
+
+
 def _list(found: list[Device]) -> Screen:
-    rows = [
-        (
-            one.name,
-            one.arch,
-            one.year,
-            f"{one.memory_bytes / 2**30:g}",
-            _tera(one.memory_bytes_per_s),
-            _tera(one.peak_flops_per_s.get("bf16") or one.peak_flops_per_s.get("fp16")),
-            _tera(one.peak_flops_per_s.get("fp8")),
-            one.link or None,
-            f"{one.tdp_w:,.0f}" if one.tdp_w else None,
-            "" if one.verified else "unchecked",
-        )
-        for one in found
-    ]
-    columns = ("device", "arch", ">year", ">GiB", ">TB/s", ">16-bit", ">fp8", "link", ">W", "")
     title = f"{len(found)} devices; dense peaks in TFLOP/s. 'foreshard devices NAME' shows one."
-    spare = ("link", ">W", ">year", "", ">fp8")
-    return Screen(tables=(table(title, columns, rows, spare=spare),))
+    return Screen(tables=(listing(title, found, _COLUMNS, spare=("link", ">W", ">year", "", ">fp8")),))
 
 
 def _detail(device: Device) -> Screen:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import answering, give
 from foreshard.cli.options.sources import configurable
-from foreshard.report.screen import Screen, table
-
-if TYPE_CHECKING:
-    from foreshard.spec.model import Model
+from foreshard.report.screen import Screen, listing, table
+from foreshard.spec.model import Block, Model
 
 
 @click.command("models")
@@ -27,42 +26,58 @@ def command(name: str | None) -> None:
     give(data, lambda: _detail(found[0]) if name else _list(found))
 
 
+_SIZES = (
+    "name",
+    "kind",
+    "num_layers",
+    "hidden",
+    "vocab",
+    "max_seq_len",
+    "tied_embeddings",
+    "num_params",
+    "active_params",
+    "trainable_params",
+    "source",
+)
+
+
 def model_dict(model: Model) -> dict[str, Any]:
     """Return a model's sizes and counts as its JSON object."""
-    return {
-        "name": model.name,
-        "kind": model.kind,
-        "num_layers": model.num_layers,
-        "hidden": model.hidden,
-        "vocab": model.vocab,
-        "max_seq_len": model.max_seq_len,
-        "tied_embeddings": model.tied_embeddings,
-        "num_params": model.num_params,
-        "active_params": model.active_params,
-        "trainable_params": model.trainable_params,
+    return {name: getattr(model, name) for name in _SIZES} | {
         "num_experts": max(block.num_experts for block in model.blocks),
         "flops_per_token": model.flops_per_token(model.max_seq_len, False),
-        "source": model.source,
         "assumptions": list(model.assumptions),
     }
 
 
+_COLUMNS: dict[str, Callable[[Model], object]] = {
+    "model": lambda model: model.name,
+    ">params": lambda model: quantity.count(model.num_params),
+    ">active": lambda model: (
+        quantity.count(model.active_params) if model.active_params != model.num_params else ""
+    ),
+    ">layers": lambda model: model.num_layers,
+    ">hidden": lambda model: model.hidden,
+    ">seq": lambda model: model.max_seq_len,
+    "kind": lambda model: model.kind,
+}
+_BLOCKS: dict[str, Callable[[tuple[Block, int]], object]] = {
+    ">blocks": lambda kind: kind[1],
+    "heads/kv x dim": lambda kind: f"{kind[0].num_heads}/{kind[0].num_kv_heads} x {kind[0].head_dim}",
+    ">ffn": lambda kind: kind[0].ffn or None,
+    "experts": lambda kind: _experts(kind[0]),
+    ">window": lambda kind: kind[0].window or None,
+    ">params each": lambda kind: quantity.count(kind[0].num_params),
+}
+
+
+def _experts(block: Block) -> str | None:
+    return f"{block.num_experts} x {block.expert_ffn}, top {block.top_k}" if block.num_experts else None
+
+
 def _list(found: list[Model]) -> Screen:
-    rows = [
-        (
-            one.name,
-            quantity.count(one.num_params),
-            quantity.count(one.active_params) if one.active_params != one.num_params else "",
-            one.num_layers,
-            one.hidden,
-            one.max_seq_len,
-            one.kind,
-        )
-        for one in found
-    ]
-    columns = ("model", ">params", ">active", ">layers", ">hidden", ">seq", "kind")
     title = f"{len(found)} models; any HF config.json works as well. 'foreshard models NAME' shows one."
-    return Screen(tables=(table(title, columns, rows, spare=("kind", ">hidden")),))
+    return Screen(tables=(listing(title, found, _COLUMNS, spare=("kind", ">hidden")),))
 
 
 def _detail(model: Model) -> Screen:
@@ -77,17 +92,8 @@ def _detail(model: Model) -> Screen:
         ("source", model.source or None),
         *(("assumed", text) for text in model.assumptions),
     ]
-    rows = []
-    for block, count in model.block_kinds():
-        experts = (
-            f"{block.num_experts} x {block.expert_ffn}, top {block.top_k}" if block.num_experts else None
-        )
-        heads = f"{block.num_heads}/{block.num_kv_heads} x {block.head_dim}"
-        rows.append(
-            (count, heads, block.ffn or None, experts, block.window or None, quantity.count(block.num_params))
-        )
-    columns = (">blocks", "heads/kv x dim", ">ffn", "experts", ">window", ">params each")
-    return Screen(header=(model.name,), tables=(table("", ("", ""), facts), table("Blocks", columns, rows)))
+    tables = (table("", ("", ""), facts), listing("Blocks", model.block_kinds(), _BLOCKS))
+    return Screen(header=(model.name,), tables=tables)
 
 
 command = configurable(answering(command))

@@ -14,7 +14,7 @@ from foreshard.cli.options.sources import configurable
 from foreshard.cli.options.training import needs_torch, resumable
 from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.units import format_seconds
+from foreshard.quantity import seconds
 
 if TYPE_CHECKING:
     from foreshard.runtime.records.outcome import RunOutcome
@@ -197,9 +197,7 @@ def predicted(
         say(f"no predicted step: {error.what}")
         return None
     if changes:
-        say(
-            f"predicted: {format_seconds(step_s)} a step in the initial state of the lab, without its changes"
-        )
+        say(f"predicted: {seconds(step_s)} a step in the initial state of the lab, without its changes")
     return step_s
 
 

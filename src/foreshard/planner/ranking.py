@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from foreshard.errors import LimitError
 from foreshard.planner.result import Ranked
 from foreshard.predict.step import PART_WORDS
+from foreshard.quantity import seconds
 from foreshard.spec.prediction import Prediction
-from foreshard.units import format_seconds
 
 OBJECTIVES = ("time", "cost", "energy")
 _TIE = 1e-4
@@ -168,7 +168,7 @@ def _why(one: Prediction, best: Prediction, objective: str) -> str:
     part = max(grown, key=lambda name: grown[name])
     text = lead
     if grown[part] > _TIE * best.step_time_s:
-        text += f": {format_seconds(grown[part])} more for {PART_WORDS[part]}"
+        text += f": {seconds(grown[part])} more for {PART_WORDS[part]}"
     more = (one.memory.peak_bytes - best.memory.peak_bytes) / 2**30
     if abs(slower) < _TIE and abs(more) >= 0.1:
         text += f"; {abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"

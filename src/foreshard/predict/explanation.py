@@ -11,9 +11,9 @@ import numpy as np
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import Batch, Case
 from foreshard.predict.tasks.collectives import expert_replicas
+from foreshard.quantity import seconds as lasting
+from foreshard.quantity import size
 from foreshard.spec.plan import COMM_OPTIONS, Group, Stage
-from foreshard.units import format_bytes as size
-from foreshard.units import format_seconds as lasting
 
 _STEP = "docs/derivations/step.md"
 _KERNELS = "docs/derivations/kernels.md"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from foreshard import quantity
-from foreshard.quantity import usd
-from foreshard.report.screen import Box, Screen, table, without_empty
+from foreshard.report.screen import Box, Screen, listing, table, without_empty
 from foreshard.report.simulation_table import KEPT, budget_words, kept_words
-from foreshard.units import format_bytes, format_rate, format_seconds
 
 _CLOCKS = {
     "wall": "the wall's: namespaces, shaped links and capped cores",
@@ -20,44 +18,35 @@ _CLOCKS = {
 
 def lab_screen(lab: Mapping[str, Any], missing: str | None) -> Screen:
     """Return the screen of a lab, given as `lab --json` prints it."""
-    network = lab["network"]
-    ranks = [
-        (
-            rank["rank"],
-            rank["device"],
-            f"{rank['slow']:g}",
-            _memory(rank["memory_bytes"]),
-            usd(rank["usd_per_h"]),
-        )
-        for rank in lab["ranks"]
-    ]
-    changes = [
-        (change["at_step"], "all" if change["rank"] is None else change["rank"], *_change_cells(change))
-        for change in lab["changes"]
-    ]
-    tables = [without_empty(table("", ("rank", "device", ">slow", ">memory", ">per hour"), ranks))]
-    if changes:
-        head = (">step", "rank", ">slow", ">bandwidth", ">latency", "")
-        tables.append(without_empty(table("changes", head, changes)))
+    ranks: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "rank": lambda rank: rank["rank"],
+        "device": lambda rank: rank["device"],
+        ">slow": lambda rank: f"{rank['slow']:g}",
+        ">memory": lambda rank: _stated(quantity.size, rank["memory_bytes"]),
+        ">per hour": lambda rank: quantity.usd(rank["usd_per_h"]),
+    }
+    changes: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        ">step": lambda change: change["at_step"],
+        "rank": lambda change: "all" if change["rank"] is None else change["rank"],
+        ">slow": lambda change: _stated("{:g}".format, change["slow"]),
+        ">bandwidth": lambda change: _stated(quantity.rate, change["bandwidth_bytes_per_s"]),
+        ">latency": lambda change: quantity.seconds(change["latency_s"]),
+        "": lambda change: {None: None, True: "joins", False: "is lost"}[change["there"]],
+    }
+    tables = [without_empty(listing("", lab["ranks"], ranks))]
+    if lab["changes"]:
+        tables.append(without_empty(listing("changes", lab["changes"], changes)))
     notes = [f"Clock: {_CLOCKS[lab['clock']]}."]
     if missing is not None:
         notes.append(f"This machine cannot enforce it: {missing}.")
-    links = f"links {format_rate(network['bandwidth_bytes_per_s'])}, {format_seconds(network['latency_s'])}"
+    network = lab["network"]
+    rate, latency = network["bandwidth_bytes_per_s"], network["latency_s"]
+    links = f"links {quantity.rate(rate)}, {quantity.seconds(latency)}"
     return Screen(header=(lab["name"], links), tables=tuple(tables), notes=tuple(notes))
 
 
-def _memory(size_bytes: float | None) -> str | None:
-    return None if size_bytes is None else format_bytes(size_bytes)
-
-
-def _change_cells(change: Mapping[str, Any]) -> tuple[str | None, ...]:
-    slow, rate, latency = change["slow"], change["bandwidth_bytes_per_s"], change["latency_s"]
-    return (
-        None if slow is None else f"{slow:g}",
-        None if rate is None else format_rate(rate),
-        None if latency is None else format_seconds(latency),
-        {None: None, True: "joins", False: "is lost"}[change["there"]],
-    )
+def _stated(write: Callable[[float], str], value: float | None) -> str | None:
+    return None if value is None else write(value)
 
 
 def simulated_lab_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Screen:

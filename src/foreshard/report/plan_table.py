@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.report.plan_words import RARER, degrees, distinct_names
-from foreshard.report.screen import Box, Screen, Table, spans, table, without_empty
+from foreshard.report.screen import Box, Screen, Table, listing, spans, table, without_empty
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
-from foreshard.spec.prediction import Prediction
+from foreshard.spec.prediction import Money, Prediction
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
     from foreshard.advise.sensitivity import Gain
+    from foreshard.planner.rental import RentResult
     from foreshard.planner.result import PlanResult, Ranked
 
 _SHOWN_STAGES = 24  # rows of the chosen plan on a screen
@@ -70,31 +71,26 @@ def plan_screen(
 def ranked_table(plans: Sequence[Ranked]) -> Table:
     """Return one row per plan, best first; the chosen one carries the mark in the first column."""
     unit = quantity.memory_unit(max((one.prediction.memory.peak_bytes for one in plans), default=0.0))
-    peak = f">peak {unit}"
     price = ">per 1B tokens" if all(one.prediction.cost.usd_total is None for one in plans) else ">price"
-    columns = ("chosen", "plan", ">devices", ">step", ">tokens/s", ">MFU", peak, ">run", price, "why")
-    names = distinct_names([one.plan for one in plans])
-    rows = [_row(i, one, name, unit) for i, (one, name) in enumerate(zip(plans, names, strict=True))]
-    spare = (">MFU", ">tokens/s", peak, ">devices", ">run")
-    return without_empty(table("Plans, best first", columns, rows, spare=spare))
+    names = iter(distinct_names([one.plan for one in plans]))
+    columns: dict[str, Callable[[Ranked], object]] = {
+        "chosen": lambda one: "yes ->" if one is plans[0] else "",
+        "plan": lambda one: next(names),
+        ">devices": lambda one: len(one.plan.ranks),
+        ">step": lambda one: quantity.seconds(one.prediction.step_time_s),
+        ">tokens/s": lambda one: quantity.count(one.prediction.tokens_per_s),
+        ">MFU": lambda one: quantity.percent(one.prediction.mfu or None),  # 0: of devices without a peak
+        f">peak {unit}": lambda one: quantity.memory_in(unit, one.prediction.memory.peak_bytes),
+        ">run": lambda one: quantity.seconds(one.prediction.run_time_s),
+        price: lambda one: quantity.usd(_price(one.prediction.cost)),
+        "why": lambda one: one.why.removeprefix("chosen: "),  # the first column says so
+    }
+    spare = (">MFU", ">tokens/s", f">peak {unit}", ">devices", ">run")
+    return without_empty(listing("Plans, best first", plans, columns, spare=spare))
 
 
-def _row(i: int, one: Ranked, name: str, unit: str) -> tuple[str, ...]:
-    prediction = one.prediction
-    money = prediction.cost
-    price = money.usd_per_1b_tokens if money.usd_total is None else money.usd_total
-    return (
-        "yes ->" if i == 0 else "",
-        name,
-        str(len(one.plan.ranks)),
-        quantity.seconds(prediction.step_time_s),
-        quantity.count(prediction.tokens_per_s),
-        quantity.percent(prediction.mfu or None),  # 0: of devices without a stated peak
-        quantity.memory_in(unit, prediction.memory.peak_bytes),
-        quantity.seconds(prediction.run_time_s),
-        quantity.usd(price),
-        one.why.removeprefix("chosen: "),  # the first column says so
-    )
+def _price(cost: Money) -> float | None:
+    return cost.usd_per_1b_tokens if cost.usd_total is None else cost.usd_total
 
 
 def drawn(plan: Plan, cluster: Cluster) -> Table:
@@ -158,54 +154,40 @@ def _rank_words(ranks: list[tuple[int, ...]]) -> str:
 
 def front_table(plans: Sequence[Ranked]) -> Table:
     """Return the plans that no other beats in time, cost or energy without losing in another."""
-    rows = []
-    for one in plans:
-        made = one.prediction
-        rows.append(
-            (
-                degrees(one.plan),
-                str(len(one.plan.ranks)),
-                quantity.seconds(made.step_time_s),
-                quantity.usd(made.cost.usd_per_1b_tokens),
-                quantity.joules(made.energy_j_per_step),
-                one.why,
-            )
-        )
-    columns = ("plan", ">devices", ">step", ">1B tokens", ">energy per step", "against the fastest")
+    columns: dict[str, Callable[[Ranked], object]] = {
+        "plan": lambda one: degrees(one.plan),
+        ">devices": lambda one: len(one.plan.ranks),
+        ">step": lambda one: quantity.seconds(one.prediction.step_time_s),
+        ">1B tokens": lambda one: quantity.usd(one.prediction.cost.usd_per_1b_tokens),
+        ">energy per step": lambda one: quantity.joules(one.prediction.energy_j_per_step),
+        "against the fastest": lambda one: one.why,
+    }
     spare = (">energy per step", "against the fastest")
-    return without_empty(table("The trade-off", columns, rows, spare=spare))
+    return without_empty(listing("The trade-off", plans, columns, spare=spare))
 
 
 def others_table(others: Sequence[ComparedPlanner]) -> Table:
     """Return other planners, their plans timed by the same engine."""
-    rows = [
-        (
-            one.name,
-            quantity.seconds(one.step_time_s),
-            "-" if one.ratio is None else f"{one.ratio:.2f}x",
-            quantity.percent(one.gap),
-            quantity.seconds(one.wall_s),
-            one.note,
-        )
-        for one in others
-    ]
-    columns = ("planner", ">step", ">over ours", ">above the bound", ">took", "note")
-    return without_empty(table("Other planners, timed by the same engine", columns, rows))
+    columns: dict[str, Callable[[ComparedPlanner], object]] = {
+        "planner": lambda one: one.name,
+        ">step": lambda one: quantity.seconds(one.step_time_s),
+        ">over ours": lambda one: None if one.ratio is None else f"{one.ratio:.2f}x",
+        ">above the bound": lambda one: quantity.percent(one.gap),
+        ">took": lambda one: quantity.seconds(one.wall_s),
+        "note": lambda one: one.note,
+    }
+    return without_empty(listing("Other planners, timed by the same engine", others, columns))
 
 
 def gains_table(gains: Sequence[Gain]) -> Table:
     """Return what other hardware would gain, most first."""
-    rows = [
-        (
-            one.change,
-            "-" if one.gain is None else f"{100 * one.gain:+.1f} %",
-            quantity.seconds(one.step_time_s),
-            one.note,
-        )
-        for one in gains
-    ]
-    columns = ("change", ">tokens/s", ">step", "note")
-    return without_empty(table("What other hardware would gain", columns, rows))
+    columns: dict[str, Callable[[Gain], object]] = {
+        "change": lambda one: one.change,
+        ">tokens/s": lambda one: quantity.gain(one.gain),
+        ">step": lambda one: quantity.seconds(one.step_time_s),
+        "note": lambda one: one.note,
+    }
+    return without_empty(listing("What other hardware would gain", gains, columns))
 
 
 def step_box(prediction: Prediction) -> Box:
@@ -224,7 +206,7 @@ def bound_box(result: PlanResult) -> Box:
     )
 
 
-def searched_box(result: PlanResult) -> Box:
+def searched_box(result: PlanResult | RentResult) -> Box:
     """Return how many plans were looked at, and how."""
     return Box(
         title="Searched",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
+from foreshard.report.plan_table import searched_box
 from foreshard.report.plan_words import degrees
-from foreshard.report.screen import Box, Screen, table
-from foreshard.units import number_of
+from foreshard.report.screen import Box, Screen, listing
 
 if TYPE_CHECKING:
     from foreshard.planner.rental import Offer, RentResult
@@ -17,9 +18,7 @@ _NAMED = 4  # instances named in a note; --json has all
 
 def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> Screen:
     """Return the offers, the chosen one first, and what was left out."""
-    plans = number_of(result.evaluated + result.pruned, "plan")
-    note = f"{result.evaluated:,} timed, {result.pruned:,} excluded, in {quantity.seconds(result.wall_s)}"
-    boxes = [Box(title="Searched", value=plans, note=note)]
+    boxes = [searched_box(result)]
     if result.offers:
         best = result.offers[0]
         prediction = best.ranked.prediction
@@ -35,38 +34,21 @@ def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> S
     notes = [f"Left out: {names}: {why}." for why, names in _reasons(result.left_out).items()]
     if pressed:
         notes.append("Interrupted: the best offers so far.")
-    columns = (
-        "chosen",
-        "rent",
-        ">price of run",
-        ">run",
-        ">$ an hour",
-        ">step",
-        ">MFU",
-        "prices of",
-        "plan",
-        "why",
-    )
-    rows = [_row(i, one) for i, one in enumerate(result.offers)]
+    columns: dict[str, Callable[[Offer], object]] = {
+        "chosen": lambda offer: "yes ->" if offer is result.offers[0] else "",
+        "rent": lambda offer: offer.cluster,
+        ">price of run": lambda offer: quantity.usd(offer.ranked.prediction.cost.usd_total),
+        ">run": lambda offer: quantity.seconds(offer.ranked.prediction.run_time_s),
+        ">$ an hour": lambda offer: quantity.usd(offer.usd_per_h),
+        ">step": lambda offer: quantity.seconds(offer.ranked.prediction.step_time_s),
+        ">MFU": lambda offer: quantity.percent(offer.ranked.prediction.mfu),
+        "prices of": lambda offer: offer.price_date,
+        "plan": lambda offer: degrees(offer.ranked.prediction.plan),
+        "why": lambda offer: offer.ranked.why,
+    }
     spare = (">MFU", "prices of", ">step", "plan")
-    offers = (table("Offers, best first", columns, rows, spare=spare),) if rows else ()
+    offers = (listing("Offers, best first", result.offers, columns, spare=spare),) if result.offers else ()
     return Screen(header=(f"{model} on rented nodes",), boxes=tuple(boxes), tables=offers, notes=tuple(notes))
-
-
-def _row(i: int, offer: Offer) -> tuple[object, ...]:
-    prediction = offer.ranked.prediction
-    return (
-        "yes ->" if i == 0 else "",
-        offer.cluster,
-        quantity.usd(prediction.cost.usd_total),
-        quantity.seconds(prediction.run_time_s),
-        quantity.usd(offer.usd_per_h),
-        quantity.seconds(prediction.step_time_s),
-        quantity.percent(prediction.mfu),
-        offer.price_date,
-        degrees(prediction.plan),
-        offer.ranked.why,
-    )
 
 
 def _reasons(left_out: dict[str, str]) -> dict[str, str]:

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from foreshard.quantity import count
-from foreshard.units import format_seconds
+from foreshard.quantity import count, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,9 +65,9 @@ class Board:
         line = self.line
         words = [f"step {line['step'] + 1}/{self.steps}", f"loss {shown_loss(line)}"]
         if line.get(_MEAN):
-            words.append(f"{format_seconds(line[_MEAN])} a step")
+            words.append(f"{seconds(line[_MEAN])} a step")
             bound_s = line["controller/bound_s"]
-            words.append(f"bound {format_seconds(bound_s)} (+{100 * (line[_MEAN] / bound_s - 1):.0f} %)")
+            words.append(f"bound {seconds(bound_s)} (+{100 * (line[_MEAN] / bound_s - 1):.0f} %)")
             words.append(f"{count(line['n_tokens'] / line[_MEAN])} tokens/s")
         return "  ".join(words)
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foreshard.quantity import count
+from foreshard.quantity import count, seconds
 from foreshard.report.run_board import Board, shown_loss
-from foreshard.units import format_seconds
 
 _EVERY_S = 0.5  # between two looks at the metrics
 Draw = Callable[[list[dict[str, Any]]], None]
@@ -41,8 +40,8 @@ def step_words(line: dict[str, Any], predicted_s: float | None = None) -> str:
     words = [f"loss {shown_loss(line)}"]
     step_s = line["time_metrics/end_to_end(s)"]
     if step_s:  # none for a step that a change of ranks cut in two
-        against = "" if predicted_s is None else f" ({format_seconds(predicted_s)} predicted)"
-        words += [f"{format_seconds(step_s)} a step{against}", f"{count(line['n_tokens'] / step_s)} tokens/s"]
+        against = "" if predicted_s is None else f" ({seconds(predicted_s)} predicted)"
+        words += [f"{seconds(step_s)} a step{against}", f"{count(line['n_tokens'] / step_s)} tokens/s"]
     return ", ".join(words)
 
 

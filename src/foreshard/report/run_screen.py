@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foreshard.quantity import digits
+from foreshard.quantity import digits, gain, seconds
 from foreshard.report.screen import Box, Screen
-from foreshard.units import format_seconds, number_of
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.runtime.records.outcome import RunOutcome
@@ -28,11 +28,8 @@ def _budget(name: str, limit: float, mean: float) -> Box:
 
 def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
     note = "absent at the end; supervisor.jsonl says since when and why"
-    return (
-        (Box(title="Ranks left out", value=", ".join(map(str, ranks)), note=note, alarm=True),)
-        if ranks
-        else ()
-    )
+    box = Box(title="Ranks left out", value=", ".join(map(str, ranks)), note=note, alarm=True)
+    return (box,) if ranks else ()
 
 
 def _loss(value: float | None) -> str:
@@ -49,11 +46,10 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
     changes : bool
         Whether the lab changed during the run; the prediction does not include changes.
     """
-    step = "-" if outcome.median_step_s is None else format_seconds(outcome.median_step_s)
     against = ""
     if predicted_s is not None and outcome.median_step_s:
         error = predicted_s / outcome.median_step_s - 1
-        against = f"predicted {format_seconds(predicted_s)}, {100 * error:+.1f} %"
+        against = f"predicted {seconds(predicted_s)}, {gain(error)}"
     broken = outcome.last_loss is None and outcome.median_step_s is not None
     first, last = map(_loss, (outcome.first_loss, outcome.last_loss))
     loss = "not finite" if broken else last or "-"
@@ -65,7 +61,7 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
     return Screen(
         header=(f"{number_of(outcome.steps, 'step')}, {outcome.clock} clock",),
         boxes=(
-            Box(title="Step, median", value=step, note=against),
+            Box(title="Step, median", value=seconds(outcome.median_step_s), note=against),
             Box(title="Loss", value=loss, note=began, alarm=broken),
             Box(title="Samples", value=f"{outcome.samples:,}", note=ledger, alarm=wrong > 0),
             Box(title="Ranks restarted", value=starts, note=together),

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,18 @@ def table(
     """Return a Table of anything that prints; None becomes a dash."""
     cells = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)
     return Table(title=title, columns=tuple(columns), rows=cells, spare=tuple(spare))
+
+
+def listing(
+    title: str,
+    items: Iterable[Item],
+    columns: Mapping[str, Callable[[Item], object]],
+    *,
+    spare: Sequence[str] = (),
+) -> Table:
+    """Return a Table of a row per item; every column has the function that gives its cell."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return table(title, tuple(columns), rows, spare=spare)
 
 
 def spans(numbers: Sequence[int]) -> str:

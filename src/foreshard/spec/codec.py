@@ -29,7 +29,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from foreshard import units
+from foreshard import quantity, units
 from foreshard.errors import SpecError
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def one_of(value: Any, known: Sequence[Any], *, key: str, name: str = "", file: 
 def read_text(path: str | Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the text of a UTF-8 file, or say why it cannot be read."""
     name = str(path)
-    rule = f"Input is a UTF-8 text file of at most {units.format_bytes(max_bytes)}"
+    rule = f"Input is a UTF-8 text file of at most {quantity.size(max_bytes)}"
     try:
         with Path(path).open("rb") as file:
             data = file.read(max_bytes + 1)

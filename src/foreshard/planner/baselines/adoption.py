@@ -11,10 +11,10 @@ from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.ranking import front_of, ranked, score
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
+from foreshard.quantity import seconds
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.prediction import Prediction
-from foreshard.units import format_seconds
 
 _TIE = 1e-9
 _JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
@@ -77,7 +77,7 @@ def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[Judged]) 
     plans, error = ranked(found, request.objectives, request.limits, request.top)
     bound, best_s = result.lower_bound_step_time_s, best.step_time_s
     searched = result.plans[0].prediction.step_time_s if result.plans else None
-    alone = f"the search alone came to {format_seconds(searched)}" if searched else "the search found none"
+    alone = f"the search alone came to {seconds(searched)}" if searched else "the search found none"
     return replace(
         result,
         plans=plans,
