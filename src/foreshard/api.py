@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreshard.advise.change import Effect, apply, effect, rank
+from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import Request
 from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
 
-ENGINES = ("analytical", "graph")
-COSTS = ("formula",)
 ESTIMATED = ("slurm", "skypilot")  # exports that state how long the run takes
 _ASKED = (
     "lora",
@@ -135,32 +132,14 @@ def compare(
     model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
-    return compare_request(request(model, cluster, plan, **choices))
-
-
-def compare_request(asked: Request) -> tuple[Prediction, ...]:
-    """Return the predictions of a request under every engine and cost source."""
-    return tuple(
-        replace(asked, engine=engine, costs=costs).predict() for engine in ENGINES for costs in COSTS
-    )
+    return request(model, cluster, plan, **choices).compare()
 
 
 def whatif(
     model: Model, cluster: Cluster, changes: Iterable[str], plan: Plan | None = None, **choices: Any
 ) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
-    return whatif_request(request(model, cluster, plan, **choices), changes)
-
-
-def whatif_request(asked: Request, changes: Iterable[str]) -> tuple[Prediction, tuple[Effect, ...]]:
-    """Return the base prediction of a request and the effect of each change on it, best first."""
-    changes = tuple(changes)
-    for change in changes:
-        apply(
-            asked, change
-        )  # an unknown key or value is the user's error; a change that cannot run is an answer
-    base = asked.predict()
-    return base, rank([effect(asked, base, change) for change in changes])
+    return effects_of(request(model, cluster, plan, **choices), changes)
 
 
 def advise(

@@ -6,7 +6,7 @@ happen together: `tp=4,pp=4`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -213,3 +213,15 @@ def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:
         return (0 if one.prediction.memory.fits else 1), -one.gain
 
     return tuple(sorted(effects, key=order))
+
+
+def effects_of(request: Request, changes: Iterable[str]) -> tuple[Prediction, tuple[Effect, ...]]:
+    """Return the prediction of a request and the effect of each change on it, best first.
+
+    An unknown key or value is the user's error; a change that cannot run is an answer.
+    """
+    changes = tuple(changes)
+    for change in changes:
+        apply(request, change)
+    base = request.predict()
+    return base, rank([effect(request, base, change) for change in changes])

@@ -36,6 +36,8 @@ OPTIONS = (
     "framework",
     *COMM_OPTIONS,
 )
+ENGINES = ("analytical", "graph")
+COSTS = ("formula",)
 _FLAGS = {"seq_len": "--seq", "precision": "--dtype"}
 
 
@@ -140,6 +142,12 @@ class Request:
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)
+
+    def compare(self) -> tuple[Prediction, ...]:
+        """Return the predictions under every engine and cost source."""
+        return tuple(
+            replace(self, engine=engine, costs=costs).predict() for engine in ENGINES for costs in COSTS
+        )
 
     def predict_timeline(self) -> tuple[Prediction, Timeline | None]:
         """Return the prediction and when each task of its step runs, None from an engine without tasks."""

@@ -7,16 +7,14 @@ from typing import TypeVar
 
 import click
 
-from foreshard.cli.options.answer import answering, give
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
 from foreshard.errors import SpecError
 
 T = TypeVar("T")
 
 
-@configurable
-@answering
-@click.command("calibrate")
+@verb_command("calibrate")
 @click.option(
     "--profile",
     "profiles",

@@ -10,13 +10,13 @@ import click
 
 from foreshard import quantity
 from foreshard.catalog.instances import Instance, instances
-from foreshard.cli.options.answer import answering, give
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.cluster import Cluster, NodeGroup
 
 
-@click.command("clusters")
+@verb_command("clusters")
 @click.argument("cluster", required=False)
 def command(cluster: str | None) -> None:
     """List every known instance type, or show what CLUSTER (name, shorthand or TOML file) means."""
@@ -88,6 +88,3 @@ def _detail(cluster: Cluster) -> Screen:
         tables.append(table("Assumptions", (">#", "assumed"), list(enumerate(cluster.assumptions, start=1))))
     header = (cluster.name, f"{size}, {cluster.network.kind} network{price}")
     return Screen(header=header, tables=tuple(tables))
-
-
-command = configurable(answering(command))

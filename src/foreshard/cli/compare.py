@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from foreshard import quantity
-from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.answer import give
 from foreshard.cli.options.request import describing_a_run, to_request
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, table
 from foreshard.spec.prediction import TIME_PARTS
 
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from foreshard.spec.prediction import Prediction
 
 
-@click.command("compare")
+@verb_command("compare", partial(describing_a_run, with_engine=False))
 def command(**values: Any) -> None:
     """Predict the same run under every engine and cost source, side by side."""
-    from foreshard import api
-
-    predictions = api.compare_request(to_request(values))
+    predictions = to_request(values).compare()
     data = {"schema_version": 1, "predictions": [one.to_dict() for one in predictions]}
     give(data, lambda: _screen(predictions))
 
@@ -32,32 +30,27 @@ def _screen(predictions: tuple[Prediction, ...]) -> Screen:
     from foreshard.report.summary import PART_NAMES
 
     first = predictions[0]
-    names = [f"{one.engine}/{one.costs}" for one in predictions]
-    headline = [
-        ("step", *(quantity.seconds(one.step_time_s) for one in predictions)),
-        ("interval", *(quantity.seconds_range(*one.step_time_interval_s) for one in predictions)),
-        ("MFU", *(quantity.percent(one.mfu) for one in predictions)),
-        ("peak GiB", *(quantity.gib(one.memory.peak_bytes) for one in predictions)),
-        ("predicted in", *(quantity.seconds(one.predict_s) for one in predictions)),
+    numbers: dict[str, Callable[[Prediction], str]] = {
+        "step": lambda one: quantity.seconds(one.step_time_s),
+        "interval": lambda one: quantity.seconds_range(*one.step_time_interval_s),
+        "MFU": lambda one: quantity.percent(one.mfu),
+        "peak GiB": lambda one: quantity.gib(one.memory.peak_bytes),
+        "predicted in": lambda one: quantity.seconds(one.predict_s),
+    }
+    parts = [part for part in TIME_PARTS if any(one.time_breakdown_s[part] for one in predictions)]
+    headline = [_folded(name, map(write, predictions)) for name, write in numbers.items()]
+    times = [
+        _folded(PART_NAMES[part], (quantity.seconds(one.time_breakdown_s[part]) for one in predictions))
+        for part in parts
     ]
-    parts = [
-        (PART_NAMES[part], *(quantity.seconds(one.time_breakdown_s[part]) for one in predictions))
-        for part in TIME_PARTS
-        if any(one.time_breakdown_s[part] for one in predictions)
-    ]
-    columns = ("", *(f">{name}" for name in names))
-    parts = [_folded(row) for row in parts]
-    headline = [_folded(row) for row in headline]
+    columns = ("", *(f">{one.engine}/{one.costs}" for one in predictions))
     return Screen(
         header=(f"{first.model} on {first.cluster}", plan_line(first.plan)),
-        tables=(table("", columns, headline), table("Where the time goes", columns, parts)),
+        tables=(table("", columns, headline), table("Where the time goes", columns, times)),
     )
 
 
-def _folded(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the row with every value that repeats the first written as `equal`."""
-    name, first, *others = row
+def _folded(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Return a row in which every value that repeats the first is written as `equal`."""
+    first, *others = values
     return name, first, *("equal" if value == first else value for value in others)
-
-
-command = configurable(answering(describing_a_run(command, with_engine=False)))

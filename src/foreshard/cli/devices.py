@@ -8,13 +8,13 @@ from dataclasses import asdict
 import click
 
 from foreshard import quantity
-from foreshard.cli.options.answer import answering, give
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.device import Device
 
 
-@click.command("devices")
+@verb_command("devices")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
     """List every known device, or show the one that NAME means."""
@@ -64,6 +64,3 @@ def _detail(device: Device) -> Screen:
     ]
     tables = (table("", ("", ""), facts), table("Dense peaks", ("type", ">TFLOP/s"), peaks))
     return Screen(header=(device.name,), tables=tables)
-
-
-command = configurable(answering(command))

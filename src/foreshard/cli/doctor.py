@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from foreshard import __version__
-from foreshard.cli.options.answer import answering, give
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, table
 
 _EXTRAS = {
@@ -27,7 +27,7 @@ _EXTRAS = {
 FAULT = 1
 
 
-@click.command("doctor")
+@verb_command("doctor")
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Check the health of this install; exit 1 when something it needs is broken."""
@@ -141,6 +141,3 @@ def _screen(checks: list[dict[str, Any]]) -> Screen:
     return Screen(
         header=(f"foreshard {__version__}",), tables=(table("", ("check", "status", "detail"), rows),)
     )
-
-
-command = configurable(answering(command))

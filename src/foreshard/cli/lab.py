@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.cli import run
-from foreshard.cli.options.answer import answering, give, say
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give, say
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.training import needs_torch, resumable
 from foreshard.errors import SpecError
 from foreshard.report.lab_screen import lab_screen
@@ -33,15 +33,11 @@ _LIKE_RUN = (
 )
 
 
-def _options_of_run(command: click.Command) -> click.Command:
+def _options_of_run(command: click.Command) -> None:
     command.params += [param for param in run.command.params if param.name in _LIKE_RUN]
-    return command
 
 
-@answering
-@configurable
-@_options_of_run
-@click.command("lab")
+@verb_command("lab", _options_of_run)
 @click.argument("lab_file", metavar="LAB.toml")
 @click.argument("job", metavar="[JOB.py]", required=False)
 @click.option("--plan", "plan_file", metavar="FILE", help="The plan to run.")

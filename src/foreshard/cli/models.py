@@ -8,13 +8,13 @@ from typing import Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.options.answer import answering, give
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.model import Block, Model
 
 
-@click.command("models")
+@verb_command("models")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
     """List every known model, or show the one that NAME (a catalog name or a config.json) means."""
@@ -94,6 +94,3 @@ def _detail(model: Model) -> Screen:
     ]
     tables = (table("", ("", ""), facts), listing("Blocks", model.block_kinds(), _BLOCKS))
     return Screen(header=(model.name,), tables=tables)
-
-
-command = configurable(answering(command))

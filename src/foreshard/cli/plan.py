@@ -9,7 +9,6 @@ import click
 
 from foreshard.advise.request import flag_of
 from foreshard.cli.options.answer import (
-    answering,
     dump,
     give,
     must_be_writable,
@@ -18,7 +17,7 @@ from foreshard.cli.options.answer import (
     write_text,
 )
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, Count, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
@@ -53,7 +52,7 @@ def _vendors() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition("-")[0] for name in instances()))
 
 
-@click.command("plan")
+@verb_command("plan", output="Write the chosen plan to a file.")
 @click.argument("model")
 @click.argument("cluster", required=False)
 @click.option(
@@ -309,10 +308,3 @@ def _leave(
     if infeasible is not None:
         say(f"foreshard: {infeasible}")
         ctx.exit(infeasible.exit_code)
-
-
-command = answering(command)
-for _option in command.params:
-    if _option.name == "output" and isinstance(_option, click.Option):
-        _option.help = "Write the chosen plan to a file."
-command = configurable(command)

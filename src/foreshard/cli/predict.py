@@ -7,23 +7,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.cli.options import measured
-from foreshard.cli.options.answer import answering, give, save, save_page, say, wants_json
+from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
 from foreshard.cli.options.request import describing_a_run, to_request
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.sources import verb_command
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.advise.change import Effect
     from foreshard.advise.fit import Fit
-    from foreshard.advise.request import Request
     from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.timeline import Timeline
 
-NOTHING_FITS = 3
 
-
-@click.command("predict")
+@verb_command("predict", describing_a_run)
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of the step.")
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
@@ -42,59 +38,42 @@ def command(
         measured.predict(ctx, values, {"trace": trace, "report": report, "explain": explain})
         return
     request = to_request(values)
-    timeline = None
+    timeline, advice, fit, explained = None, None, None, None
     if trace or report:
         prediction, timeline = request.predict_timeline()
     else:
         prediction = request.predict()
-    fits = prediction.memory.fits
-    advice = _advice(request, prediction) if fits and (report or not wants_json()) else None
-    fit = None if fits else _nearest(request, prediction)
+    if not prediction.memory.fits:
+        from foreshard.advise.fit import nearest_fit
+
+        fit = nearest_fit(request, prediction)
+    elif report or not wants_json():
+        from foreshard.advise.advice import improvements
+
+        advice = improvements(request, prediction)
     if trace:
         _write_trace(trace, prediction, timeline)
     if report:
-        _write_report(report, request, prediction, timeline, advice or (), fit)
-    explained = _explained(request, prediction) if explain else None
-    give(_object(prediction, fit, explained), lambda: _screen(request, prediction, advice, explained))
+        from foreshard.report.pages.prediction_page import page, page_data
+
+        save_page(report, page(page_data(request, prediction, timeline, advice or (), fit)))
+    if explain:
+        from foreshard.report.explain import explanations
+
+        explained = explanations(request, prediction)
+
+    def screen() -> Screen:
+        from foreshard.advise.group_times import group_times
+        from foreshard.report.summary import prediction_screen
+
+        return prediction_screen(prediction, advice, explained, group_times(request, prediction.plan))
+
+    give(_object(prediction, fit, explained), screen)
     if fit is not None:
-        say(f"foreshard: {_verdict(prediction, fit)}")
+        from foreshard.advise.fit import verdict
+
+        say(f"foreshard: {verdict(prediction, fit)}")
         ctx.exit(NOTHING_FITS)
-
-
-def _advice(request: Request, prediction: Prediction) -> tuple[Effect, ...]:
-    from foreshard.advise.advice import improvements
-
-    return improvements(request, prediction)
-
-
-def _nearest(request: Request, prediction: Prediction) -> Fit:
-    from foreshard.advise.fit import nearest_fit
-
-    return nearest_fit(request, prediction)
-
-
-def _verdict(prediction: Prediction, fit: Fit) -> str:
-    from foreshard.advise.fit import verdict
-
-    return verdict(prediction, fit)
-
-
-def _explained(request: Request, prediction: Prediction) -> dict[str, str]:
-    from foreshard.report.explain import explanations
-
-    return explanations(request, prediction)
-
-
-def _screen(
-    request: Request,
-    prediction: Prediction,
-    advice: tuple[Effect, ...] | None,
-    explained: dict[str, str] | None,
-) -> Screen:
-    from foreshard.advise.group_times import group_times
-    from foreshard.report.summary import prediction_screen
-
-    return prediction_screen(prediction, advice, explained, group_times(request, prediction.plan))
 
 
 def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] | None) -> dict[str, Any]:
@@ -104,21 +83,19 @@ def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] |
         data["explain"] = explained
     if fit is not None:
         memory = prediction.memory
-        change = fit.effect
+        changes = [
+            {"change": one.change, "gain": one.gain, "peak_bytes": one.prediction.memory.peak_bytes}
+            for one in fit.effects
+            if one.prediction
+        ]
         data["infeasible"] = {
             "binding": "memory",
             "rank": memory.peak_rank,
             "over_bytes": memory.peak_bytes - memory.capacity_bytes,
-            "nearest_change": change.change if change else None,
-            "nearest_peak_bytes": change.prediction.memory.peak_bytes
-            if change and change.prediction
-            else None,
-            "nearest_gain": change.gain if change else None,
-            "changes": [
-                {"change": one.change, "gain": one.gain, "peak_bytes": one.prediction.memory.peak_bytes}
-                for one in fit.effects
-                if one.prediction
-            ],
+            "nearest_change": changes[0]["change"] if changes else None,
+            "nearest_peak_bytes": changes[0]["peak_bytes"] if changes else None,
+            "nearest_gain": changes[0]["gain"] if changes else None,
+            "changes": changes,
             "largest": fit.binding,
             "tried": fit.num_tried,
         }
@@ -136,19 +113,3 @@ def _write_trace(path: str, prediction: Prediction, timeline: Timeline | None) -
             fix="Use --engine graph",
         )
     save(path, "trace", lambda: write_trace(path, prediction, timeline))
-
-
-def _write_report(
-    path: str,
-    request: Request,
-    prediction: Prediction,
-    timeline: Timeline | None,
-    advice: tuple[Effect, ...],
-    fit: Fit | None,
-) -> None:
-    from foreshard.report.pages.prediction_page import page, page_data
-
-    save_page(path, page(page_data(request, prediction, timeline, advice, fit)))
-
-
-command = configurable(answering(describing_a_run(command)))

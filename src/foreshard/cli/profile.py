@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from foreshard.cli.options.answer import answering, give, say
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give, say
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.training import needs_torch
 from foreshard.cli.options.values import Count, Counts
 from foreshard.errors import SpecError
@@ -15,9 +15,7 @@ from foreshard.errors import SpecError
 SIZES = Counts(65536)
 
 
-@configurable
-@answering
-@click.command("profile")
+@verb_command("profile")
 @click.argument("job", metavar="JOB.py")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
 @click.option("--samples", type=SIZES, default="1,2,4,8", show_default=True, help="Micro-batches to time.")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.options.answer import answering, cannot_write, give, say, wants_json
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import cannot_write, give, say, wants_json
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.training import needs_torch, resumable
 from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.errors import ForeshardError, SpecError
@@ -23,9 +23,7 @@ SEED = Count(-(2**63), 2**63 - 1)
 """What torch takes as a seed."""
 
 
-@answering
-@configurable
-@click.command("run")
+@verb_command("run")
 @click.argument("job", metavar="JOB.py")
 @click.option("--plan", "plan_file", metavar="FILE", required=True, help="The plan to run.")
 @click.option(

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from foreshard.cli.options.answer import answering, give
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen, table
@@ -27,7 +27,7 @@ NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."
 
 
-@click.command("schema")
+@verb_command("schema")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
     """Describe a file format (cluster, plan, prediction, scenario, lab, config), or list the frameworks."""
@@ -118,6 +118,3 @@ def _screen(found: dict[str, Any]) -> Screen:
         rows = [_row(key, one) for key, one in keys.items()]
         tables.append(table(section, ("key", "type", "unit", "default", "meaning"), rows))
     return Screen(header=(found["title"], *found["doc"].splitlines()), tables=tuple(tables))
-
-
-command = configurable(answering(command))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.options.answer import answering, give, must_be_writable, save_page
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give, must_be_writable, save_page
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Count, Words
 from foreshard.errors import SpecError
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from foreshard.spec.scenario import Scenario
 
 
-@answering
-@configurable
-@click.command("simulate")
+@verb_command("simulate")
 @click.argument("file", metavar="SCENARIO.toml")
 @click.option("--policy", type=Words(), help="Policies to run (default: all).")
 @click.option("--seeds", type=Count(1, 10_000), help="Paths to run (default 1).")

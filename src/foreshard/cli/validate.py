@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.options.answer import answering, give, say
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.answer import give, say
+from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount
 from foreshard.errors import AccuracyError
 from foreshard.report.screen import Screen, table
@@ -28,7 +28,7 @@ _SCORES = (
 )
 
 
-@click.command("validate")
+@verb_command("validate")
 @click.argument("files", nargs=-1, required=True)
 @click.option("--engine", type=click.Choice(["analytical", "graph"]), default="graph", help="Default graph.")
 @click.option("--costs", metavar="SOURCE", default="formula", help="Cost source (default formula).")
@@ -96,6 +96,3 @@ def _screen(result: dict[str, Any]) -> Screen:
     if skipped:
         tables.append(table("Skipped", (">rows", "reason"), [(count, reason) for reason, count in skipped]))
     return Screen(tables=tuple(tables))
-
-
-command = configurable(answering(command))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.options.answer import answering, give
+from foreshard.cli.options.answer import give
 from foreshard.cli.options.request import describing_a_run, to_request
-from foreshard.cli.options.sources import configurable
+from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, table
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foreshard.spec.prediction import Prediction
 
 
-@click.command("whatif")
+@verb_command("whatif", describing_a_run)
 @click.option(
     "--change", "changes", multiple=True, required=True, metavar="KEY=VALUE", help="A change; repeat it."
 )
@@ -27,9 +27,9 @@ def command(changes: tuple[str, ...], **values: Any) -> None:
     KEY is any flag of predict without dashes, or device, nic, nodes. Join changes that happen together with
     commas: --change tp=4,pp=4. What the run does not state follows its default after the change.
     """
-    from foreshard import api
+    from foreshard.advise.change import effects_of
 
-    base, effects = api.whatif_request(to_request(values), changes)
+    base, effects = effects_of(to_request(values), changes)
     data = {"schema_version": 1, "base": base.to_dict(), "effects": [effect_dict(one) for one in effects]}
     give(data, lambda: _screen(base, effects))
 
@@ -44,13 +44,10 @@ def effect_dict(effect: Effect) -> dict[str, Any]:
     }
 
 
-def _row(effect: Effect) -> tuple[str, ...]:
-    prediction = effect.prediction
-    if prediction is None or effect.gain is None:
-        return effect.change, "-", "-", "-", "-", f"not valid: {effect.error}"
+def _row(name: str, gain: str, prediction: Prediction) -> tuple[str, ...]:
     return (
-        effect.change,
-        f"{100 * effect.gain:+.1f} %",
+        name,
+        gain,
         quantity.seconds(prediction.step_time_s),
         quantity.gib(prediction.memory.peak_bytes),
         quantity.usd(prediction.cost.usd_per_1b_tokens),
@@ -58,22 +55,21 @@ def _row(effect: Effect) -> tuple[str, ...]:
     )
 
 
+def _effect_row(effect: Effect) -> tuple[str, ...]:
+    if effect.prediction is None or effect.gain is None:
+        return effect.change, "-", "-", "-", "-", f"not valid: {effect.error}"
+    return _row(effect.change, quantity.gain(effect.gain), effect.prediction)
+
+
 def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
     from foreshard.report.plan_words import plan_line
 
-    start = (
-        "(now)",
-        "",
-        quantity.seconds(base.step_time_s),
-        quantity.gib(base.memory.peak_bytes),
-        quantity.usd(base.cost.usd_per_1b_tokens),
-        "" if base.memory.fits else "does not fit",
-    )
     columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
+    rows = [_row("(now)", "", base), *map(_effect_row, effects)]
     notes = () if any(map(_wins, effects)) else ("No change gives more tokens per second.",)
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
-        tables=(table("", columns, [start, *map(_row, effects)], spare=(">per 1B tokens", ">peak GiB")),),
+        tables=(table("", columns, rows, spare=(">per 1B tokens", ">peak GiB")),),
         notes=(*notes, *_batches(base, effects)),
     )
 
@@ -91,6 +87,3 @@ def _batches(base: Prediction, effects: tuple[Effect, ...]) -> tuple[str, ...]:
 def _wins(effect: Effect) -> bool:
     fits = effect.prediction is not None and effect.prediction.memory.fits
     return fits and effect.gain is not None and effect.gain > 0
-
-
-command = configurable(answering(describing_a_run(command)))

@@ -19,11 +19,13 @@ import click
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.report.screen import Screen
 
+NOTHING_FITS = 3
+"""Exit code of a run that does not fit."""
 # A list of numbers over several lines; a string of JSON holds no line break, so none can be mistaken for it.
 _NUMBERS = re.compile(r"\[\n[\s\d,.eE+-]*\]")
 
 
-def answering(command: click.Command) -> click.Command:
+def answering(command: click.Command, output: str = "Also write the JSON object to a file.") -> None:
     """Add --json, -o and --no-color to a verb; `give` reads them, the verb does not see them."""
 
     def option(*names: str, **settings: Any) -> click.Option:
@@ -31,10 +33,9 @@ def answering(command: click.Command) -> click.Command:
 
     command.params += [
         option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-        option("-o", "--output", metavar="FILE", help="Also write the JSON object to a file."),
+        option("-o", "--output", metavar="FILE", help=output),
         option("--no-color", is_flag=True, help="No colour on a terminal (also NO_COLOR=1)."),
     ]
-    return command
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from foreshard.cli.options.answer import give, say
+from foreshard.cli.options.answer import NOTHING_FITS, give, say
 from foreshard.errors import SpecError
 
 _PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
@@ -24,7 +24,6 @@ _PLANS = {
     "objective",
 }
 _RULE = "Measured costs price the plan as the runtime runs it"
-NOTHING_FITS = 3
 
 
 def is_file(costs: str | None) -> bool:

@@ -96,11 +96,10 @@ def _question_options(with_engine: bool) -> list[click.Option]:
     ]
 
 
-def describing_a_run(command: click.Command, *, with_engine: bool = True) -> click.Command:
+def describing_a_run(command: click.Command, *, with_engine: bool = True) -> None:
     """Add MODEL, CLUSTER and the options of a run to a verb."""
     command.params[:0] = [click.Argument(["model"]), click.Argument(["cluster"])]
     command.params += [*_run_options(), *_question_options(with_engine)]
-    return command
 
 
 def to_request(values: Mapping[str, Any]) -> Request:

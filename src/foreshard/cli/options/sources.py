@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from foreshard.cli.options.answer import answering
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError
 from foreshard.spec.codec import parse_toml, read_text
@@ -21,6 +22,32 @@ _CONFIGURABLE = (str, int, float, bool)
 _PREFIX = "FORESHARD_"
 _OTHER_VARIABLES = ("FORESHARD_CONFIG", "FORESHARD_DEBUG", "FORESHARD_MEASURED", "FORESHARD_SECRET")
 _CONFIG_PATH = "foreshard.config"
+
+
+def verb_command(
+    name: str,
+    *options: Callable[[click.Command], None],
+    output: str = "Also write the JSON object to a file.",
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return the decorator that makes a function a verb: with --json, -o, --config and FORESHARD_ variables.
+
+    Parameters
+    ----------
+    name : str
+    *options : callable
+        Add further options to the command, that other verbs have too.
+    output : str
+        What -o writes.
+    """
+
+    def made(function: Callable[..., Any]) -> click.Command:
+        command = click.command(name)(function)
+        for add in options:
+            add(command)
+        answering(command, output)
+        return configurable(command)
+
+    return made
 
 
 def configurable(command: click.Command) -> click.Command:
