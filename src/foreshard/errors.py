@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+_MAX_NAME = 80  # longer ones are cut in messages
+
 
 def did_you_mean(
     text: str, known: Iterable[str], *, cutoff: float = 0.6, otherwise: str | None = None
 ) -> str | None:
-    """Return the fix that names the known word nearest to a misspelled one, `otherwise` where none is near.
+    """Return the fix that names the known word nearest to another in any case, else `otherwise`.
 
     Examples
     --------
@@ -26,8 +28,9 @@ def did_you_mean(
     """
     from difflib import get_close_matches
 
-    near = get_close_matches(text, list(known), n=1, cutoff=cutoff)
-    return f"Did you mean {near[0]!r}?" if near else otherwise
+    spelled = {word.lower(): word for word in known}
+    near = get_close_matches(text.lower(), spelled, n=1, cutoff=cutoff)
+    return f"Did you mean {spelled[near[0]]!r}?" if near else otherwise
 
 
 class ForeshardError(Exception):
@@ -75,6 +78,30 @@ class SpecError(ForeshardError):
     """Bad input: what (value), the rule it breaks, and the fix."""
 
     exit_code = 2
+
+
+def unknown(
+    kind: str,
+    name: str,
+    known: Iterable[str],
+    *,
+    key: str,
+    file: str | None = None,
+    rule: str = "Known",
+    otherwise: str | None = None,
+    cutoff: float = 0.6,
+) -> SpecError:
+    """Return the error of a name that is none of the known ones, to be raised; the nearest one is the fix.
+
+    Examples
+    --------
+    >>> print(unknown("verb", "pln", ["plan", "run"], key="verb", rule="Verbs are"))
+    verb: unknown verb 'pln'. Verbs are plan, run. Did you mean 'plan'?
+    """
+    words, shown = list(known), name[:_MAX_NAME]
+    fix = did_you_mean(shown, words, cutoff=cutoff, otherwise=otherwise)
+    what = f"unknown {kind} {shown!r}"
+    return SpecError(what, file=file, key=key, value=shown, rule=f"{rule} {', '.join(words)}", fix=fix)
 
 
 class ExtraMissingError(SpecError):

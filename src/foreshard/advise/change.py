@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from foreshard.advise.request import DEGREES, Request
-from foreshard.errors import ForeshardError, SpecError
+from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
@@ -66,14 +65,8 @@ def apply(request: Request, change: str) -> Request:
                 fix=f"Write --change {part.strip()}=VALUE",
             )
         if not equals or key not in KEYS:
-            near = get_close_matches(key, KEYS, n=1)
-            raise SpecError(
-                f"unknown change {part!r}",
-                key="--change",
-                value=part,
-                rule=f"A change is KEY=VALUE with KEY one of {', '.join(_spelled(KEYS))}",
-                fix=f"Did you mean {near[0]!r}?" if near else None,
-            )
+            rule = "A change is KEY=VALUE with KEY one of"
+            raise unknown("change", part, _spelled(KEYS), key="--change", rule=rule)
         request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
     return request
 

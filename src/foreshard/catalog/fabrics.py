@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import SpecError
+from foreshard.errors import unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +128,9 @@ def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") ->
     """
     table = comm_constants()
     if generation not in table["links"]:
-        known = ", ".join(sorted(table["links"]))
-        raise SpecError("no such link generation", key="generation", value=generation, fix=f"Known: {known}")
+        raise unknown("link generation", generation, sorted(table["links"]), key="generation")
     if nccl not in table["eras"]:
-        known = ", ".join(sorted(table["eras"]))
-        raise SpecError("no such NCCL era", key="nccl", value=nccl, fix=f"Known: {known}")
+        raise unknown("NCCL era", nccl, sorted(table["eras"]), key="nccl")
     names = {field.name for field in fields(LinkConstants)}
     changed = table["left_out"].get(exclude, {"links": {}, "eras": {}})
     fitted = changed["links"].get(generation, table["links"][generation])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from foreshard.catalog.shipped import shipped_text
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, unknown
 from foreshard.spec.framework import Framework
 
 CHOICES = {
@@ -46,6 +45,9 @@ _MEANT = {
     "mosaicml": "composer",
     "jax": "maxtext",
 }
+
+
+_SEE = "See 'foreshard schema frameworks'"
 
 
 def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Framework, ...]:
@@ -117,26 +119,14 @@ def load_framework(label: str) -> Framework:
     if not releases:
         names = list(dict.fromkeys(entry.name for entry in frameworks()))
         meant = _MEANT.get(name.lower().replace("_", "-"))
-        near = get_close_matches(name.lower(), names, n=1)
-        raise SpecError(
-            f"unknown framework {name!r}",
-            key="framework",
-            value=label,
-            rule=f"Known frameworks: {', '.join(names)}",
-            fix=f"Did you mean {meant or repr(near[0])}?"
-            if meant or near
-            else "See 'foreshard schema frameworks'",
-        )
+        error = unknown("framework", name, names, key="framework", rule="Known frameworks:", otherwise=_SEE)
+        error.fix = f"Did you mean {meant}?" if meant else error.fix
+        raise error
     if not release:
         return list(releases.values())[-1]
     if release not in releases:
-        known = [text for text in releases if text]
-        near = get_close_matches(release, known, n=1, cutoff=0.4)
-        raise SpecError(
-            f"unknown release {release!r} of {name}",
-            key="framework",
-            value=label,
-            rule=f"Known releases: {', '.join(known) or 'none, give the name alone'}",
-            fix=f"Did you mean {name}@{near[0]}?" if near else f"Use {name}",
-        )
+        known = [entry.label for entry in releases.values() if entry.release]
+        rule, use = "Known releases:", f"Use {name}"
+        known = known or ["none, give the name alone"]
+        raise unknown("release", label, known, key="framework", rule=rule, otherwise=use)
     return releases[release]

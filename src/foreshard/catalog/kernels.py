@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import SpecError
+from foreshard.errors import unknown
 
 if TYPE_CHECKING:
     from foreshard.spec.device import Device
@@ -210,7 +210,7 @@ def _fitted(device: Device, precision: str, attention: str, sustained: bool) -> 
 
 def _check(key: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise SpecError(f"unknown {key} {value!r}", key=key, value=value, rule=f"One of {', '.join(known)}")
+        raise unknown(key, value, known, key=key, rule="One of")
 
 
 _IDEAL = {f.name: 0.0 for f in fields(KernelModel)[4:]} | {

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import SpecError, did_you_mean
+from foreshard.errors import unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +90,7 @@ def memory_profile(name: str) -> MemoryProfile:
     """
     table: dict[str, dict[str, Any]] = shipped("memory_profiles.toml")
     if name not in table:
-        raise SpecError(
-            f"unknown memory profile {name!r}",
-            key="memory",
-            value=name,
-            rule=f"Profiles are {', '.join(table)}",
-            fix=did_you_mean(name, table),
-        )
+        raise unknown("memory profile", name, table, key="memory", rule="Profiles are")
     entry = dict(table[name])
     parent = entry.pop("parent", None)
     if parent is not None:

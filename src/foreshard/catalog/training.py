@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import SpecError, did_you_mean
+from foreshard.errors import unknown
 
 HOST_CLASSES = ("megatron-2020", "megatron-deepspeed", "megatron-core", "eager", "compiled")
 # Terms that are no factor on a time: none of them is 0, not 1.
@@ -102,12 +102,7 @@ def training_constants(exclude: str | None = None) -> TrainingConstants:
     if exclude is None:
         return TrainingConstants(**data["all"])
     if exclude not in data["without"]:
-        known = sorted(data["without"])
-        raise SpecError(
-            f"no constants were fitted without {exclude!r}",
-            key="--exclude-calibration",
-            value=exclude,
-            rule=f"Families are {', '.join(known)}",
-            fix=did_you_mean(exclude, known),
-        )
+        families = sorted(data["without"])
+        rule = "Constants are fitted without"
+        raise unknown("family", exclude, families, key="--exclude-calibration", rule=rule)
     return TrainingConstants(**data["without"][exclude])

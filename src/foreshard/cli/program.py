@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -18,7 +17,7 @@ from foreshard import __version__
 from foreshard.cli.options.answer import dump
 from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, verb
-from foreshard.errors import ForeshardError, SpecError
+from foreshard.errors import ForeshardError, SpecError, unknown
 
 INTERRUPTED = 130
 
@@ -34,14 +33,7 @@ class _Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in VERBS:
-            near = get_close_matches(args[0], VERBS, n=1)
-            raise SpecError(
-                f"unknown verb {args[0]!r}",
-                key="verb",
-                value=args[0],
-                rule=f"Verbs are {', '.join(VERBS)}",
-                fix=f"Did you mean {near[0]!r}?" if near else None,
-            )
+            raise unknown("verb", args[0], VERBS, key="verb", rule="Verbs are")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

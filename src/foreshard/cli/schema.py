@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -13,7 +12,7 @@ import click
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.verbs import VERBS, verb
-from foreshard.errors import SpecError
+from foreshard.errors import unknown
 from foreshard.report.screen import Screen, table
 
 _PLACES = {
@@ -42,14 +41,7 @@ def command(name: str | None) -> None:
         )
         return
     if name not in NAMES:
-        near = get_close_matches(name[:40], NAMES, n=1)
-        raise SpecError(
-            f"unknown format {name!r}",
-            key="name",
-            value=name,
-            rule=f"Names are {', '.join(NAMES)}",
-            fix=f"Did you mean {near[0]!r}?" if near else None,
-        )
+        raise unknown("format", name, NAMES, key="name", rule="Names are")
     found = read(name)
     give({"schema_version": 1, "name": name} | found, lambda: _screen(found))
 

@@ -11,7 +11,7 @@ from foreshard.cost.gemm import gemm_s
 from foreshard.cost.kernels import QUERY_TILE, KernelModel
 
 BACKWARD_FLOPS = 2.5
-"""Flash backward does five products where forward does two (Dao et al. 2022, algorithm 4)."""
+"""Of a flash backward over its forward."""
 
 # Score traffic of the unfused chain, bytes per score in 16 bit: read and write, mask of one byte.
 _SOFTMAX_FORWARD_BYTES, _SOFTMAX_BACKWARD_BYTES, _DROPOUT_BYTES = 4.0, 6.0, 5.0
@@ -101,48 +101,13 @@ def flash_attention_forward_s(
     return np.where(rows * pairs * dims > 0, busy_s, 0.0)
 
 
-def flash_attention_backward_s(
-    batch: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    q_len: Any,
-    kv_len: Any,
-    head_dim: Any,
-    value_head_dim: Any,
-    kernels: KernelModel,
-    *,
-    causal: Any,
-    window: Any = 0,
-) -> np.ndarray:
-    """Seconds of one fused attention backward: 2.5 times the forward work at a lower share of the peak.
-
-    Parameters as in :func:`flash_attention_forward_s`.
-
-    Returns
-    -------
-    ndarray of float64, seconds
+def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel) -> np.ndarray:
+    """Return the backward of a fused attention whose forward takes `forward_s`: 2.5 times its work.
 
     Source
     ------
     Five products against two: Dao et al. 2022, algorithm 4; ratio in docs/derivations/kernels.md.
     """
-    forward_s = flash_attention_forward_s(
-        batch,
-        num_heads,
-        num_kv_heads,
-        q_len,
-        kv_len,
-        head_dim,
-        value_head_dim,
-        kernels,
-        causal=causal,
-        window=window,
-    )
-    return backward_of_forward_s(forward_s, kernels)
-
-
-def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel) -> np.ndarray:
-    """Return the backward of a fused attention whose forward takes `forward_s`."""
     busy_s = (forward_s - kernels.attn_launch_s) * (BACKWARD_FLOPS / kernels.attn_bwd_ratio)
     return np.where(forward_s > 0, busy_s + kernels.attn_launch_s, 0.0)
 

@@ -23,14 +23,13 @@ import reprlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from foreshard import quantity, units
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean, unknown
 
 T = TypeVar("T")
 
@@ -125,8 +124,7 @@ def one_of(value: Any, known: Sequence[Any], *, key: str, name: str = "", file: 
     """
     if any(type(value) is type(one) and value == one for one in known):
         return value
-    near = get_close_matches(value[:_MAX_CHARS], known, n=1) if isinstance(value, str) else []
-    fix = f"Did you mean {near[0]!r}?" if near else None
+    fix = did_you_mean(value[:_MAX_CHARS], known) if isinstance(value, str) else None
     listed = ", ".join(map(str, known))
     rule = f"Must be one of {listed}" if len(known) > 1 else f"Must be {listed}"
     raise invalid(value, rule, key=key, name=name, fix=fix, file=file)
@@ -170,12 +168,7 @@ def parse_toml(text: str, *, file: str | None = None, may_be_empty: bool = False
 
 
 def _empty(file: str | None) -> SpecError:
-    return SpecError(
-        "the file is empty",
-        file=file,
-        rule="A file holds at least one key",
-        fix=_SEE_SCHEMA,
-    )
+    return SpecError("the file is empty", file=file, rule="A file holds at least one key", fix=_SEE_SCHEMA)
 
 
 def parse_json(text: str, *, file: str | None = None) -> Any:
@@ -412,15 +405,8 @@ class _Decoder:
 
     def unknown(self, name: Any, known: tuple[str, ...], key: str) -> SpecError:
         text = name[:_MAX_CHARS] if isinstance(name, str) else shown(name)
-        near = get_close_matches(text, known, n=1)
-        return SpecError(
-            f"unknown key {text!r}",
-            file=self.file,
-            key=_join(key, text),
-            value=text,
-            rule=f"Known keys: {', '.join(known)}",
-            fix=f"Did you mean {near[0]!r}?" if near else "Leave it out",
-        )
+        where, leave = _join(key, text), "Leave it out"
+        return unknown("key", text, known, key=where, file=self.file, rule="Known keys:", otherwise=leave)
 
 
 def _all_whole(kind: Any, data: Sequence[Any]) -> bool:

@@ -144,7 +144,7 @@ CASES = {
         DENSE,
         "--shard-size",
         "groups[0].stages[0].shard_size",
-        "shard_size 3 does not divide 4 ranks. A shard group divides the data-parallel ranks, inner dp x cp. "
+        "shard_size 3 does not divide 4 ranks. Shard groups divide the data-parallel ranks, inner dp x cp. "
         "Use a divisor of 4",
     ),
     "no shards": (
@@ -244,7 +244,7 @@ CASES = {
         DENSE,
         "--dtype",
         "precision",
-        "h100-sxm has no nvfp4. The device computes matrix products of the precision in hardware. Use one of: fp32",
+        "h100-sxm has no nvfp4. Devices compute matrix products of the precision in hardware. Use one of: fp32",
     ),
     "precision unknown": (good(precision="int8"), DENSE, "--dtype", "precision", "Must be one of fp32"),
     "optimizer unknown": (good(optimizer="lion"), DENSE, "--optimizer", "optimizer", "Must be one of adamw"),
@@ -275,7 +275,7 @@ CASES = {
         DENSE,
         "--seq",
         "seq_len",
-        "sequence 4098 does not divide over cp 4. cp (times tp with sp) divides the sequence. Use a multiple of 4",
+        "sequence 4098 does not divide over cp 4. Sequences divide over cp, times tp with sp. Use a multiple of 4",
     ),
     "sequence over tp": (
         good(stages=both(tp=4), group={"sp": True}, seq_len=4098),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreshard.catalog.hf.reader import Reader
@@ -26,10 +26,31 @@ def attention_sizes(reader: Reader, head_dim: int | None = None) -> dict[str, An
     }
 
 
-def windowed_blocks(block: dict[str, Any], windows: Sequence[int]) -> tuple[Block, ...]:
-    """Return one block per window, equal ones shared."""
+def biases(reader: Reader, default: bool = False) -> dict[str, bool]:
+    """Return whether attention has biases; `default` is the family's."""
+    bias = reader.flag("attention_bias", default)
+    return {"qkv_bias": bias, "proj_bias": bias}
+
+
+def gated_block(reader: Reader, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return the sizes of a block with a gated MLP; `head_dim` is the family's default."""
+    return attention_sizes(reader, head_dim) | {"ffn": reader.size("intermediate_size"), "gated": True} | more
+
+
+def uniform(
+    reader: Reader, block: Mapping[str, Any], *layers: str, tied: bool = False, **kwargs: Any
+) -> Model:
+    """Return a decoder of blocks that are all the same; `layers` are the keys of their number."""
+    count = reader.layers(*layers or ("num_hidden_layers",))
+    return finish(reader, (Block(**block),) * count, tied=tied, **kwargs)
+
+
+def windowed(
+    reader: Reader, block: Mapping[str, Any], windows: Sequence[int], *, tied: bool = False, **kwargs: Any
+) -> Model:
+    """Return a decoder of one block per window, equal ones shared."""
     kinds = {window: Block(window=window, **block) for window in set(windows)}
-    return tuple(kinds[window] for window in windows)
+    return finish(reader, tuple(kinds[window] for window in windows), tied=tied, **kwargs)
 
 
 def finish(reader: Reader, blocks: tuple[Block, ...], *, tied: bool, **kwargs: Any) -> Model:
@@ -49,84 +70,49 @@ def finish(reader: Reader, blocks: tuple[Block, ...], *, tied: bool, **kwargs: A
 def _sliding_window(reader: Reader, unstated: int = 0) -> int:
     """Return the window: null means full attention, an absent key the default of transformers."""
     default = 0 if "sliding_window" in reader.config else unstated
-    return reader.size("sliding_window", default=default, minimum=0, maximum=2**31)
+    return reader.window(default)
 
 
 def llama_block(reader: Reader) -> dict[str, Any]:
     """Return the sizes of a block of Llama, which may have biases."""
-    bias = reader.flag("attention_bias", False)
-    return dict(
-        attention_sizes(reader),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=reader.flag("mlp_bias", False),
-    )
+    return gated_block(reader, **biases(reader), mlp_bias=reader.flag("mlp_bias", False))
 
 
 def llama(reader: Reader) -> Model:
     """Llama 1 to 3.x."""
-    block = Block(**llama_block(reader))
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    return uniform(reader, llama_block(reader))
 
 
 def mistral(reader: Reader) -> Model:
     """Mistral: llama with a sliding window in every layer."""
-    block = Block(
-        **attention_sizes(reader),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        window=_sliding_window(reader, 4096),
-    )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    return uniform(reader, gated_block(reader, window=_sliding_window(reader, 4096)))
 
 
-def qwen_windows(reader: Reader, num_layers: int) -> Sequence[int]:
+def qwen_windows(reader: Reader) -> Sequence[int]:
     """Return the windows of Qwen layers: those from max_window_layers on slide, if the switch is on."""
+    layers = reader.layers("num_hidden_layers")
     window = _sliding_window(reader, 4096) if reader.flag("use_sliding_window", False) else 0
     first = reader.layers("max_window_layers", default=28, minimum=0)
-    return reader.layer_windows(num_layers, window, [layer >= first for layer in range(num_layers)])
+    return reader.layer_windows(layers, window, [layer >= first for layer in range(layers)])
 
 
 def qwen2(reader: Reader) -> Model:
     """Qwen2 and 2.5: biases on query, key and value only."""
-    layers = reader.layers("num_hidden_layers")
-    block = dict(attention_sizes(reader), ffn=reader.size("intermediate_size"), gated=True, qkv_bias=True)
-    return finish(reader, windowed_blocks(block, qwen_windows(reader, layers)), tied=False)
+    return windowed(reader, gated_block(reader, qkv_bias=True), qwen_windows(reader))
 
 
 def qwen3(reader: Reader) -> Model:
     """Qwen3 dense: norms on queries and keys."""
-    layers = reader.layers("num_hidden_layers")
-    bias = reader.flag("attention_bias", False)
-    block = dict(
-        attention_sizes(reader, head_dim=128),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        qk_norm=True,
-        qkv_bias=bias,
-        proj_bias=bias,
-    )
-    return finish(reader, windowed_blocks(block, qwen_windows(reader, layers)), tied=False)
+    return windowed(reader, gated_block(reader, 128, qk_norm=True, **biases(reader)), qwen_windows(reader))
 
 
 def _gemma(reader: Reader, *, norms: int, qk_norm: bool, pattern: int) -> Model:
     """Gemma; every `pattern`-th layer has full attention, the others slide (0: all full)."""
     layers = reader.layers("num_hidden_layers")
-    bias = reader.flag("attention_bias", False)
-    block = dict(
-        attention_sizes(reader, head_dim=256),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        qkv_bias=bias,
-        proj_bias=bias,
-        num_norms=norms,
-        qk_norm=qk_norm,
-    )
+    block = gated_block(reader, 256, num_norms=norms, qk_norm=qk_norm, **biases(reader))
     sliding = [bool(pattern and (layer + 1) % pattern) for layer in range(layers)]
-    window = reader.size("sliding_window", default=4096, minimum=0, maximum=2**31) if pattern else 0
-    return finish(reader, windowed_blocks(block, reader.layer_windows(layers, window, sliding)), tied=True)
+    windows = reader.layer_windows(layers, reader.window(4096) if pattern else 0, sliding)
+    return windowed(reader, block, windows, tied=True)
 
 
 def gemma(reader: Reader) -> Model:
@@ -151,25 +137,9 @@ def gemma3(reader: Reader) -> Model:
 
 def phi3(reader: Reader) -> Model:
     """Phi-3: fused projections, same counts as llama."""
-    block = Block(
-        **attention_sizes(reader),
-        ffn=reader.size("intermediate_size"),
-        gated=True,
-        window=_sliding_window(reader),
-    )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    return uniform(reader, gated_block(reader, window=_sliding_window(reader)))
 
 
 def nemotron(reader: Reader) -> Model:
     """Nemotron 3 and 4: squared ReLU (two matrices), layer norms, rotary positions."""
-    bias = reader.flag("attention_bias", False)
-    block = Block(
-        **attention_sizes(reader),
-        ffn=reader.size("intermediate_size"),
-        gated=False,
-        norm_params=2,
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=reader.flag("mlp_bias", False),
-    )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    return uniform(reader, llama_block(reader) | {"gated": False, "norm_params": 2})

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from foreshard.catalog.hf.gpt import plain_block
 from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model
 
 
+def _model(reader: Reader, blocks: tuple[Block, ...], *assumptions: str, **counts: Any) -> Model:
+    counts |= {"name": reader.name, "source": reader.file or "", "hidden": blocks[0].hidden}
+    return Model(**counts, blocks=blocks, assumptions=(*reader.assumptions, *assumptions))
+
+
+def _encoder(reader: Reader, **more: Any) -> tuple[Block, ...]:
+    """Return the blocks of an encoder whose attention sees the whole sequence."""
+    ffn = reader.size("intermediate_size")
+    block = plain_block(reader, ("hidden_size",), ("num_attention_heads",), ffn=ffn, causal=False, **more)
+    return (Block(**block),) * reader.layers("num_hidden_layers")
+
+
 def bert(reader: Reader) -> Model:
     """BERT with the masked-language-model head: a dense layer, a norm, and the tied table with a bias."""
-    hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
-    heads = reader.heads(hidden, "num_attention_heads")
+    blocks = _encoder(reader, dropout=reader.fraction("hidden_dropout_prob", default=0.1))
+    hidden, vocab = blocks[0].hidden, reader.size("vocab_size")
     positions = reader.positions("max_position_embeddings")
-    block = Block(
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        value_head_dim=hidden // heads,
-        ffn=reader.size("intermediate_size"),
-        gated=False,
-        causal=False,
-        norm_params=2,
-        qkv_bias=True,
-        proj_bias=True,
-        mlp_bias=True,
-        dropout=reader.fraction("hidden_dropout_prob", default=0.1),
-    )
     tied = reader.flag("tie_word_embeddings", True)
     bias = vocab * (2 - tied)  # transformers keeps a second bias when the table is not tied
     tables = (vocab + positions + reader.size("type_vocab_size", default=2)) * hidden
-    return Model(
-        name=reader.name,
-        blocks=(block,) * reader.layers("num_hidden_layers"),
-        hidden=hidden,
+    return _model(
+        reader,
+        blocks,
         vocab=vocab,
         tied_embeddings=tied,
         max_seq_len=positions,
@@ -44,8 +42,6 @@ def bert(reader: Reader) -> Model:
         head_matmul_params=vocab * hidden + hidden * hidden,
         final_norm_params=0,
         kind="encoder",
-        source=reader.file or "",
-        assumptions=tuple(reader.assumptions),
     )
 
 
@@ -76,10 +72,10 @@ def t5(reader: Reader) -> Model:
         replace(decoder, other_params=table),
         *(decoder,) * (decoder_layers - 1),
     )
-    return Model(
-        name=reader.name,
-        blocks=blocks,
-        hidden=hidden,
+    return _model(
+        reader,
+        blocks,
+        "encoder and decoder sequences are equally long",
         vocab=vocab,
         tied_embeddings=True,
         max_seq_len=reader.positions("n_positions", default=512),
@@ -88,40 +84,22 @@ def t5(reader: Reader) -> Model:
         head_matmul_params=vocab * hidden,
         final_norm_params=2 * hidden,
         kind="encoder-decoder",
-        source=reader.file or "",
-        assumptions=(*reader.assumptions, "encoder and decoder sequences are equally long"),
     )
 
 
 def vit(reader: Reader) -> Model:
     """ViT with a linear classifier on the class token."""
-    hidden = reader.size("hidden_size")
-    heads = reader.heads(hidden, "num_attention_heads")
     side, patch = reader.size("image_size"), reader.size("patch_size")
     patches = (side // patch) ** 2
     if not patches:
         raise reader.error("patch_size", patch, f"patches of {patch} pixels", f"The image has {side}")
-    block = Block(
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        value_head_dim=hidden // heads,
-        ffn=reader.size("intermediate_size"),
-        gated=False,
-        causal=False,
-        norm_params=2,
-        qkv_bias=reader.flag("qkv_bias", True),
-        proj_bias=True,
-        mlp_bias=True,
-        dropout=reader.fraction("hidden_dropout_prob"),
-    )
+    bias, dropout = reader.flag("qkv_bias", True), reader.fraction("hidden_dropout_prob")
+    blocks = _encoder(reader, qkv_bias=bias, dropout=dropout)
+    hidden, labels = blocks[0].hidden, _num_labels(reader)
     projection = reader.size("num_channels", default=3) * patch * patch * hidden
-    labels = _num_labels(reader)
-    return Model(
-        name=reader.name,
-        blocks=(block,) * reader.layers("num_hidden_layers"),
-        hidden=hidden,
+    return _model(
+        reader,
+        blocks,
         vocab=labels,
         tied_embeddings=False,
         max_seq_len=patches + 1,
@@ -133,8 +111,6 @@ def vit(reader: Reader) -> Model:
         head_rows=1,
         final_norm_params=2 * hidden,
         kind="vision",
-        source=reader.file or "",
-        assumptions=tuple(reader.assumptions),
     )
 
 

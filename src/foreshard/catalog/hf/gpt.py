@@ -4,57 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreshard.catalog.hf.decoders import finish, windowed_blocks
+from foreshard.catalog.hf.decoders import biases, uniform, windowed
 from foreshard.catalog.hf.reader import Reader
-from foreshard.spec.model import Block, Model
+from foreshard.spec.model import Model
+
+_HIDDEN, _HEADS = "hidden_size", "num_attention_heads"
 
 
-def _sizes(reader: Reader, hidden: tuple[str, ...], heads: tuple[str, ...]) -> dict[str, Any]:
+def plain_block(
+    reader: Reader, hidden: tuple[str, ...], heads: tuple[str, ...], **more: Any
+) -> dict[str, Any]:
+    """Return the sizes of a block with layer norms, a plain MLP and biases everywhere.
+
+    `hidden` and `heads` are the keys of the widths; `bias` in `more` is of all matrices.
+    """
     width = reader.size(*hidden)
     num_heads = reader.heads(width, *heads)
+    bias = more.pop("bias", True)
     return {
         "hidden": width,
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": width // num_heads,
         "value_head_dim": width // num_heads,
+        "ffn": 4 * width,
         "gated": False,
         "norm_params": 2,
-    }
+        "qkv_bias": bias,
+        "proj_bias": bias,
+        "mlp_bias": bias,
+    } | more
 
 
 def gpt2(reader: Reader) -> Model:
     """GPT-2."""
-    sizes = _sizes(reader, ("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
     positions = reader.positions("n_positions", "max_position_embeddings")
-    block = Block(
-        **sizes,
-        ffn=reader.size("n_inner", default=4 * sizes["hidden"]),
-        qkv_bias=True,
-        proj_bias=True,
-        mlp_bias=True,
-        dropout=reader.fraction("resid_pdrop", default=0.1),
-    )
-    blocks = (block,) * reader.layers("n_layer", "num_hidden_layers")
-    return finish(reader, blocks, tied=True, max_seq_len=positions, learned_positions=positions)
+    block = plain_block(reader, ("n_embd", _HIDDEN), ("n_head", _HEADS))
+    block["ffn"] = reader.size("n_inner", default=block["ffn"])
+    block["dropout"] = reader.fraction("resid_pdrop", default=0.1)
+    layers = ("n_layer", "num_hidden_layers")
+    return uniform(reader, block, *layers, tied=True, max_seq_len=positions, learned_positions=positions)
 
 
 def gpt_neo(reader: Reader) -> Model:
     """GPT-Neo: windows of 256 in every other layer, no biases on query, key and value."""
-    sizes = _sizes(reader, ("hidden_size",), ("num_heads", "num_attention_heads"))
     layers = reader.layers("num_layers", "num_hidden_layers")
     positions = reader.positions("max_position_embeddings")
-    block = dict(
-        sizes,
-        ffn=reader.size("intermediate_size", default=4 * sizes["hidden"]),
-        proj_bias=True,
-        mlp_bias=True,
-        dropout=reader.fraction("resid_dropout", default=0.0),
-    )
+    block = plain_block(reader, (_HIDDEN,), ("num_heads", _HEADS), qkv_bias=False)
+    block["ffn"] = reader.size("intermediate_size", default=block["ffn"])
+    block["dropout"] = reader.fraction("resid_dropout", default=0.0)
     window = reader.size("window_size", default=256)
     windows = [window * (kind == "local") for kind in _attention_kinds(reader, layers)]
-    blocks = windowed_blocks(block, windows)
-    return finish(reader, blocks, tied=True, max_seq_len=positions, learned_positions=positions)
+    return windowed(reader, block, windows, tied=True, max_seq_len=positions, learned_positions=positions)
 
 
 def _attention_kinds(reader: Reader, layers: int) -> list[str]:
@@ -77,96 +78,78 @@ def _attention_kinds(reader: Reader, layers: int) -> list[str]:
 
 def gpt_neox(reader: Reader) -> Model:
     """GPT-NeoX and Pythia: rotary positions, parallel attention and MLP."""
-    bias = reader.flag("attention_bias", True)
-    block = Block(
-        **_sizes(reader, ("hidden_size",), ("num_attention_heads",)),
+    block = plain_block(
+        reader,
+        (_HIDDEN,),
+        (_HEADS,),
         ffn=reader.size("intermediate_size"),
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=True,
+        **biases(reader, True),
         parallel=reader.flag("use_parallel_residual", True),
         dropout=reader.fraction("hidden_dropout"),
     )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    return uniform(reader, block)
 
 
 def opt(reader: Reader) -> Model:
     """OPT: two spare position rows; the 350M has a narrow token table and no final norm."""
-    sizes = _sizes(reader, ("hidden_size",), ("num_attention_heads",))
-    bias = reader.flag("enable_bias", True)
     positions = reader.positions("max_position_embeddings")
-    width = reader.size("word_embed_proj_dim", default=sizes["hidden"])
     before = reader.flag("do_layer_norm_before", True)
-    block = Block(
-        **sizes,
+    block = plain_block(
+        reader,
+        (_HIDDEN,),
+        (_HEADS,),
         ffn=reader.size("ffn_dim"),
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=bias,
+        bias=reader.flag("enable_bias", True),
         dropout=reader.fraction("dropout", default=0.1),
     )
-    return finish(
+    width = reader.size("word_embed_proj_dim", default=block["hidden"])
+    return uniform(
         reader,
-        (block,) * reader.layers("num_hidden_layers"),
+        block,
         tied=True,
         max_seq_len=positions,
         learned_positions=positions + 2,
-        embedding_dim=0 if width == sizes["hidden"] else width,
+        embedding_dim=0 if width == block["hidden"] else width,
         final_norm=before and not reader.flag("_remove_final_layer_norm", False),
     )
 
 
 def bloom(reader: Reader) -> Model:
     """BLOOM: ALiBi, a norm after the embedding."""
-    sizes = _sizes(reader, ("hidden_size", "n_embed"), ("n_head", "num_attention_heads"))
-    block = Block(
-        **sizes,
-        ffn=4 * sizes["hidden"],
-        qkv_bias=True,
-        proj_bias=True,
-        mlp_bias=True,
-        dropout=reader.fraction("hidden_dropout"),
-    )
-    blocks = (block,) * reader.layers("n_layer", "num_hidden_layers")
-    length = reader.positions("seq_length", default=2048)
-    return finish(reader, blocks, tied=True, max_seq_len=length, embedding_norm=True)
+    dropout, length = reader.fraction("hidden_dropout"), reader.positions("seq_length", default=2048)
+    block = plain_block(reader, (_HIDDEN, "n_embed"), ("n_head", _HEADS), dropout=dropout)
+    layers = ("n_layer", "num_hidden_layers")
+    return uniform(reader, block, *layers, tied=True, max_seq_len=length, embedding_norm=True)
 
 
 def falcon(reader: Reader) -> Model:
     """Falcon: multi-query (7B) or grouped (40B, 180B), attention and MLP in parallel."""
-    sizes = _sizes(reader, ("hidden_size",), ("num_attention_heads", "n_head"))
-    grouped = reader.flag("new_decoder_architecture", False)
-    bias = reader.flag("bias", False)
-    parallel = reader.flag("parallel_attn", True) or grouped
-    if grouped:
-        sizes["num_kv_heads"] = reader.kv_heads(sizes["num_heads"], "num_kv_heads", "n_head_kv")
-    elif reader.flag("multi_query", True):
-        sizes["num_kv_heads"] = 1
+    grouped, parallel = reader.flag("new_decoder_architecture", False), reader.flag("parallel_attn", True)
     norms = reader.size("num_ln_in_parallel_attn", default=2, maximum=2) if grouped else 1
-    if not reader.flag("parallel_attn", True):
-        norms = 2
-    block = Block(
-        **sizes,
-        ffn=reader.size("ffn_hidden_size", default=4 * sizes["hidden"]),
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=bias,
-        parallel=parallel,
-        num_norms=norms,
+    block = plain_block(
+        reader,
+        (_HIDDEN,),
+        (_HEADS, "n_head"),
+        bias=reader.flag("bias", False),
+        parallel=parallel or grouped,
+        num_norms=norms if parallel else 2,
         dropout=reader.fraction("hidden_dropout"),
     )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers", "n_layer"), tied=True)
+    block["ffn"] = reader.size("ffn_hidden_size", default=block["ffn"])
+    if grouped:
+        block["num_kv_heads"] = reader.kv_heads(block["num_heads"], "num_kv_heads", "n_head_kv")
+    elif reader.flag("multi_query", True):
+        block["num_kv_heads"] = 1
+    return uniform(reader, block, "num_hidden_layers", "n_layer", tied=True)
 
 
 def mpt(reader: Reader) -> Model:
     """MPT: ALiBi, no biases, not even in the norms."""
-    sizes = _sizes(reader, ("d_model", "hidden_size"), ("n_heads", "num_attention_heads"))
-    sizes["norm_params"] = 1
     if not reader.flag("no_bias", True):
-        raise reader.error(
-            "no_bias", False, "MPT with biases is not modelled", "Published MPT models have none"
-        )
-    ratio = reader.size("expansion_ratio", default=4)
-    block = Block(**sizes, ffn=ratio * sizes["hidden"], dropout=reader.fraction("resid_pdrop"))
-    blocks = (block,) * reader.layers("n_layers", "num_hidden_layers")
-    return finish(reader, blocks, tied=True, max_seq_len=reader.positions("max_seq_len"))
+        rule = "Published MPT models have none"
+        raise reader.error("no_bias", False, "MPT with biases is not modelled", rule)
+    dropout, length = reader.fraction("resid_pdrop"), reader.positions("max_seq_len")
+    keys = ("d_model", _HIDDEN), ("n_heads", _HEADS)
+    block = plain_block(reader, *keys, bias=False, norm_params=1, dropout=dropout)
+    block["ffn"] = reader.size("expansion_ratio", default=4) * block["hidden"]
+    return uniform(reader, block, "n_layers", "num_hidden_layers", tied=True, max_seq_len=length)

@@ -92,7 +92,7 @@ def _unknown(reader: Reader, model_type: str) -> SpecError:
         rule = f"It is {NOT_MODELLED[model_type]}"
         return reader.error("model_type", model_type, f"{model_type} is not modelled", rule)
     shown = model_type[:60]
-    fix = did_you_mean(shown.lower(), FAMILIES)
+    fix = did_you_mean(shown, FAMILIES)
     for key, part in reader.config.items():
         kind = part.get("model_type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in FAMILIES:

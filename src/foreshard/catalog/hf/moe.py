@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreshard.catalog.hf.decoders import attention_sizes, finish, qwen_windows, windowed_blocks
+from foreshard.catalog.hf.decoders import attention_sizes, biases, finish, qwen_windows, uniform, windowed
 from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model
 
@@ -21,27 +21,16 @@ def _experts(
 
 def mixtral(reader: Reader) -> Model:
     """Mixtral: experts in every layer."""
-    block = Block(
-        **attention_sizes(reader),
-        **_experts(reader, "intermediate_size", "num_local_experts"),
-        gated=True,
-        window=reader.size("sliding_window", default=0, minimum=0, maximum=2**31),
-    )
-    return finish(reader, (block,) * reader.layers("num_hidden_layers"), tied=False)
+    experts = _experts(reader, "intermediate_size", "num_local_experts")
+    return uniform(reader, attention_sizes(reader) | experts | {"gated": True, "window": reader.window(0)})
 
 
 def _qwen_moe(reader: Reader, attention: dict[str, Any], shared: dict[str, Any]) -> Model:
-    layers = reader.layers("num_hidden_layers")
-    dense = dict(attention, ffn=reader.size("intermediate_size"), gated=True)
-    sparse = dict(
-        attention,
-        **_experts(reader, "moe_intermediate_size", "num_experts", "num_local_experts"),
-        gated=True,
-        **shared,
-    )
+    dense = attention | {"ffn": reader.size("intermediate_size"), "gated": True}
+    sparse = dense | _experts(reader, "moe_intermediate_size", "num_experts", "num_local_experts") | shared
     step = reader.layers("decoder_sparse_step", default=1)
     only = reader.list("mlp_only_layers") or []
-    windows = qwen_windows(reader, layers)
+    windows = qwen_windows(reader)
     kinds: dict[tuple[bool, int], Block] = {}
     blocks = []
     for layer, window in enumerate(windows):
@@ -60,17 +49,14 @@ def qwen2_moe(reader: Reader) -> Model:
 
 def qwen3_moe(reader: Reader) -> Model:
     """Qwen3 MoE: query/key norms, no shared expert."""
-    bias = reader.flag("attention_bias", False)
-    attention = dict(attention_sizes(reader), qkv_bias=bias, proj_bias=bias, qk_norm=True)
-    return _qwen_moe(reader, attention, {})
+    return _qwen_moe(reader, attention_sizes(reader) | biases(reader) | {"qk_norm": True}, {})
 
 
 def _latent_attention(reader: Reader) -> dict[str, Any]:
     """Return the sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
     heads = reader.size("num_attention_heads")
     rope = reader.size("qk_rope_head_dim")
-    bias = reader.flag("attention_bias", False)
-    return {
+    return biases(reader) | {
         "hidden": reader.size("hidden_size"),
         "num_heads": heads,
         "num_kv_heads": heads,
@@ -79,8 +65,6 @@ def _latent_attention(reader: Reader) -> dict[str, Any]:
         "q_lora": reader.size("q_lora_rank", default=0, minimum=0),
         "kv_lora": reader.size("kv_lora_rank"),
         "rope_head_dim": rope,
-        "qkv_bias": bias,
-        "proj_bias": bias,
     }
 
 
@@ -107,34 +91,18 @@ def deepseek(reader: Reader) -> Model:
 
 def gpt_oss(reader: Reader) -> Model:
     """gpt-oss: biases everywhere, attention sinks, every other layer slides."""
-    layers = reader.layers("num_hidden_layers")
-    bias = reader.flag("attention_bias", True)
-    sizes = attention_sizes(reader, head_dim=64)
-    block = dict(
-        sizes,
-        **_experts(
-            reader,
-            "intermediate_size",
-            "num_local_experts",
-            used=("num_experts_per_tok", "experts_per_token"),
-        ),
-        gated=True,
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=True,
-        router_bias=True,
-        other_params=sizes["num_heads"],
-    )
-    window = reader.size("sliding_window", default=128, minimum=0, maximum=2**31)
-    windows = reader.layer_windows(layers, window, [layer % 2 == 0 for layer in range(layers)])
-    return finish(reader, windowed_blocks(block, windows), tied=False)
+    layers, used = reader.layers("num_hidden_layers"), ("num_experts_per_tok", "experts_per_token")
+    block = attention_sizes(reader, head_dim=64) | biases(reader, True)
+    block |= _experts(reader, "intermediate_size", "num_local_experts", used=used)
+    block |= {"gated": True, "mlp_bias": True, "router_bias": True, "other_params": block["num_heads"]}
+    sliding = [layer % 2 == 0 for layer in range(layers)]
+    return windowed(reader, block, reader.layer_windows(layers, reader.window(128), sliding))
 
 
 def llama4(reader: Reader) -> Model:
     """Llama 4 text: experts in every n-th layer, one shared expert as wide as a routed one."""
     layers = reader.layers("num_hidden_layers")
-    bias = reader.flag("attention_bias", False)
-    attention = dict(attention_sizes(reader, head_dim=128), gated=True, qkv_bias=bias, proj_bias=bias)
+    attention = attention_sizes(reader, head_dim=128) | biases(reader) | {"gated": True}
     experts = _experts(reader, "intermediate_size", "num_local_experts")
     sparse = Block(**attention, **experts, shared_ffn=experts["expert_ffn"])
     dense = Block(**attention, ffn=reader.size("intermediate_size_mlp"))

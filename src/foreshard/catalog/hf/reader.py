@@ -63,6 +63,10 @@ class Reader:
             self.assumptions.append(f"{keys[0]} not stated: {length}")
         return length
 
+    def window(self, default: int) -> int:
+        """Return the reach of attention that slides, 0 where it is full."""
+        return self.size("sliding_window", default=default, minimum=0, maximum=2**31)
+
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
         key, value = self._find((key,), default)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any
 
@@ -13,7 +12,7 @@ from click.core import ParameterSource
 
 from foreshard.cli.options.answer import answering
 from foreshard.cli.verbs import VERBS, verb
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, unknown
 from foreshard.spec.codec import parse_toml, read_text
 
 # A file of every option of every verb takes 20 kB.
@@ -113,14 +112,8 @@ def _reject_unknown_variables(command: click.Command) -> None:
     known |= set(_OTHER_VARIABLES)
     for name in strange:
         if name not in known:
-            near = get_close_matches(name[:80], known, n=1)
-            raise SpecError(
-                "no option has this variable",
-                key=name,
-                value=os.environ[name][:80],
-                rule="FORESHARD_ variables are the flags in capitals",
-                fix=f"Did you mean {near[0]}?" if near else f"Unset {name}",
-            )
+            rule, fix = "FORESHARD_ variables are the flags in capitals:", f"Unset {name}"
+            raise unknown("variable", name, sorted(known), key=name, rule=rule, otherwise=fix)
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
@@ -171,15 +164,8 @@ def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str
     for key, value in table.items():
         flag = _flag(key)
         if flag not in spelled:
-            near = get_close_matches(flag, spelled, n=1)
-            raise SpecError(
-                f"unknown option {key!r}",
-                file=path,
-                key=where + key,
-                value=key,
-                rule="Keys are the verb's flags without dashes",
-                fix=f"Did you mean {near[0]!r}?" if near else None,
-            )
+            rule = "Keys are the verb's flags without dashes:"
+            raise unknown("option", key, spelled, file=path, key=where + key, rule=rule)
         if not isinstance(value, _CONFIGURABLE):
             raise SpecError(
                 f"{value!r} is not a value", file=path, key=where + key, rule="Give a number or a string"
