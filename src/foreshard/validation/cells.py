@@ -5,67 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-INPUTS = (
-    "model",
-    "n_layers",
-    "hidden",
-    "ffn_hidden",
-    "n_heads",
-    "n_kv_heads",
-    "vocab",
-    "seq_len",
-    "n_experts",
-    "topk",
-    "gated_mlp",
-    "gpu",
-    "gpus",
-    "gpus_per_node",
-    "intra_link",
-    "inter_link",
-    "framework",
-    "dtype",
-    "dp",
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "sp",
-    "zero_stage_or_fsdp",
-    "micro_batch",
-    "global_batch",
-    "act_recompute",
-    "flash_attention",
-)  # what a row says of its run before its results; equal in all of them = repeats
-RESULTS = (
-    "metric_step_time_s",
-    "metric_tokens_per_s_per_gpu",
-    "metric_tflops_per_gpu",
-    "metric_mfu",
-    "metric_peak_memory_gb",
-)
+from foreshard.catalog.shipped import shipped
+
+_KINDS: Mapping[str, str] = shipped("columns.toml", "foreshard.validation")["inputs"]
+INPUTS = tuple(_KINDS)
+"""What a row says of its run before its results; equal in all of them = repeats."""
+RESULTS = tuple(shipped("columns.toml", "foreshard.validation")["results"])
 COLUMNS = ("id", "source", "url_or_repo_path", *INPUTS, *RESULTS, "quality", "check", "notes")
 
 _NOTHING = re.compile(
     r"-+|\u2013|\u2014|\?+|n/?a|nan|null|none|unknown|unstated|not stated|not given|tbd", re.IGNORECASE
 )
-_TEXTS = frozenset(
-    (
-        "model",
-        "gpu",
-        "intra_link",
-        "inter_link",
-        "framework",
-        "dtype",
-        "gated_mlp",
-        "sp",
-        "zero_stage_or_fsdp",
-        "act_recompute",
-        "flash_attention",
-    )
-)
-_COUNTS = frozenset((*INPUTS, *RESULTS)) - _TEXTS
-_MEANS_NOTHING = ("dtype", "framework", "inter_link", "intra_link", "sp", "gated_mlp")
 _GROUPED = re.compile(r"\d{1,3}(?:[, _]\d{3})+(?:\.\d+)?")
 _KILO = re.compile(r"(\d+(?:\.\d+)?) ?[kK](?: ?tokens)?")
 _YES = ("true", "1", "1.0", "yes", "y", "on", "enabled")
@@ -79,19 +29,13 @@ def cleaned(raw: Mapping[str, str]) -> dict[str, str]:
     `1,024` is 1024 and a sequence of `8k` is 8192. What else a cell says is left for its reader.
     """
     row = {name: "" for name in COLUMNS} | {key: (value or "").strip() for key, value in raw.items() if key}
-    for name in COLUMNS:
+    for name, kind in _KINDS.items() | dict.fromkeys(RESULTS, "number").items():
         text = row[name]
-        if not text:
-            continue
-        if name in _COUNTS:
+        if kind == "number":
             row[name] = _digits(name, text)
-        elif name in ("gated_mlp", "sp") and truth(text) is not None:
-            row[name] = str(truth(text))
-        elif name == "gated_mlp" and re.search("glu|gated", text.lower()):
-            row[name] = "True"
-        elif name == "gated_mlp" and re.search("gelu|relu|plain", text.lower()):
-            row[name] = "False"
-        elif name in _MEANS_NOTHING and _NOTHING.fullmatch(text):
+        elif kind == "switch":
+            row[name] = _switch(text)
+        elif kind == "name" and _NOTHING.fullmatch(text):
             row[name] = ""
     return row
 
@@ -107,6 +51,18 @@ def _digits(name: str, text: str) -> str:
     if name in ("n_experts", "topk", "vpp", "cp", "ep") and re.fullmatch(r"0+(?:\.0*)?", text):
         return ""
     return text
+
+
+def _switch(text: str) -> str:
+    """Return True or False, blank for nothing; of an MLP its activation says whether it is gated."""
+    said = truth(text)
+    if said is None and re.search("glu|gated", text.lower()):
+        said = True
+    elif said is None and re.search("gelu|relu|plain", text.lower()):
+        said = False
+    if said is None:
+        return "" if _NOTHING.fullmatch(text) else text
+    return str(said)
 
 
 def truth(text: str) -> bool | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
-from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.validation.facts import integer
-from foreshard.validation.row_cluster import Notes
+from foreshard.validation.row_cluster import Reading, node_size
 
 _FILLED = (
     0.85  # share of the device memory taken to be usable: the rest is context, buffers and fragmentation
@@ -71,9 +68,7 @@ class ModelSize:
         return best
 
 
-def degrees(
-    raw: Mapping[str, str], gpus: int, per_node: int, framework: Framework, size: ModelSize, notes: Notes
-) -> dict[str, int]:
+def degrees(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
     """Return tp, pp, cp, ep and dp of a row; blank ones are filled and said.
 
     Raises
@@ -81,9 +76,8 @@ def degrees(
     SpecError
         Where the stated degrees need more devices than there are.
     """
-    known = {name: integer(raw, name) for name in ("tp", "pp", "cp", "dp")}
-    out = _filled(known, gpus, per_node, framework, size, notes)
-    out["ep"] = integer(raw, "ep") or 1
+    out = _filled(row, gpus, size)
+    out["ep"] = row.whole("ep") or 1
     inner = out["tp"] * out["pp"] * out["cp"]
     if inner > gpus:
         raise SpecError(
@@ -93,47 +87,34 @@ def degrees(
             rule="The degrees divide the devices",
         )
     if out["dp"] * inner != gpus:
-        notes.add(f"dp {out['dp']} x {inner} is not {gpus} devices: dp {gpus // inner}")
+        row.note(f"dp {out['dp']} x {inner} is not {gpus} devices: dp {gpus // inner}")
         out["dp"] = gpus // inner
     group = out["tp"] * out["cp"] * out["dp"]
     if group % out["ep"]:
         fitting = max(ep for ep in range(1, out["ep"]) if group % ep == 0)
-        notes.add(f"ep {out['ep']} does not divide the {group} devices of a stage: {fitting}")
+        row.note(f"ep {out['ep']} does not divide the {group} devices of a stage: {fitting}")
         out["ep"] = fitting
     return out
 
 
-def _filled(
-    known: Mapping[str, int | None],
-    gpus: int,
-    per_node: int,
-    framework: Framework,
-    size: ModelSize,
-    notes: Notes,
-) -> dict[str, int]:
-    tp, pp, cp, dp = (known[name] for name in ("tp", "pp", "cp", "dp"))
+def _filled(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
+    tp, pp, cp, dp = map(row.whole, ("tp", "pp", "cp", "dp"))
     if tp is not None and pp is not None:
         inner = tp * pp * (cp or 1)
         return {"tp": tp, "pp": pp, "cp": cp or 1, "dp": dp or max(1, gpus // inner)}
     if dp is not None and (tp or pp) and gpus % (dp * (tp or 1) * (pp or 1) * (cp or 1)) == 0:
         rest = gpus // (dp * (tp or 1) * (pp or 1) * (cp or 1))
         tp, pp = tp or rest, pp or rest
-        notes.add(f"tp or pp not stated: tp {tp} pp {pp}, which with the other degrees make {gpus} devices")
+        row.note(f"tp or pp not stated: tp {tp} pp {pp}, which with the other degrees make {gpus} devices")
         return {"tp": tp, "pp": pp, "cp": cp or 1, "dp": dp}
-    chosen = _likely(tp, pp, cp, gpus, per_node, framework, size)
+    chosen = _likely(tp, pp, cp, gpus, node_size(row, gpus), size)
     listed = " ".join(f"{name} {value}" for name, value in chosen.items())
-    notes.add(f"parallel degrees not stated: {listed}, the fewest cuts that fit the memory and the batch")
+    row.note(f"parallel degrees not stated: {listed}, the fewest cuts that fit the memory and the batch")
     return chosen
 
 
 def _likely(
-    tp: int | None,
-    pp: int | None,
-    cp: int | None,
-    gpus: int,
-    per_node: int,
-    framework: Framework,
-    size: ModelSize,
+    tp: int | None, pp: int | None, cp: int | None, gpus: int, per_node: int, size: ModelSize
 ) -> dict[str, int]:
     """Return the fewest cuts of the model that leave a sample for each replica and fit: tp, then pp.
 

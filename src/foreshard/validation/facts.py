@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
@@ -156,37 +157,10 @@ def sharding_of(text: str, default: int) -> tuple[int, int | None, str]:
     return default, None, ""
 
 
-def _overlap_facts(text: str) -> dict[str, bool]:
-    """Return what in_dp_overlap states; keys it does not name keep the framework's default."""
-    low = text.lower()
-    if low.startswith("none"):
-        return {"grad_overlap": False, "param_gather_overlap": False}
-    facts: dict[str, bool] = {}
-    names = (
-        ("grad_reduce", "grad_overlap"),
-        ("param_gather", "param_gather_overlap"),
-        ("p2p_overlap", "p2p_overlap"),
-    )
-    for word, key in names:
-        found = re.search(rf"\b{word}=(true|false)", low)
-        if found:
-            facts[key] = found[1] == "true"
-    if "overlap backward" in low:
-        facts["grad_overlap"] = True
-    if "p2p overlap enabled" in low:
-        facts["p2p_overlap"] = True
-    return facts
-
-
-def _graph_fact(text: str) -> dict[str, str]:
-    """Return how much of a step in_cuda_graph puts into graphs; whole layers count as full."""
-    low = text.lower()
-    if not low or low.startswith("n/a"):
-        return {}
-    if low.startswith("none"):
-        return {"cuda_graphs": "none"}
-    whole = low.startswith(("full_iteration", "local", "per-layer", "mcore local"))
-    return {"cuda_graphs": "full" if whole else "partial"}
+_VALUES: Mapping[str, bool | int] = {"true": True, "false": False, "float8": 1, "fp8": 1} | (
+    dict.fromkeys(("float32", "fp32"), 4) | dict.fromkeys(("bfloat16", "bf16", "float16", "fp16"), 2)
+)
+"""Truth of a word, or bytes of a dtype."""
 
 
 def _release_graphs(other: str) -> str:
@@ -195,64 +169,15 @@ def _release_graphs(other: str) -> str:
     return found[1] if found else ""
 
 
-def _expert_facts(text: str) -> dict[str, Any]:
-    """Return what in_moe_dispatcher states about experts."""
-    low = text.lower()
-    facts: dict[str, Any] = {}
-    found = re.search("hybridep|deepep|alltoall|allgather", low)
-    if found:
-        facts["dispatcher"] = found[0]
-    for word, key in (("ep_a2a_overlap", "expert_overlap"), ("grouped_gemm", "grouped_gemm")):
-        state = re.search(rf"\b{word}=(true|false)", low)
-        if state:
-            facts[key] = state[1] == "true"
-    if "tokendrop" in low:
-        facts["routing"] = "dropped"
-    elif "forced balance" in low:
-        facts["routing"] = "balanced"
-    return facts
-
-
-_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "float8": 1, "fp8": 1}
-
-
-def _optimizer_facts(text: str) -> dict[str, int]:
-    """Return the bytes of gradients, master weights and moments that in_optimizer_dtypes states."""
-    low = text.lower()
-    facts: dict[str, int] = {}
-    dtype = r"(float32|fp32|bfloat16|bf16|float16|fp16|float8|fp8)"
-    moments = re.search(rf"exp_avg(?:/exp_avg_sq)? {dtype}", low)
-    if moments:
-        facts["moment_bytes"] = _BYTES[moments[1]]
-    if re.search(r"grad_reduce_in_fp32=true", low):
-        facts |= {"grad_bytes": 4, "grad_reduce_bytes": 4}
-    if re.search(r"grad (?:reduce|sync)(?:/buffer)? bf16|grad_sync_dtype bf16|grad-reduce-in-bf16", low):
-        facts |= {"grad_bytes": 2, "grad_reduce_bytes": 2}  # the buffer takes the dtype of the reduction
-    if "grad_sync_dtype none" in low:  # Apex reduces in the optimizer's dtype, fp32
-        facts |= {"grad_bytes": 4, "grad_reduce_bytes": 4}
-    main = re.search(rf"main_grads {dtype}", low)
-    if main:
-        facts["grad_bytes"] = _BYTES[main[1]]
-    if "with dtype=bf16" in low:  # Apex keeps bf16 moments and the low half of the fp32 weight
-        facts |= {"moment_bytes": 2, "master_bytes": 2}
-    return facts
-
-
 def stated(framework: Framework, raw: Mapping[str, str]) -> Framework:
-    """Return the framework with what the row's in_* cells state; blank cells keep its defaults."""
+    """Return the framework with what the row's in_* cells state (``data/cell_facts.toml``)."""
+    graphs = raw.get("in_cuda_graph", "") or _release_graphs(raw.get("in_other", ""))
+    cells = {**raw, "in_cuda_graph": graphs}
     facts: dict[str, Any] = {}
-    overlap = raw.get("in_tp_overlap", "").lower()
-    if overlap:
-        facts["tp_overlap"] = overlap.startswith("userbuffers")
-    facts |= _overlap_facts(raw.get("in_dp_overlap", ""))
-    facts |= _graph_fact(raw.get("in_cuda_graph", "") or _release_graphs(raw.get("in_other", "")))
-    facts |= _expert_facts(raw.get("in_moe_dispatcher", ""))
-    facts |= _optimizer_facts(raw.get("in_optimizer_dtypes", ""))
-    recipe = raw.get("in_fp8_recipe", "").lower()
-    if "fp8_param" in recipe:
-        facts["fp8_params"] = re.search(r"fp8_param(?:s|_gather)=true", recipe) is not None
-    elif recipe in ("bf16", "fp16"):
-        facts["fp8_params"] = False
-    if "MP mode PURE" in raw.get("notes", ""):  # Composer: parameters and reduction in bf16
-        facts["grad_reduce_bytes"] = 2
+    for fact in shipped("cell_facts.toml", "foreshard.validation")["facts"]:
+        found = re.search(fact["pattern"], cells.get(fact["column"], "").lower())
+        if found and "takes" in fact:
+            facts[fact["takes"]] = _VALUES.get(found[1], found[1])
+        elif found:
+            facts |= fact["sets"]
     return replace(framework, **facts)

@@ -22,17 +22,7 @@ from foreshard.validation.collective_cases import TimedCase
 from foreshard.validation.tables import MeasuredTable
 
 Rows = list[Mapping[str, str]]
-_PRECISION = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "fp32": "fp32",
-    "fp8": "fp8",
-    "nvfp4": "nvfp4",
-}
+_SPELLED = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
 _STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
@@ -59,9 +49,9 @@ def _with_overhead(kernels: KernelModel, table: str, device: str, field: str) ->
 
 def _gemm(rows: Rows) -> NDArray[np.float64]:
     dtype = rows[0]["dtype"].lower()
-    if dtype not in _PRECISION:
+    precision = _SPELLED.get(dtype, dtype)
+    if precision not in _BYTES:
         raise SpecError("not modelled", key="dtype", value=dtype)
-    precision = _PRECISION[dtype]
     kernels = _kernels(rows[0]["device"], precision)
     batch: Any = 1.0
     if "b" in rows[0]:  # NeuSight times calls from the host
@@ -128,13 +118,17 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Rows], NDArray[np.float64]]
     "elementwise": (("device", "dtype"), _elementwise, "latency_ms", 1e-3),
     "deepbench": (("device", "section", "sheet_precision"), _deepbench, "time_ms", 1e-3),
 }
-_TIME_COLUMNS = (
-    ("latency_ms", 1e-3),
-    ("measured_e2e_ms", 1e-3),
-    ("fwd_us", 1e-6),
-    ("time_ms", 1e-3),
-    ("time_s", 1.0),
-)
+_TIME_COLUMNS = {
+    "latency_ms": 1e-3,
+    "measured_e2e_ms": 1e-3,
+    "fwd_us": 1e-6,
+    "time_ms": 1e-3,
+    "time_s": 1.0,
+    "step_time_ms": 1e-3,
+    "measured_iter_s": 1.0,
+    "measured_s": 1.0,
+    "run_time_s": 1.0,
+}
 
 
 def stated_s(row: Mapping[str, str], column: str, unit: float) -> float | None:
@@ -146,14 +140,17 @@ def stated_s(row: Mapping[str, str], column: str, unit: float) -> float | None:
     return value if 0.0 < value < float("inf") else None
 
 
+def not_modelled(table: MeasuredTable) -> list[TimedCase]:
+    """Return a skipped case per row of a kind that has no model yet."""
+    column = next((name for name in _TIME_COLUMNS if name in table.rows[0]), "")
+    times = [stated_s(row, column, _TIME_COLUMNS.get(column, 1.0)) for row in table.rows]
+    return [TimedCase(index=i, measured_s=time, reason="not modelled") for i, time in enumerate(times)]
+
+
 def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     """Return one case per row of a table of kernels; layouts without a cost are `not modelled`."""
     if table.layout not in _LAYOUTS:
-        column, unit = next((pair for pair in _TIME_COLUMNS if pair[0] in table.rows[0]), ("", 1.0))
-        return [
-            TimedCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
-            for i, row in enumerate(table.rows)
-        ]
+        return not_modelled(table)
     shared, seconds, column, unit = _LAYOUTS[table.layout]
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from foreshard.catalog.cluster_file import MAX_DEVICES
 from foreshard.catalog.clusters import load_cluster
@@ -17,16 +17,23 @@ from foreshard.validation.families import Family
 _RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand port by generation
 
 
-@dataclass(slots=True)
-class Notes:
-    """What was assumed while a row was read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A row while it is read: its cells, what they are of, and what was assumed so far."""
 
-    lines: list[str]
+    raw: Mapping[str, str]
+    device: Device
+    name: str
+    family: Family
+    lines: list[str] = field(default_factory=list)
 
-    def add(self, line: str) -> None:
-        """Keep one assumption, once."""
-        if line not in self.lines:
-            self.lines.append(line)
+    def note(self, *lines: str) -> None:
+        """Keep assumptions, each once."""
+        self.lines.extend(line for line in dict.fromkeys(lines) if line not in self.lines)
+
+    def whole(self, key: str) -> int | None:
+        """Return a cell as a whole number >= 1, None when blank."""
+        return integer(self.raw, key)
 
 
 def nic_rate(text: str) -> str | None:
@@ -64,10 +71,9 @@ def usual_node_size(device: Device) -> int:
     return 4 if device.name.startswith(_NODES_OF_FOUR) else 8
 
 
-def node_size(raw: Mapping[str, str], device: Device, gpus: int) -> tuple[int, bool]:
-    """Return devices per node, and whether the row states them; else what the device is sold in."""
-    stated = integer(raw, "gpus_per_node")
-    return min(stated or usual_node_size(device), gpus), stated is not None
+def node_size(row: Reading, gpus: int) -> int:
+    """Return devices per node: stated, else what the device is sold in."""
+    return min(row.whole("gpus_per_node") or usual_node_size(row.device), gpus)
 
 
 def _in_integers(group: NodeGroup) -> NodeGroup:
@@ -77,22 +83,22 @@ def _in_integers(group: NodeGroup) -> NodeGroup:
     return replace(group, device=replace(group.device, peak_flops_per_s=peaks))
 
 
-def row_cluster(raw: Mapping[str, str], device: Device, family: Family, gpus: int, notes: Notes) -> Cluster:
+def row_cluster(row: Reading, gpus: int) -> Cluster:
     """Return the devices a row used, with the NIC it states, its family declares, or the catalog's."""
     if gpus > MAX_DEVICES:
         raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"At most {MAX_DEVICES} devices")
-    per_node, stated = node_size(raw, device, gpus)
-    if not stated:
-        notes.add(f"devices per node not stated: {per_node}")
+    raw, device, family, per_node = row.raw, row.device, row.family, node_size(row, gpus)
+    if not raw["gpus_per_node"]:
+        row.note(f"devices per node not stated: {per_node}")
     nodes, rest = divmod(gpus, per_node)
     rate = None
     if gpus > per_node:
         rate = nic_rate(raw["inter_link"])
         if (family.nic and "not stated" in raw["inter_link"]) or (rate is None and family.nic):
             rate = family.nic
-            notes.add(f"NIC {family.nic}: {family.nic_why}")
+            row.note(f"NIC {family.nic}: {family.nic_why}")
         elif rate is None:
-            notes.add("NIC not stated: the catalog's default for the device")
+            row.note("NIC not stated: the catalog's default for the device")
     suffix = f"@{rate.replace(' ', '')}" if rate else ""
     terms = [f"{nodes}x{per_node}x{device.name}"] + ([f"1x{rest}x{device.name}"] if rest else [])
     cluster = load_cluster("+".join(terms) + suffix)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 from foreshard.spec.layout import block_cuts
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.validation.facts import integer
-from foreshard.validation.row_cluster import Notes
+from foreshard.validation.row_cluster import Reading
 
 
 def _layout_cuts(text: str) -> list[int]:
@@ -24,9 +22,9 @@ def _layout_cuts(text: str) -> list[int]:
 _SIXTY_ONE = {4: [15, 16, 16, 14], 8: [8] * 7 + [5], 16: [4] * 15 + [1], 32: [1] + [2] * 30 + [0]}
 
 
-def layer_cuts(raw: Mapping[str, str], num_blocks: int, num_chunks: int, notes: Notes) -> list[int]:
+def layer_cuts(row: Reading, num_blocks: int, num_chunks: int) -> list[int]:
     """Return blocks per virtual stage: printed by the row, its recipe's layout, else `block_cuts`."""
-    other = raw.get("in_other", "")
+    other = row.raw.get("in_other", "")
     cuts: list[int] = []
     printed = re.search(r"layout (?:set: )?(E[tmL|()*\d]+)", other)
     last = re.search(r"layout set \((\d+) stages, last=\[([^\]]*)\]", other)
@@ -38,13 +36,13 @@ def layer_cuts(raw: Mapping[str, str], num_blocks: int, num_chunks: int, notes: 
     elif "first/last stage shorter by 1/2 layers" in other and num_chunks > 1:
         size = -(-(num_blocks + 3) // num_chunks)
         cuts = [size - 1] + [size] * (num_chunks - 2) + [size - 2]
-    elif num_blocks == 61 and num_chunks in _SIXTY_ONE and "megatron-bridge" in raw["framework"].lower():
+    elif num_blocks == 61 and num_chunks in _SIXTY_ONE and "megatron-bridge" in row.raw["framework"].lower():
         cuts = _SIXTY_ONE[num_chunks]
-        notes.add("pipeline layout not stated: Megatron-Bridge's layout for 61 layers")
+        row.note("pipeline layout not stated: Megatron-Bridge's layout for 61 layers")
     if len(cuts) == num_chunks and sum(cuts) == num_blocks:
         return cuts
     if cuts:
-        notes.add(f"the stated layout does not fit {num_blocks} layers in {num_chunks} chunks: even cut")
+        row.note(f"the stated layout does not fit {num_blocks} layers in {num_chunks} chunks: even cut")
     return block_cuts(num_blocks, num_chunks)
 
 
@@ -83,21 +81,19 @@ def with_cuts(plan: Plan, cuts: list[int], pp: int) -> Plan:
     return replace(plan, groups=(replace(group, stages=stages, schedule=schedule),))
 
 
-def virtual_stages(raw: Mapping[str, str], num_blocks: int, pp: int, family_name: str, notes: Notes) -> int:
+def virtual_stages(row: Reading, num_blocks: int, pp: int) -> int:
     """Return virtual stages per stage: stated, else as the family's runs had them."""
-    vpp = integer(raw, "vpp")
+    vpp = row.whole("vpp")
     if vpp is None:
         vpp = 1
-        if pp > 1 and family_name in ("megatron_h100", "nemo_docs", "mlperf", "sc21", "korthikanti"):
+        if pp > 1 and row.name in ("megatron_h100", "nemo_docs", "mlperf", "sc21", "korthikanti"):
             per_stage = num_blocks // pp
             vpp = next(v for v in (per_stage // 2, per_stage, 1) if v and num_blocks % (pp * v) == 0)
-            notes.add(
-                f"vpp not stated with pp {pp}: interleaved, {num_blocks // (pp * vpp)} layers per chunk"
-            )
+            row.note(f"vpp not stated with pp {pp}: interleaved, {num_blocks // (pp * vpp)} layers per chunk")
     if pp == 1 and vpp > 1:
-        notes.add(f"vpp {vpp} with pp 1 has no meaning: 1")
+        row.note(f"vpp {vpp} with pp 1 has no meaning: 1")
         vpp = 1
     if num_blocks + 2 < pp * vpp:
-        notes.add(f"vpp {vpp} leaves chunks without layers: 1")
+        row.note(f"vpp {vpp} leaves chunks without layers: 1")
         vpp = 1
     return vpp

@@ -16,7 +16,7 @@ from foreshard.spec.plan import Plan
 from foreshard.validation.cells import INPUTS, cleaned
 from foreshard.validation.facts import number, precision_of, stated, widest
 from foreshard.validation.families import Family, families, family_of, framework_of, with_recipe
-from foreshard.validation.row_cluster import Notes, row_cluster
+from foreshard.validation.row_cluster import Reading, row_cluster
 from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.row_plan import device_count, row_plan
 from foreshard.validation.tables import TRAINING, MeasuredTable, read_table
@@ -138,28 +138,23 @@ def read_row(raw: Mapping[str, str], table: str) -> TrainingRow:
     raw = cleaned(raw)
     name = family_of(raw["id"], raw["source"])
     family = families().get(name, Family())
-    notes = Notes([])
     device = resolve_device(raw["gpu"])
-    guess = device_assumption(raw["gpu"])
-    if guess:
-        notes.add(guess)
-    model = resolve_row_model(raw)
-    for line in model.assumptions:
-        notes.add(line)
+    row = Reading(raw=raw, device=device, name=name, family=family)
+    guess, model = device_assumption(raw["gpu"]), resolve_row_model(raw)
+    row.note(*([guess] if guess else ()), *model.assumptions)
     dtype = raw["dtype"]
     if not dtype:
         dtype = family.dtype if device.supports(family.dtype) else widest(device)
         why = family.dtype_why if dtype == family.dtype else f"{device.name} has no {family.dtype}"
-        notes.add(f"dtype not stated: {dtype}, {why}")
+        row.note(f"dtype not stated: {dtype}, {why}")
     precision, more = precision_of(dtype, device)
     release, also = framework_of(name, raw, precision)
     recipe, set_there = with_recipe(family, release, raw)
-    for line in (*more, *also, *set_there):
-        notes.add(line)
+    row.note(*more, *also, *set_there)
     if "muon" in raw["notes"].lower():
-        notes.add("Muon optimizer read as AdamW")
-    cluster = row_cluster(raw, device, family, device_count(raw), notes)
-    plan, framework = row_plan(raw, model, device, name, family, stated(recipe, raw), precision, notes)
+        row.note("Muon optimizer read as AdamW")
+    cluster = row_cluster(row, device_count(raw))
+    plan, framework = row_plan(row, model, stated(recipe, raw), precision)
     peak, kind = measured_memory(raw, family)
     oom = raw["notes"].startswith("OOM:")
     return TrainingRow(
@@ -178,7 +173,7 @@ def read_row(raw: Mapping[str, str], table: str) -> TrainingRow:
         oom=oom,
         config_key=config_key(raw, name, release),
         rank_key=rank_key(raw, name),
-        assumptions=tuple(notes.lines),
+        assumptions=tuple(row.lines),
     )
 
 

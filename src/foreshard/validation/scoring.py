@@ -7,7 +7,7 @@ measured and predicted. Definitions bind: docs/design.md, section on validation.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,18 +43,11 @@ class RowOutcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as `validate --json` prints it."""
-        return {
-            "id": self.id,
-            "family": self.family,
-            "status": self.status,
-            "reason": self.reason,
-            "measured_s": self.measured_s,
-            "predicted_s": self.predicted_s,
-            "interval_s": None if self.interval_s is None else list(self.interval_s),
-            "measured_peak_bytes": self.measured_peak_bytes,
-            "predicted_peak_bytes": self.predicted_peak_bytes,
-            "predict_s": self.predict_s,
-        }
+        shown = {name: getattr(self, name) for name in self.__slots__ if name not in _NOT_SHOWN}
+        return shown | {"interval_s": None if self.interval_s is None else list(self.interval_s)}
+
+
+_NOT_SHOWN = ("config_key", "rank_key", "oom", "fits")
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -69,18 +62,15 @@ def _merged(repeats: Sequence[RowOutcome]) -> RowOutcome:
         return first
     intervals = [row.interval_s for row in repeats if row.interval_s is not None]
     interval = tuple(float(np.median(side)) for side in zip(*intervals, strict=True)) if intervals else None
-    return RowOutcome(
-        id=first.id,
-        family=first.family,
+    return replace(
+        first,
+        reason=None,
+        predict_s=None,
         measured_s=_median(row.measured_s for row in repeats),
         predicted_s=_median(row.predicted_s for row in repeats),
         interval_s=interval,  # type: ignore[arg-type]
         measured_peak_bytes=_median(row.measured_peak_bytes for row in repeats),
         predicted_peak_bytes=_median(row.predicted_peak_bytes for row in repeats),
-        config_key=first.config_key,
-        rank_key=first.rank_key,
-        oom=first.oom,
-        fits=first.fits,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from foreshard.errors import AccuracyError, InfeasibleError, SpecError
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
-from foreshard.validation.kernel_cases import kernel_cases, stated_s
+from foreshard.validation.kernel_cases import kernel_cases, not_modelled
 from foreshard.validation.mixed_rows import mixed_rows
 from foreshard.validation.rows import Skipped, TrainingRow, table_rows
 from foreshard.validation.scoring import RowOutcome, score
@@ -104,16 +104,6 @@ def _case_outcomes(table: MeasuredTable, cases: Iterable[TimedCase], predict_s: 
     ]
 
 
-def _not_modelled(table: MeasuredTable) -> list[TimedCase]:
-    """Return a skipped case per row of a kind that has no model yet."""
-    columns = (("step_time_ms", 1e-3), ("measured_iter_s", 1.0), ("measured_s", 1.0), ("run_time_s", 1.0))
-    column, unit = next((pair for pair in columns if pair[0] in table.rows[0]), ("", 1.0))
-    return [
-        TimedCase(index=i, measured_s=stated_s(row, column, unit), reason="not modelled")
-        for i, row in enumerate(table.rows)
-    ]
-
-
 def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str = "") -> list[RowOutcome]:
     """Return one outcome per row of a table, in its order; `exclude` as in `collective_cases`."""
     if table.kind in (TRAINING, MIXED):
@@ -127,7 +117,7 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
     elif table.kind == KERNEL:
         cases = kernel_cases(table)
     else:
-        cases = _not_modelled(table)
+        cases = not_modelled(table)
     return _case_outcomes(table, cases, time.perf_counter() - start)
 
 
