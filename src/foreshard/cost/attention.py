@@ -78,10 +78,6 @@ def flash_attention_forward_s(
     causal, window
         As in :func:`attended_pairs`.
 
-    Returns
-    -------
-    ndarray of float64, seconds
-
     Source
     ------
     Derived in docs/derivations/kernels.md; fitted on aiconfigurator prefill attention.
@@ -136,10 +132,6 @@ def unfused_attention_s(
         Whether the probabilities pass a dropout kernel.
     bytes_per_element : array_like, bytes
         Of a score.
-
-    Returns
-    -------
-    tuple of ndarray of float64, seconds
 
     Source
     ------

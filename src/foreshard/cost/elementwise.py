@@ -20,10 +20,6 @@ def stream_s(num_bytes: Any, kernels: KernelModel, *, num_kernels: Any = 1) -> n
     num_kernels : array_like
         Launches the bytes are spread over.
 
-    Returns
-    -------
-    ndarray of float64, seconds
-
     Source
     ------
     Fitted on NeuSight elementwise kernels; docs/derivations/kernels.md.

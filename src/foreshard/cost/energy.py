@@ -18,10 +18,6 @@ def energy_j(watts: float, time_breakdown_s: Mapping[str, float]) -> float:
     watts : float
         Power limits of all devices together.
     time_breakdown_s : mapping of part to seconds
-
-    Returns
-    -------
-    float, joules
     """
     busy = sum(time_breakdown_s[part] for part in BUSY_PARTS)
     waiting = sum(time_breakdown_s.values()) - busy

@@ -41,10 +41,6 @@ def gemm_s(
     batch : array_like
         Independent products in one launch.
 
-    Returns
-    -------
-    ndarray of float64, seconds
-
     Source
     ------
     Derived in docs/derivations/kernels.md; fitted on aiconfigurator, NeuSight and MAMF tables.

@@ -36,10 +36,6 @@ def grouped_gemm_s(
     looped : bool
         One launch per expert instead of one grouped kernel: no expert fills the idle processors of another.
 
-    Returns
-    -------
-    ndarray of float64, seconds
-
     Source
     ------
     Derived in docs/derivations/kernels.md; fitted on the fused MoE kernels of aiconfigurator.

@@ -153,10 +153,6 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
     profile : MemoryProfile, optional
         Default: the one the framework names.
 
-    Returns
-    -------
-    MemoryParts, bytes
-
     Source
     ------
     docs/derivations/memory.md; validated in tests/validation/test_memory.py.

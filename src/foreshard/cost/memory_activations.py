@@ -207,18 +207,7 @@ def _layer(
 
 
 def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Activations:
-    """Return saved activations and their temporaries on one rank.
-
-    Parameters
-    ----------
-    load : StageLoad
-    framework : Framework
-    profile : MemoryProfile
-
-    Returns
-    -------
-    Activations, bytes
-    """
+    """Return saved activations and their temporaries on one rank."""
     n = _tokens(load)
     unfused = framework.attention == "unfused"
     rule = load.recompute

@@ -107,18 +107,7 @@ def _dummy_wgrad_elements(load: StageLoad) -> Any:
 
 
 def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) -> States:
-    """Return weights, gradients, optimizer states and their buffers on one rank.
-
-    Parameters
-    ----------
-    load : StageLoad
-    framework : Framework
-    profile : MemoryProfile
-
-    Returns
-    -------
-    States, bytes
-    """
+    """Return weights, gradients, optimizer states and their buffers on one rank."""
     have = _elements(load)
     zero = np.asarray(load.zero)
     shard = load.shard_size

@@ -31,10 +31,6 @@ def scan_s(
         On this rank; no channels give 0 seconds.
     kernels : KernelModel
 
-    Returns
-    -------
-    tuple of ndarray of float64, seconds
-
     Source
     ------
     Products and states of the blocked algorithm: Dao and Gu 2024 (arXiv 2405.21060), section 6; the backward

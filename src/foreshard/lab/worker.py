@@ -14,13 +14,7 @@ from foreshard.runtime.run_settings import RunSettings
 
 
 class LabHardware(Hardware):
-    """The device that a rank of a lab stands for.
-
-    Parameters
-    ----------
-    settings : RunSettings
-    rank : int
-    """
+    """The device that a rank of a lab stands for."""
 
     def __init__(self, settings: RunSettings, rank: int):
         assert settings.emulated is not None

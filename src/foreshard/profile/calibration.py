@@ -17,12 +17,7 @@ _PHASES = ("forward", "backward", "backward_input")
 
 
 def load_profile(path: str) -> dict[str, Any]:
-    """Return a profile that is complete.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Return a profile that is complete."""
     data = load_json(path, key="--profile", fix="Make it with foreshard profile")
     if not isinstance(data, dict) or data.get("kind") != "profile":
         raise SpecError(

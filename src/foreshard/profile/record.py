@@ -59,10 +59,6 @@ def record(
         Progress.
     parts : mapping of degree to callable, optional
         Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
-
-    Raises
-    ------
-    SpecError
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError(

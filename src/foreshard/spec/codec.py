@@ -102,12 +102,7 @@ def invalid(
 def whole(
     value: Any, low: int = 1, high: int = 2**31, *, key: str, name: str = "", file: str | None = None
 ) -> int:
-    """Return the value if it is a whole number in a range; True and 2.0 are not.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Return the value if it is a whole number in a range; True and 2.0 are not."""
     if type(value) is int and low <= value <= high:
         return value
     rule = f"Must be {low}" if low == high else f"Must be a whole number from {low} to {high}"
@@ -197,10 +192,6 @@ def load_json(path: str | Path, *, key: str, fix: str) -> Any:
         The option that names the file.
     fix : str
         Which program writes such files.
-
-    Raises
-    ------
-    SpecError
     """
     try:
         return parse_json(read_text(path), file=str(path))

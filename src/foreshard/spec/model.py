@@ -130,10 +130,6 @@ class Model:
         seq_len : int, tokens
         causal : bool
             Count what a causal kernel needs; False is the convention of MFU.
-
-        Returns
-        -------
-        float, FLOPs per token
         """
         flops = self.forward_flops_per_token(seq_len, causal)
         gradient_flows = not self.embedding_frozen

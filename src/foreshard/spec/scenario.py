@@ -262,12 +262,7 @@ _KINDS = {"energy_j": "joule"} | {kind: kind for kind in ("usd", "rent_usd", "eg
 
 
 def budget_table(text: str) -> BudgetTable:
-    """Return the budget that ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5`` names.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Return the budget that ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5`` names."""
     name, _, value = text.partition("=")
     kind, _, rank = name.partition(":")
     quantity, _, period = name.rpartition("_per_")

@@ -154,12 +154,7 @@ def validate(
 
 
 def check_mape(report: dict[str, Any], limit: float) -> None:
-    """Raise when the mean error over all rows, skipped ones as 1.0, is above the limit.
-
-    Raises
-    ------
-    AccuracyError
-    """
+    """Raise when the mean error over all rows, skipped ones as 1.0, is above the limit."""
     found = report["summary"]["overall"]["mape_all"]
     if found is not None and not found <= limit:
         raise AccuracyError(
