@@ -57,13 +57,9 @@ def apply(request: Request, change: str) -> Request:
         key, equals, value = part.partition("=")
         key = key.strip().removeprefix("--").replace("-", "_")
         if not equals and key in KEYS:
-            raise SpecError(
-                f"{part.strip()!r} has no value",
-                key="--change",
-                value=part.strip(),
-                rule="A change is KEY=VALUE",
-                fix=f"Write --change {part.strip()}=VALUE",
-            )
+            what = f"{part.strip()!r} has no value"
+            fix = f"Write --change {part.strip()}=VALUE"
+            raise SpecError(what, key="--change", value=part.strip(), rule="A change is KEY=VALUE", fix=fix)
         if not equals or key not in KEYS:
             rule = "A change is KEY=VALUE with KEY one of"
             raise unknown("change", part, _spelled(KEYS), key="--change", rule=rule)
@@ -98,12 +94,9 @@ def _resize(request: Request, key: str) -> Request:
     if key != "nodes":
         return request
     if request.plan is not None:
-        raise SpecError(
-            "the number of nodes cannot be changed under a plan file",
-            key="nodes",
-            rule="A plan file names every rank",
-            fix="State the run with --tp, --pp, ... instead of --plan",
-        )
+        what = "the number of nodes cannot be changed under a plan file"
+        fix = "State the run with --tp, --pp, ... instead of --plan"
+        raise SpecError(what, key="nodes", rule="A plan file names every rank", fix=fix)
     return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
 
 
@@ -116,22 +109,15 @@ def _spelled(keys: Sequence[str]) -> list[str]:
 def _with_shares(request: Request, value: str) -> Request:
     """Return the request with other samples per group of its plan file, written 24:8."""
     if request.plan is None:
-        raise SpecError(
-            "shares without a plan file",
-            key="--change shares",
-            value=value,
-            rule="Only a plan file has groups; flags split the work evenly",
-            fix="Give --plan",
-        )
+        what = "shares without a plan file"
+        rule = "Only a plan file has groups; flags split the work evenly"
+        raise SpecError(what, key="--change shares", value=value, rule=rule, fix="Give --plan")
     shares = [_whole("shares", text.strip(), 1, 2**31) for text in value.split(":")]
     plan = request.plan
     if len(shares) != len(plan.groups) or sum(shares) != plan.global_batch:
-        raise SpecError(
-            f"{value} does not split {plan.global_batch} samples over {len(plan.groups)} groups",
-            key="--change shares",
-            value=value,
-            rule="shares has one number per group and sums to the global batch",
-        )
+        what = f"{value} does not split {plan.global_batch} samples over {len(plan.groups)} groups"
+        rule = "shares has one number per group and sums to the global batch"
+        raise SpecError(what, key="--change shares", value=value, rule=rule)
     groups = tuple(replace(group, share=n) for group, n in zip(plan.groups, shares, strict=True))
     return replace(request, plan=replace(plan, groups=groups))
 
@@ -152,12 +138,9 @@ def _one_of(key: str, value: str, known: Sequence[str]) -> str:
 def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
     if key == "nodes":
         if len(cluster.nodes) != 1:
-            raise SpecError(
-                "a cluster of several node groups has no one number of nodes",
-                key="--change nodes",
-                value=value,
-                rule="nodes= needs a cluster of equal nodes",
-            )
+            what = "a cluster of several node groups has no one number of nodes"
+            rule = "nodes= needs a cluster of equal nodes"
+            raise SpecError(what, key="--change nodes", value=value, rule=rule)
         count = _whole(key, value, 1, 2**20)
         resized = replace(cluster.nodes[0], count=count)
         return replace(cluster, nodes=(resized,), name=f"{cluster.name} with {count} nodes")

@@ -78,20 +78,14 @@ class Request:
         """Raise for a plan together with options that the plan already states."""
         stated = sorted(name for name, value in self.choices.items() if value is not None)
         if self.plan is not None and stated:
-            raise SpecError(
-                f"a plan and {', '.join(map(flag_of, stated))} together",
-                key=flag_of(stated[0]),
-                value=self.choices[stated[0]],
-                rule="A plan file states degrees and options itself",
-                fix="Leave out the plan or the degrees and options",
-            )
+            what = f"a plan and {', '.join(map(flag_of, stated))} together"
+            rule = "A plan file states degrees and options itself"
+            fix = "Leave out the plan or the degrees and options"
+            raise SpecError(what, key=flag_of(stated[0]), value=self.choices[stated[0]], rule=rule, fix=fix)
         unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
         if unknown:
-            raise SpecError(
-                f"unknown option {unknown[0]!r}",
-                key=unknown[0],
-                rule=f"Options are {', '.join((*DEGREES, *OPTIONS))}",
-            )
+            rule = f"Options are {', '.join((*DEGREES, *OPTIONS))}"
+            raise SpecError(f"unknown option {unknown[0]!r}", key=unknown[0], rule=rule)
 
     @property
     def trained(self) -> Model:
@@ -118,13 +112,10 @@ class Request:
 
             choices["zero"] = load_framework(choices["framework"]).default_zero
         if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
-            raise SpecError(
-                f"vpp {choices['vpp']} without a pipeline",
-                key="--vpp",
-                value=choices["vpp"],
-                rule="Virtual stages divide the stages of a pipeline",
-                fix="Add --pp, or leave out --vpp",
-            )
+            what = f"vpp {choices['vpp']} without a pipeline"
+            rule = "Virtual stages divide the stages of a pipeline"
+            fix = "Add --pp, or leave out --vpp"
+            raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         return replace(made, comm=comm) if comm else made
 
@@ -217,13 +208,9 @@ def _with_adapters(model: Model, text: str) -> Model:
     targets = re.split(r"[+,]", names) if colon else ["q", "k", "v", "o"]
     wrong = [name for name in targets if name not in LORA_TARGETS]
     if wrong or not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 65536):
-        raise SpecError(
-            f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank",
-            key="--lora",
-            value=text[:80],
-            rule=f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'",
-            fix="Write it like 16 or 16:q+v",
-        )
+        what = f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank"
+        rule = f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'"
+        raise SpecError(what, key="--lora", value=text[:80], rule=rule, fix="Write it like 16 or 16:q+v")
     try:
         return lora(model, int(rank), tuple(dict.fromkeys(targets)))
     except SpecError as error:
@@ -249,13 +236,9 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
             for group in plan.groups
         )
         return replace(plan, groups=groups)
-    raise SpecError(
-        f"{name} cannot be changed in a plan file",
-        key=name,
-        value=value,
-        rule="A plan file writes degrees, ranks and shares out",
-        fix="State the run with --tp, --pp, ... instead of --plan",
-    )
+    rule = "A plan file writes degrees, ranks and shares out"
+    fix = "State the run with --tp, --pp, ... instead of --plan"
+    raise SpecError(f"{name} cannot be changed in a plan file", key=name, value=value, rule=rule, fix=fix)
 
 
 def stated_degrees(plan: Plan) -> dict[str, int]:

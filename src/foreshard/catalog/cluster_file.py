@@ -141,14 +141,10 @@ def _own_devices(tables: tuple[DeviceTable, ...], file: str) -> dict[str, Device
     for index, table in enumerate(tables):
         key = f"devices[{index}]"
         if table.name in own or _is_known(table.name):
-            raise SpecError(
-                f"device '{table.name}' exists already",
-                file=file,
-                key=f"{key}.name",
-                value=table.name,
-                rule="A device of one's own has a name no other device has",
-                fix="Choose another name",
-            )
+            what = f"device '{table.name}' exists already"
+            rule = "A device of one's own has a name no other device has"
+            fix = "Choose another name"
+            raise SpecError(what, file=file, key=f"{key}.name", value=table.name, rule=rule, fix=fix)
         own[table.name] = _own_device(table, file, key)
     return own
 
@@ -209,13 +205,9 @@ def _own_device(table: DeviceTable, file: str, key: str) -> Device:
     values: dict[str, Any] = _WITHOUT_BASE | given
     for name in ("peak", "memory", "memory_bandwidth"):
         if name not in values:
-            raise SpecError(
-                f"'{name}' is missing",
-                file=file,
-                key=f"{key}.{name}",
-                rule="A device without a base states peak, memory and memory_bandwidth",
-                fix="Add it, or name a base",
-            )
+            rule = "A device without a base states peak, memory and memory_bandwidth"
+            fix = "Add it, or name a base"
+            raise SpecError(f"'{name}' is missing", file=file, key=f"{key}.{name}", rule=rule, fix=fix)
     fields = {_FIELD_OF[name]: value for name, value in values.items()}
     capacity = table.capacity or fields["memory_bytes"]
     return Device(name=table.name, capacity_bytes=capacity, verified=True, **fields)

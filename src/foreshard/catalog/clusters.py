@@ -124,16 +124,16 @@ def _bad_shorthand(text: str, what: str) -> SpecError:
         near = [f"1x{text.strip()}"]
     if not near and text.strip().lower() in devices():
         near = [f"1x1x{text.strip().lower()}"]
-    return SpecError(
-        what,
-        key="cluster",
-        value=shown,
-        rule="A cluster is NODESxPER_NODExDEVICE terms joined by '+' with an optional '@RATE', "
-        "an instance name, or the path of a TOML file",
-        fix=f"Did you mean '{near[0]}'?"
-        if near
-        else "Write it like '8x8xh100-sxm@3200Gb/s'. See 'foreshard clusters'",
+    rule = (
+        "A cluster is NODESxPER_NODExDEVICE terms joined by '+' with an optional '@RATE', "
+        "an instance name, or the path of a TOML file"
     )
+    fix = (
+        f"Did you mean '{near[0]}'?"
+        if near
+        else "Write it like '8x8xh100-sxm@3200Gb/s'. See 'foreshard clusters'"
+    )
+    return SpecError(what, key="cluster", value=shown, rule=rule, fix=fix)
 
 
 def _from_file(path: str | Path) -> Cluster:
@@ -220,12 +220,8 @@ def _device_assumptions(
 
 def _checked(cluster: Cluster, file: str | None = None) -> Cluster:
     if cluster.num_devices > MAX_DEVICES:
-        raise SpecError(
-            f"the cluster has {cluster.num_devices} devices",
-            file=file,
-            key="nodes",
-            value=cluster.num_devices,
-            rule=f"A cluster has at most {MAX_DEVICES} devices",
-            fix="Lower count or per_node",
-        )
+        what = f"the cluster has {cluster.num_devices} devices"
+        rule = f"A cluster has at most {MAX_DEVICES} devices"
+        fix = "Lower count or per_node"
+        raise SpecError(what, file=file, key="nodes", value=cluster.num_devices, rule=rule, fix=fix)
     return cluster

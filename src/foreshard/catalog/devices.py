@@ -206,10 +206,6 @@ def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:
     why = _aliases()["unresolvable"].get(name)
     listed = " or ".join(repr(name) for name in near)
     hint = f"{'Write ' + listed + '.' if candidates else 'Did you mean ' + listed + '?'} " if near else ""
-    return SpecError(
-        f"device name '{shown}' fits several devices" if candidates else f"unknown device '{shown}'",
-        key="device",
-        value=shown,
-        rule=f"It is {why}" if why else "A device name means one device of the catalog",
-        fix=f"{hint}See 'foreshard devices'",
-    )
+    what = f"device name '{shown}' fits several devices" if candidates else f"unknown device '{shown}'"
+    rule = f"It is {why}" if why else "A device name means one device of the catalog"
+    return SpecError(what, key="device", value=shown, rule=rule, fix=f"{hint}See 'foreshard devices'")

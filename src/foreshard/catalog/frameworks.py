@@ -65,12 +65,9 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
         label = f"{entry.get('name')}@{entry['release']}" if entry.get("release") else str(entry.get("name"))
         unknown = sorted(set(entry) - names - {"base"})
         if unknown or not entry.get("source"):
-            raise SpecError(
-                f"unknown key {unknown[0]!r}" if unknown else "no source",
-                file=file,
-                key=label,
-                rule="An entry has the fields of Framework, base, and a source",
-            )
+            what = f"unknown key {unknown[0]!r}" if unknown else "no source"
+            rule = "An entry has the fields of Framework, base, and a source"
+            raise SpecError(what, file=file, key=label, rule=rule)
         if entry.get("base", label) not in {*known, label}:
             raise SpecError(
                 f"unknown base {entry['base']!r}", file=file, key=label, rule="A base comes before"
@@ -78,12 +75,8 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
         full = _inherited(entry, known)
         for key, choices in CHOICES.items():
             if key in full and full[key] not in choices:
-                raise SpecError(
-                    f"{full[key]!r} is not valid",
-                    file=file,
-                    key=f"{label}.{key}",
-                    rule=f"One of {', '.join(choices)}",
-                )
+                rule = f"One of {', '.join(choices)}"
+                raise SpecError(f"{full[key]!r} is not valid", file=file, key=f"{label}.{key}", rule=rule)
         known[label] = full
         table.append(Framework(**full))
     return tuple(table)

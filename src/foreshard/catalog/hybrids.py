@@ -76,12 +76,9 @@ def hybrid_model(
     }
     unknown = sorted(set(pattern) - set(blocks))
     if unknown or not pattern:
-        raise SpecError(
-            f"{name}: layer {unknown[0]!r}" if unknown else f"{name}: no layers",
-            key="pattern",
-            value=pattern[:60],
-            rule="M is a scan, * attention, - an MLP, E experts",
-        )
+        what = f"{name}: layer {unknown[0]!r}" if unknown else f"{name}: no layers"
+        rule = "M is a scan, * attention, - an MLP, E experts"
+        raise SpecError(what, key="pattern", value=pattern[:60], rule=rule)
     return decoder(
         name=name,
         blocks=tuple(blocks[kind] for kind in pattern),

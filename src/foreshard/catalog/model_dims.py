@@ -58,12 +58,9 @@ def model_from_dims(
         if value < 1:
             raise SpecError(f"{name}: {key} {value}", key=key, value=value, rule="Dimensions are positive")
     if n_heads % n_kv_heads or (head_dim is None and hidden % n_heads) or topk > n_experts:
-        raise SpecError(
-            f"{name}: {n_heads} heads, {n_kv_heads} key/value heads, {topk} of {n_experts} experts",
-            key="n_heads",
-            value=n_heads,
-            rule="Key/value heads divide heads, heads divide hidden, top-k is at most the experts",
-        )
+        what = f"{name}: {n_heads} heads, {n_kv_heads} key/value heads, {topk} of {n_experts} experts"
+        rule = "Key/value heads divide heads, heads divide hidden, top-k is at most the experts"
+        raise SpecError(what, key="n_heads", value=n_heads, rule=rule)
     chosen = _style(style or ("llama" if gated else "gpt"))
     width = head_dim or hidden // n_heads
     attention = {

@@ -101,14 +101,10 @@ def load_model(text: str | Path) -> Model:
     if colon and module.endswith(".py"):
         return _from_factory(Path(module), factory)
     if text.endswith(".py") and os.path.exists(text):
-        raise SpecError(
-            "a Python file without the name of a factory",
-            file=text,
-            key="model",
-            value=text,
-            rule="A model is a catalog name, a config.json or module.py:factory; a job is measured first",
-            fix=f"Write {text}:FACTORY; of a job give --costs, made with foreshard profile and calibrate",
-        )
+        what = "a Python file without the name of a factory"
+        rule = "A model is a catalog name, a config.json or module.py:factory; a job is measured first"
+        fix = f"Write {text}:FACTORY; of a job give --costs, made with foreshard profile and calibrate"
+        raise SpecError(what, file=text, key="model", value=text, rule=rule, fix=fix)
     model = find_model(text)
     if model:
         return model
@@ -118,13 +114,9 @@ def load_model(text: str | Path) -> Model:
     if text.endswith(".json") or "/" in text or os.path.exists(text):
         return model_from_config(read_config(text), name=_config_name(Path(text)), file=text)
     near = difflib.get_close_matches(text.lower()[:100], models(), n=3, cutoff=0.5)
-    raise SpecError(
-        f"unknown model {text[:100]!r}",
-        key="model",
-        value=text[:100],
-        rule="A model is a catalog name, a config.json or module.py:factory",
-        fix=f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'",
-    )
+    rule = "A model is a catalog name, a config.json or module.py:factory"
+    fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'"
+    raise SpecError(f"unknown model {text[:100]!r}", key="model", value=text[:100], rule=rule, fix=fix)
 
 
 def _refuse_hub_name(text: str, tail: str) -> None:
@@ -132,13 +124,9 @@ def _refuse_hub_name(text: str, tail: str) -> None:
     known = find_model(tail)
     near = [known.name] if known else difflib.get_close_matches(tail.lower()[:100], models(), n=1, cutoff=0.6)
     if near:
-        raise SpecError(
-            f"no file {text[:100]!r}",
-            key="model",
-            value=text[:100],
-            rule="A model is a catalog name, a config.json or module.py:factory; nothing is downloaded",
-            fix=f"Did you mean {near[0]!r}?",
-        )
+        rule = "A model is a catalog name, a config.json or module.py:factory; nothing is downloaded"
+        fix = f"Did you mean {near[0]!r}?"
+        raise SpecError(f"no file {text[:100]!r}", key="model", value=text[:100], rule=rule, fix=fix)
 
 
 def _config_name(path: Path) -> str:
@@ -172,19 +160,11 @@ def _call(path: Path, factory: str) -> Any:
     except ForeshardError:
         raise
     except ModuleNotFoundError as error:
-        raise ExtraMissingError(
-            f"needs {error.name}",
-            file=str(path),
-            fix="The extra foreshard[run] brings torch, foreshard[models] transformers",
-        ) from error
+        fix = "The extra foreshard[run] brings torch, foreshard[models] transformers"
+        raise ExtraMissingError(f"needs {error.name}", file=str(path), fix=fix) from error
     except (Exception, SystemExit) as error:
-        raise SpecError(
-            f"{factory}() failed: {type(error).__name__}: {error}",
-            file=str(path),
-            key="model",
-            value=factory,
-            rule=_FACTORY,
-        ) from error
+        what = f"{factory}() failed: {type(error).__name__}: {error}"
+        raise SpecError(what, file=str(path), key="model", value=factory, rule=_FACTORY) from error
     finally:
         sys.modules.pop(spec.name, None)
 
@@ -193,14 +173,9 @@ def _no_factory(path: Path, factory: str, module: ModuleType) -> SpecError:
     found = [
         name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
     ]
-    return SpecError(
-        f"no function {factory!r}",
-        file=str(path),
-        key="model",
-        value=factory,
-        rule=_FACTORY,
-        fix=f"It has {', '.join(found[:8])}" if found else "Define one",
-    )
+    what = f"no function {factory!r}"
+    fix = f"It has {', '.join(found[:8])}" if found else "Define one"
+    return SpecError(what, file=str(path), key="model", value=factory, rule=_FACTORY, fix=fix)
 
 
 def _from_module(made: Any, where: str) -> Model:
@@ -210,8 +185,5 @@ def _from_module(made: Any, where: str) -> Model:
         return model_from_config(config.to_dict(), name=type(made).__name__, file=where)
     if hasattr(made, "named_parameters"):
         return model_from_module(made, where)
-    raise SpecError(
-        f"returned a {type(made).__name__}",
-        file=where,
-        rule="A factory returns a Model, a config dict or a torch.nn.Module",
-    )
+    rule = "A factory returns a Model, a config dict or a torch.nn.Module"
+    raise SpecError(f"returned a {type(made).__name__}", file=where, rule=rule)

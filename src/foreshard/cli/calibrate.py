@@ -56,13 +56,9 @@ def _named_once(flag: str, named: list[tuple[str, T]]) -> dict[str, T]:
     names = [name for name, _ in named]
     for name in names:
         if names.count(name) > 1:
-            raise SpecError(
-                f"{name or 'the measured device'} is given twice",
-                key=flag,
-                value=name,
-                rule="Devices have names of their own",
-                fix="Leave one out",
-            )
+            what = f"{name or 'the measured device'} is given twice"
+            rule = "Devices have names of their own"
+            raise SpecError(what, key=flag, value=name, rule=rule, fix="Leave one out")
     return dict(named)
 
 
@@ -78,11 +74,7 @@ def _device(word: str) -> tuple[str, float]:
     except ValueError:
         slow = -1.0
     if not name or not 0 < slow < 1e6:
-        raise SpecError(
-            f"{word!r} is not valid",
-            key="--device",
-            value=word,
-            rule="A device's name, and how many times as slow as here it is",
-            fix="Write it like rtx-3090 or rtx-3090=2.5",
-        )
+        rule = "A device's name, and how many times as slow as here it is"
+        fix = "Write it like rtx-3090 or rtx-3090=2.5"
+        raise SpecError(f"{word!r} is not valid", key="--device", value=word, rule=rule, fix=fix)
     return name, slow

@@ -57,12 +57,9 @@ def command(lab_file: str, job: str | None, plan_file: str | None, **options: An
     if job is None and plan_file is None:
         show(lab)
     elif job is None or plan_file is None:
-        raise SpecError(
-            "a job and a plan go together",
-            key="--plan" if job else "JOB.py",
-            rule="A lab is shown, or a job is trained on it under a plan",
-            fix="foreshard lab LAB.toml --plan FILE JOB.py",
-        )
+        rule = "A lab is shown, or a job is trained on it under a plan"
+        fix = "foreshard lab LAB.toml --plan FILE JOB.py"
+        raise SpecError("a job and a plan go together", key="--plan" if job else "JOB.py", rule=rule, fix=fix)
     else:
         train(lab, lab_file, job, plan_file, options)
 
@@ -86,14 +83,10 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     run.check(options)
     lacks = missing() if lab.clock == "wall" else None
     if lacks is not None:
-        raise SpecError(
-            f"no lab in the wall clock here: {lacks}",
-            file=lab_file,
-            key="clock",
-            value="wall",
-            rule="The machine itself slows ranks and links then",
-            fix='Run as root on Linux with iproute2, or use clock = "cpu"',
-        )
+        what = f"no lab in the wall clock here: {lacks}"
+        rule = "The machine itself slows ranks and links then"
+        fix = 'Run as root on Linux with iproute2, or use clock = "cpu"'
+        raise SpecError(what, file=lab_file, key="clock", value="wall", rule=rule, fix=fix)
     predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file, changes=bool(lab.changes))
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as network:
         if network is not None:

@@ -139,12 +139,9 @@ def command(
         _rent(ctx, api.load_model(model), asked, rent)
         return
     if cluster is None:
-        raise SpecError(
-            "no cluster",
-            key="CLUSTER",
-            rule="A plan is for a cluster, or for one to be rented",
-            fix="Name a cluster after the model, or give --rent",
-        )
+        rule = "A plan is for a cluster, or for one to be rented"
+        fix = "Name a cluster after the model, or give --rent"
+        raise SpecError("no cluster", key="CLUSTER", rule=rule, fix=fix)
     if "costs" in asked:
         _measured(ctx, model, cluster, asked, of_one_cluster)
         return
@@ -182,13 +179,9 @@ def _measured(
 def _limits_need_tokens(values: dict[str, Any]) -> None:
     for name in ("max_usd", "max_hours"):
         if values[name] is not None and values["tokens"] is None:
-            raise SpecError(
-                "a limit on the run without its length",
-                key=flag_of(name),
-                value=values[name],
-                rule="Time and price of the run follow from its tokens",
-                fix="Give --tokens",
-            )
+            what = "a limit on the run without its length"
+            rule = "Time and price of the run follow from its tokens"
+            raise SpecError(what, key=flag_of(name), value=values[name], rule=rule, fix="Give --tokens")
 
 
 def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult) -> tuple[Gain, ...]:
@@ -240,12 +233,9 @@ def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str 
     from foreshard.report.rental_table import rental_screen
 
     if "tokens" not in asked:
-        raise SpecError(
-            "renting without the length of the run",
-            key="--tokens",
-            rule="Time and price of the run follow from its tokens",
-            fix="Give --tokens",
-        )
+        what = "renting without the length of the run"
+        rule = "Time and price of the run follow from its tokens"
+        raise SpecError(what, key="--tokens", rule=rule, fix="Give --tokens")
     if ctx.get_parameter_source("objective") is click.core.ParameterSource.DEFAULT:
         del asked["objective"]
     if vendors != ALL:

@@ -106,10 +106,6 @@ def _write_trace(path: str, prediction: Prediction, timeline: Timeline | None) -
     from foreshard.report.trace import write_trace
 
     if timeline is None:
-        raise SpecError(
-            f"the {prediction.engine} engine has no tasks to trace",
-            key="--trace",
-            rule="A trace shows tasks",
-            fix="Use --engine graph",
-        )
+        what = f"the {prediction.engine} engine has no tasks to trace"
+        raise SpecError(what, key="--trace", rule="A trace shows tasks", fix="Use --engine graph")
     save(path, "trace", lambda: write_trace(path, prediction, timeline))

@@ -56,13 +56,8 @@ def command(job: str, **options: Any) -> None:
     meta = click.get_current_context().meta
     out = meta.pop("foreshard.output", None) or "profile.json"
     if 1 in options["tp"]:
-        raise SpecError(
-            "1 is not valid",
-            key="--tp",
-            value=1,
-            rule="Whole layers are timed without --tp",
-            fix="Name degrees from 2 on",
-        )
+        rule = "Whole layers are timed without --tp"
+        raise SpecError("1 is not valid", key="--tp", value=1, rule=rule, fix="Name degrees from 2 on")
     made = api.profile(job, out, tell=say, **options)
     if made is not None:
         give(made, lambda: profile_screen(made, out))

@@ -107,13 +107,9 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         say(f"no checkpoint in {options['out']}/: the run starts at its first step{others}")
     lab = options.pop("lab")
     if lab is not None and options["cluster"] is not None:
-        raise SpecError(
-            "--cluster with --lab",
-            key="--cluster",
-            value=options["cluster"],
-            rule="A lab states what its ranks are",
-            fix="Leave one of them out",
-        )
+        rule = "A lab states what its ranks are"
+        fix = "Leave one of them out"
+        raise SpecError("--cluster with --lab", key="--cluster", value=options["cluster"], rule=rule, fix=fix)
     predicted_s = predicted(options["costs"], lab or options["cluster"], plan_file, changes=changes_of(lab))
     emulation = None
     if lab is not None:
@@ -142,20 +138,14 @@ def check(options: dict[str, Any]) -> None:
     if not os.path.isdir(_existing(options["out"])):
         raise cannot_write(options["out"], OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     if options.get("secret_file") and options.get("local") is not None:
-        raise SpecError(
-            "--secret-file with --local",
-            key="--secret-file",
-            value=options["secret_file"],
-            rule="Ranks of one machine get their secret from the folder of the run",
-            fix="Leave it out, or start with torchrun",
-        )
+        what = "--secret-file with --local"
+        rule = "Ranks of one machine get their secret from the folder of the run"
+        fix = "Leave it out, or start with torchrun"
+        raise SpecError(what, key="--secret-file", value=options["secret_file"], rule=rule, fix=fix)
     if options.get("local", 0) is None and "RANK" not in os.environ:
-        raise SpecError(
-            "neither --local nor torchrun",
-            key="--local",
-            rule="Ranks are started here or by torchrun",
-            fix="Add --local N, or start with torchrun --no-python foreshard run ...",
-        )
+        rule = "Ranks are started here or by torchrun"
+        fix = "Add --local N, or start with torchrun --no-python foreshard run ..."
+        raise SpecError("neither --local nor torchrun", key="--local", rule=rule, fix=fix)
 
 
 def _existing(path: str) -> str:
@@ -176,13 +166,9 @@ def predicted(
     if costs is None:
         return None
     if cluster is None:
-        raise SpecError(
-            "costs without a cluster",
-            key="--costs",
-            value=costs,
-            rule="A prediction needs the cluster",
-            fix="Add --cluster CLUSTER or --lab LAB.toml",
-        )
+        rule = "A prediction needs the cluster"
+        fix = "Add --cluster CLUSTER or --lab LAB.toml"
+        raise SpecError("costs without a cluster", key="--costs", value=costs, rule=rule, fix=fix)
     from foreshard import api
 
     plan = api.load_plan(plan_file)

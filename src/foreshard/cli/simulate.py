@@ -96,13 +96,9 @@ def _budgeted(file: str, budgets: tuple[str, ...]) -> Scenario:
 def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
     for name in ("costs", "plan"):
         if options[name] is None:
-            raise SpecError(
-                f"a lab without --{name}",
-                file=file,
-                key=f"--{name}",
-                rule="A lab is played with measured costs, from a plan",
-                fix=f"Add --{name} FILE",
-            )
+            what = f"a lab without --{name}"
+            rule = "A lab is played with measured costs, from a plan"
+            raise SpecError(what, file=file, key=f"--{name}", rule=rule, fix=f"Add --{name} FILE")
     from foreshard.lab.simulated_run import simulate_lab
     from foreshard.report.lab_screen import simulated_lab_screen
     from foreshard.runtime.adaptive.controller_config import POLICIES

@@ -59,12 +59,8 @@ def export(
         When the target cannot express the plan, with every reason, or lacks the model or cluster.
     """
     if target not in TARGETS:
-        raise SpecError(
-            f"unknown target {target[:40]!r}",
-            key="--to",
-            value=target[:40],
-            rule=f"Targets are {', '.join(TARGETS)}",
-        )
+        rule = f"Targets are {', '.join(TARGETS)}"
+        raise SpecError(f"unknown target {target[:40]!r}", key="--to", value=target[:40], rule=rule)
     module, name = TARGETS[target]
     from foreshard.interop.exported import ExportRequest
 

@@ -61,10 +61,7 @@ def reject_if(target: str, reasons: Iterable[str]) -> None:
     """
     found = tuple(dict.fromkeys(reasons))
     if found:
-        raise SpecError(
-            f"{target} cannot express the plan: {'; '.join(found)}",
-            key="--to",
-            value=target,
-            rule="An export trains exactly as the plan does",
-            fix="Choose another target, or change the plan",
-        )
+        what = f"{target} cannot express the plan: {'; '.join(found)}"
+        rule = "An export trains exactly as the plan does"
+        fix = "Choose another target, or change the plan"
+        raise SpecError(what, key="--to", value=target, rule=rule, fix=fix)

@@ -34,12 +34,9 @@ def hosts(plan: Plan, cluster: Cluster) -> tuple[Hosts, ...]:
 def need_cluster(cluster: Cluster | None, target: str) -> Cluster:
     """Return the cluster, or say that the target needs one."""
     if cluster is None:
-        raise SpecError(
-            f"{target} needs the cluster",
-            key="CLUSTER",
-            rule="A launcher asks for nodes and devices by number and name",
-            fix="Give MODEL and CLUSTER after the plan",
-        )
+        rule = "A launcher asks for nodes and devices by number and name"
+        fix = "Give MODEL and CLUSTER after the plan"
+        raise SpecError(f"{target} needs the cluster", key="CLUSTER", rule=rule, fix=fix)
     return cluster
 
 

@@ -74,12 +74,8 @@ def flavor_of(model: Model) -> tuple[str, str] | None:
 
 def _known(plan: Plan, model: Model | None, target: str, gaps: Any) -> tuple[Uniform, str, str]:
     if model is None:
-        raise SpecError(
-            f"{target} needs the model",
-            key="MODEL",
-            rule="torchtitan trains models it ships, by family and flavor",
-            fix="Give MODEL after the plan",
-        )
+        rule = "torchtitan trains models it ships, by family and flavor"
+        raise SpecError(f"{target} needs the model", key="MODEL", rule=rule, fix="Give MODEL after the plan")
     degrees = required_uniform(plan, target)
     named = flavor_of(model)
     shipped = [] if named else [f"{model.name} (it ships Llama 3 and Qwen 3)"]

@@ -28,22 +28,14 @@ def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) ->
     """
     lab = load_lab(file)
     if len(lab.slow) < ranks:
-        raise SpecError(
-            f"the lab has {len(lab.slow)} ranks, {ranks} start",
-            file=file,
-            key="ranks",
-            value=len(lab.slow),
-            rule="A lab says what every rank is",
-        )
+        what = f"the lab has {len(lab.slow)} ranks, {ranks} start"
+        rule = "A lab says what every rank is"
+        raise SpecError(what, file=file, key="ranks", value=len(lab.slow), rule=rule)
     if lab.clock == "wall" and network is None:
-        raise SpecError(
-            "the wall clock has to be enforced",
-            file=file,
-            key="clock",
-            value="wall",
-            rule="Only `foreshard lab` makes slow ranks and links, as root",
-            fix='Use foreshard lab, or clock = "cpu"',
-        )
+        what = "the wall clock has to be enforced"
+        rule = "Only `foreshard lab` makes slow ranks and links, as root"
+        fix = 'Use foreshard lab, or clock = "cpu"'
+        raise SpecError(what, file=file, key="clock", value="wall", rule=rule, fix=fix)
     return Emulation(
         worker="foreshard.lab.worker",
         file=str(Path(file).resolve()),

@@ -214,28 +214,17 @@ def remove_stale() -> None:
 
 def _check(lab: Lab) -> None:
     if lab.clock != "wall":
-        raise SpecError(
-            f"clock {lab.clock!r} needs no namespaces",
-            key="clock",
-            value=lab.clock,
-            rule="Only the wall clock is slowed by the machine",
-        )
+        rule = "Only the wall clock is slowed by the machine"
+        raise SpecError(f"clock {lab.clock!r} needs no namespaces", key="clock", value=lab.clock, rule=rule)
     if len(lab.slow) > _MAX_RANKS:
-        raise SpecError(
-            f"{len(lab.slow)} ranks",
-            key="ranks",
-            value=len(lab.slow),
-            rule=f"A lab in the wall clock has up to {_MAX_RANKS}",
-        )
+        rule = f"A lab in the wall clock has up to {_MAX_RANKS}"
+        raise SpecError(f"{len(lab.slow)} ranks", key="ranks", value=len(lab.slow), rule=rule)
     latencies = [lab.latency_s, *(c.latency_s for c in lab.changes if c.latency_s is not None)]
     if max(latencies) > _MAX_LATENCY_S:
-        raise SpecError(
-            f"a latency of {max(latencies):g} s",
-            key="network.latency",
-            value=max(latencies),
-            rule="Links in the wall clock have a rate and a latency of about 0.1 ms; delays are not made",
-            fix='Use clock = "cpu" for delays, or leave the latency out',
-        )
+        what = f"a latency of {max(latencies):g} s"
+        rule = "Links in the wall clock have a rate and a latency of about 0.1 ms; delays are not made"
+        fix = 'Use clock = "cpu" for delays, or leave the latency out'
+        raise SpecError(what, key="network.latency", value=max(latencies), rule=rule, fix=fix)
 
 
 def _bucket(bytes_per_s: float) -> list[str]:

@@ -113,12 +113,8 @@ def simulate_lab(
         found = {}
         for name in dict.fromkeys(policies):
             if name not in POLICIES:
-                raise SpecError(
-                    f"unknown policy {name!r}",
-                    key="--policy",
-                    value=name,
-                    rule=f"In a lab policies are {', '.join(POLICIES)}",
-                )
+                rule = f"In a lab policies are {', '.join(POLICIES)}"
+                raise SpecError(f"unknown policy {name!r}", key="--policy", value=name, rule=rule)
             config = ControllerConfig(
                 plan=load_plan(plan),
                 cluster=world.cluster,

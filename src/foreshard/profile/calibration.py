@@ -20,13 +20,9 @@ def load_profile(path: str) -> dict[str, Any]:
     """Return a profile that is complete."""
     data = load_json(path, key="--profile", fix="Make it with foreshard profile")
     if not isinstance(data, dict) or data.get("kind") != "profile":
-        raise SpecError(
-            "is not a profile",
-            file=path,
-            key="--profile",
-            rule="The file is what foreshard profile writes",
-            fix="Run foreshard profile",
-        )
+        rule = "The file is what foreshard profile writes"
+        fix = "Run foreshard profile"
+        raise SpecError("is not a profile", file=path, key="--profile", rule=rule, fix=fix)
     if data.get("schema_version") != 1 or not data.get("fingerprint"):
         raise SpecError(
             "is not a profile of this version",
@@ -129,20 +125,12 @@ def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, nam
     for key in ("job", "layers"):
         mine, theirs = profile["fingerprint"][key], other["fingerprint"][key]
         if mine != theirs:
-            raise SpecError(
-                f"{name}: {theirs} against {mine}",
-                key="--profile",
-                value=theirs,
-                rule="Profiles calibrated together are of one job",
-            )
+            rule = "Profiles calibrated together are of one job"
+            raise SpecError(f"{name}: {theirs} against {mine}", key="--profile", value=theirs, rule=rule)
     if clock == "cpu" and other["fingerprint"]["device"] != "cpu":
-        raise SpecError(
-            "processor time of a GPU",
-            key="--clock",
-            value=clock,
-            rule="A GPU's time is the wall's",
-            fix="Use --clock wall",
-        )
+        what = "processor time of a GPU"
+        rule = "A GPU's time is the wall's"
+        raise SpecError(what, key="--clock", value=clock, rule=rule, fix="Use --clock wall")
 
 
 def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:

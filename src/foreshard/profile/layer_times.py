@@ -129,13 +129,8 @@ def _begun(out: Path | None, made_here: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise SpecError(f"not JSON: {error}", file=str(out), key="-o", fix="Remove it") from None
         if not isinstance(old, dict) or old.get("kind") != KIND:
-            raise SpecError(
-                "is not a profile",
-                file=str(out),
-                key="-o",
-                rule="profile writes its own file",
-                fix="Name another file",
-            )
+            rule = "profile writes its own file"
+            raise SpecError("is not a profile", file=str(out), key="-o", rule=rule, fix="Name another file")
         if not old.get("complete") and old.get("fingerprint") == made_here:
             return dict(old)
     return {

@@ -212,13 +212,9 @@ def local_links(count: int, device: str, *, repeats: int, tell: Tell = lambda te
         For more ranks than GPUs.
     """
     if device == "cuda" and count > torch.cuda.device_count():
-        raise SpecError(
-            f"{count} ranks on {torch.cuda.device_count()} GPUs",
-            key="--local",
-            value=count,
-            rule="NCCL takes one rank a GPU",
-            fix="Give --local the number of GPUs",
-        )
+        what = f"{count} ranks on {torch.cuda.device_count()} GPUs"
+        fix = "Give --local the number of GPUs"
+        raise SpecError(what, key="--local", value=count, rule="NCCL takes one rank a GPU", fix=fix)
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,

@@ -117,11 +117,6 @@ class Rules:
     def error(self, key: str, value: object, rule: str) -> SpecError:
         """Return the error of a broken rule."""
         shown = repr(value)[:60]
-        return SpecError(
-            f"{shown} is not what a profile has there" if value is not None else "is missing",
-            file=self.path,
-            key=key,
-            value=shown,
-            rule=rule,
-            fix="Run foreshard profile again",
-        )
+        what = f"{shown} is not what a profile has there" if value is not None else "is missing"
+        fix = "Run foreshard profile again"
+        return SpecError(what, file=self.path, key=key, value=shown, rule=rule, fix=fix)

@@ -61,13 +61,9 @@ def record(
         Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise SpecError(
-            "no CUDA device here",
-            key="--device",
-            value=device,
-            rule="The device is on this machine",
-            fix="Use --device cpu, or profile where the GPU is",
-        )
+        rule = "The device is on this machine"
+        fix = "Use --device cpu, or profile where the GPU is"
+        raise SpecError("no CUDA device here", key="--device", value=device, rule=rule, fix=fix)
     torch.set_num_threads(threads)
     if device == "cpu":
         keep_heap()  # as a worker does

@@ -151,12 +151,8 @@ def parse_toml(text: str, *, file: str | None = None, may_be_empty: bool = False
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise SpecError(
-            f"not valid TOML: {why:.{_MAX_WHY}}",
-            file=file,
-            rule="The file must be TOML 1.0",
-            fix="Correct that place",
-        ) from None
+        what = f"not valid TOML: {why:.{_MAX_WHY}}"
+        raise SpecError(what, file=file, rule="The file must be TOML 1.0", fix="Correct that place") from None
     if not tables and not may_be_empty:
         raise _empty(file)
     return tables
@@ -174,12 +170,9 @@ def parse_json(text: str, *, file: str | None = None) -> Any:
         return json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise SpecError(
-            f"not valid JSON: {why:.{_MAX_WHY}}",
-            file=file,
-            rule="The file must be JSON (RFC 8259)",
-            fix="Correct that place, or check for a truncated file",
-        ) from None
+        what = f"not valid JSON: {why:.{_MAX_WHY}}"
+        fix = "Correct that place, or check for a truncated file"
+        raise SpecError(what, file=file, rule="The file must be JSON (RFC 8259)", fix=fix) from None
 
 
 def load_json(path: str | Path, *, key: str, fix: str) -> Any:
@@ -385,13 +378,9 @@ class _Decoder:
             if name in data:
                 made[name] = self.value(hints[name], data[name], _join(key, name))
             elif field.default is MISSING and field.default_factory is MISSING:
-                raise SpecError(
-                    f"missing key {name!r}",
-                    file=self.file,
-                    key=_join(key, name),
-                    rule="This key is required",
-                    fix=f"Add {name!r}",
-                )
+                what = f"missing key {name!r}"
+                rule = "This key is required"
+                raise SpecError(what, file=self.file, key=_join(key, name), rule=rule, fix=f"Add {name!r}")
         return cls(**made)
 
     def unknown(self, name: Any, known: tuple[str, ...], key: str) -> SpecError:

@@ -99,11 +99,7 @@ class Device:
         """
         if not self.supports(precision):
             has = ", ".join(name for name in PRECISIONS if self.supports(name)) or "no known precision"
-            raise SpecError(
-                f"{self.name} has no {precision}",
-                key="precision",
-                value=precision,
-                rule="The precision of the matrix products must be one the device computes in hardware",
-                fix=f"Use one of: {has}",
-            )
+            what = f"{self.name} has no {precision}"
+            rule = "The precision of the matrix products must be one the device computes in hardware"
+            raise SpecError(what, key="precision", value=precision, rule=rule, fix=f"Use one of: {has}")
         return self.peak_flops_per_s[_PEAK_OF.get(precision, precision)]

@@ -114,13 +114,9 @@ def plan_from_degrees(
     dp = _data_parallel(dp, tp, pp, cp, num_devices)
     width = tp * cp * dp
     if width % (ep * etp):
-        raise SpecError(
-            f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}",
-            key="--ep",
-            value=ep,
-            rule="etp x ep divides tp x cp x dp",
-            fix=f"Choose ep x etp among the divisors of {width}: {divisors(width)}",
-        )
+        what = f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}"
+        fix = f"Choose ep x etp among the divisors of {width}: {divisors(width)}"
+        raise SpecError(what, key="--ep", value=ep, rule="etp x ep divides tp x cp x dp", fix=fix)
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):
         raise invalid(sp, "Must be true or false", key="--sp", name="sp")
@@ -197,24 +193,17 @@ def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:
 def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
     """Return the schedule of a pipeline whose virtual stages the model fills."""
     if pp * vpp > num_blocks:
-        raise SpecError(
-            f"pp {pp} x vpp {vpp} = {pp * vpp} virtual stages for {num_blocks} blocks",
-            key="--pp",
-            value=pp,
-            rule="Every virtual stage holds at least one block",
-            fix=f"Use at most {num_blocks} virtual stages",
-        )
+        what = f"pp {pp} x vpp {vpp} = {pp * vpp} virtual stages for {num_blocks} blocks"
+        rule = "Every virtual stage holds at least one block"
+        raise SpecError(what, key="--pp", value=pp, rule=rule, fix=f"Use at most {num_blocks} virtual stages")
     if schedule is None:
         return "interleaved" if vpp > 1 else "1f1b"
     one_of(schedule, SCHEDULES, key="--schedule", name="schedule")
     if vpp > 1 and schedule != "interleaved":
-        raise SpecError(
-            f"vpp {vpp} with schedule {schedule}",
-            key="--schedule",
-            value=schedule,
-            rule="Only the interleaved schedule has virtual stages",
-            fix="Use --schedule interleaved, or --vpp 1",
-        )
+        what = f"vpp {vpp} with schedule {schedule}"
+        rule = "Only the interleaved schedule has virtual stages"
+        fix = "Use --schedule interleaved, or --vpp 1"
+        raise SpecError(what, key="--schedule", value=schedule, rule=rule, fix=fix)
     return str(schedule)
 
 
@@ -240,11 +229,8 @@ def _global_batch(global_batch: Any, dp: int, default: int) -> int:
         default if global_batch is None else global_batch, key="--global-batch", name="global-batch"
     )
     if batch % dp:
-        raise SpecError(
-            f"global batch {batch} is not a multiple of dp {dp}",
-            key="--global-batch",
-            value=batch,
-            rule="Every data-parallel rank takes the same share; uneven shares only through a plan file",
-            fix=f"Use {max(1, batch // dp) * dp}",
-        )
+        what = f"global batch {batch} is not a multiple of dp {dp}"
+        rule = "Every data-parallel rank takes the same share; uneven shares only through a plan file"
+        fix = f"Use {max(1, batch // dp) * dp}"
+        raise SpecError(what, key="--global-batch", value=batch, rule=rule, fix=fix)
     return batch

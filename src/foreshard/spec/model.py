@@ -160,23 +160,17 @@ def lora(model: Model, rank: int, targets: Iterable[str] = ("q", "k", "v", "o"))
     targets = tuple(targets)
     unknown = sorted(set(targets) - set(LORA_TARGETS))
     if unknown or not targets:
-        raise SpecError(
-            f"unknown LoRA target {unknown[0]!r}" if unknown else "no LoRA target",
-            key="lora_targets",
-            value=unknown[0] if unknown else None,
-            rule=f"Targets are {', '.join(LORA_TARGETS)}",
-        )
+        what = f"unknown LoRA target {unknown[0]!r}" if unknown else "no LoRA target"
+        rule = f"Targets are {', '.join(LORA_TARGETS)}"
+        raise SpecError(what, key="lora_targets", value=unknown[0] if unknown else None, rule=rule)
     if rank < 1:
         raise SpecError(f"LoRA rank {rank}", key="lora_rank", value=rank, rule="The rank is at least 1")
     for block, _ in model.block_kinds():
         on_mlp = {"gate", "up", "down"} & set(targets)
         if block.kv_lora or block.scan_state or (on_mlp and not block.ffn) or block.cross_attention:
-            raise SpecError(
-                f"LoRA on {model.name} is not modelled",
-                key="lora_targets",
-                value=",".join(targets),
-                rule="Adapters are modelled on plain attention and dense MLPs",
-            )
+            what = f"LoRA on {model.name} is not modelled"
+            rule = "Adapters are modelled on plain attention and dense MLPs"
+            raise SpecError(what, key="lora_targets", value=",".join(targets), rule=rule)
     adapted = {
         block: replace(block, lora_rank=rank, lora_targets=targets, frozen=True)
         for block, _ in model.block_kinds()
@@ -201,13 +195,10 @@ def freeze(model: Model, layers: Iterable[int]) -> Model:
             f"no layer {outside[0]}", key="layers", value=outside[0], rule=f"Layers are 0 to {last}"
         )
     if model.tied_embeddings and (0 in chosen) != (last in chosen):
-        raise SpecError(
-            "embedding and head are one matrix",
-            key="layers",
-            value=sorted(chosen)[0],
-            rule="Tied weights are frozen together",
-            fix=f"Give both 0 and {last}, or neither",
-        )
+        what = "embedding and head are one matrix"
+        rule = "Tied weights are frozen together"
+        fix = f"Give both 0 and {last}, or neither"
+        raise SpecError(what, key="layers", value=sorted(chosen)[0], rule=rule, fix=fix)
     blocks = tuple(
         replace(block, frozen=True) if i in chosen else block for i, block in enumerate(model.blocks, start=1)
     )

@@ -200,14 +200,10 @@ def load_scenario(path: str | Path) -> Scenario:
     names = [one.name for one in found.budget]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise SpecError(
-                f"two budgets are named {name!r}",
-                file=file,
-                key=f"budget[{index}].name",
-                value=name,
-                rule="Names of budgets differ",
-                fix="Rename one",
-            )
+            what = f"two budgets are named {name!r}"
+            rule = "Names of budgets differ"
+            fix = "Rename one"
+            raise SpecError(what, file=file, key=f"budget[{index}].name", value=name, rule=rule, fix=fix)
     return found
 
 
@@ -236,25 +232,17 @@ def _check_process(process: Process, file: str, key: str) -> None:
 
 def _check_budget(budget: BudgetTable, file: str, key: str) -> None:
     if (budget.kind == "duty") != (budget.rank is not None):
-        raise SpecError(
-            "a budget of duty is of one rank, and only that is",
-            file=file,
-            key=f"{key}.rank",
-            value=budget.rank,
-            rule="kind = 'duty' goes with rank",
-            fix="Give both or neither",
-        )
+        what = "a budget of duty is of one rank, and only that is"
+        rule = "kind = 'duty' goes with rank"
+        fix = "Give both or neither"
+        raise SpecError(what, file=file, key=f"{key}.rank", value=budget.rank, rule=rule, fix=fix)
     stated = budget.limit is not None
     related = budget.of is not None and budget.share is not None
     if stated == related:
-        raise SpecError(
-            "a budget needs a limit",
-            file=file,
-            key=f"{key}.limit",
-            value=budget.limit,
-            rule="Either limit, or of (a policy) and share",
-            fix="Give one of them",
-        )
+        what = "a budget needs a limit"
+        rule = "Either limit, or of (a policy) and share"
+        fix = "Give one of them"
+        raise SpecError(what, file=file, key=f"{key}.limit", value=budget.limit, rule=rule, fix=fix)
 
 
 _PERIODS = {"step": "step", "s": "second", "h": "hour"}
@@ -268,26 +256,20 @@ def budget_table(text: str) -> BudgetTable:
     quantity, _, period = name.rpartition("_per_")
     duty = kind == "duty" and rank.isdecimal() and len(rank) < 7
     if not duty and (quantity not in _KINDS or period not in _PERIODS):
-        raise SpecError(
-            f"unknown budget {name!r}",
-            key="--budget",
-            value=text,
-            fix="Write it like usd_per_h=3.5",
-            rule=f"Budgets are QUANTITY_per_PERIOD, of {', '.join(_KINDS)} and {', '.join(_PERIODS)}, and "
-            "duty:RANK, the part of the time that a rank may be busy",
+        rule = (
+            f"Budgets are QUANTITY_per_PERIOD, of {', '.join(_KINDS)} and {', '.join(_PERIODS)}, and "
+            "duty:RANK, the part of the time that a rank may be busy"
         )
+        fix = "Write it like usd_per_h=3.5"
+        raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, fix=fix, rule=rule)
     try:
         limit = float(value)
     except ValueError:
         limit = 0.0
     if not 1e-12 <= limit <= (1.0 if duty else 1e15):
-        raise SpecError(
-            f"{value!r} is no limit",
-            key="--budget",
-            value=text,
-            fix=f"Write it like {name}=0.5",
-            rule="A number above 0" + (", at most 1" if duty else ""),
-        )
+        rule = "A number above 0" + (", at most 1" if duty else "")
+        fix = f"Write it like {name}=0.5"
+        raise SpecError(f"{value!r} is no limit", key="--budget", value=text, fix=fix, rule=rule)
     if duty:
         return BudgetTable(name=name, kind="duty", rank=int(rank), limit=limit, per="second")
     return BudgetTable(name=name, kind=_KINDS[quantity], limit=limit, per=_PERIODS[period])  # type: ignore[arg-type]
@@ -308,10 +290,6 @@ def ranks_of(text: str, num_devices: int) -> tuple[int, ...]:
         first, _, last = part.strip().partition("-")
         found += range(int(first), int(last or first) + 1)
     if max(found, default=0) >= num_devices or len(set(found)) < len(found) or not found:
-        raise SpecError(
-            f"ranks {text!r} are not on the cluster",
-            key="ranks",
-            value=text,
-            rule=f"Ranks are 0 to {num_devices - 1}, each once",
-        )
+        rule = f"Ranks are 0 to {num_devices - 1}, each once"
+        raise SpecError(f"ranks {text!r} are not on the cluster", key="ranks", value=text, rule=rule)
     return tuple(found)

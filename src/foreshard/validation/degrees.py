@@ -80,12 +80,8 @@ def degrees(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
     out["ep"] = row.whole("ep") or 1
     inner = out["tp"] * out["pp"] * out["cp"]
     if inner > gpus:
-        raise SpecError(
-            f"tp {out['tp']} x pp {out['pp']} x cp {out['cp']} is more than {gpus} devices",
-            key="tp",
-            value=inner,
-            rule="The degrees divide the devices",
-        )
+        what = f"tp {out['tp']} x pp {out['pp']} x cp {out['cp']} is more than {gpus} devices"
+        raise SpecError(what, key="tp", value=inner, rule="The degrees divide the devices")
     if out["dp"] * inner != gpus:
         row.note(f"dp {out['dp']} x {inner} is not {gpus} devices: dp {gpus // inner}")
         out["dp"] = gpus // inner
@@ -143,11 +139,8 @@ def _likely(
                 return finest
     if finest is not None:
         return finest
-    raise SpecError(
-        "parallel degrees are not stated",
-        key="tp" if tp is None else "pp",
-        rule=f"No plain cut of {size.model.name} makes {gpus} of {size.device.name}",
-    )
+    rule = f"No plain cut of {size.model.name} makes {gpus} of {size.device.name}"
+    raise SpecError("parallel degrees are not stated", key="tp" if tp is None else "pp", rule=rule)
 
 
 def _powers(most: int) -> list[int]:

@@ -77,11 +77,8 @@ def _sailor_parts(raw: Mapping[str, str], model: Model) -> tuple[Cluster, tuple[
         parts.append((f"{int(count) // per_node}x{per_node}x{device.name}", None))
     dp, tp, layers = (json.loads(raw[key])[0] for key in ("dp_per_stage", "tp_per_stage", "layers_per_stage"))
     if sum(layers) != model.num_layers + 2:
-        raise SpecError(
-            f"{sum(layers)} layers are cut, the model has {model.num_layers} and two ends",
-            key="layers_per_stage",
-            value=raw["layers_per_stage"],
-        )
+        what = f"{sum(layers)} layers are cut, the model has {model.num_layers} and two ends"
+        raise SpecError(what, key="layers_per_stage", value=raw["layers_per_stage"])
     starts = [sum(layers[:i]) for i in range(len(layers) + 1)]
     spans = list(pairwise(starts))
     degrees = [max(replicas) for replicas in tp]

@@ -26,13 +26,8 @@ def whole_cell(row: Mapping[str, str], column: str) -> int | None:
     except ValueError:
         value = 0.0
     if not 1 <= value < 1e9 or value != int(value):
-        raise SpecError(
-            f"{cell[:40]!r} is no dimension",
-            file=row.get("id"),
-            key=column,
-            value=cell[:40],
-            rule="Whole, positive",
-        )
+        what = f"{cell[:40]!r} is no dimension"
+        raise SpecError(what, file=row.get("id"), key=column, value=cell[:40], rule="Whole, positive")
     return int(value)
 
 
@@ -76,13 +71,9 @@ def model_of_columns(row: Mapping[str, str], stated: str, seq_len: int, known: M
     """
     stated_sizes: Sizes = {column: whole_cell(row, column) for column in DIMENSIONS}
     if known is not None and any(block.scan_state for block in known.blocks):
-        raise SpecError(
-            f"{stated!r} is a hybrid with other dimensions in the catalog",
-            file=row.get("id"),
-            key="model",
-            value=stated,
-            rule="Dimensions alone do not make a hybrid",
-        )
+        what = f"{stated!r} is a hybrid with other dimensions in the catalog"
+        rule = "Dimensions alone do not make a hybrid"
+        raise SpecError(what, file=row.get("id"), key="model", value=stated, rule=rule)
     gated = {"true": True, "false": False}.get(row.get("gated_mlp", "").strip().lower())
     sizes, notes = _filled(stated_sizes, row, stated, gated, known)
     if gated is None and notes and known is not None:
@@ -149,13 +140,8 @@ def _usual(
     count = _named_size(stated)
     hidden, layers = sizes["hidden"], sizes["n_layers"]
     if not (hidden and layers) and (count is None or whole_cell(row, "n_experts")):
-        raise SpecError(
-            f"{stated!r} is not in the catalog with these dimensions and the row leaves some blank",
-            file=row.get("id"),
-            key=blank[0],
-            value="",
-            rule=f"Blank: {', '.join(blank)}",
-        )
+        what = f"{stated!r} is not in the catalog with these dimensions and the row leaves some blank"
+        raise SpecError(what, file=row.get("id"), key=blank[0], value="", rule=f"Blank: {', '.join(blank)}")
     if not hidden:
         layers = layers or max(2, round(((count or 0.0) / (12 * 128**2)) ** (1 / 3)))
         width = ((count or 0.0) / (12 * layers)) ** 0.5

@@ -56,12 +56,9 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
             lines = [line for line in csv.reader(stream, strict=True) if line]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise SpecError(
-            f"cannot read the table: {why}",
-            file=str(path),
-            rule="A table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names",
-            fix="Give a readable one",
-        ) from None
+        what = f"cannot read the table: {why}"
+        rule = "A table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names"
+        raise SpecError(what, file=str(path), rule=rule, fix="Give a readable one") from None
     if len(lines) < 2:
         raise SpecError(
             "the table is empty", file=str(path), rule="A table has a header and at least one row"
@@ -84,18 +81,12 @@ def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, 
             return table["kind"], table["layout"]
     for table in known["not_measurements"]:
         if have.issuperset(table["columns"]):
-            raise SpecError(
-                f"the table holds {table['holds']}, not measured times",
-                file=file,
-                rule="Validation needs measured steps, kernels or collectives",
-            )
+            rule = "Validation needs measured steps, kernels or collectives"
+            raise SpecError(f"the table holds {table['holds']}, not measured times", file=file, rule=rule)
     shown = ", ".join(sorted(have)[:8])
-    raise SpecError(
-        f"no known table has the columns {shown[:120]}",
-        file=file,
-        rule="A table is known by its columns",
-        fix="See docs/accuracy.md for the tables foreshard reads",
-    )
+    what = f"no known table has the columns {shown[:120]}"
+    fix = "See docs/accuracy.md for the tables foreshard reads"
+    raise SpecError(what, file=file, rule="A table is known by its columns", fix=fix)
 
 
 def _distinct(ids: list[str]) -> tuple[str, ...]:
@@ -136,13 +127,10 @@ def read_table(path: str | Path) -> MeasuredTable:
     kind, layout = layout_of(header, file=str(path))
     for number, line in enumerate(lines, start=1):
         if len(line) != len(header):
-            raise SpecError(
-                f"row {number} has {len(line)} cells, the header {len(header)}",
-                file=str(path),
-                key=f"row {number}",
-                rule="Every row has one cell per column",
-                fix="Check for a truncated file",
-            )
+            what = f"row {number} has {len(line)} cells, the header {len(header)}"
+            rule = "Every row has one cell per column"
+            fix = "Check for a truncated file"
+            raise SpecError(what, file=str(path), key=f"row {number}", rule=rule, fix=fix)
     rows = [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines]
     ids, families = _identity(header, rows, _stem(str(path)))
     return MeasuredTable(

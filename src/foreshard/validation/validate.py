@@ -157,12 +157,8 @@ def check_mape(report: dict[str, Any], limit: float) -> None:
     """Raise when the mean error over all rows, skipped ones as 1.0, is above the limit."""
     found = report["summary"]["overall"]["mape_all"]
     if found is not None and not found <= limit:
-        raise AccuracyError(
-            f"mean error {found:.3f} over all rows is above {limit:g}",
-            key="--max-mape",
-            value=limit,
-            rule="A skipped row counts 1.0",
-        )
+        what = f"mean error {found:.3f} over all rows is above {limit:g}"
+        raise AccuracyError(what, key="--max-mape", value=limit, rule="A skipped row counts 1.0")
 
 
 __all__ = ["Predicted", "Predictor", "check_mape", "table_outcomes", "validate"]

@@ -106,11 +106,8 @@ def _mapping(config: Any, name: str, file: str | None) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     found = "null" if config is None else f"a {type(config).__name__}"
-    raise SpecError(
-        f"{found} where an object was expected",
-        file=file or name,
-        rule="A config.json is one JSON object",
-    )
+    what = f"{found} where an object was expected"
+    raise SpecError(what, file=file or name, rule="A config.json is one JSON object")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -130,19 +127,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
             )
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(
-            f"byte {error.start} is not UTF-8",
-            file=str(path),
-            rule="A config.json is one JSON object",
-            fix=_HINT,
-        ) from None
+        what = f"byte {error.start} is not UTF-8"
+        raise SpecError(what, file=str(path), rule="A config.json is one JSON object", fix=_HINT) from None
     except (OSError, ValueError) as error:  # absent, unreadable, or a NUL in the name
-        raise SpecError(
-            f"cannot be read ({getattr(error, 'strerror', None) or error})",
-            file=str(path),
-            rule=rule,
-            fix="Check the path",
-        ) from None
+        what = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise SpecError(what, file=str(path), rule=rule, fix="Check the path") from None
     if not text.strip():
         raise SpecError("is empty", file=str(path), rule="A config.json is one JSON object", fix=_HINT)
     try:

@@ -57,21 +57,13 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
     _reject_unknown({**asked, **others}, _PLANS)
     _same_model(model, asked["costs"])
     if asked.get("objective", ("time",)) != ("time",):
-        raise SpecError(
-            "another objective than time",
-            key="--objective",
-            value=",".join(asked["objective"]),
-            rule=_RULE,
-            fix="Leave --objective out",
-        )
+        what = "another objective than time"
+        fix = "Leave --objective out"
+        raise SpecError(what, key="--objective", value=",".join(asked["objective"]), rule=_RULE, fix=fix)
     if isinstance(asked.get("precision"), tuple):
-        raise SpecError(
-            "several precisions",
-            key="--dtype",
-            value=",".join(asked["precision"]),
-            rule=_RULE,
-            fix="Give the one that was measured",
-        )
+        what = "several precisions"
+        fix = "Give the one that was measured"
+        raise SpecError(what, key="--dtype", value=",".join(asked["precision"]), rule=_RULE, fix=fix)
     chosen = {
         name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
     }
@@ -100,24 +92,14 @@ def _same_model(model: str, costs: str) -> None:
 
     measured = load_costs(costs).model
     if Path(model).name != measured:
-        raise SpecError(
-            f"{model} was not measured",
-            key="MODEL",
-            value=model,
-            file=costs,
-            rule=f"These costs are of {measured or 'a job without a file'}",
-            fix="Name that job, or profile this one",
-        )
+        rule = f"These costs are of {measured or 'a job without a file'}"
+        fix = "Name that job, or profile this one"
+        raise SpecError(f"{model} was not measured", key="MODEL", value=model, file=costs, rule=rule, fix=fix)
 
 
 def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, (), "none"):
             flag = f"--{name.replace('_', '-')}"
-            raise SpecError(
-                f"{flag} is not taken with measured costs",
-                key=flag,
-                value=str(value),
-                rule=_RULE,
-                fix="Leave it out",
-            )
+            what = f"{flag} is not taken with measured costs"
+            raise SpecError(what, key=flag, value=str(value), rule=_RULE, fix="Leave it out")

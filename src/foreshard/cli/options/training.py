@@ -15,12 +15,9 @@ from foreshard.errors import ExtraMissingError
 def needs_torch(verb: str, what: str) -> None:
     """Raise where torch is not installed, which `what` (Training, Profiling) needs."""
     if find_spec("torch") is None:
-        raise ExtraMissingError(
-            "torch is not installed",
-            key=verb,
-            rule=f"{what} needs the extra 'run'",
-            fix="pip install 'foreshard[run]'",
-        )
+        rule = f"{what} needs the extra 'run'"
+        fix = "pip install 'foreshard[run]'"
+        raise ExtraMissingError("torch is not installed", key=verb, rule=rule, fix=fix)
 
 
 @contextmanager
