@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreshard.advise.change import Effect, effects_of
-from foreshard.advise.request import Request
+from foreshard.advise.request import ASKED, Request
 from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from foreshard.spec.scenario import Scenario
 
 ESTIMATED = ("slurm", "skypilot")  # exports that state how long the run takes
-_ASKED = (
-    "lora",
-    "plan_file",
-    "engine",
-    "costs",
-    "fidelity",
-    "tokens",
-    "usd_per_device_hour",
-    "observed_step_s",
-)
-
 __all__ = [
     "advise",
     "calibrate",
@@ -85,8 +74,8 @@ def request(model: Model, cluster: Cluster, plan: Plan | None = None, **choices:
         Degrees and options (tp, pp, zero, micro_batch, tp_overlap, ...), lora, engine, costs, fidelity,
         tokens, usd_per_device_hour, observed_step_s; plan_file names the plan in errors.
     """
-    asked = {name: choices.pop(name) for name in _ASKED if choices.get(name) is not None}
-    stated = {name: value for name, value in choices.items() if value is not None and name not in _ASKED}
+    stated = {name: value for name, value in choices.items() if value is not None}
+    asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
     return Request(model=model, cluster=cluster, plan=plan, choices=stated, **asked)
 
 

@@ -26,14 +26,22 @@ def openings(value: ast.expr) -> Iterator[str]:
 
 
 def sentences(tree: ast.Module) -> Iterator[str]:
-    """Yield every rule and fix that is stated by name, and those of `spec.checks`."""
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call):
-            told = [word.value for word in call.keywords if word.arg in ("rule", "fix")]
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "error" and len(call.args) == 5:
-                told += call.args[3:]
-            for value in told:
-                yield from openings(value)
+    """Yield every rule and fix: given by name, or held in a name before it is given."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for word in node.keywords:
+                if word.arg in ("rule", "fix"):
+                    yield from openings(word.value)
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "error" and len(node.args) == 5:
+                for value in node.args[3:]:
+                    yield from openings(value)
+        elif isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            for target, value in pairs:
+                if isinstance(target, ast.Name) and target.id in ("rule", "fix"):
+                    yield from openings(value)
 
 
 def test_rules_and_fixes_begin_as_sentences_do():

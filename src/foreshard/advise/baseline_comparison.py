@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,14 +37,7 @@ class ComparedPlanner:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --compare-with --json`` prints for one planner."""
-        return {
-            "name": self.name,
-            "step_time_s": self.step_time_s,
-            "ratio": self.ratio,
-            "gap": self.gap,
-            "wall_s": self.wall_s,
-            "note": self.note,
-        }
+        return asdict(self)
 
 
 def compared(judged: Judged, ours_s: float | None) -> ComparedPlanner:

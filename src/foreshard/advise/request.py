@@ -36,6 +36,8 @@ OPTIONS = (
     "framework",
     *COMM_OPTIONS,
 )
+ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+"""What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
 _FLAGS = {"seq_len": "--seq", "precision": "--dtype"}
@@ -190,14 +192,7 @@ class Request:
         )
 
     def _asked(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "costs": self.costs,
-            "fidelity": self.fidelity,
-            "tokens": self.tokens,
-            "usd_per_device_hour": self.usd_per_device_hour,
-            "observed_step_s": self.observed_step_s,
-        }
+        return {name: getattr(self, name) for name in ASKED}
 
 
 def _with_adapters(model: Model, text: str) -> Model:
@@ -214,9 +209,8 @@ def _with_adapters(model: Model, text: str) -> Model:
     try:
         return lora(model, int(rank), tuple(dict.fromkeys(targets)))
     except SpecError as error:
-        raise SpecError(
-            error.what, key="--lora", value=text[:80], rule=error.rule, fix=error.fix or "Leave out --lora"
-        ) from None
+        error.key, error.value, error.fix = "--lora", text[:80], error.fix or "Leave out --lora"
+        raise
 
 
 def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -112,8 +112,8 @@ def named_device(name: str, file: str, key: str, own: Mapping[str, Device] = Map
     try:
         return resolve_device(name)
     except SpecError as error:
-        fix = did_you_mean(name, own, otherwise=error.fix)
-        raise SpecError(error.what, file=file, key=key, value=error.value, rule=error.rule, fix=fix) from None
+        error.file, error.key, error.fix = file, key, did_you_mean(name, own, otherwise=error.fix)
+        raise
 
 
 def links_of(table: ClusterFile, file: str) -> tuple[Link, ...]:
@@ -157,57 +157,37 @@ def _is_known(name: str) -> bool:
     return True
 
 
-# DeviceTable key -> Device field, and the value when there is no base (absent: required).
+# DeviceTable keys whose Device field has another name.
 _FIELD_OF = {
-    "vendor": "vendor",
-    "arch": "arch",
-    "form": "form",
-    "year": "year",
     "peak": "peak_flops_per_s",
     "memory": "memory_bytes",
     "memory_bandwidth": "memory_bytes_per_s",
-    "num_sms": "num_sms",
     "clock": "clock_hz",
     "l2": "l2_bytes",
-    "link": "link",
     "link_bandwidth": "link_bytes_per_s",
     "pcie": "pcie_bytes_per_s",
     "tdp": "tdp_w",
-    "source": "source",
-    "notes": "notes",
 }
-_WITHOUT_BASE: dict[str, Any] = {
-    "vendor": "unknown",
-    "arch": "unknown",
-    "form": "custom",
-    "year": 0,
-    "num_sms": 0,
-    "clock": 0.0,
-    "l2": 0.0,
-    "link": "",
-    "link_bandwidth": 0.0,
-    "pcie": 0.0,
-    "tdp": 0.0,
-    "notes": "",
-}
+_WITHOUT_BASE: dict[str, Any] = (
+    dict.fromkeys(("vendor", "arch"), "unknown")
+    | dict.fromkeys(("year", "num_sms"), 0)
+    | dict.fromkeys(("clock_hz", "l2_bytes", "link_bytes_per_s", "pcie_bytes_per_s", "tdp_w"), 0.0)
+    | {"form": "custom", "link": ""}
+)
 
 
 def _own_device(table: DeviceTable, file: str, key: str) -> Device:
-    given: dict[str, Any] = {
-        name: getattr(table, name) for name in _FIELD_OF if getattr(table, name) is not None
-    }
-    given["source"] = table.source or f"{file}, {key}"
+    names = (field.name for field in fields(DeviceTable) if field.name != "base")
+    stated = {_FIELD_OF.get(name, name): getattr(table, name) for name in names}
+    given: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
+    given |= {"source": table.source or f"{file}, {key}", "verified": True}
+    given["capacity_bytes"] = given.pop("capacity", table.memory)
     if table.base is not None:
         base = named_device(table.base, file, f"{key}.base")
-        capacity = table.capacity or (table.memory or base.capacity_bytes)
-        changes = {_FIELD_OF[name]: value for name, value in given.items()}
-        return replace(base, name=table.name, capacity_bytes=capacity, verified=True, **changes)
-    values: dict[str, Any] = _WITHOUT_BASE | given
+        return replace(base, **given | {"capacity_bytes": given["capacity_bytes"] or base.capacity_bytes})
     for name in ("peak", "memory", "memory_bandwidth"):
-        if name not in values:
+        if getattr(table, name) is None:
             rule = "A device without a base states peak, memory and memory_bandwidth"
             fix = "Add it, or name a base"
             raise SpecError(f"'{name}' is missing", file=file, key=f"{key}.{name}", rule=rule, fix=fix)
-    fields = {_FIELD_OF[name]: value for name, value in values.items()}
-    capacity = table.capacity or fields["memory_bytes"]
-    return Device(name=table.name, capacity_bytes=capacity, verified=True, **fields)
+    return Device(**_WITHOUT_BASE | given)

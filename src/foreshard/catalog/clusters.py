@@ -84,9 +84,8 @@ def _shorthand_rate(text: str, rate: str) -> float:
     try:
         nic = units.parse(rate, "bytes_per_s")
     except SpecError as error:
-        raise SpecError(
-            error.what, key="cluster", value=error.value, rule=error.rule, fix=error.fix
-        ) from None
+        error.key = "cluster"
+        raise
     if not 1.0 <= nic <= 1e15:
         raise _bad_shorthand(text, f"the NIC rate '{rate.strip()}' is out of range")
     return nic

@@ -77,19 +77,9 @@ def catalog_version() -> str:
     return sha256("".join(map(shipped_text, names)).encode()).hexdigest()[:12]
 
 
-UNRESOLVABLE: Mapping[str, str]  # read on first use, see __getattr__
-
-
 def _aliases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = shipped("device_aliases.toml")
     return found
-
-
-def __getattr__(name: str) -> Any:
-    """Read UNRESOLVABLE, {name in the measured tables: why it names no device}, when first asked for."""
-    if name == "UNRESOLVABLE":
-        return MappingProxyType(_aliases()["unresolvable"])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def normalise(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from foreshard.catalog.shipped import shipped_text
+from foreshard.catalog.shipped import inherited, shipped_text
 from foreshard.errors import SpecError, unknown
 from foreshard.spec.framework import Framework
 
@@ -20,13 +20,6 @@ CHOICES = {
     "dispatcher": ("allgather", "alltoall", "deepep", "hybridep"),
     "cross_entropy": ("unfused", "native", "te", "eager", "chunked"),
 }
-
-
-def _inherited(entry: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the entry over the keys of its base; the source is never inherited."""
-    base = known[entry["base"]] if "base" in entry else {}
-    kept = {key: value for key, value in base.items() if key not in ("name", "release", "source")}
-    return {**kept, **{key: value for key, value in entry.items() if key != "base"}}
 
 
 # Names people use for what the catalog holds by framework.
@@ -72,7 +65,7 @@ def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Frame
             raise SpecError(
                 f"unknown base {entry['base']!r}", file=file, key=label, rule="A base comes before"
             )
-        full = _inherited(entry, known)
+        full = inherited(label, known | {label: entry}, "name", "release", "source")
         for key, choices in CHOICES.items():
             if key in full and full[key] not in choices:
                 rule = f"One of {', '.join(choices)}"

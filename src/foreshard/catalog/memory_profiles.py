@@ -6,11 +6,11 @@ The dtypes of gradients, master weights and moments are capabilities of the fram
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from foreshard.catalog.shipped import shipped
+from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import unknown
 
 
@@ -91,9 +91,4 @@ def memory_profile(name: str) -> MemoryProfile:
     table: dict[str, dict[str, Any]] = shipped("memory_profiles.toml")
     if name not in table:
         raise unknown("memory profile", name, table, key="memory", rule="Profiles are")
-    entry = dict(table[name])
-    parent = entry.pop("parent", None)
-    if parent is not None:
-        base = memory_profile(parent)
-        entry = {f.name: getattr(base, f.name) for f in fields(base)} | entry
-    return MemoryProfile(**(entry | {"name": name}))
+    return MemoryProfile(name=name, **inherited(name, table))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from foreshard.catalog.shipped import shipped
+from foreshard.catalog.shipped import inherited, shipped
 from foreshard.spec.framework import Framework
 
 
@@ -58,9 +57,6 @@ def offers_of(framework: Framework) -> Offers:
 
 @cache
 def _offers(label: str) -> Offers:
-    entry = dict(shipped("offers.toml")[label])
-    base = entry.pop("base", None)
-    stated: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-    }
-    return replace(_offers(base), **stated) if base else Offers(**stated)
+    entry = inherited(label, shipped("offers.toml"))
+    entry |= {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+    return Offers(**entry)

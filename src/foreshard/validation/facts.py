@@ -31,6 +31,10 @@ _FULL = re.compile(
 )
 
 
+_MOST = 2**31
+"""Above every size, count and batch of a published run."""
+
+
 def number(raw: Mapping[str, str], key: str) -> float | None:
     """Return a cell as a float, None when blank.
 
@@ -39,7 +43,7 @@ def number(raw: Mapping[str, str], key: str) -> float | None:
     SpecError
         When the cell is not a finite number.
     """
-    text = raw.get(key, "")
+    text = (raw.get(key) or "").strip()
     if not text:
         return None
     try:
@@ -52,14 +56,13 @@ def number(raw: Mapping[str, str], key: str) -> float | None:
 
 
 def integer(raw: Mapping[str, str], key: str) -> int | None:
-    """Return a cell as a whole number >= 1, None when blank."""
+    """Return a cell as a whole number from 1 to `_MOST`, None when blank."""
     value = number(raw, key)
     if value is None:
         return None
-    if value != int(value) or value < 1:
-        raise SpecError(
-            f"{raw[key]!r} is not valid", key=key, value=raw[key], rule="A whole number >= 1 or blank"
-        )
+    if value != int(value) or not 1 <= value <= _MOST:
+        what, rule = f"{raw[key][:40]!r} is not valid", "A whole number from 1 or blank"
+        raise SpecError(what, key=key, value=raw[key][:40], rule=rule)
     return int(value)
 
 

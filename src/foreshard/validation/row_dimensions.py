@@ -8,27 +8,13 @@ from collections.abc import Mapping
 from foreshard.catalog.model_dims import DEFAULT_SEQ_LEN, model_from_dims
 from foreshard.errors import SpecError
 from foreshard.spec.model import Block, Model
+from foreshard.validation.facts import integer
 
 DIMENSIONS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab")
 ROW_SOURCE = "dimensions in the row"
 _USUAL_VOCAB = 51200  # GPT-2's 50,257 words as Megatron pads them for eight ranks
 
 Sizes = dict[str, int | None]
-
-
-def whole_cell(row: Mapping[str, str], column: str) -> int | None:
-    """Return a whole number, or None where the cell is blank."""
-    cell = (row.get(column) or "").strip()
-    if not cell:
-        return None
-    try:
-        value = float(cell)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 1e9 or value != int(value):
-        what = f"{cell[:40]!r} is no dimension"
-        raise SpecError(what, file=row.get("id"), key=column, value=cell[:40], rule="Whole, positive")
-    return int(value)
 
 
 def dimensions_of(model: Model) -> Sizes:
@@ -69,7 +55,7 @@ def model_of_columns(row: Mapping[str, str], stated: str, seq_len: int, known: M
     SpecError
         For a hybrid, and where too much is blank.
     """
-    stated_sizes: Sizes = {column: whole_cell(row, column) for column in DIMENSIONS}
+    stated_sizes: Sizes = {column: integer(row, column) for column in DIMENSIONS}
     if known is not None and any(block.scan_state for block in known.blocks):
         what = f"{stated!r} is a hybrid with other dimensions in the catalog"
         rule = "Dimensions alone do not make a hybrid"
@@ -82,8 +68,8 @@ def model_of_columns(row: Mapping[str, str], stated: str, seq_len: int, known: M
         gated = int(sizes["ffn_hidden"] or 0) != 4 * int(sizes["hidden"] or 0)
         notes = (*notes, f"kind of MLP not stated: {'gated' if gated else 'plain'}, after its width")
     n_layers, hidden, ffn, n_heads, n_kv_heads, vocab = (int(sizes[column] or 0) for column in DIMENSIONS)
-    experts = whole_cell(row, "n_experts") or (known.blocks[-1].num_experts if known is not None else 0)
-    top_k = whole_cell(row, "topk") or (known.blocks[-1].top_k if known is not None else min(experts, 2))
+    experts = integer(row, "n_experts") or (known.blocks[-1].num_experts if known is not None else 0)
+    top_k = integer(row, "topk") or (known.blocks[-1].top_k if known is not None else min(experts, 2))
     return model_from_dims(
         stated,
         n_layers,
@@ -139,7 +125,7 @@ def _usual(
     blank = [column for column, value in sizes.items() if value is None]
     count = _named_size(stated)
     hidden, layers = sizes["hidden"], sizes["n_layers"]
-    if not (hidden and layers) and (count is None or whole_cell(row, "n_experts")):
+    if not (hidden and layers) and (count is None or integer(row, "n_experts")):
         what = f"{stated!r} is not in the catalog with these dimensions and the row leaves some blank"
         raise SpecError(what, file=row.get("id"), key=blank[0], value="", rule=f"Blank: {', '.join(blank)}")
     if not hidden:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from foreshard.catalog.models import find_model
 from foreshard.spec.model import Model, lora
-from foreshard.validation.row_dimensions import dimensions_of, last_of_each, model_of_columns, whole_cell
+from foreshard.validation.facts import integer
+from foreshard.validation.row_dimensions import dimensions_of, last_of_each, model_of_columns
 
 LORA_RANK = 16  # MLPerf llama2_70b_lora reference and Megatron-Bridge llama3_70b_peft_config
 LORA_TARGETS = ("q", "k", "v", "o")  # MLPerf reference
@@ -36,9 +37,9 @@ def resolve_row_model(row: Mapping[str, str]) -> Model:
     stated = row.get("model", "").strip()
     known = find_model(stated) or find_model(_plain_name(stated)) or _spelled(stated)
     notes = f"{row.get('notes', '')} {row.get('in_other', '')}"
-    seq_len = whole_cell(row, "seq_len") or 0
+    seq_len = integer(row, "seq_len") or 0
     if known is not None and _agrees(known, row):
-        model = _sliced(known, whole_cell(row, "n_layers") or known.num_layers, notes)
+        model = _sliced(known, integer(row, "n_layers") or known.num_layers, notes)
         model = _with_positions(model, seq_len or model.max_seq_len)
     else:
         model = model_of_columns(row, stated, seq_len, known)
@@ -83,8 +84,8 @@ def _agrees(model: Model, row: Mapping[str, str]) -> bool:
     _, inner = last_of_each(model)
     wanted = dimensions_of(model) | {"n_experts": inner.num_experts or None, "topk": inner.top_k or None}
     wanted.pop("n_layers")
-    same = all((stated := whole_cell(row, column)) is None or stated == wanted[column] for column in wanted)
-    return same and (whole_cell(row, "n_layers") or 1) <= model.num_layers
+    same = all((stated := integer(row, column)) is None or stated == wanted[column] for column in wanted)
+    return same and (integer(row, "n_layers") or 1) <= model.num_layers
 
 
 def _sliced(model: Model, num_layers: int, notes: str) -> Model:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.catalog.devices import UNRESOLVABLE, device_assumption, devices, normalise, resolve_device
+from foreshard.catalog.devices import device_assumption, devices, normalise, resolve_device
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import PRECISIONS
 
@@ -144,7 +145,7 @@ def test_every_alias_names_a_device():
 
 
 def test_every_unresolvable_name_is_an_error():
-    for name in UNRESOLVABLE:
+    for name in shipped("device_aliases.toml")["unresolvable"]:
         with pytest.raises(SpecError):
             resolve_device(name)
 
@@ -210,7 +211,7 @@ def test_every_name_in_the_measured_tables_resolves_or_is_listed():
             columns = ("gpu_model",) if path.name == "cnn_nvidia_dle.csv" else DEVICE_COLUMNS
             found.update((row[column], path.name) for column in columns if row.get(column))
         for name, table in found.items():
-            if name in UNRESOLVABLE:
+            if name in shipped("device_aliases.toml")["unresolvable"]:
                 continue
             try:
                 resolve_device(name)

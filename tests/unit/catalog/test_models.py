@@ -189,7 +189,7 @@ def test_long_sequences_extend_learned_positions():
 def test_row_without_dimensions_says_which_are_blank():
     with pytest.raises(SpecError, match="Blank: hidden"):
         resolve_row_model(row("something new", 12))
-    with pytest.raises(SpecError, match="Whole, positive"):
+    with pytest.raises(SpecError, match="A whole number"):
         resolve_row_model(row("something new", -12))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from foreshard.catalog.hf import decoders, encoders, gpt, moe, open_decoders
 from foreshard.catalog.hf.reader import Reader
 from foreshard.errors import SpecError, did_you_mean
+from foreshard.spec.codec import read_text
 from foreshard.spec.model import Model
 
 FAMILIES: dict[str, Callable[[Reader], Model]] = {
@@ -112,32 +114,18 @@ def _mapping(config: Any, name: str, file: str | None) -> Mapping[str, Any]:
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return the parsed ``config.json`` at `path`."""
-    path = Path(path)
-    rule = "A model is a catalog name, a config.json or module.py:factory"
+    path, rule = Path(path), "A config.json is one JSON object"
+    if os.path.isdir(path):
+        raise SpecError("is a directory", file=str(path), rule=rule, fix="Name the config.json in it")
     try:
-        if path.is_dir():
-            raise SpecError("is a directory", file=str(path), rule=rule, fix="Name the config.json in it")
-        size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise SpecError(
-                f"{size} bytes",
-                file=str(path),
-                value=size,
-                rule=f"A config.json has at most {MAX_CONFIG_BYTES}",
-            )
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        what = f"byte {error.start} is not UTF-8"
-        raise SpecError(what, file=str(path), rule="A config.json is one JSON object", fix=_HINT) from None
-    except (OSError, ValueError) as error:  # absent, unreadable, or a NUL in the name
-        what = f"cannot be read ({getattr(error, 'strerror', None) or error})"
-        raise SpecError(what, file=str(path), rule=rule, fix="Check the path") from None
+        text = read_text(path, max_bytes=MAX_CONFIG_BYTES)
+    except SpecError as error:
+        error.rule = f"A model is a catalog name, a config.json or module.py:factory. {error.rule}"
+        raise
     if not text.strip():
-        raise SpecError("is empty", file=str(path), rule="A config.json is one JSON object", fix=_HINT)
+        raise SpecError("is empty", file=str(path), rule=rule, fix=_HINT)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SpecError(
-            f"is not JSON ({error})", file=str(path), rule="A config.json is one JSON object", fix=_HINT
-        ) from None
+        raise SpecError(f"is not JSON ({error})", file=str(path), rule=rule, fix=_HINT) from None
     return dict(_mapping(config, path.name, str(path)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from foreshard.advise.request import DEGREES, OPTIONS, Request
+from foreshard.advise.request import ASKED, DEGREES, OPTIONS, Request
 from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
@@ -112,13 +112,10 @@ def to_request(values: Mapping[str, Any]) -> Request:
     """
     from foreshard import api
 
-    stated = {name: values[name] for name in (*DEGREES, *OPTIONS) if values.get(name) is not None}
-    asked = ("lora", "engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
     return api.request(
         api.load_model(values["model"]),
         api.load_cluster(values["cluster"]),
         api.load_plan(values["plan"]) if values.get("plan") else None,
         plan_file=values.get("plan"),
-        **stated,
-        **{name: values.get(name) for name in asked},
+        **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, "lora")},
     )
