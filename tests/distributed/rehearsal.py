@@ -47,6 +47,7 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     resume: bool = False,
     after: Callable[[Trainer], Any] = lambda trainer: None,
+    membership: type[FixedMembership] = FixedMembership,
     **more: Any,
 ) -> dict[int, Any]:
     """Train `steps` steps on threads; `changes` are plans proposed before the given steps.
@@ -60,9 +61,9 @@ def rehearse(
 
     def body(rank: int) -> None:
         try:
-            membership = FixedMembership(store, rank, plan, ranks, timeout_s=30, resume=resume)
+            found_by = membership(store, rank, plan, ranks, timeout_s=30, resume=resume)
             trainer = Trainer(
-                job, membership=membership, **{k: v() if callable(v) else v for k, v in more.items()}
+                job, membership=found_by, **{k: v() if callable(v) else v for k, v in more.items()}
             )
             losses = []
             for step in range(steps):

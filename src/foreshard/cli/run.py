@@ -65,6 +65,13 @@ SEED = Count(-(2**63), 2**63 - 1)
 @click.option(
     "--max-starts", type=Count(), default=4, show_default=True, help="Times a rank that dies is started."
 )
+@click.option(
+    "--device",
+    type=Word("auto", "cpu", "cuda"),
+    default="auto",
+    show_default=True,
+    help="Where ranks compute; auto takes GPUs if there are any.",
+)
 @click.option("--threads", type=Count(), default=1, show_default=True, help="Threads of torch in a rank.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @click.option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from foreshard.lab.fault_schedule import await_turn, come_and_go
 from foreshard.lab.lab import load_lab
@@ -22,7 +21,7 @@ class LabHardware(Hardware):
         self.clock = self._lab.make_clock(self._step)
         self.cluster = self._lab.cluster()
 
-    def memory_bytes(self, device: Any) -> float | None:
+    def memory_bytes(self) -> float | None:
         """Return the memory that the lab states for the rank."""
         stated = self._lab.memory_bytes
         return stated[self._rank] if self._rank < len(stated) else None

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from foreshard.runtime.engine.clock import Clock
+from foreshard.errors import SpecError
+from foreshard.runtime.engine.clock import Clock, CudaClock
 from foreshard.runtime.membership.member import Membership
 from foreshard.spec.cluster import Cluster
 
@@ -25,18 +26,52 @@ class Hardware:
     clock : Clock
     cluster : Cluster or None
         That is emulated; None where the options of the run name it.
+    device : torch.device
+        That the rank computes on.
+    owns_device : bool
+        Whether it is an accelerator that no other rank uses: NCCL connects no others.
     """
 
     cluster: Cluster | None = None
+    device = torch.device("cpu")
+    owns_device = False
 
     def __init__(self) -> None:
         self.clock: Clock = Clock()
 
-    def memory_bytes(self, device: torch.device) -> float | None:
-        """Return the memory of a rank's device; None for the host's, which ranks share."""
-        if device.type != "cuda":
+    def use_device(self, kind: str, local_rank: int, local_ranks: int) -> None:
+        """Take the rank's device; ranks of a host that has fewer GPUs share them in turn.
+
+        Parameters
+        ----------
+        kind : {'auto', 'cpu', 'cuda'}
+        local_rank, local_ranks : int
+            Number of the rank on its host, and of all ranks there.
+
+        Raises
+        ------
+        SpecError
+            Where 'cuda' is asked for and there is no such device.
+        """
+        count = torch.cuda.device_count() if kind != "cpu" else 0
+        if kind == "cuda" and not count:
+            raise SpecError(
+                "no CUDA device",
+                key="--device",
+                value=kind,
+                rule="torch finds a CUDA device on every host",
+                fix="Install torch for CUDA, or use --device cpu",
+            )
+        if count:
+            self.device, self.owns_device = torch.device("cuda", local_rank % count), local_ranks <= count
+            torch.cuda.set_device(self.device)
+            self.clock = CudaClock()
+
+    def memory_bytes(self) -> float | None:
+        """Return the memory of the rank's device; None for one that ranks share, as they do the host's."""
+        if not self.owns_device:
             return None
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        return float(torch.cuda.get_device_properties(self.device).total_memory)
 
     def await_turn(self, metrics: Path, steps: int) -> None:
         """Wait until the rank may join the run: at once, unless it is emulated."""

@@ -43,6 +43,7 @@ def launch(
     secret_file: str | None = None,
     max_starts: int = 4,
     threads: int = 1,
+    device: str = "auto",
     tensorboard: bool = False,
     trace: str | None = None,
     progress: Watch | None = None,
@@ -98,6 +99,7 @@ def launch(
         detect_s=detect_s,
         interface=interface,
         threads=threads,
+        device=device if emulation is None else "cpu",
         tensorboard=tensorboard,
         trace=trace is not None,
         double=dtype == "fp64",
@@ -184,6 +186,7 @@ def _local(
         max_starts=max_starts,
         command=no_words if emulation is None else emulation.command,
         worker=WORKER if emulation is None else emulation.worker,
+        local_ranks=local,
     )
 
 
@@ -223,6 +226,8 @@ def _under_torchrun(
         own=own,
         takeover_s=max(2 * work.detect_s, 5.0),
         worker=WORKER if emulation is None else emulation.worker,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
 
 

@@ -34,6 +34,7 @@ class RunSettings:
     interface: str | None = None
     tensorboard: bool = False
     threads: int = 1
+    device: str = "auto"
     trace: bool = False
     policy: Mapping[str, Any] | None = None
     double: bool = False

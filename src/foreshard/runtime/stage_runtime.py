@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from foreshard.runtime.engine.exchange import Exchange
+from typing import Any
+
+from foreshard.runtime.engine.channels import channels_of
+from foreshard.runtime.engine.exchange import Channel, Exchange
 from foreshard.runtime.engine.executor import Executor, StepSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.job.data import Feed
@@ -101,13 +104,9 @@ class StageRuntime:
 
     def _make_executor(self, world: WorldGroup) -> Executor:
         context, state = self.context, self._state
-        carriers = (world.group, world.group)
-        if context.device.type != "cpu" and world.group is not None:
-            make_group = context.membership.group
-            carriers = (make_group(world.ranks, "forward"), make_group(world.ranks, "backward"))
         exchange = Exchange(
             world.group,
-            carriers,
+            self._make_channels(world.rank) if context.membership.owns_devices() else None,
             world.ranks,
             world.rank,
             context.clock,
@@ -130,6 +129,18 @@ class StageRuntime:
             tensor=state.ranks,
             windows=state.draws.windows,
         )
+
+    def _make_channels(self, rank: int) -> dict[Channel, Any]:
+        """Return the groups of this rank, asked for in one order by all ranks."""
+        make_group = self.context.membership.group
+        return {
+            (source, target, backward): make_group(
+                (min(source, target), max(source, target)),
+                f"{'backward' if backward else 'forward'}-{source}",
+            )
+            for source, target, backward in channels_of(self.layout)
+            if rank in (source, target)
+        }
 
     def _make_zero(self, rank: int, sharding: OptimizerSharding) -> ZeroExchange | None:
         layout, state = self.layout, self._state

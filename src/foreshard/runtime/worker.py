@@ -54,16 +54,16 @@ class RankWorker:
         self.work, self.rank, self.out = work, rank, Path(work.out)
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
-        self.hardware, self.clock = hardware, hardware.clock
+        hardware.use_device(
+            work.device, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
+        self.hardware, self.clock, self.device = hardware, hardware.clock, hardware.device
         job = load_job(work.job, seed=work.seed)
         self.job = job.in_double() if work.double else job
         hardware.await_turn(self.out / "metrics.jsonl", work.steps)
         self._stragglers, self._stragglers_of = StragglerDetector(), -1
         epoch_s = 0.0 if self.clock.virtual else wall_epoch_s()
         self.trace = TraceRecorder(rank, clock=self.clock.name, epoch_s=epoch_s) if work.trace else None
-        cuda = torch.cuda.is_available()
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         importlib.import_module("torch._dynamo")  # optimizers load it, for seconds: not while peers wait
         self.membership = Membership(
             store,
@@ -71,7 +71,7 @@ class RankWorker:
             secret,
             timeout_s=work.detect_s,
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
-            backend="nccl" if cuda else "gloo",
+            device=self.device if hardware.owns_device else None,
             resume=work.resume,
             locate=lambda: rendezvous_address(self.out),
         )
@@ -137,7 +137,7 @@ class RankWorker:
             on_event=self.metrics.event,
             on_action=self.trace.add if self.trace is not None else None,
             ledger=self.ledger,
-            memory_bytes=self.hardware.memory_bytes(self.device),
+            memory_bytes=self.hardware.memory_bytes(),
             before_step=self._before_step,
             on_step=self._report_step,
         )

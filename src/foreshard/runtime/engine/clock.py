@@ -11,6 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median_low
+from typing import Any
+
+import torch
 
 _WINDOW_S, _MAX_SAMPLES = 10.0, 512
 """Seconds, and actions of a kind at most, over which the median time of an action is taken.
@@ -35,6 +38,17 @@ class Clock:
         """Return seconds since an arbitrary moment."""
         return time.perf_counter()
 
+    def start_step(self) -> None:
+        """Note that a step begins: `seconds` of its marks is asked before the next one."""
+
+    def mark(self) -> Any:
+        """Return this moment, whose `seconds` are asked later."""
+        return self.now()
+
+    def seconds(self, mark: Any) -> float:
+        """Return a marked moment on the scale of `now`."""
+        return float(mark)
+
     def begin(self) -> None:
         """Start to count work of this rank."""
 
@@ -55,6 +69,33 @@ class Clock:
     def link_traffic(self) -> LinkTraffic:
         """Return the timed traffic of each link since the last call; a wall clock cannot time links."""
         return {}
+
+
+class CudaClock(Clock):
+    """The machine's clock, where work is timed on the stream of a CUDA device that does it later.
+
+    A mark is an event of the stream, so that marks between kernels cost the host nothing; `seconds` waits for
+    the device. Events count from the start of the step: their resolution falls with the time between them.
+    """
+
+    def __init__(self) -> None:
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Take the moment that the marks of a step count from."""
+        self._origin = self.mark()
+        self._origin_s = self.now()
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event on the present stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """Return when the stream came to the mark."""
+        mark.synchronize()
+        return self._origin_s + self._origin.elapsed_time(mark) / 1e3
 
 
 class VirtualClock(Clock):

@@ -7,7 +7,7 @@ announced once for each number of samples, or with every message where shapes ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ _FIELDS = 2 + _MAX_DIMS  # dtype, number of dimensions, sizes
 _HEADER = 2 + _MAX_TENSORS * _FIELDS
 _MAX_PENDING = 64  # sends that are kept before finished ones are dropped
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+Channel = tuple[int, int, bool]
+"""(source, target, whether it carries gradients backward)."""
 Span = tuple[int, int]
 """(first, past the last) sample of a micro-batch."""
 
@@ -51,10 +53,11 @@ class Exchange:
     Parameters
     ----------
     group : ProcessGroup
-        Of all ranks that train, place i being ``ranks[i]``; carries shapes.
-    carriers : (ProcessGroup, ProcessGroup)
-        Of the same ranks, for tensors of even and of odd routes: forwards and backwards must not wait for
-        each other where a group keeps one order for all it carries.
+        Of all ranks that train, place i being ``ranks[i]``; carries shapes, and what no channel carries.
+    channels : mapping of (source, target, whether backward) to ProcessGroup
+        Of two ranks in rising order, which carry tensors of the device. NCCL keeps the order of all that a
+        group carries, so messages of one direction have a group of their own: they are sent and received
+        in the order of the schedule. None where messages pass through host memory (gloo).
     ranks : sequence of int
     rank : int
         This rank.
@@ -66,14 +69,14 @@ class Exchange:
     def __init__(
         self,
         group: Any,
-        carriers: tuple[Any, Any],
+        channels: Mapping[Channel, Any] | None,
         ranks: Sequence[int],
         rank: int,
         clock: Clock,
         *,
         fixed_shapes: bool = True,
     ):
-        self._group, self._carriers, self._rank, self._clock = group, carriers, rank, clock
+        self._group, self._channels, self._rank, self._clock = group, channels, rank, clock
         self._place = {r: place for place, r in enumerate(ranks)}
         self._fixed = fixed_shapes and not clock.virtual
         self._sent_shapes: dict[tuple[int, int, int], Shapes] = {}
@@ -101,7 +104,7 @@ class Exchange:
             self._send_shapes(rows, peer.rank, hi - lo, route, tag)
             for number, row in enumerate(rows):
                 wire = row.view(torch.uint8) if row.dtype is torch.bool else row
-                self._isend(self._carriers[route % 2], wire, peer.rank, _message(tag, 1 + number))
+                self._isend_tensor(wire, peer.rank, route, _message(tag, 1 + number))
 
     def receive(
         self, mine: Span, peers: Sequence[Peer], *, route: int, tag: int, device: torch.device
@@ -121,13 +124,27 @@ class Exchange:
             work.wait()
         self._pending.clear()
 
-    def _isend(self, group: Any, tensor: Tensor, target: int, tag: int) -> None:
-        self._pending.append((group.send([tensor], self._place[target], tag), tensor))
+    def _isend_tensor(self, tensor: Tensor, target: int, route: int, tag: int) -> None:
+        if self._channels is None:
+            self._isend(self._group, tensor.cpu(), self._place[target], tag)
+        else:
+            channel = self._channels[self._rank, target, bool(route % 2)]
+            self._isend(channel, tensor, int(target > self._rank), tag)
+
+    def _receive_tensor(self, tensor: Tensor, source: int, route: int, tag: int) -> Tensor:
+        """Return a tensor like the given one that a rank has sent."""
+        if self._channels is None:
+            wire = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+            self._group.recv([wire], self._place[source], tag).wait()
+            return wire.to(tensor.device)
+        channel = self._channels[source, self._rank, bool(route % 2)]
+        channel.recv([tensor], int(source > self._rank), tag).wait()
+        return tensor
+
+    def _isend(self, group: Any, tensor: Tensor, place: int, tag: int) -> None:
+        self._pending.append((group.send([tensor], place, tag), tensor))
         if len(self._pending) > _MAX_PENDING:
             self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
-
-    def _recv(self, group: Any, tensor: Tensor, source: int, tag: int) -> None:
-        group.recv([tensor], self._place[source], tag).wait()
 
     def _send_shapes(self, rows: Sequence[Tensor], target: int, count: int, route: int, tag: int) -> None:
         shapes = tuple((row.dtype, tuple(row.shape)) for row in rows)
@@ -144,7 +161,7 @@ class Exchange:
         self._sent_shapes[key] = shapes
         size = sum(row.numel() * row.element_size() for row in rows)
         arrival_s = self._clock.sent(size, self._rank, target)
-        self._isend(self._group, _header(shapes, arrival_s), target, _message(tag, 0))
+        self._isend(self._group, _header(shapes, arrival_s), self._place[target], _message(tag, 0))
 
     def _receive_part(
         self, source: int, count: int, route: int, tag: int, device: torch.device
@@ -152,13 +169,13 @@ class Exchange:
         key = (source, count, route)
         if not self._fixed or key not in self._known_shapes:
             header = torch.empty(_HEADER, dtype=torch.int64)
-            self._recv(self._group, header, source, _message(tag, 0))
+            self._group.recv([header], self._place[source], _message(tag, 0)).wait()
             self._known_shapes[key], arrival_s = _parse_header(header)
             self._clock.advance_to(arrival_s)
         tensors = []
         for number, (dtype, shape) in enumerate(self._known_shapes[key]):
             wire = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=device)
-            self._recv(self._carriers[route % 2], wire, source, _message(tag, 1 + number))
+            wire = self._receive_tensor(wire, source, route, _message(tag, 1 + number))
             tensors.append(wire.view(torch.bool) if dtype is torch.bool else wire)
         return tensors
 

@@ -48,6 +48,17 @@ class StepSums:
     samples: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """An action of the step and its marks on the clock."""
+
+    name: str
+    chunk: int
+    batch: int
+    began: Any
+    ended: Any
+
+
 @dataclass(slots=True)
 class _InFlight:
     """A micro-batch between its forward and its backward on a chunk."""
@@ -127,6 +138,8 @@ class Executor:
             chunk: number for number, (op, chunk, _) in enumerate(self.order) if op != Op.FORWARD
         }
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._done: list[_Action] = []
+        self._losses: list[tuple[Tensor, Tensor | float]] = []
 
     @property
     def num_virtual(self) -> int:
@@ -165,6 +178,9 @@ class Executor:
         """
         sums = StepSums()
         self._in_flight.clear()
+        self._done.clear()
+        self._losses.clear()
+        self.clock.start_step()
         self.feed.prefetch(self.reads(step))
         for number, (op, chunk, batch) in enumerate(self.order):
             self.phase("forward" if op == Op.FORWARD else "backward")
@@ -183,7 +199,19 @@ class Executor:
             if self.on_gradients is not None and self._last_action.get(chunk) == number:
                 self.on_gradients(frozenset(self._layers(chunk)))
         self.exchange.wait_for_sends()
+        self._read_clock(sums)
+        for total, count in self._losses:
+            sums.loss += float(total)
+            sums.count += float(count)
         return sums
+
+    def _read_clock(self, sums: StepSums) -> None:
+        """Add up the time of the actions, and report them."""
+        for action in self._done:
+            began_s, ended_s = self.clock.seconds(action.began), self.clock.seconds(action.ended)
+            sums.work_s += ended_s - began_s
+            if self.on_action is not None:
+                self.on_action(action.name, action.chunk, action.batch, began_s, ended_s)
 
     # -- actions --------------------------------------------------------------------------------------------
 
@@ -202,20 +230,19 @@ class Executor:
         with self._work("forward", chunk, batch, sums):
             in_flight = _InFlight(inputs, self._run_layers(step, chunk, inputs, positions))
             if virtual == self.num_virtual - 1:
-                in_flight.loss = self._loss(in_flight.outputs, data, sums)
+                in_flight.loss = self._loss(in_flight.outputs, data)
         if in_flight.loss is None:
             self._send(in_flight.outputs, virtual, virtual + 1, batch)
         self._in_flight[chunk, batch] = in_flight
 
-    def _loss(self, outputs: list[Tensor], data: Any, sums: StepSums) -> Tensor:
+    def _loss(self, outputs: list[Tensor], data: Any) -> Tensor:
         if self.layout.plan.precision == "fp16":  # sums over tokens leave its range
             outputs = [t.float() if t.dtype is torch.float16 else t for t in outputs]
         output = outputs[0] if len(outputs) == 1 else tuple(outputs)
         with self._precision():
             total, count = self.job.loss(output, moved(data, self.device))
         if self.seat.tensor == 0:  # the other tensor-parallel ranks have the same loss
-            sums.loss += float(total.detach())
-            sums.count += float(count)
+            self._losses.append((total.detach(), count))  # read at the end: each read waits for the device
         return total if self.loss_scale == 1.0 else total * self.loss_scale
 
     def _backward(self, chunk: int, batch: int, sums: StepSums, *, inputs_only: bool) -> None:
@@ -294,18 +321,15 @@ class Executor:
     @contextmanager
     def _work(self, name: str, chunk: int, batch: int, sums: StepSums) -> Iterator[None]:
         layers, samples = self._layers(chunk), self._num_samples(batch)
-        began_s = self.clock.now()
+        began = self.clock.mark()
         self.clock.begin()
         with user_code(f"{name} of layers {layers.start} to {layers.stop - 1}", self.job.path):
             yield
         self.clock.end(name, samples, len(layers))
         self.tensor.advance_clock(self.clock)
-        ended_s = self.clock.now()
-        sums.work_s += ended_s - began_s
+        self._done.append(_Action(name, chunk, batch, began, self.clock.mark()))
         if name == "forward" and chunk == 0:
             sums.samples += samples
-        if self.on_action is not None:
-            self.on_action(name, chunk, batch, began_s, ended_s)
 
     # -- neighbours -----------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class Agent:
         Words put before a rank's command line, such as a network namespace.
     worker : str
         Module that ranks are started from.
+    local_rank, local_ranks : int
+        Number of the first of its ranks on the host, and of all ranks there: they choose devices by it.
     """
 
     out: Path
@@ -107,6 +109,8 @@ class Agent:
     restart_s: float = 1.0
     command: Callable[[int], list[str]] = lambda rank: []
     worker: str = WORKER
+    local_rank: int = 0
+    local_ranks: int = 1
     _ranks: dict[int, RankProcess] = field(default_factory=dict)
     _supervisor: Process | None = None
     _client: Client | None = None
@@ -252,6 +256,8 @@ class Agent:
         words = [*self.command(rank), sys.executable, "-m", self.worker]
         settings = {
             "FORESHARD_RANK": str(rank),
+            "LOCAL_RANK": str(self.local_rank + list(self.ranks).index(rank)),
+            "LOCAL_WORLD_SIZE": str(self.local_ranks),
             "FORESHARD_STORE": f"{self.address}:{self.port}",
             "FORESHARD_SECRET_FILE": str(self.secret_file),
             "FORESHARD_JOB": self.work.to_json(),

@@ -51,6 +51,10 @@ class GroupMembership(Protocol):
         """Return the process group of some ranks, under a name."""
         ...
 
+    def owns_devices(self) -> bool:
+        """Return whether every rank of the generation has an accelerator to itself, which NCCL connects."""
+        ...
+
     def next_generation(self, reason: str) -> Generation:
         """Leave the generation and return the next one."""
         ...
@@ -105,6 +109,10 @@ class FixedMembership:
                 dist.PrefixStore(prefix, self.store), list(ranks).index(self.rank), len(ranks), self._timeout
             )
         return self._groups[key]
+
+    def owns_devices(self) -> bool:
+        """Return False: messages pass through host memory."""
+        return False
 
     def next_generation(self, reason: str) -> Generation:
         """Raise: there is no next generation."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from foreshard.runtime.membership.fixed_membership import Generation
@@ -23,6 +24,7 @@ _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
 """The same after the last step, when nothing can be lost any more."""
 _POLL_S = 0.1
+_NCCL_TIMEOUT = timedelta(days=365)
 DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
 """Groups that carry tensors of the device; votes, clocks, shapes and migrations use host memory."""
 
@@ -40,7 +42,8 @@ class Membership:
         After which a silent peer is an error; the detection bound of a stalled peer.
     interface : str, optional
         Address of this host that peers connect to.
-    backend : {'gloo', 'nccl'}
+    device : torch.device, optional
+        Accelerator that this rank has to itself: NCCL connects it where every rank has one.
     resume : bool
         Continue from the latest checkpoint in the first generation.
     beat_s : float
@@ -57,14 +60,15 @@ class Membership:
         *,
         timeout_s: float = 30.0,
         interface: str | None = None,
-        backend: str = "gloo",
+        device: torch.device | None = None,
         resume: bool = False,
         beat_s: float = 0.5,
         locate: Callable[[], tuple[str, int] | None] = lambda: None,
     ):
         self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S, locate=locate)
         self.store: dist.Store = RankStore(self.client, timeout_s=timeout_s, abandoned=self._abandoned)
-        self._timeout_s, self._interface, self._backend = timeout_s, interface, backend
+        self._timeout_s, self._interface, self._device = timeout_s, interface, device
+        self._owns_devices: tuple[int, bool] | None = None
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._me = {"rank": rank, "pid": os.getpid()}
         self._number, self._broken_number = -1, -1
@@ -90,6 +94,21 @@ class Membership:
             self._groups[key] = self._unless_abandoned(lambda: self._make(store, list(ranks), name))
         return self._groups[key]
 
+    def owns_devices(self) -> bool:
+        """Return whether every rank of the generation has an accelerator to itself.
+
+        Raises
+        ------
+        RuntimeError
+            When one of them does not answer in time.
+        """
+        number, ranks = self.generation.number, self.generation.ranks
+        if self._owns_devices is None or self._owns_devices[0] != number:
+            store = dist.PrefixStore(f"g{number}/own-device", self.store)
+            store.set(str(self.rank), "1" if self._device is not None else "0")
+            self._owns_devices = number, all(store.get(str(rank)) == b"1" for rank in ranks)
+        return self._owns_devices[1]
+
     def _unless_abandoned(self, make: Callable[[], Any]) -> Any:
         """Run a call in a thread, and give up if a peer leaves: gloo would try it for five timeouts."""
         made: list[Any] = []
@@ -113,10 +132,8 @@ class Membership:
 
     def _make(self, store: dist.Store, ranks: list[int], name: str) -> Any:
         place, timeout = ranks.index(self.rank), timedelta(seconds=self._timeout_s)
-        if self._backend == "nccl" and name in DEVICE_GROUPS:
-            chosen = dist.ProcessGroupNCCL.Options()
-            chosen._timeout = timeout
-            return dist.ProcessGroupNCCL(store, place, len(ranks), chosen)
+        if self.owns_devices() and name.partition("-")[0] in DEVICE_GROUPS:
+            return _nccl(store, place, len(ranks), self._device)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [
@@ -171,6 +188,15 @@ class Membership:
         while groups:
             threading.Thread(target=_close, args=([groups.pop()],), daemon=True, name="closing").start()
 
+    def _abort_device_groups(self) -> None:
+        """End the kernels that wait for a peer that has left: the host waits for the device without limit.
+
+        The step cannot be committed: its vote needs all ranks of the generation, over gloo.
+        """
+        for (_, name), group in list(self._groups.items()):
+            if group.name() == "nccl":
+                threading.Thread(target=_close, args=([group],), daemon=True, name=f"aborting {name}").start()
+
     def wanted(self) -> bool:
         """Return whether another rank waits to join."""
         return self._wanted.is_set()
@@ -213,6 +239,21 @@ class Membership:
                     self._wanted.set()
                 if answer["broken"]:
                     self._broken_number = number
+                    self._abort_device_groups()
+
+
+def _nccl(store: dist.Store, place: int, size: int, device: Any) -> Any:
+    """Return a connected group of NCCL.
+
+    Its operations have no limit of time: a peer that is gone is found out by the supervisor, upon which the
+    group is aborted and the kernels that wait for the peer end. torch's watchdog must not end the process.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NCCL_TIMEOUT
+    group = dist.ProcessGroupNCCL(store, place, size, options)
+    group.eager_connect_single_device(device)
+    return group
 
 
 def _close(groups: list[Any]) -> None:

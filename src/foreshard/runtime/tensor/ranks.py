@@ -71,7 +71,7 @@ class TensorRanks:
         store = dist.HashStore()  # required by the constructor, unused by a group with a backend
         whole = dist.ProcessGroup(store, place, size)
         kinds = dist.ProcessGroup.BackendType
-        kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
+        kind = kinds.NCCL if group.name() == "nccl" else kinds.GLOO
         whole._set_default_backend(kind)
         whole._register_backend(torch.device(device.type), kind, group)
         number = next(_number)
