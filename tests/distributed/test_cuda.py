@@ -89,7 +89,7 @@ def trained(tmp_path: Path, plan: Any, device: str, *more: str) -> tuple[list[fl
     ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows], rows
+    return [row["loss_metrics/global_avg_loss"] for row in rows], rows
 
 
 @pytest.mark.parametrize("plan", COMMAND_PLANS)
