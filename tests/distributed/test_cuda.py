@@ -6,7 +6,6 @@ Ranks share the one device that is at hand, over gloo: NCCL connects no two rank
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,10 +70,12 @@ def test_gradients_are_those_of_the_processor(job: str, plan: str) -> None:
     assert worst_error(found, expected) <= 1e-12
 
 
-def trained(tmp_path: Path, plan: Any, device: str, *more: str) -> tuple[list[float], list[dict]]:
+def trained(
+    tmp_path: Path, plan: Any, device: str, *more: str, job: Path = EXAMPLE
+) -> tuple[list[float], list[dict]]:
     file, out = tmp_path / "plan.json", tmp_path / f"run-{device}"
     file.write_text(json.dumps(plan.to_dict()))
-    words = [sys.executable, "-m", "foreshard", "run", str(EXAMPLE), "--plan", str(file), "--steps", "4"]
+    words = [sys.executable, "-m", "foreshard", "run", str(job), "--plan", str(file), "--steps", "4"]
     words += [
         "--local",
         str(len(plan.ranks)),
@@ -100,11 +101,26 @@ def test_the_command_trains_on_cuda_as_on_the_processor(tmp_path: Path, plan: st
     assert all(work_s > 0 for row in rows for work_s in row["work_s_by_rank"].values())
 
 
+DEADLY = """
+import signal
+class Deadly(Text):
+    reads = 0
+    def __getitem__(self, index):
+        self.reads += 1
+        mark = os.environ["DEADLY"]
+        if os.environ.get("FORESHARD_RANK") == "1" and self.reads == 5 and not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+def dataset(): return Deadly()
+"""
+
+
 def test_a_killed_rank_on_cuda_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = tmp_path / "fault.json"
-    fault.write_text(json.dumps({"1": {"phase": "backward", "nth": 6}}))
-    plan = COMMAND_PLANS["two replicas"]
+    plan, mark, job = COMMAND_PLANS["two replicas"], tmp_path / "killed", tmp_path / "deadly_job.py"
+    job.write_text(EXAMPLE.read_text() + DEADLY)
     expected, _ = trained(tmp_path, plan, "cpu")
-    monkeypatch.setitem(os.environ, "FORESHARD_FAULT", str(fault))
-    found, _ = trained(tmp_path, plan, "cuda", "--detect-s", "5")
+    monkeypatch.setenv("DEADLY", str(mark))
+    found, _ = trained(tmp_path, plan, "cuda", "--detect-s", "5", job=job)
+    assert mark.exists()
     assert found == pytest.approx(expected, rel=1e-9)

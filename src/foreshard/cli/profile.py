@@ -18,6 +18,13 @@ SIZES = Counts(65536)
 @verb_command("profile")
 @click.argument("job", metavar="JOB.py")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of the run, by autocast.",
+)
 @click.option("--samples", type=SIZES, default="1,2,4,8", show_default=True, help="Micro-batches to time.")
 @click.option(
     "--tp", type=SIZES, default=(), help="Also a rank's part of layers that so many compute together."

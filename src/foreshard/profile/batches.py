@@ -1,7 +1,8 @@
-"""Batches and what layers pass on, whatever they are made of: as a tuple, on a device."""
+"""Batches and what layers pass on, whatever they are made of: as a tuple, on a device, in a precision."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,3 +23,16 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(moved(item, device) for item in value)
     return value
+
+
+def computing_in(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which layers and the loss compute: autocast for bf16 and fp16."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def loss_input(outputs: tuple[Any, ...] | list[Tensor], precision: str) -> Any:
+    """Return what the loss takes of the last layer's outputs; sums over tokens leave the range of fp16."""
+    if precision == "fp16":
+        outputs = [t.float() if t.dtype is torch.float16 else t for t in outputs]
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)

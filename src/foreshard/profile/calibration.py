@@ -122,10 +122,10 @@ def _stated(table_s: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, name: str) -> None:
-    for key in ("job", "layers"):
-        mine, theirs = profile["fingerprint"][key], other["fingerprint"][key]
+    for key in ("job", "layers", "precision"):
+        mine, theirs = (print_of.get(key) for print_of in (profile["fingerprint"], other["fingerprint"]))
         if mine != theirs:
-            rule = "Profiles calibrated together are of one job"
+            rule = "Profiles calibrated together are of one job in one precision"
             raise SpecError(f"{name}: {theirs} against {mine}", key="--profile", value=theirs, rule=rule)
     if clock == "cpu" and other["fingerprint"]["device"] != "cpu":
         what = "processor time of a GPU"

@@ -34,6 +34,7 @@ def profile_layers(
     busy: AbstractContextManager[None] | None = None,
     tell: Callable[[str], None] = lambda text: None,
     parts: Mapping[int, Callable[[], TimedPart]] | None = None,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
@@ -56,8 +57,10 @@ def profile_layers(
         Progress.
     parts : mapping of degree to callable, optional
         Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
+    precision : {'fp32', 'bf16', 'fp16'}
+        By autocast, as a run has it.
     """
-    profile = _begun(out, fingerprint(job, device) | {"ranks": beside})
+    profile = _begun(out, fingerprint(job, device) | {"ranks": beside, "precision": precision})
     tensor = profile.setdefault("tensor", {})
     degrees = [n for n in parts or {} if _missing(tensor.setdefault(str(n), {"passes": {}}), samples)]
     if not degrees and not _missing(profile, samples) and "bytes" in profile:
@@ -80,11 +83,11 @@ def profile_layers(
         modules = [job.layer(i).to(device) for i in range(job.num_layers)]
         if "bytes" not in profile:
             profile["tied"] = [_tied_bytes(modules, group) for group in job.tied]
-        time_missing(TimedChain(job, modules, through, device), profile)
+        time_missing(TimedChain(job, modules, through, device, precision), profile)
         for degree in degrees:
             part = (parts or {})[degree]()
             try:
-                chain = TimedChain(job, part.modules, part.through, device)
+                chain = TimedChain(job, part.modules, part.through, device, precision)
                 time_missing(chain, tensor[str(degree)], prefix=f"tp {degree}: ")
                 tensor[str(degree)]["sums"] = chain.sums(part, samples[0])
             finally:

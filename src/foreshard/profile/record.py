@@ -33,6 +33,7 @@ def record(
     threads: int = 1,
     tell: Tell = lambda text: None,
     parts: Mapping[int, Callable[[], TimedPart]] | None = None,
+    dtype: str = "fp32",
 ) -> dict[str, Any] | None:
     """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that write none.
 
@@ -59,6 +60,8 @@ def record(
         Progress.
     parts : mapping of degree to callable, optional
         Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
+    dtype : {'fp32', 'bf16', 'fp16'}
+        Precision of the run, by autocast.
     """
     if device == "cuda" and not torch.cuda.is_available():
         rule = "The device is on this machine"
@@ -81,6 +84,7 @@ def record(
         beside=ranks.size if ranks else local,
         busy=_busy(job, device, samples, threads, 0 if ranks else local - 1),
         parts=parts,
+        precision=dtype,
     )
     if links and "links" not in made and (ranks is not None or local > 1):
         made["links"] = (

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foreshard.profile.batches import as_tuple, moved
+from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
 
 _WARM_UP = 2
 """Passes before the first that counts: caches, allocator and kernels selected at first use settle in them."""
@@ -80,10 +80,18 @@ class TimedPart(Protocol):
 
 
 class TimedChain:
-    """Modules of all layers of a job, or a rank's part of each, on a device."""
+    """Modules of all layers of a job, or a rank's part of each, on a device in a precision."""
 
-    def __init__(self, job: Trainable, modules: list[nn.Module], through: Through, device: torch.device):
+    def __init__(
+        self,
+        job: Trainable,
+        modules: list[nn.Module],
+        through: Through,
+        device: torch.device,
+        precision: str = "fp32",
+    ):
         self.job, self.modules, self.through, self.device = job, modules, through, device
+        self.precision = precision
         self.update = _Update(job, modules)
 
     def timed(self, number: int, repeats: int) -> tuple[dict[str, Any], float]:
@@ -98,7 +106,8 @@ class TimedChain:
         """
         batch = self._batch(number)
         sizes = self._sizes(batch, number)
-        _, count = self.job.loss(sizes.pop("output"), batch)
+        with computing_in(self.precision, self.device):
+            _, count = self.job.loss(sizes.pop("output"), batch)
         passes = [self._one_pass(batch, number) for _ in range(repeats + _WARM_UP)][_WARM_UP:]
         fewer = max(1, repeats // 3) + 1
         row = {
@@ -187,9 +196,10 @@ class TimedChain:
         for layer, module in enumerate(self.modules):
             given = tuple(_leaf(value) for value in values) if layer else values
             clock = Stopwatch()
-            made = through(module, layer, given, range(number))
-            if layer == len(self.modules) - 1:
-                made = (self.job.loss(made[0] if len(made) == 1 else made, batch)[0],)
+            with computing_in(self.precision, self.device):
+                made = through(module, layer, given, range(number))
+                if layer == len(self.modules) - 1:
+                    made = (self.job.loss(loss_input(made, self.precision), batch)[0],)
             seconds.append(clock.read())
             kept.append((given, made))
             values = tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
@@ -211,11 +221,15 @@ class TimedChain:
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 given = tuple(_leaf(value) for value in values) if layer else values
-                values = self.through(module, layer, given, range(number))
+                with computing_in(self.precision, self.device):
+                    values = self.through(module, layer, given, range(number))
             saved.append(float(sum(seen.values())))
             boundary.append(float(sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))))
-        output = values[0] if len(values) == 1 else values
-        return {"saved_bytes": saved, "boundary_bytes": boundary, "output": output}
+        return {
+            "saved_bytes": saved,
+            "boundary_bytes": boundary,
+            "output": loss_input(values, self.precision),
+        }
 
 
 def _backward(

@@ -106,6 +106,8 @@ class MeasuredCosts:
         What is not in them the cluster says.
     tied : tuple of (layers, bytes)
         Parameters that several layers share: each of the layers counts it in its own bytes.
+    precision : str
+        That layers computed in.
     largest : int
         Samples of the largest micro-batch that was timed.
     parts : mapping of device name to mapping of degree to tuple of LayerCost
@@ -122,6 +124,7 @@ class MeasuredCosts:
     tables: Mapping[str, tuple[LayerCost, ...]] = field(default_factory=dict)
     model: str = ""
     machine: str = ""
+    precision: str = "fp32"
     largest: int = 8
     tied: tuple[tuple[tuple[int, ...], float], ...] = ()
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
@@ -279,6 +282,7 @@ def _parsed(data: Any, path: str) -> MeasuredCosts:
         links=MeasuredLinks.parsed(data.get("links")),
         model=str(data.get("model", "")),
         machine=str(data.get("machine", "")),
+        precision=str(data.get("fingerprint", {}).get("precision", "fp32")),
         largest=int(max(data["samples"])),
         tied=tuple((tuple(map(int, tie["layers"])), float(tie["bytes"])) for tie in data.get("tied", [])),
         parts={

@@ -170,6 +170,8 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
     ]
     if any(group.sp and stage.tp > 1 for group in plan.groups for stage in group.stages):
         said.append("sp: work and memory of layers as timed without it; messages between stages in parts")
+    if plan.precision != costs.precision:
+        said.append(f"layers as profiled in {costs.precision}, not in the plan's {plan.precision}")
     if slow:
         said.append("devices stated as slower: " + ", ".join(f"{k} x{v:g}" for k, v in sorted(slow.items())))
     return tuple(said)

@@ -8,7 +8,7 @@ samples are summed, so that nothing depends on how samples were cut into micro-b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.schedules import Op, stage_order
-from foreshard.profile.batches import as_tuple, moved
+from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.engine.exchange import Exchange, Peer, Span, check_sendable
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
@@ -32,7 +32,6 @@ from foreshard.spec.plan import Stage
 
 OnAction = Callable[[str, int, int, float, float], None]
 """Called after each action with (name, chunk, micro_batch, start_s, end_s)."""
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -236,11 +235,9 @@ class Executor:
         self._in_flight[chunk, batch] = in_flight
 
     def _loss(self, outputs: list[Tensor], data: Any) -> Tensor:
-        if self.layout.plan.precision == "fp16":  # sums over tokens leave its range
-            outputs = [t.float() if t.dtype is torch.float16 else t for t in outputs]
-        output = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        with self._precision():
-            total, count = self.job.loss(output, moved(data, self.device))
+        precision = self.layout.plan.precision
+        with computing_in(precision, self.device):
+            total, count = self.job.loss(loss_input(outputs, precision), moved(data, self.device))
         if self.seat.tensor == 0:  # the other tensor-parallel ranks have the same loss
             self._losses.append((total.detach(), count))  # read at the end: each read waits for the device
         return total if self.loss_scale == 1.0 else total * self.loss_scale
@@ -300,7 +297,7 @@ class Executor:
                     self.tensor.forget_input()
                 return given
 
-            with self._precision():
+            with computing_in(self.layout.plan.precision, self.device):
                 values = (
                     checkpoint(block, *values, use_reentrant=False, preserve_rng_state=False)
                     if again
@@ -309,10 +306,6 @@ class Executor:
         if self._cuts_sequence_at(chunk, 1):
             values = (self.tensor.gather_sequence(values[0]), *values[1:])
         return list(values)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        dtype = _HALF.get(self.layout.plan.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _weights(self, chunk: int) -> list[nn.Parameter]:
         modules = [self.modules[layer] for layer in self._layers(chunk)]
