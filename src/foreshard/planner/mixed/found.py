@@ -32,13 +32,16 @@ class MixedFound:
         Least memory that a plan that does not fit lacks on its fullest rank.
     problems : dict
         By node groups.
+    even : list of Plan
+        Of those timed, the plans of the grid.
     """
 
     request: PlanRequest
     timed: list[tuple[float, Plan]] = field(default_factory=list)
     missing_bytes: float = np.inf
     problems: dict[tuple[int, ...], Problem] = field(default_factory=dict)
-    _exact_plain: tuple[Plan, float] | None = None
+    even: list[Plan] = field(default_factory=list)
+    _exact: list[tuple[Plan, float]] = field(default_factory=list)
 
     def problem(self, use: tuple[int, ...]) -> Problem:
         """Return the problem of some node groups, priced once."""
@@ -71,9 +74,9 @@ class MixedFound:
 
     @property
     def is_interleaved(self) -> bool:
-        """Return whether the fastest plan so far is interleaved."""
+        """Return whether the fastest plan so far is interleaved, and none of the grid."""
         plan = self.best[1]
-        return plan is not None and is_interleaved(plan)
+        return plan is not None and is_interleaved(plan) and plan not in self.even
 
     def plain(self, number: int) -> list[tuple[float, Plan]]:
         """Return the fastest 1f1b plans."""
@@ -91,6 +94,11 @@ class MixedFound:
         self.timed.append((seconds, plan))
         return seconds
 
+    def take_even(self, plan: Plan) -> None:
+        """Keep a plan of the grid if it fits."""
+        if plan not in self.even and np.isfinite(self.take(plan)):
+            self.even.append(plan)
+
     def take_interleaved(self, plan: Plan) -> float:
         """Keep an interleaved plan if it fits and is the fastest, by its exact schedule too.
 
@@ -99,17 +107,21 @@ class MixedFound:
         if missing_bytes(self.request, plan):
             return np.inf
         seconds = engine_seconds(self.request, [plan])[0]
-        plain_s, plain = self.plain(1)[0]
-        if seconds < min(self.best_s, plain_s * (1.0 - WORTH)) and self._is_faster_exactly(plan, plain):
+        best_s, best = self.best
+        worth = 0.0 if best is None or is_interleaved(best) else WORTH
+        if seconds < best_s * (1.0 - worth) and self._exact_s(plan) < self._exact_s(best):
             self.timed.append((seconds, plan))
         return seconds
 
-    def _is_faster_exactly(self, plan: Plan, plain: Plan) -> bool:
-        """Return whether a plan is faster than a 1f1b one by the graph engine."""
-        exact = replace(self.request, engine="graph")
-        if self._exact_plain is None or self._exact_plain[0] is not plain:
-            self._exact_plain = plain, predicted(exact, plain).step_time_s
-        return predicted(exact, plan).step_time_s < self._exact_plain[1]
+    def _exact_s(self, plan: Plan | None) -> float:
+        """Return the step time of a plan by the graph engine, infinite of none; the last ones are known."""
+        if plan is None:
+            return np.inf
+        known = next((seconds for one, seconds in self._exact if one is plan), None)
+        if known is None:
+            known = predicted(replace(self.request, engine="graph"), plan).step_time_s
+            self._exact = [*self._exact[-1:], (plan, known)]
+        return known
 
 
 def is_interleaved(plan: Plan) -> bool:

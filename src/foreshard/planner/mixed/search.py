@@ -7,10 +7,15 @@ from functools import partial
 
 import numpy as np
 
+from foreshard.catalog.offers import offers_of
 from foreshard.errors import InfeasibleError
+from foreshard.planner.baselines.even import even, lb_bsp
 from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
+from foreshard.planner.grid.equal_nodes import search_homogeneous
+from foreshard.planner.grid.space import SPACE as EVEN
+from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
 from foreshard.planner.mixed.found import WORTH, MixedFound, is_interleaved
 from foreshard.planner.mixed.infeasible import nothing_fits
 from foreshard.planner.mixed.interleaving import (
@@ -58,6 +63,8 @@ INTERLEAVED = (
     "on each device"
 )
 """Of the space where an interleaved plan is chosen."""
+_GRID = 0.1
+"""Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _PROVEN = 0.01
@@ -76,13 +83,20 @@ _PUBLISHED_SLACK = 0.25
 """Part by which plans of published planners may be slower than their best and still be timed."""
 
 
-def search_mixed(request: PlanRequest) -> PlanResult:
-    """Return the best plans on devices of several kinds, with a bound on every plan of the space."""
+def search_cluster(request: PlanRequest) -> PlanResult:
+    """Return the best plans on any cluster, with a bound on every plan of the space.
+
+    On equal nodes the grid alone answers where dollars or joules are to be small, which unequal pipelines
+    only move, and where the framework runs no 1f1b pipelines.
+    """
+    equal = len(request.cluster.nodes) == 1
+    by_time = request.objectives[0] == "time" or request.limits
+    if equal and not (by_time and "1f1b" in offers_of(request.framework).schedules):
+        return search_homogeneous(request)
     search = MixedSearch(request)
-    if is_hasty(max(request.budget_s, request.overall_s)):
-        search.run_hastily()
-    if not search.found.timed:
-        search.run()
+    search.run(hastily=is_hasty(max(request.budget_s, request.overall_s)))
+    if equal and not search.found.timed:
+        return search_homogeneous(request)
     return search.result()
 
 
@@ -107,6 +121,7 @@ class MixedSearch:
         self.stopped = False
         self.notes = _notes(request)
         self.by_set = [self._of_set(use) for use in self.sets]
+        self.even = even_plans_of(request)
         self.roomier: list[Subspace] = []
         self.others: list[Subspace] = []
         self.interleaved_bounds: list[Subspace] = []
@@ -115,34 +130,58 @@ class MixedSearch:
         self._depths: set[tuple[int, int]] = set()
         self._tried: list[Plan] = []
 
-    def run(self) -> None:
+    def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
         try:
+            self._start()
+            if hastily:
+                self._offer_published((hetpipe, amp) if len(self.sets) > 1 else ())
+                if self.found.timed:
+                    self.notes.append(HASTE)
+                    return
+            self._offer_published((even, lb_bsp))
             self._open()
-            while not (self.budget.is_over and self.found.timed):
+            while not ((self.budget.is_over and self.found.timed) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 if chosen is None:
                     break
-                had_plan = bool(self.found.timed)
-                chosen.advance(self.found, self.budget.part(share))
-                self._after(chosen, is_first=bool(self.found.timed) and not had_plan)
+                self._advance(chosen, share)
             if self.by_price or not self.found.timed:
                 self._offer_published((hetpipe, amp, pipedream))
         except KeyboardInterrupt:
-            for subspace in self._subspaces if not self.found.timed else ():
+            for subspace in self.pipelines if not self.found.timed else ():
                 subspace.time_fresh(self.found, self.budget)
             if not self.found.timed:
                 raise
             self.stopped = True
 
-    def run_hastily(self) -> None:
-        """Ask planners that find a plan in tenths of a second and need no libraries."""
-        self._offer_published((hetpipe, amp))
-        if self.found.timed:
-            self.notes.append(HASTE)
+    def _start(self) -> None:
+        """Search grids, the most promising first, a while each; a single one to its end."""
+        share = 1.0 if len(self.even) == 1 else _GRID
+        for even_plans in sorted(self.even, key=lambda one: one.bound_s):
+            if even_plans.promise_s(self.found.best_s) > 0.0:
+                self._advance(even_plans, share)
+
+    def _advance(self, chosen: EvenPlans | Subspace, share: float) -> None:
+        """Do a step of a part of the space, in a part of the time that is left."""
+        had_plan = bool(self.found.timed)
+        chosen.advance(self.found, self.budget.part(share))
+        if isinstance(chosen, Subspace):
+            self._after(chosen)
+        elif chosen.result is not None:
+            self.stopped = chosen.result.stopped
+        if self.found.timed and chunk_counts(self.request):
+            self._add_interleaved()
+        for subspace in self.pipelines if self.found.timed and not had_plan else ():
+            subspace.is_closed = False  # a plan to beat lets searches go on that had given up
 
     @property
-    def _subspaces(self) -> list[Subspace]:
+    def _subspaces(self) -> list[Subspace | EvenPlans]:
+        return [*self.pipelines, *self.even]
+
+    @property
+    def pipelines(self) -> list[Subspace]:
+        """Return the parts of the space that are problems of pipelines."""
         return [*reversed(self.roomier), *self.by_set, *self.others, *self.interleaved_bounds]
 
     def _of_set(self, use: tuple[int, ...]) -> Subspace:
@@ -179,11 +218,9 @@ class MixedSearch:
     def _one_domain(self, use: tuple[int, ...], most: int) -> Problem:
         return capped(price_stages(self.request, use, by_domain=True, every=True), most)
 
-    def _after(self, chosen: Subspace, *, is_first: bool) -> None:
+    def _after(self, chosen: Subspace) -> None:
         """Draw the conclusions of a step: sets that are covered, more room in memory, interleaved plans."""
         found = self.found
-        for subspace in self._subspaces if is_first else ():
-            subspace.is_closed = False  # a plan to beat lets searches go on that had given up
         if chosen.search is not None and chosen.problem is not None and chosen in self.by_set:
             place = self.by_set.index(chosen)
             if place and chosen.search.ranges is None and self._is_covered(place):
@@ -192,8 +229,6 @@ class MixedSearch:
         lacking = chosen.lacks_memory(found.best_s) and np.isfinite(found.missing_bytes)
         if chosen is last and lacking and len(self.roomier) < _ROOMIER:
             self._add_roomier()
-        if found.timed and chunk_counts(self.request):
-            self._add_interleaved()
 
     def _is_covered(self, place: int) -> bool:
         """Return whether the bound of all node groups is nearly one of a set of fewer as well."""
@@ -237,8 +272,8 @@ class MixedSearch:
                 made = interleaved(plan, chunks)
                 if made is not None:
                     found.take_interleaved(made)
-        plain = found.plain(1)[0]
-        for place, (chunks, stages) in enumerate(depths(request, plain[1])):
+        near = found.plain(1) or found.timed[:1]
+        for place, (chunks, stages) in enumerate(depths(request, near[0][1])):
             if (chunks, stages) not in self._depths:
                 self._depths.add((chunks, stages))
                 self.others.append(
@@ -329,11 +364,14 @@ class MixedSearch:
         evaluated = sum(s.evaluated for s in self._subspaces) + len(found.timed)
         pruned = sum(s.search is None for s in self.by_set)
         pruned += sum(s.search.excluded for s in self.by_set if s.search)
+        pruned += sum(one.result.pruned for one in self.even if one.result)
         open_ = any(
             s.promise_s(found.best_s) > 0.0
             for place, s in enumerate(self.by_set)
             if place not in self._covered
         )
+        open_ |= any(one.promise_s(found.best_s) > 0.0 for one in self.even)
+        open_ |= any(one.result.interrupted for one in self.even if one.result)
         interrupted = self.stopped or (bool(found.timed) and open_)
         if not plans:
             return PlanResult(
@@ -351,9 +389,14 @@ class MixedSearch:
                 notes=tuple(self.notes),
             )
         best = plans[0].prediction
-        bound, space = self._bound_s(), SPACE
-        if is_interleaved(plans[0].plan):
-            space = f"{SPACE}; {INTERLEAVED}"
+        even_s = min(one.bound_s for one in self.even)
+        bound, space = min(self._bound_s(), even_s), self._space
+        chosen = plans[0].plan
+        if len(self.even) == 1 and len(chosen.ranks) < request.cluster.num_devices:
+            whole = request.cluster.num_devices
+            self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
+        if is_interleaved(chosen) and chosen not in found.even:
+            space = f"{space}; {INTERLEAVED}"
             if request.engine == "analytical":
                 bound = self._with_interleaved(bound, best.step_time_s)
         first = self.by_set[0].search
@@ -367,13 +410,20 @@ class MixedSearch:
             wall_s=request.budget_s - self.whole.left_s,
             space=space,
             ladder={name: float(value) for name, value in (first.ladder if first else {}).items()}
-            | {"configuration": float(bound)},
+            | {"even": float(even_s), "configuration": float(bound)},
             interrupted=interrupted,
             stopped=self.stopped,
             infeasible=error,
             notes=tuple(self.notes),
             front=front_of(predictions, request.limits),
         )
+
+    @property
+    def _space(self) -> str:
+        """Return which plans the bound speaks of."""
+        if len(self.even) == 1 and self.even[0].result is not None:
+            return f"{self.even[0].result.space}; or {SPACE}"
+        return f"{SPACE}; or, on all or fewer nodes of one kind, {EVEN}"
 
     def _none(self) -> InfeasibleError:
         """Return why there is no plan: nothing fits, or nothing was found though something may fit."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -129,7 +130,17 @@ class Subspace:
         return self.search.state.evaluated if self.search else 0
 
 
-def next_subspace(subspaces: Sequence[Subspace], best_s: float) -> tuple[Subspace | None, float]:
+Part = TypeVar("Part", bound="HasPromise")
+
+
+class HasPromise(Protocol):
+    """A part of the space that may hold a better plan."""
+
+    def promise_s(self, best_s: float) -> float:
+        """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
+
+
+def next_subspace(subspaces: Sequence[Part], best_s: float) -> tuple[Part | None, float]:
     """Return the subspace of the largest promise and its part of all; None when none promises anything.
 
     Without any plan it is the first that is open.
