@@ -13,6 +13,7 @@ from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
 from foreshard.planner.mixed import found as found_module
 from foreshard.planner.mixed import search as search_module
+from foreshard.planner.mixed.even_plans import EvenPlans
 from foreshard.planner.mixed.found import MixedFound
 from foreshard.planner.mixed.infeasible import least_devices
 from foreshard.planner.mixed.node_sets import capped, node_sets
@@ -222,7 +223,7 @@ def test_an_interrupt_before_any_plan_ends_the_program(monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ProblemSearch, "advance", interrupted)
+    monkeypatch.setattr(EvenPlans, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search("gpt2-xl", NEAR, batch=16, seq_len=1024)
 

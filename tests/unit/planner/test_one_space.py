@@ -30,7 +30,7 @@ def step_s(model, cluster, **asked):
 
 
 @pytest.mark.parametrize(("model", "cluster", "known_s"), ODD)
-def test_equal_nodes_that_no_degree_divides_are_all_used(model, cluster, known_s):
+def test_equal_nodes_that_no_degree_divides_are_all_used(model, cluster, known_s, even_clock):
     asked = {"global_batch": 256, "seq_len": 4096, "budget_s": 6.0}
     found = plan(load_model(model), load_cluster(cluster), **asked)
     assert found.plans[0].prediction.step_time_s <= known_s
@@ -70,8 +70,8 @@ def drawn(seed: int) -> tuple[str, str, dict[str, int]]:
     return "+".join(terms) + rate, "+".join([*terms, more]) + rate, asked
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_a_node_more_never_makes_the_answer_slower(seed):
+@pytest.mark.parametrize("seed", range(16))
+def test_a_node_more_never_makes_the_answer_slower(seed, even_clock):
     fewer, more, asked = drawn(seed)
     least = step_s("gpt2-large", fewer, precision="fp16", budget_s=3.0, **asked)
     assert step_s("gpt2-large", more, precision="fp16", budget_s=3.0, **asked) <= least * (1 + LOST), (

@@ -44,11 +44,9 @@ class EvenPlans:
     @property
     def bound_s(self) -> float:
         """Return a step time that none of its plans beats."""
-        if self.result is not None:
-            return self.result.lower_bound_step_time_s
         if not self._floor_s:
             self._floor_s.append(least_step_s(self.request))
-        return self._floor_s[0]
+        return max(self._floor_s[0], self.result.lower_bound_step_time_s if self.result else 0.0)
 
     def promise_s(self, best_s: float) -> float:
         """Return by how many seconds the step may become shorter; 0 once all of it was searched."""
