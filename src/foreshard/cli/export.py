@@ -54,34 +54,24 @@ def command(
         tokens=tokens,
         plan_file=plan,
     )
-    paths = _write(made, output) if output else ()
+    path = _write(made, output) if output else ""
     if as_json:
         click.echo(dump(made.to_dict()))
-    elif output is None:
-        click.echo(_shown(made), nl=False)
     else:
-        click.echo("\n".join(paths))
+        click.echo(path or made.text, nl=bool(path))
     for note in made.notes:
         say(f"{target}: {note}")
 
 
-def _write(made: Exported, folder: str) -> tuple[str, ...]:
-    """Write the files and return their paths."""
+def _write(made: Exported, folder: str) -> str:
+    """Write the file and return its path."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from None
-    paths = tuple(os.path.join(folder, file.name) for file in made.files)
-    for path, file in zip(paths, made.files, strict=True):
-        write_text(path, file.text)
-    return paths
-
-
-def _shown(made: Exported) -> str:
-    """Return the one file as it is, several under their names."""
-    if len(made.files) == 1:
-        return made.files[0].text
-    return "".join(f"==> {file.name} <==\n{file.text}" for file in made.files)
+    path = os.path.join(folder, made.name)
+    write_text(path, made.text)
+    return path
 
 
 command = configurable(command)

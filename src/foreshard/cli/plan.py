@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -142,20 +143,35 @@ def command(
         rule = "A plan is for a cluster, or for one to be rented"
         fix = "Name a cluster after the model, or give --rent"
         raise SpecError("no cluster", key="CLUSTER", rule=rule, fix=fix)
+    source: Model | None = None
     if "costs" in asked:
-        _measured(ctx, model, cluster, asked, of_one_cluster)
-        return
-    source, target = api.load_model(model), api.load_cluster(cluster)
+        from foreshard.cli.options import measured
+
+        search = partial(measured.plan, model, cluster, asked, of_one_cluster)
+    else:
+        source, known = api.load_model(model), api.load_cluster(cluster)
+        search = partial(_planned, source, known, asked)
     with watched(asked.get("budget_s")) as pressed:
-        result = api.plan(source, target, **asked)
-    gains = _gains(source, target, asked, result) if explain and result.plans and not pressed else ()
+        result, target = search()
+    gains: tuple[Gain, ...] = ()
     others: tuple[ComparedPlanner, ...] = ()
-    if compare_with and not pressed:
-        result, others = _compared(source, target, asked, result, compare_with)
+    if source is not None and not pressed:
+        gains = _gains(source, target, asked, result) if explain and result.plans else ()
+        result, others = _compared(source, target, asked, result, compare_with or ())
+
+    def screen() -> Screen:
+        from foreshard.report.plan_table import plan_screen
+
+        name = model if source is None else source.name
+        return plan_screen(result, name, target, gains=gains, others=others, pressed=bool(pressed))
+
     _write_plan(ctx, [one.plan for one in result.plans[:1]])
-    screen = _screen(result, source.name, target, gains, others, bool(pressed))
-    if report:
-        _write_report(report, result, target, screen, gains, others)
+    if report and result.plans:
+        from foreshard.report.pages.plan_page import plan_page
+
+        save_page(report, plan_page(result, target, screen(), gains, others))
+    elif report:
+        say(f"report: no plan to draw, {report} not written")
     more: dict[str, Any] = {"explain": [one.to_dict() for one in gains]} if explain else {}
     if compare_with:
         more["against"] = [one.to_dict() for one in others]
@@ -163,17 +179,10 @@ def command(
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
 
-def _measured(
-    ctx: click.Context, model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
-) -> None:
-    """Answer from measured costs; they are of one model, which MODEL names."""
-    from foreshard.cli.options import measured
+def _planned(model: Model, cluster: Cluster, asked: dict[str, Any]) -> tuple[PlanResult, Cluster]:
+    from foreshard import api
 
-    with watched(asked.get("budget_s")) as pressed:
-        result, target = measured.plan(model, cluster, asked, others)
-    _write_plan(ctx, [one.plan for one in result.plans[:1]])
-    give(result.to_dict(), _screen(result, model, target, (), (), bool(pressed)))
-    _leave(ctx, result.plans, result.infeasible, bool(pressed))
+    return api.plan(model, cluster, **asked), cluster
 
 
 def _limits_need_tokens(values: dict[str, Any]) -> None:
@@ -195,13 +204,11 @@ def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanRe
 
 
 def _compared(
-    model: Model,
-    cluster: Cluster,
-    asked: dict[str, Any],
-    result: PlanResult,
-    names: str | tuple[str, ...],
+    model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult, names: str | tuple[str, ...]
 ) -> tuple[PlanResult, tuple[ComparedPlanner, ...]]:
     """Return the result with the best plan of other planners if it is better, and what each reaches."""
+    if not names:
+        return result, ()
     from foreshard.advise.baseline_comparison import compared
     from foreshard.planner.baselines import beside_others
 
@@ -254,38 +261,6 @@ def _write_plan(ctx: click.Context, plans: Sequence[Plan]) -> None:
     if output and plans:
         write_text(output, dump(plans[0].to_dict()) + "\n")
         say(f"plan: {output}")
-
-
-def _screen(
-    result: PlanResult,
-    model: str,
-    cluster: Cluster,
-    gains: tuple[Gain, ...],
-    others: tuple[ComparedPlanner, ...],
-    pressed: bool,
-) -> Callable[[], Screen]:
-    def made() -> Screen:
-        from foreshard.report.plan_table import plan_screen
-
-        return plan_screen(result, model, cluster, gains=gains, others=others, pressed=pressed)
-
-    return made
-
-
-def _write_report(
-    path: str,
-    result: PlanResult,
-    cluster: Cluster,
-    screen: Callable[[], Screen],
-    gains: tuple[Gain, ...],
-    others: tuple[ComparedPlanner, ...],
-) -> None:
-    from foreshard.report.pages.plan_page import plan_page
-
-    if not result.plans:
-        say(f"report: no plan to draw, {path} not written")
-        return
-    save_page(path, plan_page(result, cluster, screen(), gains, others))
 
 
 def _leave(

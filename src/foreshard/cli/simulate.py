@@ -12,8 +12,6 @@ from foreshard.cli.options.values import Count, Words
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.report.screen import Screen
-    from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
 
 
@@ -69,16 +67,16 @@ def _reject_stated(options: dict[str, Any], names: tuple[str, ...], file: str, r
 
 def _simulate_cluster(file: str, budgets: tuple[str, ...], options: dict[str, Any]) -> None:
     from foreshard import api
+    from foreshard.report.simulation_table import online_screen
 
-    found = api.simulate(
-        _budgeted(file, budgets),
-        policies=options["policy"],
-        seeds=options["seeds"] or 1,
-        slots=options["slots"],
-    )
+    scenario, seeds = _budgeted(file, budgets), options["seeds"] or 1
+    found = api.simulate(scenario, policies=options["policy"], seeds=seeds, slots=options["slots"])
     if options["report"]:
-        _write(options["report"], found)
-    give(found.to_dict(), lambda: _screen(found))
+        from foreshard.report.pages.simulation_page import online_page
+        from foreshard.simulate.sweeps import sweeps
+
+        save_page(options["report"], online_page(found, sweeps(found.scenario, found.slots)))
+    give(found.to_dict(), lambda: online_screen(found))
 
 
 def _budgeted(file: str, budgets: tuple[str, ...]) -> Scenario:
@@ -115,16 +113,3 @@ def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) 
     give(
         {"schema_version": 1, "lab": file, "policies": policies}, lambda: simulated_lab_screen(file, policies)
     )
-
-
-def _write(path: str, found: Evaluation) -> None:
-    from foreshard.report.pages.simulation_page import online_page
-    from foreshard.simulate.sweeps import sweeps
-
-    save_page(path, online_page(found, sweeps(found.scenario, found.slots)))
-
-
-def _screen(found: Evaluation) -> Screen:
-    from foreshard.report.simulation_table import online_screen
-
-    return online_screen(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from foreshard.errors import SpecError
+from foreshard.errors import unknown
 
 if TYPE_CHECKING:
     from foreshard.interop.exported import Exported
@@ -39,19 +39,7 @@ def export(
     cluster: Cluster | None = None,
     prediction: Prediction | None = None,
 ) -> Exported:
-    """Return the plan as files of another tool.
-
-    Parameters
-    ----------
-    plan : Plan
-    target : str
-        A key of `TARGETS`.
-    model : Model, optional
-        Lets Megatron get the flags of its sizes; torchtitan needs it.
-    cluster : Cluster, optional
-        Needed by slurm and skypilot.
-    prediction : Prediction, optional
-        Of this plan: gives slurm its time limit and skypilot its estimate.
+    """Return the plan as a file of another tool, as `api.export`; slurm and skypilot state a prediction.
 
     Raises
     ------
@@ -59,8 +47,7 @@ def export(
         When the target cannot express the plan, with every reason, or lacks the model or cluster.
     """
     if target not in TARGETS:
-        rule = f"Targets are {', '.join(TARGETS)}"
-        raise SpecError(f"unknown target {target[:40]!r}", key="--to", value=target[:40], rule=rule)
+        raise unknown("target", target, TARGETS, key="--to", rule="Targets are")
     module, name = TARGETS[target]
     from foreshard.interop.exported import ExportRequest
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.exported import Exported, ExportRequest, reject_if
 from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
 from foreshard.spec.plan import Plan
 
@@ -24,10 +24,7 @@ def export(request: ExportRequest) -> Exported:
     reject_if(TARGET, _gaps(plan, degrees))
     text = json.dumps(_config(plan, degrees), indent=2) + "\n"
     return Exported(
-        target=TARGET,
-        version=VERSION,
-        files=(File(name="ds_config.json", text=text),),
-        notes=_notes(plan, degrees),
+        target=TARGET, version=VERSION, name="ds_config.json", text=text, notes=_notes(plan, degrees)
     )
 
 

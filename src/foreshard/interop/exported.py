@@ -24,20 +24,13 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """A file by its name and text; `text` ends in a newline."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The files of one target, and notes: what the files do not state, in sentences."""
+    """The file of one target by its name and text, and notes: what it does not state, in sentences."""
 
     target: str
     version: str
-    files: tuple[File, ...]
+    name: str
+    text: str
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +39,7 @@ class Exported:
             "schema_version": 1,
             "target": self.target,
             "checked_against": self.version,
-            "files": [{"name": file.name, "text": file.text} for file in self.files],
+            "files": [{"name": self.name, "text": self.text}],
             "notes": list(self.notes),
         }
 

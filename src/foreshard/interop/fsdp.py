@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.exported import Exported, ExportRequest, reject_if
 from foreshard.interop.uniform import Uniform, placement_note, required_uniform
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
@@ -29,7 +29,8 @@ def export(request: ExportRequest) -> Exported:
     return Exported(
         target=TARGET,
         version=VERSION,
-        files=(File(name="accelerate.json", text=text),),
+        name="accelerate.json",
+        text=text,
         notes=_notes(plan, degrees, cluster),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.exported import Exported, ExportRequest, reject_if
 from foreshard.interop.megatron_model import model_flags, model_gaps
 from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
 from foreshard.spec.model import Model
@@ -51,7 +51,8 @@ def export(request: ExportRequest) -> Exported:
     return Exported(
         target=TARGET,
         version=VERSION,
-        files=(File(name="megatron_args.sh", text=_script(plan, degrees, flags)),),
+        name="megatron_args.sh",
+        text=_script(plan, degrees, flags),
         notes=_notes(plan, degrees, model),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.exported import Exported, ExportRequest, reject_if
 from foreshard.interop.hosts import hosts, launch_notes, need_cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -67,7 +67,8 @@ def export(request: ExportRequest) -> Exported:
     return Exported(
         target=TARGET,
         version=VERSION,
-        files=(File(name="task.yaml", text="\n".join(lines) + "\n"),),
+        name="task.yaml",
+        text="\n".join(lines) + "\n",
         notes=_notes(plan, only.device, accelerator, prediction),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from foreshard.interop.exported import Exported, ExportRequest, File
+from foreshard.interop.exported import Exported, ExportRequest
 from foreshard.interop.hosts import Hosts, hosts, launch_notes, need_cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -26,7 +26,8 @@ def export(request: ExportRequest) -> Exported:
     return Exported(
         target=TARGET,
         version=VERSION,
-        files=(File(name="train.sbatch", text=_script(plan, nodes, seconds)),),
+        name="train.sbatch",
+        text=_script(plan, nodes, seconds),
         notes=_notes(plan, nodes, seconds),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError
-from foreshard.interop.exported import Exported, ExportRequest, File, reject_if
+from foreshard.interop.exported import Exported, ExportRequest, reject_if
 from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
@@ -45,7 +45,8 @@ def export_toml(request: ExportRequest) -> Exported:
     return Exported(
         target="torchtitan@0.2",
         version=V02,
-        files=(File(name="train.toml", text=_toml(plan, degrees, sections)),),
+        name="train.toml",
+        text=_toml(plan, degrees, sections),
         notes=_notes(plan, degrees),
     )
 
@@ -57,7 +58,8 @@ def export_recipe(request: ExportRequest) -> Exported:
     return Exported(
         target="torchtitan@0.3",
         version=V03,
-        files=(File(name="foreshard_recipe.py", text=_recipe(plan, degrees, family, flavor)),),
+        name="foreshard_recipe.py",
+        text=_recipe(plan, degrees, family, flavor),
         notes=_notes(plan, degrees),
     )
 

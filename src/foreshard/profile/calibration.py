@@ -49,15 +49,10 @@ def calibrate(
     links: bool = True,
     table_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the object of a costs file.
+    """Return the object of a costs file: `profile` and `slow` are as the api's, of the measured device.
 
     Parameters
     ----------
-    profile : mapping
-    clock : {'cpu', 'wall'}
-        Whose seconds.
-    slow : mapping of device name to factor, optional
-        Devices that are this one, slower; the measured device alone, as 'here', if nothing names one.
     others : mapping of device name to profile, optional
         The same job on other devices.
     links : bool

@@ -38,27 +38,8 @@ def profile_layers(
 ) -> dict[str, Any]:
     """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
-    Parameters
-    ----------
-    job : Trainable
-    samples : sequence of int
-        Numbers of samples of a micro-batch to time.
-    repeats : int
-        Passes of each number, after two to warm up.
-    out : Path or None
-        None writes nothing.
-    device : torch.device
-    through : callable
-    beside : int
-        Ranks that share the machine; noted.
-    busy : context manager, optional
-        Entered while something is timed.
-    tell : callable
-        Progress.
-    parts : mapping of degree to callable, optional
-        Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
-    precision : {'fp32', 'bf16', 'fp16'}
-        By autocast, as a run has it.
+    Parameters as of :func:`foreshard.profile.record.record`; `beside` is the ranks that share the machine, to
+    be noted, `busy` a context that is entered while something is timed. Without `out` nothing is written.
     """
     profile = _begun(out, fingerprint(job, device) | {"ranks": beside, "precision": precision})
     tensor = profile.setdefault("tensor", {})

@@ -37,14 +37,8 @@ def plan_screen(
 ) -> Screen:
     """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn.
 
-    Parameters
-    ----------
-    gains : sequence of Gain
-        What other hardware would gain.
-    others : sequence of ComparedPlanner
-        Other planners, timed by the same engine.
-    pressed : bool
-        Whether Ctrl-C ended the search.
+    `gains` is what other hardware would gain, `others` the other planners; `pressed` says that Ctrl-C ended
+    the search.
     """
     header = (f"{model} on {cluster.name}",)
     notes = plan_notes(result, cluster, pressed=pressed)

@@ -42,36 +42,9 @@ Length = Annotated[float, Unit("s"), Range(1e-6, 1e9)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One ``[[process]]`` table: what changes, and how.
+    """One ``[[process]]`` table: what changes, and how; `FORMS` says which go together.
 
-    Attributes
-    ----------
-    what : {'speed', 'bandwidth', 'price', 'carbon', 'availability'}
-    how : str
-        A named process or 'trace'; `FORMS` says which go together.
-    ranks : str
-        Devices that it drives ("0-7, 12"); all when empty.
-    between : pair of str or None
-        Racks whose link it drives; every link between racks when None.
-    factor : float or None
-        'fixed': multiplies the value. 'one-at-a-time': how many times slower the one straggler is.
-    factors : tuple of float
-        'markov': the levels, each multiplies the value.
-    stay : float or None
-        Chance to keep the level for another slot; otherwise every other level is as likely.
-    together : bool
-        One chain for all ranks instead of one for each.
-    swing : float or None
-        'diurnal': highest over lowest value; the stated value is the highest.
-    period : float or None, seconds
-    phase : float
-        Part of the period by which the lowest value is late.
-    levels : int
-        Values that a 'diurnal' process takes: it moves in steps of equal ratio.
-    mean_up, mean_down : float or None, seconds
-        'failures': mean time to failure and to return of each device.
-    file : str or None
-        'trace': CSV with columns time_s and value (or count, of devices available), beside the scenario.
+    `foreshard schema scenario` documents the keys, of all tables here.
     """
 
     what: What
@@ -93,23 +66,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTable:
-    """One ``[[budget]]`` table: a long-term mean that must be kept.
-
-    Attributes
-    ----------
-    name : str
-    kind : {'usd', 'rent_usd', 'egress_usd', 'joule', 'carbon_kg', 'duty'}
-        What is counted: dollars of rent and egress together, of either, joules, kilograms of CO2, or the
-        seconds that a rank computes.
-    rank : int or None
-        Of 'duty'.
-    limit : float or None
-        Mean per step, second or hour.
-    per : {'step', 'second', 'hour'}
-    of : str or None
-        A policy; the budget is then `share` of what this policy spends on the same path.
-    share : float or None
-    """
+    """One ``[[budget]]`` table: a long-term mean that must be kept."""
 
     name: Annotated[str, Size(1, 100)]
     kind: Literal["usd", "rent_usd", "egress_usd", "joule", "carbon_kg", "duty"] = "usd"
@@ -122,36 +79,7 @@ class BudgetTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A changing cluster and a job on it.
-
-    Attributes
-    ----------
-    name, doc : str
-    model : str
-    cluster : str or mapping
-        Path, catalog name or shorthand, or the tables of a cluster file.
-    global_batch, seq_len, micro_batch : int
-    precision, framework, optimizer : str
-    process : tuple of Process
-    budget : tuple of BudgetTable
-    seed, slots : int
-        Of the first path.
-    batches : int
-        Batches of a slot, in which nothing changes. Decisions are made at its start and, when the slot
-        differs from what was last seen, once more after its first batch.
-    slot : float, seconds
-        How far the clock of daily processes and traces moves in a slot.
-    sees_now : bool
-        Decisions know this slot's speeds, link rates and prices; else only those of the batch before.
-        Which devices are available is always known.
-    pause : float, seconds
-        Every change of groups or layers costs this, besides the bytes that move.
-    egress_usd_per_gb : float
-        Price of a decimal gigabyte between racks.
-    carbon_g_per_kwh : float
-        Of the electricity of all devices; a process of carbon multiplies it.
-    file : str or None
-    """
+    """A changing cluster and a job on it; quantities with a unit are held in SI."""
 
     name: str = ""
     doc: str = ""

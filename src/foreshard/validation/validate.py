@@ -129,16 +129,10 @@ def validate(
     exclude_calibration: str | None = None,
     predictor: Predictor,
 ) -> dict[str, Any]:
-    """Return the validation object: one entry per row, and scores overall and by family.
+    """Return the validation object of `api.validate`: one entry per row, and scores overall and by family.
 
-    Parameters
-    ----------
-    files : iterable of path
-        `.csv` or `.csv.gz`, each known by its columns.
-    engine, costs, exclude_calibration : str
-        What the predictor was built with; kernels and collectives have closed formulas only.
-    predictor : callable
-        Row -> Prediction.
+    `engine`, `costs` and `exclude_calibration` are what the predictor was built with; kernels and collectives
+    have closed formulas only.
 
     Raises
     ------

@@ -36,7 +36,8 @@ def plan(*, comm=None, **degrees) -> Plan:
 
 
 def files(target: str, made: Plan) -> dict[str, str]:
-    return {file.name: file.text for file in export(made, target, model=MODEL, cluster=CLUSTER).files}
+    file = export(made, target, model=MODEL, cluster=CLUSTER)
+    return {file.name: file.text}
 
 
 def megatron_flags(text: str) -> dict[str, list[str]]:
@@ -238,7 +239,7 @@ def test_megatron_names_what_forbids_to_overlap_experts(degrees, reason):
     made = replace(made, comm={"expert_overlap": True})
     with pytest.raises(SpecError, match=reason):
         export(made, "megatron", model=model)
-    assert export(replace(made, comm={}), "megatron", model=model).files
+    assert export(replace(made, comm={}), "megatron", model=model).text
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_unknown_targets_list_the_known_ones():
 def test_every_target_names_what_it_was_checked_against(target):
     made = {"zero": 3} if target in ("fsdp", "torchtitan@0.2", "torchtitan@0.3", "deepspeed") else {"zero": 1}
     result = export(plan(**made), target, model=MODEL, cluster=CLUSTER)
-    assert result.version and result.files and all(file.text.endswith("\n") for file in result.files)
+    assert result.version and result.name and result.text.endswith("\n")
     assert json.dumps(result.to_dict())
 
 
@@ -275,4 +276,4 @@ def test_what_is_planned_for_a_framework_it_can_be_told(framework, target):
         search(MODEL, CLUSTER, global_batch=64, seq_len=8192, framework=framework, comm="all").plans[0].plan
     )
     assert made.comm or framework == "torchtitan"
-    assert export(made, target, model=MODEL, cluster=CLUSTER).files
+    assert export(made, target, model=MODEL, cluster=CLUSTER).text

@@ -52,7 +52,7 @@ def planned(model: Model, **degrees) -> Plan:
 
 
 def written(target: str, made: Plan, folder: Path, model: Model | None = None) -> Path:
-    (file,) = export(made, target, model=model, cluster=CLUSTER).files
+    file = export(made, target, model=model, cluster=CLUSTER)
     path = folder / file.name
     path.write_text(file.text, encoding="utf-8")
     return path
@@ -102,7 +102,7 @@ MEGATRON = (
 def test_megatron_reads_the_plan(name, degrees, monkeypatch):
     megatron, model = Megatron(monkeypatch), load_model(name)
     made = planned(model, **degrees)
-    (file,) = export(made, "megatron", model=model).files
+    file = export(made, "megatron", model=model)
     arguments, config = megatron.read(words_of(file.text), len(made.ranks), file.text)
     _megatron_has(made, model, arguments, config)
 
@@ -186,7 +186,7 @@ def test_megatron_reads_any_plan_or_the_export_names_why_not(name, monkeypatch):
         comm = {option: bool(rng.integers(2)) for option in COMM_OPTIONS if rng.random() < 0.3}
         made = replace(made, comm=comm)
         try:
-            (file,) = export(made, "megatron", model=model).files
+            file = export(made, "megatron", model=model)
         except SpecError as refused:
             assert "cannot express" in refused.what
             continue
@@ -338,7 +338,7 @@ def test_skypilot_reads_the_task(tmp_path):
 
 @pytest.mark.parametrize("target", ["slurm", "skypilot"])
 def test_torchrun_reads_its_line(target):
-    (file,) = export(planned(load_model("llama3-8b"), tp=2), target, cluster=CLUSTER).files
+    file = export(planned(load_model("llama3-8b"), tp=2), target, cluster=CLUSTER)
     (line,) = re.findall(r"torchrun --(?:.*\\\n)*.*", file.text)
     line = re.sub(r"\$\(.*?\)|\"\$MASTER_ADDR\"", "host0", line).replace('"$MASTER_PORT"', "29500")
     for name, value in {
@@ -361,7 +361,7 @@ def test_slurm_asks_for_what_sbatch_has():
     made = planned(load_model("llama3-8b"), tp=2)
     mixed = load_cluster("1x8xh100-sxm+1x8xa100-sxm-80gb")
     for cluster in (CLUSTER, mixed):
-        (file,) = export(made, "slurm", cluster=cluster).files
+        file = export(made, "slurm", cluster=cluster)
         lines = re.findall(r"^#SBATCH (.*)$", file.text, re.MULTILINE)
         assert lines
         for line in lines:

@@ -32,18 +32,7 @@ def plan_page(
     gains: Sequence[Gain] = (),
     others: Sequence[ComparedPlanner] = (),
 ) -> str:
-    """Return the report as one HTML text.
-
-    Parameters
-    ----------
-    result : PlanResult
-        With at least one plan.
-    cluster : Cluster
-    screen : Screen
-        What the command shows; its header, boxes and notes head the page.
-    gains : sequence of Gain
-    others : sequence of ComparedPlanner
-    """
+    """Return the report of a result with at least one plan; `screen` is what the command shows."""
     chosen = result.plans[0]
     sections = [
         _head(screen),

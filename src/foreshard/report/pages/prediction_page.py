@@ -51,15 +51,7 @@ def page_data(
 ) -> dict[str, Any]:
     """Return what the page draws, and the plain text for readers without scripts.
 
-    Parameters
-    ----------
-    request : Request
-    prediction : Prediction
-    timeline : Timeline or None
-    advice : sequence of Effect
-        What would help; for a run that fits.
-    fit : Fit, optional
-        The nearest change that fits; for one that does not.
+    `advice` is what would help a run that fits, `fit` the nearest change of one that does not.
     """
     explained = explanations(request, prediction)
     groups = group_times(request, prediction.plan)
