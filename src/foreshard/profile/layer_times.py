@@ -38,8 +38,9 @@ def profile_layers(
 ) -> dict[str, Any]:
     """Time a job's layers and return the profile: written after every size, continued where unfinished.
 
-    Parameters as of :func:`foreshard.profile.record.record`; `beside` is the ranks that share the machine, to
-    be noted, `busy` a context that is entered while something is timed. Without `out` nothing is written.
+    Parameters as of :func:`foreshard.profile.record.record`, whose `dtype` is `precision` here; `beside` is
+    the ranks that share the machine, to be noted, `busy` a context that is entered while something is timed.
+    Without `out` nothing is written.
     """
     profile = _begun(out, fingerprint(job, device) | {"ranks": beside, "precision": precision})
     tensor = profile.setdefault("tensor", {})
