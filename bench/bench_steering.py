@@ -289,10 +289,26 @@ def verdict(found: dict[str, dict[str, Any]]) -> None:
         print(f"{name:26} {over[0]:+10.1f} % {over[1]:+10.1f} % {min(others) / ours['step_s']:30.2f}")
 
 
+def absences(lab: Lab) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Return who is lost and who joins when, as (rank, step); one away from step 0 only joins."""
+    lost, joins = [], []
+    away = {rank for rank in range(len(lab.slow)) if not lab.there_at(0, rank)}
+    for change in lab.changes:
+        if change.there is None or change.rank is None or change.at_step == 0:
+            continue
+        if change.there and change.rank in away:
+            joins.append((change.rank, change.at_step))
+            away.discard(change.rank)
+        elif not change.there and change.rank not in away:
+            lost.append((change.rank, change.at_step))
+            away.add(change.rank)
+    return tuple(lost), tuple(joins)
+
+
 def changes_of(lab: Lab) -> str:
     """Return what changes in words; raise where it is too little to be a test."""
     steps = {one.at_step for one in lab.changes if one.there is None}
-    lost, joins = lab.absences()
+    lost, joins = absences(lab)
     if len(steps) < LEAST_CHANGES or not lost or not joins:
         raise SystemExit(
             f"the lab changes {len(steps)} times, loses {len(lost)} ranks and gains {len(joins)}"

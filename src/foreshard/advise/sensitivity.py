@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from foreshard.errors import ForeshardError
@@ -40,7 +40,7 @@ class Gain:
 
     def to_dict(self) -> dict[str, object]:
         """Return the object that ``plan --explain --json`` prints for one change."""
-        return {"change": self.change, "step_time_s": self.step_time_s, "gain": self.gain, "note": self.note}
+        return asdict(self)
 
 
 def sensitivity(search: Search, cluster: Cluster, base: PlanResult) -> tuple[Gain, ...]:

@@ -168,12 +168,6 @@ _FIELD_OF = {
     "pcie": "pcie_bytes_per_s",
     "tdp": "tdp_w",
 }
-_WITHOUT_BASE: dict[str, Any] = (
-    dict.fromkeys(("vendor", "arch"), "unknown")
-    | dict.fromkeys(("year", "num_sms"), 0)
-    | dict.fromkeys(("clock_hz", "l2_bytes", "link_bytes_per_s", "pcie_bytes_per_s", "tdp_w"), 0.0)
-    | {"form": "custom", "link": ""}
-)
 
 
 def _own_device(table: DeviceTable, file: str, key: str) -> Device:
@@ -190,4 +184,4 @@ def _own_device(table: DeviceTable, file: str, key: str) -> Device:
             rule = "A device without a base states peak, memory and memory_bandwidth"
             fix = "Add it, or name a base"
             raise SpecError(f"'{name}' is missing", file=file, key=f"{key}.{name}", rule=rule, fix=fix)
-    return Device(**_WITHOUT_BASE | given)
+    return Device(**given)

@@ -90,7 +90,7 @@ class Lab:
             "clock": self.clock,
             "ranks": [
                 {"rank": rank, "device": self.devices[rank], "slow": self.slow[rank]}
-                | {key: (getattr(self, key) or (None,) * len(self.slow))[rank] for key in stated}
+                | {key: self._stated(key, rank) for key in stated}
                 for rank in range(len(self.slow))
             ],
             "network": {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, "latency_s": self.latency_s},
@@ -98,41 +98,30 @@ class Lab:
             "table_s": dict(self.table_s),
         }
 
+    def _stated(self, name: str, rank: int) -> float | None:
+        values: tuple[float | None, ...] = getattr(self, name)
+        return values[rank] if values else None
+
     def slow_at(self, step: int, rank: int) -> float:
         """Return how slow a rank is in a step."""
-        now = self.slow[rank]
-        for change in self.changes:
-            if change.at_step <= step and change.rank == rank and change.slow is not None:
-                now = change.slow
-        return now
+        return float(self._at(step, rank, "slow", self.slow[rank]))
 
     def there_at(self, step: int, rank: int) -> bool:
         """Return whether a rank is there in a step."""
-        now = True
+        return bool(self._at(step, rank, "there", True))
+
+    def _at(self, step: int, rank: int, name: str, first: float) -> float:
+        """Return what the last change of a rank until a step made of a value, `first` before any."""
+        now = first
         for change in self.changes:
-            if change.at_step <= step and change.rank == rank and change.there is not None:
-                now = change.there
+            if change.at_step <= step and change.rank == rank and getattr(change, name) is not None:
+                now = getattr(change, name)
         return now
 
     @property
     def has_absences(self) -> bool:
         """Return whether ranks are away at some step."""
         return any(change.there is not None for change in self.changes)
-
-    def absences(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Return who is lost and who joins when, as (rank, step); one away from step 0 only joins."""
-        lost, joins = [], []
-        away = {rank for rank in range(len(self.slow)) if not self.there_at(0, rank)}
-        for change in self.changes:
-            if change.there is None or change.rank is None or change.at_step == 0:
-                continue
-            if change.there and change.rank in away:
-                joins.append((change.rank, change.at_step))
-                away.discard(change.rank)
-            elif not change.there and change.rank not in away:
-                lost.append((change.rank, change.at_step))
-                away.add(change.rank)
-        return tuple(lost), tuple(joins)
 
     def link_at(self, step: int, source: int, target: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) of a link in a step."""
@@ -158,31 +147,23 @@ class Lab:
         return VirtualClock(link, self._tabled if self.clock == "table" else None)
 
     def _tabled(self, action: str, samples: int, layers: int) -> float:
-        table = self.table_s
-        if action == "forward":
-            return table["forward"] * samples * layers
+        forward, backward, size = self.table_s["forward"], self.table_s["backward"], samples * layers
+        each_s = {"forward": forward, "backward": backward, "probe": forward + backward}
         if action == "optimizer":
-            return table["optimizer"] * layers
-        if action == "probe":
-            return (table["forward"] + table["backward"]) * samples * layers
-        halves = 1.0 if action == "backward" else 0.5
-        return table["backward"] * samples * layers * halves
+            return self.table_s["optimizer"] * layers
+        return each_s.get(action, 0.5 * backward) * size
 
     def cluster(self) -> Cluster:
         """Return the lab as a cluster of devices of its own, one a node; measured costs alone price them."""
-        unstated = (None,) * len(self.slow)
-        memory = self.memory_bytes or unstated
-        busy, idle = self.busy_w or unstated, self.idle_w or unstated
-        price, carbon = self.usd_per_h or unstated, self.kg_per_kwh or unstated
         nodes = tuple(
             NodeGroup(
                 count=1,
                 per_node=1,
-                device=_device(name, memory[rank]),
-                usd_per_h=price[rank],
-                busy_w=busy[rank],
-                idle_w=idle[rank],
-                carbon_kg_per_kwh=carbon[rank],
+                device=_device(name, self._stated("memory_bytes", rank)),
+                usd_per_h=self._stated("usd_per_h", rank),
+                busy_w=self._stated("busy_w", rank),
+                idle_w=self._stated("idle_w", rank),
+                carbon_kg_per_kwh=self._stated("kg_per_kwh", rank),
                 nic_bytes_per_s=self.bandwidth_bytes_per_s,
                 nic_latency_s=self.latency_s,
                 nvlink_domain=1,
@@ -200,20 +181,10 @@ def _device(name: str, memory_bytes: float | None) -> Device:
         vendor="host",
         arch="host",
         form="virtual",
-        year=0,
         peak_flops_per_s={},
         memory_bytes=memory,
         capacity_bytes=memory,
-        memory_bytes_per_s=0.0,
-        num_sms=0,
-        clock_hz=0.0,
-        l2_bytes=0.0,
-        link="",
-        link_bytes_per_s=0.0,
-        pcie_bytes_per_s=0.0,
-        tdp_w=0.0,
         source="lab",
-        verified=True,
     )
 
 

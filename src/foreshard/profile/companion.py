@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 _ENDLESS = 1_000_000
 """Passes, more than any profile waits for: companions are killed, they do not end."""
@@ -33,24 +32,11 @@ def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[
         As ``foreshard profile --samples`` takes them; small ones would leave the caches to who is timed.
     threads : int
     """
+    asked = ["--samples", samples, "--threads", str(threads), "--repeats", str(_ENDLESS)]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _UNTIL_ALONE,
-                    "profile",
-                    job,
-                    "-o",
-                    str(Path(folder) / f"{n}.json"),
-                    "--samples",
-                    samples,
-                    "--threads",
-                    str(threads),
-                    "--repeats",
-                    str(_ENDLESS),
-                ],
+                [sys.executable, "-c", _UNTIL_ALONE, "profile", job, "-o", f"{folder}/{n}.json", *asked],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from foreshard import quantity
 from foreshard.advise.change import Effect
@@ -102,44 +103,42 @@ def groups_table(groups: Sequence[GroupTime]) -> Table:
 
 def time_table(prediction: Prediction) -> Table:
     """Return where the step's time goes; the rows sum to the step."""
-    step_s = prediction.step_time_s
-    parts = [(name, prediction.time_breakdown_s.get(name, 0.0)) for name in TIME_PARTS]
-    shown = [(name, value) for name, value in parts if value]
-    return Table(
-        title="Where the time goes",
-        columns=("part", ">time", ">share"),
-        rows=tuple(
-            (PART_NAMES[name], quantity.seconds(value), quantity.percent(value / step_s))
-            for name, value in shown
-        ),
-        total=("step", quantity.seconds(sum(value for _, value in parts)), "100.0 %"),
-        bars=tuple(value / step_s for _, value in shown),
+    parts = {name: prediction.time_breakdown_s.get(name, 0.0) for name in TIME_PARTS}
+    total = ("step", quantity.seconds(sum(parts.values())), "100.0 %")
+    columns = ("part", ">time", ">share")
+    return _parts_table(
+        "Where the time goes", columns, parts, prediction.step_time_s, quantity.seconds, total
     )
 
 
 def memory_table(memory: Memory) -> Table:
     """Return where the memory of the fullest rank goes; the rows sum to the peak."""
-    parts = [(name, memory.breakdown_bytes.get(name, 0.0)) for name in MEMORY_PARTS]
-    shown = [(name, value) for name, value in parts if value]
-    capacity, unit = memory.capacity_bytes, quantity.memory_unit(memory.peak_bytes)
-    return Table(
-        title=f"Where the memory of rank {memory.peak_rank} goes",
-        columns=("part", f">{unit}", ">of capacity"),
-        rows=tuple(
-            (
-                "optimizer states" if name == "optimizer" else PART_NAMES[name],
-                quantity.memory_in(unit, value),
-                quantity.percent(value / capacity),
-            )
-            for name, value in shown
-        ),
-        total=(
-            "peak",
-            quantity.memory_in(unit, memory.peak_bytes),
-            quantity.percent(memory.peak_bytes / capacity),
-        ),
-        bars=tuple(value / capacity for _, value in shown),
+    unit = quantity.memory_unit(memory.peak_bytes)
+    write = partial(quantity.memory_in, unit)
+    parts = {name: memory.breakdown_bytes.get(name, 0.0) for name in MEMORY_PARTS}
+    parts = {"optimizer states" if name == "optimizer" else name: value for name, value in parts.items()}
+    share = quantity.percent(memory.peak_bytes / memory.capacity_bytes)
+    total = ("peak", write(memory.peak_bytes), share)
+    title, columns = f"Where the memory of rank {memory.peak_rank} goes", ("part", f">{unit}", ">of capacity")
+    return _parts_table(title, columns, parts, memory.capacity_bytes, write, total)
+
+
+def _parts_table(
+    title: str,
+    columns: tuple[str, ...],
+    parts: Mapping[str, float],
+    whole: float,
+    write: Callable[[float], str],
+    total: tuple[str, ...],
+) -> Table:
+    """Return the parts that are not nothing, each with its share of the whole."""
+    shown = {name: value for name, value in parts.items() if value}
+    rows = tuple(
+        (PART_NAMES.get(name, name), write(value), quantity.percent(value / whole))
+        for name, value in shown.items()
     )
+    bars = tuple(value / whole for value in shown.values())
+    return Table(title=title, columns=columns, rows=rows, total=total, bars=bars)
 
 
 def advice_table(advice: Sequence[Effect]) -> Table:
@@ -148,7 +147,7 @@ def advice_table(advice: Sequence[Effect]) -> Table:
     for one in advice:
         assert one.prediction is not None and one.gain is not None
         step, peak = one.prediction.step_time_s, one.prediction.memory.peak_bytes
-        rows.append((one.change, f"{100 * one.gain:+.1f} %", quantity.seconds(step), quantity.memory(peak)))
+        rows.append((one.change, quantity.gain(one.gain), quantity.seconds(step), quantity.memory(peak)))
     return table("What would help (predicted)", ("change", ">tokens/s", ">step", ">peak"), rows)
 
 

@@ -53,23 +53,23 @@ class Device:
     """
 
     name: str
-    vendor: str
-    arch: str
-    form: str
-    year: int
+    vendor: str = "unknown"
+    arch: str = "unknown"
+    form: str = "custom"
+    year: int = 0
     peak_flops_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes: float
     capacity_bytes: float
-    memory_bytes_per_s: float
-    num_sms: int
-    clock_hz: float
-    l2_bytes: float
-    link: str
-    link_bytes_per_s: float
-    pcie_bytes_per_s: float
-    tdp_w: float
+    memory_bytes_per_s: float = 0.0
+    num_sms: int = 0
+    clock_hz: float = 0.0
+    l2_bytes: float = 0.0
+    link: str = ""
+    link_bytes_per_s: float = 0.0
+    pcie_bytes_per_s: float = 0.0
+    tdp_w: float = 0.0
     source: str
-    verified: bool
+    verified: bool = True
     notes: str = ""
 
     def supports(self, precision: str) -> bool:

@@ -92,18 +92,6 @@ class Model:
         blocks = sum(n * block.trainable_params for block, n in self.block_kinds())
         return embedding + (not self.head_frozen) * head - tied * (not self.head_frozen) + blocks
 
-    @property
-    def next_token_params(self) -> int:
-        """Parameters of the modules that predict further tokens: two norms, a 2h x h projection, a block.
-
-        Source
-        ------
-        DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2: embedding and head are shared.
-        """
-        last = self.blocks[-1]
-        module = last.num_params + 2 * self.hidden**2 + 3 * last.norm_params * self.hidden
-        return self.num_next_token * module
-
     def forward_flops_per_token(self, seq_len: int, causal: bool) -> float:
         """Return the forward FLOPs per token, head and next-token modules included."""
         blocks = sum(n * block.forward_flops(seq_len, causal) for block, n in self.block_kinds())

@@ -118,26 +118,18 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as its file stores it; `plan_file.parse_plan` reads it back equal."""
-        return {
-            "schema_version": self.schema_version,
-            "global_batch": self.global_batch,
-            "seq_len": self.seq_len,
-            "precision": self.precision,
-            "optimizer": self.optimizer,
-            "framework": self.framework,
+        names = ("schema_version", "global_batch", "seq_len", "precision", "optimizer", "framework")
+        return {name: getattr(self, name) for name in names} | {
             "defaults": {},
-            "groups": [
-                {
-                    "share": group.share,
-                    "micro_batch": group.micro_batch,
-                    "schedule": group.schedule,
-                    "sp": group.sp,
-                    "stages": [_stage_dict(stage) for stage in group.stages],
-                }
-                for group in self.groups
-            ],
+            "groups": [_group_dict(group) for group in self.groups],
             "comm": dict(self.comm),
         }
+
+
+def _group_dict(group: Group) -> dict[str, Any]:
+    names = ("share", "micro_batch", "schedule", "sp")
+    stated = {name: getattr(group, name) for name in names}
+    return stated | {"stages": [_stage_dict(stage) for stage in group.stages]}
 
 
 def _stage_dict(stage: Stage) -> dict[str, Any]:

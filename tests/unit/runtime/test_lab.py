@@ -53,7 +53,6 @@ def test_ranks_come_and_go(tmp_path):
     assert [lab.there_at(step, 2) for step in (0, 4, 5, 99)] == [False, False, True, True]
     assert [lab.there_at(step, 1) for step in (0, 7, 8, 9)] == [True, True, False, True]
     assert lab.there_at(8, 0)
-    assert lab.absences() == (((1, 8),), ((2, 5), (1, 9)))
 
 
 def test_power_and_carbon_of_a_rank(tmp_path):

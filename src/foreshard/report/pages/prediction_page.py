@@ -62,9 +62,7 @@ def page_data(
         "cluster": prediction.cluster,
         "planLine": plan_line(prediction.plan),
         "speedLine": speed_line(prediction),
-        "boxes": [
-            {"title": b.title, "value": b.value, "note": b.note, "alarm": b.alarm} for b in boxes(prediction)
-        ],
+        "boxes": [asdict(box) for box in boxes(prediction)],
         "prediction": prediction.to_dict() | {"explain": explained},
         "names": PART_NAMES,
         "timeParts": list(TIME_PARTS),
