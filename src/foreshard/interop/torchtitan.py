@@ -163,28 +163,31 @@ def _parallelism(plan: Plan, degrees: Uniform, head: str) -> dict[str, Any]:
     if degrees.pp > 1:
         made["pipeline_parallel_schedule"] = _SCHEDULES[degrees.schedule]
         made["module_fqns_per_model_part"] = _parts(degrees, head)
+        made["pipeline_parallel_microbatch_size"] = degrees.micro_batch
     return made
 
 
-def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict[str, dict[str, Any]]:
+def _training(plan: Plan, degrees: Uniform) -> dict[str, Any]:
     passes = degrees.num_micro_batches if degrees.pp > 1 else 1
+    return {
+        "local_batch_size": degrees.micro_batch * passes,
+        "global_batch_size": plan.global_batch,
+        "seq_len": plan.seq_len,
+        "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
+    }
+
+
+def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict[str, dict[str, Any]]:
     parallelism = _parallelism(plan, degrees, "output")
     parallelism["expert_tensor_parallel_degree"] = degrees.etp
     parallelism["enable_async_tensor_parallel"] = _async_tp(plan, degrees)
-    if degrees.pp > 1:
-        parallelism["pipeline_parallel_microbatch_size"] = degrees.micro_batch
     model: dict[str, Any] = {"name": family, "flavor": flavor}
     if plan.precision == "fp8":
         model["converters"] = ["quantize.linear.float8"]
     return {
         "model": model,
         "optimizer": {"name": "AdamW"},
-        "training": {
-            "local_batch_size": degrees.micro_batch * passes,
-            "global_batch_size": plan.global_batch,
-            "seq_len": plan.seq_len,
-            "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
-        },
+        "training": _training(plan, degrees),
         "parallelism": parallelism,
         "activation_checkpoint": _checkpoint_02(degrees.recompute),
         "compile": {"enable": _async_tp(plan, degrees)},
@@ -212,18 +215,8 @@ def _value(value: Any) -> str:
 
 
 def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:
-    passes = degrees.num_micro_batches if degrees.pp > 1 else 1
-    parallelism = _parallelism(plan, degrees, "lm_head")
-    parallelism["enable_sequence_parallel"] = degrees.sp
-    if degrees.pp > 1:
-        parallelism["pipeline_parallel_microbatch_size"] = degrees.micro_batch
-    training = {
-        "local_batch_size": degrees.micro_batch * passes,
-        "global_batch_size": plan.global_batch,
-        "seq_len": plan.seq_len,
-        "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
-        "disable_cuda_graphs": not _graphs(plan, degrees),
-    }
+    parallelism = _parallelism(plan, degrees, "lm_head") | {"enable_sequence_parallel": degrees.sp}
+    training = _training(plan, degrees) | {"disable_cuda_graphs": not _graphs(plan, degrees)}
     checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
     compiled = _async_tp(plan, degrees)
     imports = [

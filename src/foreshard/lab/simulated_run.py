@@ -16,7 +16,7 @@ import numpy as np
 
 from foreshard.control.nominal import cluster_state
 from foreshard.control.slots import Budget
-from foreshard.errors import InfeasibleError, SpecError
+from foreshard.errors import InfeasibleError, SpecError, unknown
 from foreshard.lab.lab import load_lab
 from foreshard.lab.lab_simulator import LabSimulator
 from foreshard.predict.measured.costs import load_costs
@@ -113,8 +113,7 @@ def simulate_lab(
         found = {}
         for name in dict.fromkeys(policies):
             if name not in POLICIES:
-                rule = f"In a lab policies are {', '.join(POLICIES)}"
-                raise SpecError(f"unknown policy {name!r}", key="--policy", value=name, rule=rule)
+                raise unknown("policy", name, POLICIES, key="--policy", rule="In a lab policies are")
             config = ControllerConfig(
                 plan=load_plan(plan),
                 cluster=world.cluster,

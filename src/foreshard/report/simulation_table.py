@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from foreshard import quantity
-from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.report.screen import Box, Screen, Table, listing, without_empty
 from foreshard.simulate.evaluation import FIXED, KEPT, STAGES, Evaluation, half_width
 from foreshard.units import number_of
 
@@ -95,41 +98,35 @@ def _equal_budget(found: Evaluation) -> tuple[str, ...]:
 
 def policies_table(found: Evaluation) -> Table:
     """Return a row for each policy, those that keep the budgets first, fastest first."""
-    rows = []
-    for name in found.policies:
-        times, over = found.times(name), float(found.violations(name).max())
-        runs = [one.runs[name] for one in found.rounds]
-        gap = float((times / found.times("bound") - 1.0).mean())
-        width = half_width(times)
-        rows.append(
-            (
-                over > KEPT,
-                float(times.mean()),
-                name,
-                quantity.seconds(float(times.mean())),
-                "" if width is None else f"± {100 * width / times.mean():.2f} %",
-                f"{100 * gap:+.1f} %",
-                kept_words(over),
-                f"{sum(run.reconfigurations for run in runs) / len(runs):.0f}",
-                f"{sum(run.reshares for run in runs) / len(runs):.0f}",
-                f"{sum(float(run.used.mean()) for run in runs) / len(runs):.1f}",
-            )
-        )
-    rows.sort()
-    cells: list[tuple[str, ...]] = [row[2:] for row in rows]
-    columns: tuple[str, ...] = (
-        "policy",
-        ">batch",
-        ">95 %",
-        ">over bound",
-        ">budget",
-        ">reconfigurations",
-        ">rebalances",
-        ">devices",
-    )
-    if len(found.rounds) == 1:  # one path has no spread
-        columns, cells = columns[:2] + columns[3:], [row[2:4] + row[5:] for row in rows]
-    return table("Policies", columns, cells, spare=(">devices", ">rebalances"))
+
+    def over(name: str) -> float:
+        return float(found.violations(name).max())
+
+    def mean(name: str, of: Callable[[Any], float]) -> float:
+        return sum(of(one.runs[name]) for one in found.rounds) / len(found.rounds)
+
+    def spread(name: str) -> str:
+        width = half_width(found.times(name))  # one path has none
+        return "" if width is None else f"± {100 * width / found.times(name).mean():.2f} %"
+
+    columns: dict[str, Callable[[str], object]] = {
+        "policy": lambda name: name,
+        ">batch": lambda name: quantity.seconds(float(found.times(name).mean())),
+        ">95 %": spread,
+        ">over bound": lambda name: quantity.gain(
+            float((found.times(name) / found.times("bound") - 1.0).mean())
+        ),
+        ">budget": lambda name: kept_words(over(name)),
+        ">reconfigurations": lambda name: f"{mean(name, lambda run: run.reconfigurations):.0f}",
+        ">rebalances": lambda name: f"{mean(name, lambda run: run.reshares):.0f}",
+        ">devices": lambda name: f"{mean(name, lambda run: float(run.used.mean())):.1f}",
+    }
+
+    def place(name: str) -> tuple[bool, float, str]:
+        return over(name) > KEPT, float(found.times(name).mean()), name
+
+    order = sorted(found.policies, key=place)
+    return without_empty(listing("Policies", order, columns, spare=(">devices", ">rebalances")))
 
 
 def _notes(found: Evaluation) -> tuple[str, ...]:

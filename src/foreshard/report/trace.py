@@ -140,16 +140,17 @@ def _names(plan: Plan, tracks: _Tracks) -> Iterator[dict[str, Any]]:
 
 def _steps(timeline: Timeline, tracks: _Tracks) -> Iterator[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in tracks.names}):
-        yield {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "ProfilerStep#0",
-            "pid": rank,
-            "tid": _ANNOTATIONS,
-            "ts": 0.0,
-            "dur": _ns(timeline.step_time_s) / 1e3,
-            "args": {},
-        }
+        span = 0, _ns(timeline.step_time_s)
+        yield _complete("ProfilerStep#0", "user_annotation", (rank, _ANNOTATIONS), span, {})
+
+
+def _complete(
+    name: str, category: str, track: tuple[int, int], span_ns: tuple[int, int], args: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a slice: begin and length in microseconds, on the track of a rank."""
+    start, end = span_ns
+    times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+    return {"ph": "X", "cat": category, "name": name, "pid": track[0], "tid": track[1], **times, "args": args}
 
 
 def _kernel_name(event: Event, sequence_parallel: bool) -> str:
@@ -167,7 +168,7 @@ def _kernel_name(event: Event, sequence_parallel: bool) -> str:
 
 
 def _slice(event: Event, track: tuple[int, int], number: int, plan: Plan) -> dict[str, Any]:
-    start, end = _ns(event.start_s), _ns(event.end_s)
+    span = _ns(event.start_s), _ns(event.end_s)
     args = {
         "stream": track[1],
         "device": event.rank,
@@ -179,16 +180,8 @@ def _slice(event: Event, track: tuple[int, int], number: int, plan: Plan) -> dic
         args["micro_batch"] = event.micro_batch
     if event.chunk >= 0:
         args["chunk"] = event.chunk
-    return {
-        "ph": "X",
-        "cat": _NO_KERNEL.get(event.part, "kernel"),
-        "name": _kernel_name(event, plan.groups[event.group].sp),
-        "pid": track[0],
-        "tid": track[1],
-        "ts": start / 1e3,
-        "dur": (end - start) / 1e3,
-        "args": args,
-    }
+    name, category = _kernel_name(event, plan.groups[event.group].sp), _NO_KERNEL.get(event.part, "kernel")
+    return _complete(name, category, track, span, args)
 
 
 def _arrow(number: int, pair: tuple[Event, Event], tracks: _Tracks) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from foreshard.errors import SpecError
@@ -64,11 +65,15 @@ def block_cuts(num_blocks: int, num_chunks: int) -> list[int]:
 
 def layer_spans(num_blocks: int, pp: int, vpp: int) -> list[list[tuple[int, int]]]:
     """Half-open layer intervals [stage][chunk]; layer 0 is the embedding, num_blocks + 1 the head."""
-    cuts = block_cuts(num_blocks, pp * vpp)
+    return spans_of(block_cuts(num_blocks, pp * vpp), pp)
+
+
+def spans_of(cuts: Sequence[int], pp: int) -> list[list[tuple[int, int]]]:
+    """Layer intervals [stage][chunk] of so many blocks per virtual stage, in model order."""
     spans: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
     start = 0
     for virtual, count in enumerate(cuts):
-        stop = start + count + (virtual == 0) + (virtual == pp * vpp - 1)
+        stop = start + count + (virtual == 0) + (virtual == len(cuts) - 1)
         spans[virtual % pp].append((start, stop))
         start = stop
     return spans

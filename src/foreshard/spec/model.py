@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.spec.block import Block
@@ -195,46 +196,33 @@ def freeze(model: Model, layers: Iterable[int]) -> Model:
 
 def decoder(
     *,
-    name: str,
     blocks: tuple[Block, ...],
     vocab: int,
-    tied_embeddings: bool,
-    max_seq_len: int,
     learned_positions: int = 0,
     embedding_dim: int = 0,
     embedding_norm: bool = False,
     final_norm: bool = True,
-    num_next_token: int = 0,
-    source: str = "",
-    assumptions: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Model:
     """Return a decoder-only language model around these blocks.
 
     `embedding_dim` differs from the hidden size where the token table is projected (OPT-350M);
-    `embedding_norm` is a norm right after the table (BLOOM).
+    `embedding_norm` is a norm right after the table (BLOOM); `fields` are others of `Model`.
     """
     first = blocks[0]
     width = embedding_dim or first.hidden
     projection = (width != first.hidden) * width * first.hidden
-    norm = first.norm_params * first.hidden
+    norm, positions = first.norm_params * first.hidden, learned_positions * first.hidden
     return Model(
-        name=name,
+        **fields,
         blocks=blocks,
         hidden=first.hidden,
         vocab=vocab,
-        tied_embeddings=tied_embeddings,
-        max_seq_len=max_seq_len,
         learned_positions=learned_positions,
         embedding_dim=embedding_dim,
-        embedding_params=vocab * width
-        + projection
-        + learned_positions * first.hidden
-        + embedding_norm * norm,
+        embedding_params=vocab * width + projection + positions + embedding_norm * norm,
         embedding_matmul_params=projection,
         head_params=vocab * width + projection,
         head_matmul_params=vocab * width + projection,
         final_norm_params=final_norm * norm,
-        num_next_token=num_next_token,
-        source=source,
-        assumptions=assumptions,
     )

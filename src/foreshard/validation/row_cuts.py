@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from foreshard.spec.layout import block_cuts
+from foreshard.spec.layout import block_cuts, spans_of
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.validation.row_cluster import Reading
@@ -68,15 +68,8 @@ def cost_cuts(model: Model, num_stages: int) -> list[int]:
 def with_cuts(plan: Plan, cuts: list[int], pp: int) -> Plan:
     """Return the plan with these blocks per virtual stage; the embedding is first, the head last."""
     group = plan.groups[0]
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
-    start = 0
-    for chunk, count in enumerate(cuts):
-        stop = start + count + (chunk == 0) + (chunk == len(cuts) - 1)
-        spans[chunk % pp].append((start, stop))
-        start = stop
-    stages = tuple(
-        replace(stage, layers=tuple(span)) for stage, span in zip(group.stages, spans, strict=True)
-    )
+    spans = zip(group.stages, spans_of(cuts, pp), strict=True)
+    stages = tuple(replace(stage, layers=tuple(span)) for stage, span in spans)
     schedule = "interleaved" if len(cuts) > pp else "1f1b"
     return replace(plan, groups=(replace(group, stages=stages, schedule=schedule),))
 
