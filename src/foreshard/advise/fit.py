@@ -94,7 +94,9 @@ class _Trial:
 
 def _tiers(request: Request, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:
     """Yield the tiers of candidates, from what changes least."""
-    savers = [*_recompute_rules(plan, offers), *_smaller_passes(plan), *_sharding(plan, offers)]
+    group = plan.groups[0]
+    levels = [level for level in offers.levels(len(group.stages)) if level > group.stages[0].zero]
+    savers = [*_recompute_rules(plan, offers), *_smaller_passes(plan), *(f"zero={one}" for one in levels)]
     layouts = []
     if request.plan is None:
         layouts = [*_wider(request, plan, offers)]
@@ -125,12 +127,6 @@ def _smaller_passes(plan: Plan) -> Iterator[str]:
     while per_rank > 1:
         per_rank //= 2
         yield f"micro-batch={per_rank}"
-
-
-def _sharding(plan: Plan, offers: Offers) -> Iterator[str]:
-    group = plan.groups[0]
-    now = group.stages[0].zero
-    yield from (f"zero={level}" for level in offers.levels(len(group.stages)) if level > now)
 
 
 def _wider(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:

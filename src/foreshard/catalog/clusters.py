@@ -100,7 +100,7 @@ def _term(text: str, term: str, nic: float | None, assumptions: list[str]) -> No
             raise _bad_shorthand(text, f"'{term}' has no devices")
         return _nodes(table, resolve_device(table.device), None, assumptions)
     counted = re.fullmatch(r"(?:([0-9]{1,7})x)?(.+)", term)
-    instance = _instance(counted[2]) if counted else None
+    instance = instances().get(counted[2].lower().replace("_", "-").strip()) if counted else None
     count = int(counted[1] or 1) if counted else 0
     if re.fullmatch(r"[0-9]+x[0-9]+x.+", term):
         raise _bad_shorthand(text, f"'{term[:80]}' has more than {MAX_DEVICES} devices")
@@ -108,10 +108,6 @@ def _term(text: str, term: str, nic: float | None, assumptions: list[str]) -> No
         raise _bad_shorthand(text, f"cannot read '{term[:80]}'")
     table = NodesTable(count=count, per_node=instance.per_node, device=instance.device, nic=nic)
     return _nodes(table, resolve_device(instance.device), instance, assumptions)
-
-
-def _instance(name: str) -> Instance | None:
-    return instances().get(name.lower().replace("_", "-").strip())
 
 
 def _bad_shorthand(text: str, what: str) -> SpecError:

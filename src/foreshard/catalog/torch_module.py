@@ -146,13 +146,9 @@ def _with_vectors(module: Any, attention: Any, block: Block) -> Block:
             flags["mlp_bias"] = True
         elif vectors:
             square = matrices and matrices[0].shape[0] == block.hidden and child is not attention
-            last = square and matrices[0] is _projections(attention)[-1]
+            last = square and matrices[0] is [p for p in attention.parameters() if p.dim() == 2][-1]
             flags["proj_bias" if last else "qkv_bias"] = True
     return replace(block, num_norms=norms, **flags)
-
-
-def _projections(attention: Any) -> list[Any]:
-    return [p for p in attention.parameters() if p.dim() == 2]
 
 
 def _ends(module: Any, outside: dict[int, Any], blocks: tuple[Block, ...], where: str) -> Model:

@@ -66,7 +66,8 @@ def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
 
     columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
     rows = [_row("(now)", "", base), *map(_effect_row, effects)]
-    notes = () if any(map(_wins, effects)) else ("No change gives more tokens per second.",)
+    gains = [one.gain or 0.0 for one in effects if one.prediction and one.prediction.memory.fits]
+    notes = () if any(gain > 0 for gain in gains) else ("No change gives more tokens per second.",)
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
         tables=(table("", columns, rows, spare=(">per 1B tokens", ">peak GiB")),),
@@ -82,8 +83,3 @@ def _batches(base: Prediction, effects: tuple[Effect, ...]) -> tuple[str, ...]:
     if not said:
         return ()
     return (f"The global batch follows the change: {now} now, {said}. State --global-batch to keep it.",)
-
-
-def _wins(effect: Effect) -> bool:
-    fits = effect.prediction is not None and effect.prediction.memory.fits
-    return fits and effect.gain is not None and effect.gain > 0

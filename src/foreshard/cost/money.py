@@ -31,7 +31,8 @@ def money(
     Money
         None where a price is missing.
     """
-    rate, date = cluster.usd_per_h, _price_date(cluster)
+    rate = cluster.usd_per_h
+    date = min((group.price_date for group in cluster.nodes if group.price_date), default=None)
     if usd_per_device_hour is not None:
         rate, date = usd_per_device_hour * cluster.num_devices, None
     if rate is None:
@@ -43,8 +44,3 @@ def money(
         usd_total=None if tokens is None else step * tokens / tokens_per_step,
         price_date=date,
     )
-
-
-def _price_date(cluster: Cluster) -> str | None:
-    dates = [group.price_date for group in cluster.nodes if group.price_date]
-    return min(dates) if dates else None

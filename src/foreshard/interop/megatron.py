@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from shlex import quote
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.interop.exported import Exported, ExportRequest, reject_if
@@ -229,16 +230,10 @@ def _script(plan: Plan, degrees: Uniform, flags: list[Flag]) -> str:
         '# source this; torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" (data, tokenizer, rate)',
         connections,
         "MEGATRON_ARGS=(",
-        *(f"  {' '.join(_quoted(word) for word in flag)}" for flag in flags),
+        *(f"  {' '.join(quote(word) for word in flag)}" for flag in flags),
         ")",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(word: str) -> str:
-    from shlex import quote
-
-    return quote(word)
 
 
 def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> tuple[str, ...]:

@@ -205,13 +205,8 @@ def _checkpoint_02(rule: str) -> dict[str, str]:
 def _toml(plan: Plan, degrees: Uniform, sections: dict[str, dict[str, Any]]) -> str:
     lines = [f"# {V02}, {len(degrees.ranks)} ranks; add data, tokenizer, learning rate and steps"]
     for name, values in sections.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in values.items())]
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
-
-
-def _value(value: Any) -> str:
-    """Return a number, word, truth or list of words as TOML and JSON both write it."""
-    return json.dumps(value)
 
 
 def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:

@@ -8,10 +8,11 @@ all that is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.interop.exported import reject_if
-from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan import Group, Plan
 
 Span = tuple[int, int]
 
@@ -104,14 +105,11 @@ def _groups_alike(plan: Plan) -> list[str]:
 
 
 def _shape(group: Group) -> tuple[object, ...]:
-    return tuple((stage.layers, len(stage.ranks), *_options(stage)) for stage in group.stages)
+    options = attrgetter("layers", *_SAME)
+    return tuple((len(stage.ranks), *options(stage)) for stage in group.stages)
 
 
 _SAME = ("tp", "cp", "ep", "etp", "zero", "shard_size", "recompute", "offload")
-
-
-def _options(stage: Stage) -> tuple[object, ...]:
-    return tuple(getattr(stage, name) for name in _SAME)
 
 
 def _stages_alike(plan: Plan) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from foreshard import quantity
-from foreshard.report.screen import Box, Screen, listing, table, without_empty
+from foreshard.report.screen import Box, Screen, listing, without_empty
 from foreshard.report.simulation_table import KEPT, budget_words, kept_words
 
 _CLOCKS = {
@@ -52,13 +52,16 @@ def _stated(write: Callable[[float], str], value: float | None) -> str | None:
 def simulated_lab_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Screen:
     """Return what `foreshard simulate LAB.toml` shows: policies within budget first, fastest first."""
     steps = max(one["steps"] for one in policies.values())
-    rows = sorted(
-        (one["violation"] > KEPT, one["mean_step_time_s"], policy, one) for policy, one in policies.items()
+    order = sorted(
+        policies.items(), key=lambda item: (item[1]["violation"] > KEPT, item[1]["mean_step_time_s"])
     )
-    cells = [
-        (policy, quantity.seconds(mean_s), _kept(one), one["reconfigurations"], one["reshares"])
-        for _, mean_s, policy, one in rows
-    ]
+    columns: dict[str, Callable[[tuple[str, Mapping[str, Any]]], object]] = {
+        "policy": lambda item: item[0],
+        ">step": lambda item: quantity.seconds(item[1]["mean_step_time_s"]),
+        ">budget": lambda item: kept_words(item[1]["violation"]) if item[1]["budget"] else "none",
+        ">reconfigurations": lambda item: item[1]["reconfigurations"],
+        ">rebalances": lambda item: item[1]["reshares"],
+    }
     boxes = []
     if "lyapunov" in policies:
         ours = policies["lyapunov"]
@@ -70,14 +73,9 @@ def simulated_lab_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -
                 alarm=ours["violation"] > KEPT,
             )
         )
-    columns = ("policy", ">step", ">budget", ">reconfigurations", ">rebalances")
     return Screen(
         header=(f"{name}: {steps} steps, simulated with measured costs",),
         boxes=tuple(boxes),
-        tables=(table("Policies", columns, cells),),
+        tables=(listing("Policies", order, columns),),
         notes=("A step takes what 'predict --costs' says; a change of plan takes the time of what moves.",),
     )
-
-
-def _kept(one: Mapping[str, Any]) -> str:
-    return kept_words(one["violation"]) if one["budget"] else "none"

@@ -32,10 +32,6 @@ def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
     return (box,) if ranks else ()
 
 
-def _loss(value: float | None) -> str:
-    return "" if value is None else digits(value, _LOSS_DIGITS)
-
-
 def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
     """Return the screen of a run that has ended, its step beside the predicted one where there is one.
 
@@ -51,7 +47,8 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
         error = predicted_s / outcome.median_step_s - 1
         against = f"predicted {seconds(predicted_s)}, {gain(error)}"
     broken = outcome.last_loss is None and outcome.median_step_s is not None
-    first, last = map(_loss, (outcome.first_loss, outcome.last_loss))
+    losses = (outcome.first_loss, outcome.last_loss)
+    first, last = ("" if loss is None else digits(loss, _LOSS_DIGITS) for loss in losses)
     loss = "not finite" if broken else last or "-"
     began = f"from {first}" if first else ""
     wrong = outcome.lost + outcome.repeated + outcome.misread

@@ -113,9 +113,10 @@ def plan_from_degrees(
     SpecError
         When the degrees do not use every device exactly once or do not divide.
     """
-    _check_counts(
-        {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp, "micro-batch": micro_batch}, seq_len
-    )
+    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp, "micro-batch": micro_batch}
+    for name, value in degrees.items():
+        whole(value, key=f"--{name}", name=name)
+    whole(seq_len, 1, MAX_SEQ_LEN, key="--seq", name="seq")
     dp = _data_parallel(dp, tp, pp, cp, num_devices)
     width = tp * cp * dp
     if width % (ep * etp):
@@ -157,12 +158,6 @@ def plan_from_degrees(
         framework=framework,
         groups=(group,),
     )
-
-
-def _check_counts(degrees: dict[str, Any], seq_len: Any) -> None:
-    for name, value in degrees.items():
-        whole(value, key=f"--{name}", name=name)
-    whole(seq_len, 1, MAX_SEQ_LEN, key="--seq", name="seq")
 
 
 def _data_parallel(dp: Any, tp: int, pp: int, cp: int, num_devices: int) -> int:

@@ -12,7 +12,7 @@ from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
 from foreshard.validation.kernel_cases import kernel_cases, not_modelled
 from foreshard.validation.mixed_rows import mixed_rows
-from foreshard.validation.rows import Skipped, TrainingRow, table_rows
+from foreshard.validation.rows import TrainingRow, table_rows
 from foreshard.validation.scoring import RowOutcome, score
 from foreshard.validation.tables import COLLECTIVE, KERNEL, MIXED, TRAINING, MeasuredTable, read_table
 
@@ -72,12 +72,6 @@ def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
     )
 
 
-def _skipped(row: Skipped) -> RowOutcome:
-    return RowOutcome(
-        id=row.id, family=row.family, status="skipped", reason=row.reason, measured_s=row.measured_s
-    )
-
-
 def _inputs(row: Any) -> Hashable:
     """Return all cells of a row but provenance and results: rows equal in them are repeats."""
     return tuple(
@@ -109,7 +103,9 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
     if table.kind in (TRAINING, MIXED):
         rows, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
         made = {row.id: _training_outcome(row, predictor) for row in rows}
-        made |= {row.id: _skipped(row) for row in skipped}
+        for row in skipped:
+            told: dict[str, Any] = {name: getattr(row, name) for name in row.__slots__}
+            made[row.id] = RowOutcome(**told, status="skipped")
         return [made[row_id] for row_id in table.ids]
     start = time.perf_counter()
     if table.kind == COLLECTIVE:
