@@ -16,22 +16,13 @@ from foreshard.advise.request import Request, stated_degrees
 from foreshard.catalog.offers import Offers
 from foreshard.planner.nearest_change import shorter_sequences, smaller_optimizers
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Memory, Prediction
+from foreshard.spec.prediction import MEMORY_LABELS, Memory, Prediction
 
 _MAX_DEGREE = 64
 _MAX_NODES = 4096
 _SAID = 3
 _TRAINING = 2  # the tier that is tried even where an earlier one fits: a shorter sequence is often the answer
 _MILDEST_FIRST = ("seq", "nodes", "optimizer", "offload")  # of these the first that fits is the least change
-_PART_WORDS = {
-    "parameters": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "temporary": "temporary tensors",
-    "comm_buffers": "communication buffers",
-    "reserved": "context and allocator",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +186,7 @@ def _offload(plan: Plan, strong: list[str]) -> Iterator[str]:
 def _binding(request: Request, memory: Memory) -> str:
     """Return the largest part of the peak in words, with the sequence where that makes it."""
     part = max(memory.breakdown_bytes, key=lambda name: memory.breakdown_bytes[name])
-    text = f"{_PART_WORDS[part]} take {quantity.gib(memory.breakdown_bytes[part])} GiB"
+    text = f"{MEMORY_LABELS[part]} take {quantity.gib(memory.breakdown_bytes[part])} GiB"
     if part == "activations" and request.plan is None and request.choices.get("seq_len") is None:
         text += (
             f" at sequence {request.model.max_seq_len}, which was not stated and is that of the model (--seq)"

@@ -11,7 +11,7 @@ from foreshard.cli.options.answer import give
 from foreshard.cli.options.request import describing_a_run, to_request
 from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, table
-from foreshard.spec.prediction import TIME_PARTS
+from foreshard.spec.prediction import TIME_LABELS
 
 if TYPE_CHECKING:
     from foreshard.spec.prediction import Prediction
@@ -27,7 +27,6 @@ def command(**values: Any) -> None:
 
 def _screen(predictions: tuple[Prediction, ...]) -> Screen:
     from foreshard.report.plan_words import plan_line
-    from foreshard.report.summary import PART_NAMES
 
     first = predictions[0]
     numbers: dict[str, Callable[[Prediction], str]] = {
@@ -37,10 +36,10 @@ def _screen(predictions: tuple[Prediction, ...]) -> Screen:
         "peak GiB": lambda one: quantity.gib(one.memory.peak_bytes),
         "predicted in": lambda one: quantity.seconds(one.predict_s),
     }
-    parts = [part for part in TIME_PARTS if any(one.time_breakdown_s[part] for one in predictions)]
+    parts = [part for part in TIME_LABELS if any(one.time_breakdown_s[part] for one in predictions)]
     headline = [_folded(name, map(write, predictions)) for name, write in numbers.items()]
     times = [
-        _folded(PART_NAMES[part], (quantity.seconds(one.time_breakdown_s[part]) for one in predictions))
+        _folded(TIME_LABELS[part], (quantity.seconds(one.time_breakdown_s[part]) for one in predictions))
         for part in parts
     ]
     columns = ("", *(f">{one.engine}/{one.costs}" for one in predictions))

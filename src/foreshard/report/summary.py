@@ -11,27 +11,7 @@ from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.unstated import SPLIT_EVENLY
 from foreshard.report.plan_words import place_of, plan_line
 from foreshard.report.screen import Box, Screen, Table, spans, table
-from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Memory, Prediction
-
-PART_NAMES = {
-    "compute": "compute",
-    "recompute": "recompute",
-    "tensor_comm": "tensor-parallel comm, exposed",
-    "context_comm": "context-parallel comm, exposed",
-    "expert_comm": "expert comm, exposed",
-    "pipeline_comm": "pipeline comm, exposed",
-    "bubble": "pipeline bubble",
-    "data_comm": "data-parallel comm, exposed",
-    "optimizer": "optimizer",
-    "host": "host launches, exposed",
-    "straggler": "waiting for stragglers",
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "activations": "activations",
-    "temporary": "temporary peak",
-    "comm_buffers": "comm buffers",
-    "reserved": "context and allocator",
-}
+from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
 
 NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
 
@@ -103,7 +83,7 @@ def groups_table(groups: Sequence[GroupTime]) -> Table:
 
 def time_table(prediction: Prediction) -> Table:
     """Return where the step's time goes; the rows sum to the step."""
-    parts = {name: prediction.time_breakdown_s.get(name, 0.0) for name in TIME_PARTS}
+    parts = {label: prediction.time_breakdown_s.get(name, 0.0) for name, label in TIME_LABELS.items()}
     total = ("step", quantity.seconds(sum(parts.values())), "100.0 %")
     columns = ("part", ">time", ">share")
     return _parts_table(
@@ -115,8 +95,7 @@ def memory_table(memory: Memory) -> Table:
     """Return where the memory of the fullest rank goes; the rows sum to the peak."""
     unit = quantity.memory_unit(memory.peak_bytes)
     write = partial(quantity.memory_in, unit)
-    parts = {name: memory.breakdown_bytes.get(name, 0.0) for name in MEMORY_PARTS}
-    parts = {"optimizer states" if name == "optimizer" else name: value for name, value in parts.items()}
+    parts = {label: memory.breakdown_bytes.get(name, 0.0) for name, label in MEMORY_LABELS.items()}
     share = quantity.percent(memory.peak_bytes / memory.capacity_bytes)
     total = ("peak", write(memory.peak_bytes), share)
     title, columns = f"Where the memory of rank {memory.peak_rank} goes", ("part", f">{unit}", ">of capacity")
@@ -133,10 +112,7 @@ def _parts_table(
 ) -> Table:
     """Return the parts that are not nothing, each with its share of the whole."""
     shown = {name: value for name, value in parts.items() if value}
-    rows = tuple(
-        (PART_NAMES.get(name, name), write(value), quantity.percent(value / whole))
-        for name, value in shown.items()
-    )
+    rows = tuple((name, write(value), quantity.percent(value / whole)) for name, value in shown.items())
     bars = tuple(value / whole for value in shown.values())
     return Table(title=title, columns=columns, rows=rows, total=total, bars=bars)
 
@@ -162,7 +138,7 @@ def speed_line(prediction: Prediction) -> str:
         words.append(f"MFU {quantity.percent(prediction.mfu)}")
     if prediction.energy_j_per_step is not None:
         words.append(f"energy {quantity.joules(prediction.energy_j_per_step)} per step")
-    words.append(f"bound by {PART_NAMES.get(prediction.bottleneck, prediction.bottleneck)}")
+    words.append(f"bound by {TIME_LABELS.get(prediction.bottleneck, prediction.bottleneck)}")
     return "  ".join(words)
 
 

@@ -8,28 +8,32 @@ from typing import Any
 
 from foreshard.spec.plan import Plan
 
-TIME_PARTS = (
-    "compute",
-    "recompute",
-    "tensor_comm",
-    "context_comm",
-    "expert_comm",
-    "pipeline_comm",
-    "bubble",
-    "data_comm",
-    "optimizer",
-    "host",
-    "straggler",
-)
-MEMORY_PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "temporary",
-    "comm_buffers",
-    "reserved",
-)
+TIME_LABELS = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tensor_comm": "tensor-parallel comm, exposed",
+    "context_comm": "context-parallel comm, exposed",
+    "expert_comm": "expert comm, exposed",
+    "pipeline_comm": "pipeline comm, exposed",
+    "bubble": "pipeline bubble",
+    "data_comm": "data-parallel comm, exposed",
+    "optimizer": "optimizer",
+    "host": "host launches, exposed",
+    "straggler": "waiting for stragglers",
+}
+"""Parts of a step's time, in the order of reports, and what reports call them."""
+MEMORY_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "temporary": "temporary tensors",
+    "comm_buffers": "comm buffers",
+    "reserved": "context and allocator",
+}
+"""The same of the peak memory of a rank."""
+TIME_PARTS = tuple(TIME_LABELS)
+MEMORY_PARTS = tuple(MEMORY_LABELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,8 @@ from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_table import drawn, front_table, gains_table, others_table, ranked_table
 from foreshard.report.plan_words import degrees
 from foreshard.report.screen import Screen
-from foreshard.report.summary import PART_NAMES
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.prediction import TIME_PARTS, Prediction
+from foreshard.spec.prediction import TIME_LABELS, Prediction
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
@@ -88,17 +87,17 @@ def _head(screen: Screen) -> str:
 
 
 def _time(prediction: Prediction) -> str:
-    parts = [(part, prediction.time_breakdown_s[part]) for part in TIME_PARTS]
+    parts = [(part, prediction.time_breakdown_s[part]) for part in TIME_LABELS]
     parts = [(part, value) for part, value in parts if value > 0]
     whole = prediction.step_time_s
     stack = "".join(
         f'<span style="width:{100 * value / whole:.3f}%;background-color:var(--{part})" '
-        f'title="{html.escape(PART_NAMES.get(part, part))}: {quantity.seconds(value)}"></span>'
+        f'title="{html.escape(TIME_LABELS[part])}: {quantity.seconds(value)}"></span>'
         for part, value in parts
     )
     items = "".join(
         f'<li><span class="swatch" style="background-color:var(--{part})"></span>'
-        f"{html.escape(PART_NAMES.get(part, part))} {quantity.seconds(value)}, "
+        f"{html.escape(TIME_LABELS[part])} {quantity.seconds(value)}, "
         f"{quantity.percent(value / whole)}</li>"
         for part, value in parts
     )

@@ -21,9 +21,9 @@ from foreshard.report.pages.markup import embedded_json, filled, static
 from foreshard.report.plain import render
 from foreshard.report.plan_words import plan_line
 from foreshard.report.screen import spans
-from foreshard.report.summary import PART_NAMES, boxes, groups_table, prediction_screen, speed_line
+from foreshard.report.summary import boxes, groups_table, prediction_screen, speed_line
 from foreshard.spec.plan import Group, Plan
-from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
+from foreshard.spec.prediction import MEMORY_LABELS, MEMORY_PARTS, TIME_LABELS, TIME_PARTS, Prediction
 from foreshard.spec.timeline import Event, Timeline
 
 _STREAMS = ("compute", "tensor", "context", "expert", "host", "send_forward", "send_backward")
@@ -64,7 +64,7 @@ def page_data(
         "speedLine": speed_line(prediction),
         "boxes": [asdict(box) for box in boxes(prediction)],
         "prediction": prediction.to_dict() | {"explain": explained},
-        "names": PART_NAMES,
+        "names": MEMORY_LABELS | TIME_LABELS,
         "timeParts": list(TIME_PARTS),
         "memoryParts": list(MEMORY_PARTS),
         "stages": _stages(request, prediction),
