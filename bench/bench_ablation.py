@@ -39,18 +39,15 @@ STAGES = ("memory_bound",)
 RULES: dict[str, dict[str, Any]] = {
     "all rules": {},
     "no learned dual": {"learns_dual": False},
-    "no catching up": {"catches_up": False},
-    "no margin": {"margin": 0.0},
     "no dead zone": {"dead_zone": 0.0},
     "no dead zone of shares": {"share_dead_zone": 0.0},
     "no patience": {"patience": 0.0},
     "patience of the whole change": {"patience": 1.0},
-    "no curve of the drift": {"longest_dwell": 0.0},
     "no grid": {"grid": 0.0},
     "no first sight": {"trusts_first_sight": False},
-    "no cooldown": {"cooldown_steps": 0},
+    "no frames": {"frame_steps": 0},
     "no plan of the end": {"plans_end": False},
-    "neither cooldown nor end": {"cooldown_steps": 0, "plans_end": False},
+    "no plans that stay": {"experts": False},
 }
 
 

@@ -6,8 +6,10 @@ seems to be; shares follow at once, layers and groups when what staying has cost
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -16,12 +18,13 @@ import numpy as np
 from foreshard.control import journal, orders
 from foreshard.control.budgets.dual import allowances
 from foreshard.control.budgets.dual_learning import DualLearning, weight_for
-from foreshard.control.budgets.end_of_horizon import EndOfHorizon
+from foreshard.control.budgets.end_of_horizon import left_over, partner
 from foreshard.control.budgets.objective import Objective
 from foreshard.control.budgets.queues import Queues
-from foreshard.control.estimation.cooldown import Cooldown
 from foreshard.control.estimation.estimates import Estimates
+from foreshard.control.estimation.frames import Frames
 from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
+from foreshard.control.experts import PRICED, WINDOW, WRONG, Experts, Fixed
 from foreshard.control.moves import move, move_costs
 from foreshard.control.options import DEFAULTS, ControllerOptions
 from foreshard.control.search.pricing import evaluate
@@ -43,8 +46,8 @@ from foreshard.spec.plan import Plan
 
 _CHECK_EVERY = 25
 """Steps between looks at whether shares, or budgets, can be kept as they are while no estimate moves."""
-_END_COOLDOWNS = 5
-"""Cooldowns before the end of a run from which on it is looked for what spends the rest of the budgets."""
+_END_FRAMES = 5
+"""Frames before the end of a run from which on it is looked for what spends the rest of the budgets."""
 _FASTER = 0.02
 """Part of a step that the plan of the end must gain where the running one keeps the budgets."""
 
@@ -104,21 +107,24 @@ class Controller:
         self.chain, self.plan, self._log = chain, plan, log
         self.budgets = tuple(budgets)
         self._pause_s, self._horizon, self._late, self._options = pause_s, horizon, late_steps, options
-        self._cooldown = Cooldown(options.cooldown_steps)
+        self._frames = Frames(options.frame_steps)
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
         self.reading = orders.reading_of(plan) if reading is None else reading
         self._slots = slots_of(self.reading, chain, budgets, max_stages=max_stages, **self._asked)
         plain = max_stages > 1 and self.reading != MP_OVER_DP
         self._shortlist = Shortlist(self._slots, timed=timed, plain=plain, **self._asked)
         self.estimates = Estimates(stated, grid=options.grid, trusts_first_sight=options.trusts_first_sight)
-        self.choice = self._running(orders.structure_of(plan, self.reading), plan, stated)
+        self.choice = self._forecast = self._running(orders.structure_of(plan, self.reading), plan, stated)
+        self.experts = Experts(budgets, self._priced)
+        self._fixed: Fixed | None = None
+        self._unpaid = np.zeros(1 + len(self.budgets))
         free = Objective(time=1.0, costs={}, budgets=self.budgets)
         fastest = self._slots.compare(self.estimates.state(), free, None).best
         step_s = reshare(chain, stated, fastest, free, **self._asked).time_s
         if weight is None:
             weight = weight_for(violation, horizon)
         self.queues = Queues(budgets, weight=weight, step_s=step_s)
-        self.learning = DualLearning(budgets, horizon, margin=options.margin, catches_up=options.catches_up)
+        self.learning = DualLearning(budgets, horizon)
         self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
         self.ignored = 0
@@ -185,7 +191,8 @@ class Controller:
             return ""
         if isinstance(event, DeviceSeen):
             if not self.estimates.available[event.rank]:
-                self._cooldown.inform()
+                self._frames.inform()
+                self.experts.forget()
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
                 self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
@@ -202,7 +209,8 @@ class Controller:
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
         else:
             self.estimates.available[event.rank] = False
-        self._cooldown.inform()
+            self.experts.forget()
+        self._frames.inform()
         return ""
 
     def _measured(self, event: StepMeasured) -> None:
@@ -226,6 +234,28 @@ class Controller:
                 )
             costs[budget.name] = cost
         self.queues.record(took, costs, times)
+        if self._options.experts:
+            self._judge(took, costs, times)
+
+    def _judge(self, took: float, costs: Mapping[str, float], steps: int) -> None:
+        """Let experts know what the plan of the forecast came to: as measured, or by the state that was."""
+        measured = np.array([took, *(costs[one.name] for one in self.budgets)])
+        state, plan = self.estimates.seen(), self._forecast
+        self.experts.measured(state, self.choice, measured, steps)
+        if not math.isfinite(plan.time_s):
+            return
+        forecast = self._row(plan) * self.experts.ratio(plan.structure)
+        if self._fixed is not None:
+            measured = self.experts.corrected(state, plan.structure, plan.shares) + self._unpaid / steps
+            self._unpaid = np.zeros(1 + len(self.budgets))
+        self.experts.judge(state, steps, forecast=forecast, real=measured)
+
+    def _row(self, choice: Choice) -> np.ndarray:
+        """Return seconds and costs of a choice."""
+        return np.array([choice.time_s, *(choice.costs[one.key] for one in self.budgets)])
+
+    def _priced(self, state: State, structure: Structure, shares: Sequence[int]) -> np.ndarray:
+        return self._row(evaluate(self.chain, state, structure, shares, **self._asked))
 
     def _learn(self, state: State, steps: int) -> None:
         """Count a state, and when it is due place the queues by what all states seen make of the budgets."""
@@ -238,44 +268,137 @@ class Controller:
                 return  # nothing runs in it
             learning.rows(key, *rows)
         learning.saw(key, steps)
-        if learning.due:
-            learning.place(self.queues)
+        if learning.due and self._fixed is None:
+            learning.place(self.queues, self.experts.inflation())
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
+        self._frames.see(state, self.queues.steps)
         counted = bool(self.budgets and steps and math.isfinite(self.choice.time_s))
         known = counted and self.learning.knows(state.key())
         if known:
             self._learn(state, steps)
-        running = self.choice.structure
         try:
-            found = self._shortlist.compare(state, self._objective(), running)
+            why = self._follow_forecast(state, steps)
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
         if counted and not known:
             # What runs in a new state is known when it was searched.
             self._learn(state, steps)
-        if urgent or not math.isfinite(found.stay_worth):
-            return self._change(found.best, state, "the running plan has lost a rank")
+        if urgent:
+            self._fixed = None
+        elif self._options.experts and self.experts.is_due():
+            why = self._advised(state) or why
+        chosen = self._forecast
+        if self._fixed is not None:
+            chosen = self._run_as(*self._fixed)
+        return self._ordered(chosen, state, why)
+
+    def _follow_forecast(self, state: State, steps: int) -> str:
+        """Make the plan of the forecast that of the state; return why it changed."""
+        old = self._forecast.structure
+        found = self._shortlist.compare(state, self._objective(), old)
+        if not math.isfinite(found.stay_worth):
+            return self._forecast_changes(found.best, state, "the running plan has lost a rank")
         gain = found.stay_worth - found.best_worth
-        better = found.best != running and gain > self._options.dead_zone * abs(found.stay_worth)
+        dead = 0.0 if self._frames.is_settling(self.queues.steps) else self._options.dead_zone
+        better = found.best != old and gain > dead * abs(found.stay_worth)
         # The step to come counts: a change that one step earns back is not put off.
         self.regret = self.regret + gain * steps if better else 0.0
-        is_due = better and self.regret + gain >= self._options.patience * self._price(found.best, state)
+        is_due = better and self.regret + gain >= self._options.patience * self._price(old, found.best, state)
         best = found.best if is_due else None
         why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
-        if not self._cooldown.is_new(state):
+        if not self._frames.is_new(state):
             best, why = self._while_unchanged(best, state, why)
         elif not better:
-            self._cooldown.accept(state)
-        return self._follow(state) if best is None else self._change(best, state, why)
+            self._frames.accept(state)
+        if best is not None:
+            return self._forecast_changes(best, state, why)
+        return self._forecast_shares()
+
+    def _forecast_changes(self, best: Structure, state: State, why: str) -> str:
+        old, self._forecast = self._forecast, self._with_best_shares(best)
+        if orders.change_of(old, self._forecast) not in ("keep", "re-share"):
+            self._frames.answer(state, self.queues.steps)
+            self.regret = 0.0
+            time_s, costs = self._change_of(old.structure, best, state)
+            self._unpaid += np.array([time_s, *(costs.get(one.key, 0.0) for one in self.budgets)])
+        return why
+
+    def _forecast_shares(self) -> str:
+        """Let shares of the plan of the forecast follow the estimates as they are."""
+        old, fine = self._forecast, self.estimates.finest()
+        state_then, structure_then, until = self._shared
+        if fine is state_then and old.structure is structure_then and self.queues.steps < until:
+            return ""
+        self._shared = fine, old.structure, self.queues.steps + _CHECK_EVERY
+        kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
+        new = self._with_best_shares(old.structure)
+        objective = self._objective()
+        stays, gain = objective.of(kept), objective.of(kept) - objective.of(new)
+        is_kept = new.shares == old.shares or gain <= self._options.share_dead_zone * abs(stays)
+        self._forecast = kept if is_kept else new
+        return "" if is_kept else "shares follow the speeds"
+
+    def _advised(self, state: State) -> str:
+        """Let the plan run that did best of late: that of the forecast, or one that stays; return why."""
+        records = self.experts.mature(self._weighed, self._fixed)
+        if self.experts.wants(self._weighed):
+            self.experts.propose(self._proposals(self.estimates.seen()))
+        if self._fixed is not None and self.budgets and self._options.learns_dual:
+            rows = np.array([self.experts.recent.rows[1], *(one.rows[2] for one in records.values())])
+            self.learning.place_by(self.queues, [(rows[:, 0], rows[:, 1:])], [1.0])
+        gains: dict[Fixed | None, float] = {None: 0.0}
+        for fixed, record in records.items():
+            if fixed == self._fixed or record.error(self._weighed) > WRONG:
+                gains[fixed] = record.gain(self._weighed)
+        best = max(gains, key=lambda one: gains[one])
+        to = self._forecast.structure if best is None else best[0]
+        price = self._price(self.choice.structure, to, state)
+        gain, (_, gross) = gains[best] - gains[self._fixed], self._weighed(self.experts.recent.rows[1])
+        if gain <= max(self._options.dead_zone, price / (gross * WINDOW)):
+            return ""
+        self._fixed = best
+        if best is None:
+            return "forecasts did better of late"
+        return f"forecasts were wrong: this plan would have been better by {gain:.1%}"
+
+    def _proposals(self, state: State) -> list[Fixed]:
+        """Return plans that may be worth staying with, from fast to cheap.
+
+        What runs best in the mean of late, in the worst of it, or as it is now, each with shares for the mean
+        and for the worst.
+        """
+        objective, found = self._objective(), []
+        typical = self.experts.typical(state)
+        for factor, now in itertools.product(PRICED if self.budgets else PRICED[:1], (*typical, state)):
+            costs = {name: factor * weight for name, weight in objective.costs.items()}
+            priced = replace(objective, costs=costs)
+            with contextlib.suppress(InfeasibleError):
+                best = self._slots.compare(now, priced, self.choice.structure).best
+                for then in typical:
+                    found.append((best, reshare(self.chain, then, best, priced, **self._asked).shares))
+        return found
+
+    def _weighed(self, row: np.ndarray) -> tuple[float, float]:
+        """Return the objective of seconds and costs, and the sum without what budgets per time allow."""
+        if not np.isfinite(row).all():
+            return math.inf, math.inf
+        time_weight, costs = self.queues.weights()
+        spent = sum(costs[one.name] * row[1 + i] for i, one in enumerate(self.budgets))
+        gross = self.queues.weight / self.queues.step_s * row[0] + spent
+        return float(time_weight * row[0] + spent), float(gross)
+
+    def _run_as(self, structure: Structure, shares: tuple[int, ...]) -> Choice:
+        """Return a plan that stays, as it runs by the estimates."""
+        if self.choice.structure == structure and self.choice.shares == shares:
+            return self.choice
+        return evaluate(self.chain, self.estimates.finest(), structure, shares, **self._asked)
 
     def _objective(self) -> Objective:
-        """Return what the slot minimises, as long as a choice is expected to stay."""
-        dwell = min(self.estimates.dwell_steps, self._options.longest_dwell)
-        curve = self.queues.curve(max(dwell, 1.0)) if self._options.longest_dwell else None
+        """Return what the slot minimises."""
         time_weight, cost_weights = self.queues.weights()
-        return Objective(time=time_weight, costs=cost_weights, budgets=self.budgets, curve=curve)
+        return Objective(time=time_weight, costs=cost_weights, budgets=self.budgets)
 
     def _while_unchanged(
         self, best: Structure | None, state: State, why: str
@@ -287,49 +410,65 @@ class Controller:
         best : Structure or None
             What queues ask for.
         """
-        if not self._cooldown.is_open(self.queues.steps):
+        queues, frame = self.queues, self._frames.steps
+        if not self._frames.is_open(queues.steps):
             return None, why
-        rest = EndOfHorizon.of(self.queues, self._horizon) if self._options.plans_end else None
-        if rest is None or rest.steps > _END_COOLDOWNS * self._cooldown.steps:
-            return best, why
-        if not self._cooldown.may_last(rest.steps, self.queues.steps):
+        left = self._horizon - queues.steps
+        ends = self._options.plans_end and self.budgets and queues.steps and 0 < left <= _END_FRAMES * frame
+        if not ends or not self._frames.may_last(left, queues.steps):
             return best, why
         objective = self._objective()
-        running = self._shortlist.seen(state, self.choice.structure, objective)
-        at = rest.partner(running, *self._slots.rows(state))
+        running = self._shortlist.seen(state, self._forecast.structure, objective)
+        time_s, costs = self._slots.rows(state)
+        at, _ = self._partner(running, left, time_s, costs)
         other = self._shortlist.seen(state, self._slots.structure_at(state, at, running.structure), objective)
-        if self._is_last(rest, other, running, state):
+        if self._is_last(running, other, left, state):
             return other.structure, "from here to the end the budgets are spent by it"
         if best is not None:
             asked = self._shortlist.seen(state, best, objective)
-            if rest.steps_of(asked, running) >= min(self._cooldown.steps, rest.steps):
+            if self._partner(running, left, *self._as_rows(asked))[1] >= min(frame, left):
                 return best, why
         return None, why
 
-    def _is_last(self, rest: EndOfHorizon, other: Choice, running: Choice, state: State) -> bool:
+    def _as_rows(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+        row = self._row(choice)
+        return row[:1], row[None, 1:]
+
+    def _partner(
+        self, running: Choice, steps: int, time_s: np.ndarray, costs: np.ndarray, change: float = 0.0
+    ) -> tuple[int, float]:
+        """Return which of some plans shares the rest best with the running one, and for how many steps."""
+        excess = self._excess(*self._as_rows(running))
+        left, least = left_over(self.queues, self._horizon, excess[0])
+        return partner(left, least, steps, time_s - running.time_s, self._excess(time_s, costs) - excess)
+
+    def _excess(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
+        """Return costs of a step above what it is allowed."""
+        return np.asarray(costs - np.stack([allowances(one, time_s) for one in self.budgets], axis=1))
+
+    def _is_last(self, running: Choice, other: Choice, left: int, state: State) -> bool:
         """Return whether it is time for the plan that runs to the end."""
         if other.structure == running.structure:
             return False
-        if rest.is_kept(running) and other.time_s >= (1.0 - _FASTER) * running.time_s:
+        rest, least = left_over(self.queues, self._horizon, self._excess(*self._as_rows(running))[0])
+        gain_s = running.time_s - other.time_s
+        change_s, _ = self._change_of(running.structure, other.structure, state)
+        if bool((rest >= -least).all()) and gain_s <= max(_FASTER * running.time_s, change_s / left):
             return False
-        time_s, costs = self._change_of(other.structure, state)
-        left = rest.less(time_s, costs)
-        if left.is_kept(running) and (running.time_s - other.time_s) * left.steps <= time_s:
-            return False
-        return left.steps_of(other, running) >= left.steps - self._late - 0.5
+        return self._partner(running, left, *self._as_rows(other))[1] >= left - self._late - 0.5
 
-    def _change_of(self, best: Structure, state: State) -> tuple[float, dict[str, float]]:
+    def _change_of(self, old: Structure, new: Structure, state: State) -> tuple[float, dict[str, float]]:
         """Return the seconds of a change, and its costs."""
-        done = move(self.chain, state, self.choice.structure, best)
-        return self._pause_s + done.time_s, move_costs(state, best, done, pause_s=self._pause_s)
+        done = move(self.chain, state, old, new)
+        return self._pause_s + done.time_s, move_costs(state, new, done, pause_s=self._pause_s)
 
-    def _price(self, best: Structure, state: State) -> float:
+    def _price(self, old: Structure, new: Structure, state: State) -> float:
         """Return what a change costs, in the units of what a slot minimises.
 
         It is paid at once: what it adds to a backlog counts whole, and not as the first of it does.
         """
         time_weight, cost_weights = self.queues.weights()
-        time_s, costs = self._change_of(best, state)
+        time_s, costs = self._change_of(old, new, state)
         spent = 0.0
         for one in self.budgets:
             cost = costs.get(one.key, 0.0)
@@ -338,43 +477,17 @@ class Controller:
 
     def _with_best_shares(self, structure: Structure) -> Choice:
         """Return a structure with the best shares by the estimates as they are."""
-        objective = replace(self._objective(), curve=None)
-        return reshare(self.chain, self.estimates.finest(), structure, objective, **self._asked)
+        return reshare(self.chain, self.estimates.finest(), structure, self._objective(), **self._asked)
 
-    def _follow(self, state: State) -> Sequence[Command]:
-        """Keep the structure; let shares follow."""
-        old, reason = self.choice, self._warning(state)
-        fine = self.estimates.finest()
-        state_then, structure_then, until = self._shared
-        if fine is state_then and old.structure is structure_then and self.queues.steps < until:
-            self.counts["keep"] += 1
-            return (Command(kind="keep", reason=reason),)
-        self._shared = fine, old.structure, self.queues.steps + _CHECK_EVERY
-        kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
-        new = self._with_best_shares(old.structure)
-        objective = replace(self._objective(), curve=None)
-        stays, gain = objective.of(kept), objective.of(kept) - objective.of(new)
-        if new.shares == old.shares or gain <= self._options.share_dead_zone * abs(stays):
-            self.choice = kept
-            self.counts["keep"] += 1
-            return (Command(kind="keep", reason=reason),)
-        self.choice = new
-        self.counts["re-share"] += 1
-        self.plan = orders.plan_of(self.plan, new, micro_batch=self._asked["micro_batch"])
-        return (Command(kind="re-share", plan=self.plan, reason=reason or "shares follow the speeds"),)
-
-    def _change(self, best: Structure, state: State, why: str) -> Sequence[Command]:
-        made = self._with_best_shares(best)
-        kind = orders.change_of(self.choice, made)
-        warning = self._warning(state)
-        if kind not in ("keep", "re-share"):
-            self._cooldown.answer(state, self.queues.steps)
-            self.regret = 0.0
-        self.choice = made
+    def _ordered(self, chosen: Choice, state: State, why: str) -> Sequence[Command]:
+        """Run a choice; return the command for it."""
+        kind, warning = orders.change_of(self.choice, chosen), self._warning(state)
+        self.choice = chosen
         self.counts[kind] += 1
-        self.plan = orders.plan_of(self.plan, made, micro_batch=self._asked["micro_batch"])
-        reason = f"{why}; {warning}" if warning else why
-        return (Command(kind=kind, plan=None if kind == "keep" else self.plan, reason=reason),)
+        if kind == "keep":
+            return (Command(kind=kind, reason=warning),)
+        self.plan = orders.plan_of(self.plan, chosen, micro_batch=self._asked["micro_batch"])
+        return (Command(kind=kind, plan=self.plan, reason="; ".join(filter(None, (why, warning)))),)
 
     def _warning(self, state: State) -> str:
         """Return which budget cannot be kept as things are, looked at now and then while it is exceeded."""

@@ -260,7 +260,7 @@ def test_a_budget_that_binds_is_kept(cases):
     real = evaluate(world.chain, world.state(), fast.choice.structure, fast.choice.shares, micro_batch=2)
     budget = (Budget(name="money", kind="usd", limit=0.7 * real.costs["usd"]),)
     controller = world.controller(
-        budgets=budget, options=ControllerOptions(cooldown_steps=20), violation=0.01, horizon=900
+        budgets=budget, options=ControllerOptions(frame_steps=20), violation=0.01, horizon=900
     )
     run(world, controller, 900, budgets=budget)
     assert controller.queues.violation <= 0.02
@@ -378,7 +378,7 @@ def test_wrong_beliefs_cost_time_but_not_the_budget(cases):
     prices = {"usd_per_h": np.array([9000.0, 9000.0, 1800.0, 1800.0])}
     world = World(cases, [0.4, 0.7, 0.5, 0.9], **prices)
     budget = (Budget(name="money", kind="usd", limit=75.0),)
-    controller = world.controller(budgets=budget, options=ControllerOptions(cooldown_steps=10), weight=1.0)
+    controller = world.controller(budgets=budget, options=ControllerOptions(frame_steps=10), weight=1.0)
     for number in range(600):
         event = world.step(number, controller.plan, budget)
         # Nothing is heard of any device, only what the step took and cost.

@@ -27,7 +27,7 @@ def taught(limit=2.0, horizon=1000, steps=0, cost=2.0, weight=100.0, per="step")
     learning.rows(b"one", TIMES, COSTS)
     learning.saw(b"one", max(steps, 1))
     assert learning.due
-    learning.place(queues)
+    learning.place(queues, np.ones(2))
     return queues, learning
 
 
@@ -63,7 +63,7 @@ def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_be
     for _ in range(4):
         while not learning.due:
             learning.saw(b"one", 1)
-        learning.place(queues)
+        learning.place(queues, np.ones(2))
     time_weight, costs = queues.weights()
     assert int(np.argmin(time_weight * TIMES + costs["b"] * COSTS[:, 0])) == 2
     assert queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH * UNKEPT_GROWTH**4)
@@ -76,7 +76,7 @@ def test_a_budget_that_can_be_kept_gives_way_to_one_that_cannot():
     for _ in range(3):
         while not learning.due:
             learning.saw(b"one", 1)
-        learning.place(queues)
+        learning.place(queues, np.ones(3))
     assert queues["lost"].backlog == pytest.approx(10.0 * UNKEPT_WORTH * UNKEPT_GROWTH**2)
     assert queues["kept"].backlog == pytest.approx(10.0 * UNKEPT_WORTH)
 
@@ -103,6 +103,19 @@ def test_rows_are_looked_at_again_less_and_less_often():
 def test_the_weight_follows_the_wanted_excess():
     assert weight_for(0.02, 10_000) == 2 * weight_for(0.01, 10_000)
     assert weight_for(0.01, 10) > 0.0
+    assert weight_for(0.01, 10**9) == weight_for(0.01, 10**8), "V does not grow with the run for ever"
+
+
+def test_costs_that_are_measured_above_the_model_are_worth_more():
+    budgets = (Budget(name="b", kind="usd", limit=3.0),)
+    found = []
+    for ratio in (1.0, 1.25):
+        queues, learning = Queues(budgets, weight=100.0, step_s=1.0), DualLearning(budgets, 1000)
+        learning.rows(b"one", TIMES, COSTS)
+        learning.saw(b"one", 1)
+        learning.place(queues, np.array([1.0, ratio]))
+        found.append(queues["b"].backlog)
+    assert found[0] < found[1]
 
 
 @pytest.mark.parametrize(("horizon", "apart"), [(100, 16), (1000, 25), (10_000, 250), (10**6, 250)])
@@ -113,7 +126,7 @@ def test_updates_double_in_distance_until_a_run_has_forty_of_them(horizon, apart
         learning.saw(b"one", 1)
         seen += 1
         if learning.due:
-            learning.place(queues)
+            learning.place(queues, np.ones(2))
             at.append(seen)
     apart_now = np.diff(at)
     assert at[:3] == [1, 2, 16] and apart_now.max() == apart_now[-1] == apart

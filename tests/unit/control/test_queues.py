@@ -102,24 +102,6 @@ def test_what_is_no_budget_is_refused():
             Budget(**{"name": "b", "limit": 1.0, **bad})
 
 
-def test_the_curve_is_the_exact_drift_of_several_steps_less_its_linear_part():
-    rng = np.random.default_rng(0)
-    budgets = (STEP, Budget(name="hour", kind="usd", limit=3600.0, per="hour"))
-    for _ in range(50):
-        start = {"money": float(rng.uniform(0, 20)), "hour": float(rng.uniform(0, 20))}
-        queues = Queues(budgets, weight=1.0, step_s=1.5, backlog=start)
-        steps, time_s = int(rng.integers(1, 30)), float(rng.uniform(0.5, 3.0))
-        costs = rng.uniform(0.0, 2.0, 2) * [STEP.limit, time_s]
-        extra = queues.curve(steps).extra(np.array([time_s]), costs[None, :])[0]
-        drift = 0.0
-        for i, one in enumerate(budgets):
-            queue = queues[one.name]
-            excess = (costs[i] - one.allowance(time_s)) / queue.unit
-            after = max(queue.backlog + steps * excess, 0.0)
-            drift += (0.5 * after**2 - 0.5 * queue.backlog**2) / steps - queue.backlog * excess
-        assert extra == pytest.approx(drift, rel=1e-9, abs=1e-9)
-
-
 def test_a_placed_queue_keeps_what_it_gathered_and_its_books_close():
     queues = Queues((STEP,), weight=1.0, step_s=1.0)
     queues.record(1.0, {"money": 2.0 * STEP.limit}, 5)

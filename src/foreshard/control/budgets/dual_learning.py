@@ -34,7 +34,10 @@ UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
 """What cannot be kept weighs so much more in every further update that says so, until time does not count."""
 LEAST_WEIGHT = 100.0
 """V of short runs: smaller ones let a few steps above the budget outweigh what is known of it (ablation)."""
+MOST_WEIGHT = 1000.0
+"""V of long runs: the excess after N steps is O(V / N), so that V may not grow with them."""
 _MOST_STATES = 2048
+Rows = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,11 +65,8 @@ class DualLearning:
     by learned multipliers.
     """
 
-    def __init__(
-        self, budgets: Sequence[Budget], horizon: int, *, margin: float = MARGIN, catches_up: bool = True
-    ):
+    def __init__(self, budgets: Sequence[Budget], horizon: int):
         self.budgets, self.horizon = tuple(budgets), horizon
-        self._margin, self._catches_up = margin, catches_up
         self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
         self._seen, self._next, self._unkept = 0, 1, 0
@@ -105,16 +105,43 @@ class DualLearning:
         """Return whether an update is due."""
         return self._seen >= self._next and bool(self._visited)
 
-    def place(self, queues: Queues) -> None:
-        """Move the place-holders of the queues to what the states seen so far make of them."""
+    def place(self, queues: Queues, ratio: np.ndarray) -> None:
+        """Move the place-holders of the queues to what the states seen so far make of them.
+
+        Parameters
+        ----------
+        queues : Queues
+        ratio : ndarray, shape (1 + budgets,)
+            Seconds and costs that are measured over those of the model.
+        """
         self._next = max(min(2 * self._seen, self._seen + self._later), FIRST if self._seen > 1 else 2)
+        weight = [max(one.steps, 1e-9) for one in self._visited.values()]
+        states = [(one.time_s, one.costs) for one in self._visited.values()]
+        real = [(time_s * ratio[0], costs * ratio[1:]) for time_s, costs in states]
+        # Where only late forecasts break the budgets, queues do the rest.
+        self.place_by(queues, real, weight, otherwise=states)
+
+    def place_by(
+        self, queues: Queues, rows: Rows, weight: Sequence[float], *, otherwise: Rows | None = None
+    ) -> None:
+        """Move the place-holders to the multipliers of states.
+
+        Parameters
+        ----------
+        queues : Queues
+        rows : sequence of (ndarray, ndarray), shape (n,), (n, budgets)
+            Seconds and costs of what runs in each state.
+        weight : sequence of float
+            How often each is.
+        otherwise : as rows, optional
+            What counts where no budgets can be kept with `rows`.
+        """
         left = [self._left(queues, one) for one in self.budgets]
-        table = dual.table_of(
-            [(one.time_s, one.costs) for one in self._visited.values()],
-            [max(one.steps, 1e-9) for one in self._visited.values()],
-            left,
-        )
-        found = dual.solve(table, left)
+        for tried in (rows, otherwise) if otherwise is not None else (rows,):
+            table = dual.table_of(tried, weight, left)
+            found = dual.solve(table, left)
+            if found.feasible:
+                break
         self.feasible = found.feasible
         self._unkept = 0 if found.feasible else self._unkept + 1
         if not found.feasible:
@@ -128,17 +155,17 @@ class DualLearning:
         """Place the queues where nothing keeps the budgets: those that nothing keeps alone come first."""
         least = table.weight @ np.minimum.reduceat(table.excess, table.starts, axis=0)
         lost = least > 0.0 if (least > 0.0).any() else np.ones(len(least), bool)
-        grown = min(UNKEPT_WORTH * UNKEPT_GROWTH ** (self._unkept - 1), MOST_UNKEPT)
+        grown = min(UNKEPT_WORTH * UNKEPT_GROWTH ** min(self._unkept - 1, 10), MOST_UNKEPT)
         for one, alone in zip(self.budgets, lost, strict=True):
             queues.place(one.name, queues.weight * (grown if alone else UNKEPT_WORTH))
 
     def _left(self, queues: Queues, budget: Budget) -> Budget:
         """Return the budget less what was spent too much, spread over the steps that are left."""
         queue, steps = queues[budget.name], queues.steps
-        if not steps or not self._catches_up:
-            return replace(budget, limit=budget.limit * (1.0 - self._margin))
+        if not steps:
+            return replace(budget, limit=budget.limit * (1.0 - MARGIN))
         total = max(self.horizon, steps)
-        saved = (queue.allowed - queue.spent) / (queue.allowed / steps) - self._margin * total
+        saved = (queue.allowed - queue.spent) / (queue.allowed / steps) - MARGIN * total
         part = saved / max(total - steps, LAST_PART * total)
         part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
         return replace(budget, limit=budget.limit * (1.0 + part))
@@ -155,4 +182,4 @@ def weight_for(violation: float, horizon: float) -> float:
     >>> weight_for(0.01, 10_000)
     300.0
     """
-    return max(LEAST_WEIGHT, 3.0 * violation * horizon)
+    return min(max(LEAST_WEIGHT, 3.0 * violation * horizon), MOST_WEIGHT)

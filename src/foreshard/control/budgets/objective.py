@@ -1,4 +1,4 @@
-"""What a slot minimises: weighed seconds and costs, and what the queues add when a choice stays for long."""
+"""What a slot minimises: weighed seconds and costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.control.budgets.queues import Curve
 from foreshard.control.slots import Budget, Choice, State
 
 
@@ -64,30 +63,20 @@ class Objective:
         Of a second; below 0 slow structures are preferred, but no group waits on purpose.
     costs : mapping of budget name to weight
     budgets : tuple of Budget
-    curve : Curve, optional
-        What is added that is not linear in time and costs.
     """
 
     time: float
     costs: Mapping[str, float]
     budgets: tuple[Budget, ...] = ()
-    curve: Curve | None = None
 
     def weights(self, state: State) -> Weights:
-        """Return the linear part by worker."""
+        """Return the weights by worker."""
         return Weights.of(state, self.time, self.costs, self.budgets)
-
-    def extra(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray | float:
-        """Return the part that is not linear, given seconds, shape (n,), and costs, shape (n, budgets)."""
-        if self.curve is None or not self.budgets:
-            return 0.0
-        return self.curve.extra(time_s, costs)
 
     def of_rows(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
         """Return the objective, given seconds, shape (n,), and costs, shape (n, budgets)."""
         weigh = np.array([self.costs.get(one.name, 0.0) for one in self.budgets])
-        linear = self.time * time_s + (costs @ weigh if self.budgets else 0.0)
-        return np.asarray(linear + self.extra(time_s, costs))
+        return np.asarray(self.time * time_s + (costs @ weigh if self.budgets else 0.0))
 
     def of(self, choice: Choice) -> float:
         """Return the objective of a choice; infinite where it cannot run."""

@@ -36,39 +36,6 @@ def drift(
     return (level, 0.0) if level > 0.0 else (0.0, -level)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """What the drift of several steps is beyond their number times that of one.
-
-    A choice stays for some steps, and in these a backlog moves by so many times its excess: far steps weigh
-    other than the first one. The part that is not linear makes a choice near the budget better than a pair
-    of choices around it that is as good in the mean, and counts no saving below an empty queue.
-
-    Attributes
-    ----------
-    budgets : tuple of Budget
-    backlog, unit : ndarray, shape (budgets,)
-    steps : float
-        That a choice is expected to stay.
-    """
-
-    budgets: tuple[Budget, ...]
-    backlog: np.ndarray
-    unit: np.ndarray
-    steps: float
-
-    def extra(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
-        """Return what is added per step, given seconds, shape (n,), and costs, shape (n, budgets)."""
-        found = np.zeros(len(time_s))
-        for i, one in enumerate(self.budgets):
-            allowed = one.limit if one.per == "step" else one.limit * time_s / SECONDS[one.per]
-            excess, level = (costs[:, i] - allowed) / self.unit[i], float(self.backlog[i])
-            left = level + self.steps * excess
-            emptied = -level * (level / (2.0 * self.steps) + excess)
-            found += np.where(left >= 0.0, 0.5 * self.steps * excess**2, emptied)
-        return found
-
-
 @dataclass(slots=True, kw_only=True)
 class Queue:
     """The backlog of one budget.
@@ -196,16 +163,6 @@ class Queues:
             if queue.budget.per != "step":
                 time_weight -= costs[name] * queue.budget.limit / SECONDS[queue.budget.per]
         return time_weight, costs
-
-    def curve(self, steps: float) -> Curve:
-        """Return what a choice that stays for some steps adds to the weights."""
-        queues = list(self._queues.values())
-        return Curve(
-            budgets=self.budgets,
-            backlog=np.array([one.backlog for one in queues]),
-            unit=np.array([one.unit for one in queues]),
-            steps=steps,
-        )
 
     def record(self, time_s: float, costs: Mapping[str, float], steps: int = 1) -> None:
         """Take in the measured seconds and costs (by budget name) of a step, or the means of several.

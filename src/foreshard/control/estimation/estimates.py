@@ -71,6 +71,12 @@ class Level:
         return self.value
 
     @property
+    def seen(self) -> float:
+        """Return the last value on the grid where it is far off, else the estimate on the grid."""
+        latest = self.latest
+        return self.shown if latest == self.value else math.exp(self._rounded(math.log(latest)))
+
+    @property
     def uncertainty(self) -> float:
         """Return the standard error of the estimate, as a part of it."""
         return self._spread * math.sqrt(GAIN / (2.0 - GAIN) + 1.0 / (1.0 + self.steps))
@@ -117,7 +123,10 @@ class Level:
         return changed
 
     def _on_grid(self) -> float:
-        return self._grid * round(self._log / self._grid) if self._grid else self._log
+        return self._rounded(self._log)
+
+    def _rounded(self, log: float) -> float:
+        return self._grid * round(log / self._grid) if self._grid else log
 
     def _move(self, upward: bool) -> None:
         """Go to the median of the latest values that lie beyond the old level."""
@@ -301,6 +310,7 @@ class Estimates:
         self.not_believed = 0
         self._coarse: State | None = None
         self._fine: State | None = None
+        self._seen: State | None = None
 
     def see_speed(self, rank: int, relative: float, times: int = 1) -> bool:
         """Take in a speed relative to the nominal one; return whether it changed."""
@@ -334,6 +344,12 @@ class Estimates:
         speeds = [level.latest if first_sight else level.value for level in self.speed]
         self._fine = self._with(speeds, self._fine)
         return self._fine
+
+    def seen(self) -> State:
+        """Return the last step's state on the grid, changes at first sight: decisions are judged by it."""
+        speeds = [level.seen for level in self.speed]
+        self._seen = self._with(speeds, self._seen)
+        return self._seen
 
     def _with(self, speeds: list[float], last: State | None) -> State:
         """Return a state, the last one where nothing changed since."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from foreshard.control.budgets.objective import Objective, Weights
+from foreshard.control.budgets.objective import Weights
 from foreshard.control.slots import Budget, State, Structure
 
 
@@ -56,22 +56,12 @@ class CachedStructures:
         row[1 + 2 * size :][layout.worker] = sent_usd
         return at
 
-    def objective(
-        self, objective: Objective, weights: Weights, state: State, rows: slice = slice(None)
-    ) -> np.ndarray:
-        """Return what the slot minimises, with the shares that structures were taken in with.
+    def objective(self, weights: Weights) -> np.ndarray:
+        """Return what the slot minimises, with the shares that structures were taken in with."""
+        return np.asarray(self._rows[: len(self.layouts)] @ weights.row())
 
-        `weights` is the linear part of the objective in the state.
-        """
-        linear = self._rows[: len(self.layouts)][rows] @ weights.row()
-        if objective.curve is None:
-            return np.asarray(linear)
-        return np.asarray(linear + objective.extra(*self.table(state, objective.budgets, rows)))
-
-    def table(
-        self, state: State, budgets: Sequence[Budget], rows: slice = slice(None)
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def table(self, state: State, budgets: Sequence[Budget]) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds and costs, shape (n, budgets), of structures with these shares."""
-        found = self._rows[: len(self.layouts)][rows]
+        found = self._rows[: len(self.layouts)]
         weigh = [Weights.of(state, 0.0, {one.name: 1.0}, (one,)).row() for one in budgets]
         return found[:, 0].copy(), found @ np.array(weigh).reshape(len(budgets), found.shape[1]).T

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from foreshard.control.budgets.objective import Objective
-from foreshard.control.budgets.queues import Curve
 from foreshard.control.search import pipelines, wide_stages
 from foreshard.control.search.cache import Cells, SearchCache
 from foreshard.control.search.candidates import built, every_structure, neighbours, renamed, repaired
@@ -87,7 +86,6 @@ def solve_slot(
     time_weight: float,
     cost_weights: Mapping[str, float] | None = None,
     budgets: Sequence[Budget] = (),
-    curve: Curve | None = None,
     running: Structure | Choice | None = None,
     cache: SearchCache | None = None,
     reading: str = DP_OVER_MP,
@@ -104,8 +102,6 @@ def solve_slot(
         Of a second; below 0 slow structures are preferred, but no group waits on purpose.
     cost_weights : mapping of budget name to weight
     budgets : sequence of Budget
-    curve : Curve, optional
-        What is added that is not linear in time and costs.
     running : Structure or Choice, optional
         Where to search from, besides what is built; of workers that are alike those that hold most of its
         layers already are chosen.
@@ -134,7 +130,7 @@ def solve_slot(
         max_stages=max_stages,
         apart=workers_apart(budgets),
     )
-    objective = Objective(time=time_weight, costs=cost_weights or {}, budgets=tuple(budgets), curve=curve)
+    objective = Objective(time=time_weight, costs=cost_weights or {}, budgets=tuple(budgets))
     start = running.structure if isinstance(running, Choice) else running
     if start is not None and start.reading != reading:
         start = None
@@ -235,9 +231,7 @@ class _SlotSearch:
 
     def _ranked(self) -> list[int]:
         """Weigh the best of all known; return the best few, and at first that of each number of stages."""
-        order = np.argsort(
-            self.structures.objective(self.objective, self.weights, self.state.state), kind="stable"
-        )
+        order = np.argsort(self.structures.objective(self.weights), kind="stable")
         best_of: dict[int, int] = {}
         for place, at in enumerate(order.tolist()):
             count = len(self.structures.layouts[at].structure.groups)
@@ -254,11 +248,7 @@ class _SlotSearch:
         """Return the objective with parts of samples allowed; look at it without idle cells too."""
         if at not in self.found:
             row = self.structures.layouts[at]
-            worth, used = row.objective(self.weights)
-            if self.objective.curve is not None:
-                table = self.structures.table(self.state.state, self.objective.budgets, slice(at, at + 1))
-                worth += float(np.sum(self.objective.extra(*table)))
-            self.found[at] = worth
+            self.found[at], used = row.objective(self.weights)
             if not used.all():
                 groups = zip(row.structure.groups, used, strict=True)
                 fewer = self.look(tuple(group.workers for group, is_used in groups if is_used))
@@ -327,7 +317,6 @@ class PipelineSearch:
             time_weight=objective.time,
             cost_weights=objective.costs,
             budgets=self.budgets,
-            curve=objective.curve,
             running=running,
             cache=self.cache,
             reading=self.reading,

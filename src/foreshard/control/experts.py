@@ -1,0 +1,211 @@
+"""Prediction with expert advice: the plan of the forecast against plans that stay, by what both came to.
+
+Forecasts are a step late and may be wrong: speeds that swap every step make the best plan of the last step
+the worst of the next. What was measured afterwards says what any plan would have taken. A plan that stays
+runs where, since it was proposed, it would have done better than following the forecasts did, at the weights
+of drift plus penalty: measured seconds and costs decide, whatever forecasts say.
+
+Source
+------
+Cesa-Bianchi, Lugosi 2006, Prediction, Learning, and Games, section 2.11 (discounted regret), with full
+information: every expert is judged in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from foreshard.control.slots import Budget, Choice, State, Structure
+
+WINDOW = 200
+"""Steps that experts are judged over: K of the guarantee in docs/controller.md."""
+MATURE = 60
+"""Steps that a plan is judged for before it may run, all of them after it was proposed."""
+REVIEW = 20
+"""Steps between reviews of the plans that stay."""
+WRONG = 0.05
+"""Part by which what was measured exceeds the forecasts before another plan than theirs runs."""
+PRICED = (0.0, 1.0, 4.0, 16.0, 256.0)
+"""Factors on the weights of costs at which plans that stay are sought, from the fastest to the cheapest."""
+_MOST_PROPOSED = 16
+"""Plans that are judged at a time; of more, those judged long enough that gain least are forgotten."""
+_GAIN = 0.05
+"""Part of a surprise that the ratio of what is measured to the model takes over."""
+_MOST_PRICED = 20_000
+"""Plans in states of which the seconds and costs are remembered."""
+_GRID = 0.05
+"""Step, in the logarithm, of the speeds of a window: its states are then few."""
+Fixed = tuple[Structure, tuple[int, ...]]
+"""A plan that stays: structure and shares."""
+Weigh = Callable[[np.ndarray], tuple[float, float]]
+"""The objective of seconds and costs, and the sum of its parts without what budgets per time allow."""
+Prices = Callable[[State, Structure, Sequence[int]], np.ndarray]
+"""Seconds and costs by budget of a plan in a state, shape (1 + budgets,)."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Record:
+    """Discounted means since a plan was proposed, rows of seconds and costs by budget.
+
+    Attributes
+    ----------
+    steps : int
+    weight : float
+        Of the means, in steps.
+    rows : ndarray, shape (3, 1 + budgets)
+        What the plan of the forecast was forecast to take, what it took, what the plan that stays took.
+    """
+
+    steps: int
+    weight: float
+    rows: np.ndarray
+
+    def add(self, steps: int, rows: np.ndarray) -> None:
+        """Take in some steps."""
+        kept = (1.0 - 1.0 / WINDOW) ** steps
+        before, new = kept * self.weight, WINDOW * (1.0 - kept)
+        self.rows = (before * self.rows + new * rows) / (before + new)
+        self.steps, self.weight = self.steps + steps, before + new
+
+    def gain(self, weigh: Weigh) -> float:
+        """Return what the plan that stays gains on the plan of the forecast, as a part of the objective."""
+        (_, _), (real, gross), (stays, _) = (weigh(row) for row in self.rows)
+        return (real - stays) / gross if np.isfinite(stays) else -np.inf
+
+    def error(self, weigh: Weigh) -> float:
+        """Return by what part of the objective the plan of the forecast was worse than forecast."""
+        forecast, (real, gross) = weigh(self.rows[0])[0], weigh(self.rows[1])
+        return (real - forecast) / gross
+
+
+class Experts:
+    """The plan of the forecast and plans that stay, side by side.
+
+    Parameters
+    ----------
+    budgets : sequence of Budget
+    prices : callable
+        Seconds and costs of a plan in a state, by the model.
+    """
+
+    def __init__(self, budgets: Sequence[Budget], prices: Prices):
+        self._size, self._prices = 1 + len(budgets), prices
+        self._priced: dict[tuple[Fixed, bytes], np.ndarray] = {}
+        self._ratio: dict[Structure, np.ndarray] = {}
+        self.common = np.ones(self._size)
+        self._whole = np.zeros((2, self._size))
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: who is there has changed, and with it what plans can run."""
+        self.recent = self._empty()
+        self._proposed: dict[Fixed, Record] = {}
+        self._mean_s = self._peak_s = np.zeros(0)
+        self._reviewed, self._asked = 0, -MATURE
+
+    def _empty(self) -> Record:
+        return Record(steps=0, weight=0.0, rows=np.zeros((3, self._size)))
+
+    def ratio(self, structure: Structure) -> np.ndarray:
+        """Return what was measured over the model's, of seconds and of each cost.
+
+        A plan that never ran is taken to be off by as much as those that did.
+        """
+        return self._ratio.get(structure, self.common)
+
+    def corrected(self, state: State, structure: Structure, shares: tuple[int, ...]) -> np.ndarray:
+        """Return seconds and costs of a plan in a state: the model's, by what measurements of it came to."""
+        return self._model(state, structure, shares) * self.ratio(structure)
+
+    def _model(self, state: State, structure: Structure, shares: tuple[int, ...]) -> np.ndarray:
+        key = ((structure, shares), state.key())
+        if key not in self._priced:
+            if len(self._priced) > _MOST_PRICED:
+                self._priced.clear()
+            self._priced[key] = self._prices(state, structure, shares)
+        return self._priced[key]
+
+    def inflation(self) -> np.ndarray:
+        """Return seconds and costs that following the forecasts came to, over those of the model."""
+        forecast, real = self._whole
+        late = np.where(forecast > 0.0, real / np.where(forecast > 0.0, forecast, 1.0), 1.0)
+        return np.asarray(late * self.common)
+
+    def measured(self, state: State, ran: Choice, measured: np.ndarray, steps: int) -> None:
+        """Take in what a plan took and cost, to know how far off the model is."""
+        before, model = self.ratio(ran.structure), self._model(state, ran.structure, ran.shares)
+        if not np.isfinite(model).all():
+            return
+        found = np.where(model > 0.0, measured / np.where(model > 0.0, model, 1.0), 1.0)
+        gain = 1.0 - (1.0 - _GAIN) ** steps
+        if len(self._ratio) > _MOST_PRICED:
+            self._ratio.clear()
+        self._ratio[ran.structure] = before + gain * (found - before)
+        self.common = self.common + gain * (found - self.common)
+
+    def judge(self, state: State, steps: int, *, forecast: np.ndarray, real: np.ndarray) -> None:
+        """Take in some steps: how the cluster was, and the forecast's plan as forecast and as it came."""
+        steps = min(steps, WINDOW)
+        self.recent.add(steps, np.array([forecast, real, real]))
+        if not self._whole.any():
+            self._whole = WINDOW * np.array([forecast, forecast])
+        self._whole = self._whole + steps * np.array([forecast, real])
+        for (structure, shares), record in self._proposed.items():
+            record.add(steps, np.array([forecast, real, self.corrected(state, structure, shares)]))
+        pace = 1.0 / np.append(state.speed, state.bandwidth_bytes_per_s)
+        if not len(self._mean_s):
+            self._mean_s = self._peak_s = pace
+        part = (1.0 - (1.0 - 1.0 / WINDOW) ** steps) * WINDOW / self.recent.weight
+        self._mean_s = self._mean_s + part * (pace - self._mean_s)
+        self._peak_s = np.maximum(pace, self._peak_s + part * (self._mean_s - self._peak_s))
+
+    def is_due(self) -> bool:
+        """Return whether plans that stay are to be looked at again."""
+        if self.recent.steps < self._reviewed + REVIEW:
+            return False
+        self._reviewed = self.recent.steps
+        return True
+
+    def wants(self, weigh: Weigh) -> bool:
+        """Return whether forecasts were so wrong that plans that stay are worth judging from now on."""
+        if self.recent.steps < self._asked + MATURE or self.recent.error(weigh) <= WRONG:
+            return False
+        self._asked = self.recent.steps
+        return True
+
+    def propose(self, plans: Iterable[Fixed]) -> None:
+        """Judge plans from now on."""
+        for fixed in plans:
+            self._proposed.setdefault(fixed, self._empty())
+
+    def mature(self, weigh: Weigh, stays: Fixed | None) -> dict[Fixed, Record]:
+        """Return the plans that were judged long enough; forget those that fared worse than the forecast's.
+
+        Parameters
+        ----------
+        weigh : callable
+        stays : Fixed, optional
+            That runs, which is not forgotten.
+        """
+        old = {fixed: one for fixed, one in self._proposed.items() if one.steps >= MATURE or fixed == stays}
+        for fixed, record in old.items():
+            if fixed != stays and record.gain(weigh) <= 0.0:
+                del self._proposed[fixed]
+        worst = sorted((one for one in old if one in self._proposed), key=lambda one: old[one].gain(weigh))
+        for fixed in worst[: max(len(self._proposed) - _MOST_PROPOSED, 0)]:
+            if fixed != stays:
+                del self._proposed[fixed]
+        return {fixed: record for fixed, record in old.items() if fixed in self._proposed}
+
+    def typical(self, now: State) -> tuple[State, State]:
+        """Return the state of late by mean seconds, and the one of the most seconds."""
+        found = []
+        for pace in (self._mean_s, self._peak_s):
+            rate = np.exp(-_GRID * np.round(np.log(np.maximum(pace, 1e-300)) / _GRID))
+            rate[pace == 0.0] = np.inf
+            speed, links = rate[: len(now.speed)], rate[len(now.speed) :]
+            found.append(replace(now, speed=speed, bandwidth_bytes_per_s=links.reshape(now.latency_s.shape)))
+        return found[0], found[1]

@@ -1,0 +1,118 @@
+"""Budgets and times of the controller where forecasts are late or wrong, on the controller itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from foreshard.control.controller import Controller
+from foreshard.control.experts import WINDOW
+from foreshard.control.orders import shares_of, structure_of
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.subsets import data_parallel, even_shares
+from foreshard.control.slots import Budget
+from foreshard.spec.online import StepMeasured
+from foreshard.spec.plan_file import parse_plan
+
+RANKS, LAYERS, BATCH, SLOW = 4, 4, 64, 0.25
+EXCESS = 2.0 * WINDOW
+"""c of the guarantee: all excess that a run may have, in budgets of a step, however long it is."""
+PATHS = {
+    "swap": lambda rng, steps: [np.where((t % 2 == 0) == FIRST_HALF, 1.0, SLOW) for t in range(steps)],
+    "swap every third": lambda rng, steps: [
+        np.where((t // 3 % 2 == 0) == FIRST_HALF, 1.0, SLOW) for t in range(steps)
+    ],
+    "independent": lambda rng, steps: list(np.where(rng.random((steps, RANKS)) < 0.5, 1.0, SLOW)),
+}
+FIRST_HALF = np.arange(RANKS) < RANKS // 2
+
+
+def first_plan():
+    groups = [
+        {"share": BATCH // RANKS, "stages": [{"ranks": [r], "layers": [[0, LAYERS]]}]} for r in range(RANKS)
+    ]
+    return parse_plan({"global_batch": BATCH, "seq_len": 8, "groups": groups, "defaults": {"micro_batch": 1}})
+
+
+class Truth:
+    """Seconds and dollars of plans as they really are, remembered."""
+
+    def __init__(self, cases, factor=lambda structure: 1.0, **given):
+        self.chain = cases.chain(np.full(LAYERS, 0.15), RANKS, sync=0.01)
+        self.state, self.factor, self._known = lambda speed: cases.state(speed, **given), factor, {}
+
+    def __call__(self, structure, shares, speed):
+        key = (structure, shares, speed.tobytes())
+        if key not in self._known:
+            found = evaluate(self.chain, self.state(speed), structure, shares, micro_batch=1)
+            self._known[key] = np.array([found.time_s, found.costs["usd"]]) * self.factor(structure)
+        return self._known[key]
+
+    def fixed(self, path):
+        """Return seconds and dollars of all subsets with even shares in every step, (plans, steps, 2)."""
+        subsets = (c for n in range(1, RANKS + 1) for c in itertools.combinations(range(RANKS), n))
+        return np.array(
+            [
+                [
+                    self(data_parallel(c, self.chain), tuple(even_shares(len(c), BATCH).tolist()), s)
+                    for s in path
+                ]
+                for c in subsets
+            ]
+        )
+
+
+def played(truth, path, limit, told=lambda speed: speed):
+    """Return mean seconds, and all that was spent above the budget, in budgets of a step."""
+    budgets = (Budget(name="money", kind="usd", limit=limit),)
+    stated = truth.state(np.ones(RANKS))
+    controller = Controller(
+        truth.chain, stated, first_plan(), budgets=budgets, horizon=len(path), max_stages=1
+    )
+    total = np.zeros(2)
+    for step, speed in enumerate(path):
+        structure = structure_of(controller.plan)
+        took = truth(structure, shares_of(controller.plan), speed)
+        total += took
+        seen = {rank: float(told(speed)[rank]) for rank in structure.workers}
+        event = StepMeasured(step=step, time_s=took[0], relative_speed=seen, costs={"money": float(took[1])})
+        controller.on(event)
+    controller.check_invariants()
+    return total[0] / len(path), total[1] / limit - len(path)
+
+
+def best_fixed(rows, limit, slack):
+    """Return the least mean seconds of a plan that keeps so much less than the budget in every window."""
+    sums = np.cumsum(rows[:, :, 1], axis=1)
+    windows = (sums[:, WINDOW:] - sums[:, :-WINDOW]) / WINDOW
+    kept = windows.max(1) <= (1.0 - slack) * limit
+    assert kept.any()
+    return rows[kept, :, 0].mean(1).min()
+
+
+@pytest.mark.parametrize("steps", [2000, 6000])
+@pytest.mark.parametrize("kind", PATHS)
+def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kind, steps):
+    truth = Truth(cases)
+    path = PATHS[kind](np.random.default_rng(0), steps)
+    rows = truth.fixed(path)
+    limit = 1.25 * rows[:, :, 1].mean(1).min()
+    mean_s, excess = played(truth, path, limit)
+    assert excess <= EXCESS
+    assert mean_s <= 1.05 * best_fixed(rows, limit, 0.02)
+
+
+@pytest.mark.parametrize("steps", [2000, 20_000])
+@pytest.mark.parametrize("odd", [1.0, 1.3])
+def test_a_truth_above_the_forecast_breaks_no_budget(cases, odd, steps):
+    """All steps take 1.5 times what the model says, with rank 0 even more; speeds say nothing of it."""
+    prices = np.array([7200.0, 7200.0, 1800.0, 1800.0])
+    truth = Truth(cases, lambda structure: 1.5 * (odd if 0 in structure.workers else 1.0), usd_per_h=prices)
+    path = [np.ones(RANKS)] * steps
+    rows = truth.fixed(path[: WINDOW + 1])
+    costs, seconds = rows[:, 0, 1], rows[:, 0, 0]
+    limit = 0.5 * (costs.min() + costs[seconds.argmin()])
+    mean_s, excess = played(truth, path, limit)
+    assert excess <= EXCESS and mean_s <= 1.05 * seconds[costs <= 0.95 * limit].min()
