@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, Request
 from foreshard.interop.exported import Exported
@@ -13,7 +14,7 @@ from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.plan_file import load_plan
+from foreshard.spec.plan_file import load_plan as load_plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Timeline
 
@@ -22,25 +23,7 @@ if TYPE_CHECKING:
     from foreshard.spec.scenario import Scenario
 
 ESTIMATED = ("slurm", "skypilot")  # exports that state how long the run takes
-__all__ = [
-    "advise",
-    "calibrate",
-    "compare",
-    "export",
-    "load_cluster",
-    "load_model",
-    "load_plan",
-    "make_plan",
-    "plan",
-    "predict",
-    "predict_timeline",
-    "profile",
-    "report",
-    "simulate",
-    "validate",
-    "whatif",
-    "write_trace",
-]
+__all__ = [name for name in PUBLIC_NAMES if name != "__version__"]
 
 
 def load_model(text: str) -> Model:
