@@ -32,8 +32,8 @@ def online_screen(found: Evaluation) -> Screen:
 
 def _boxes(found: Evaluation) -> tuple[Box, ...]:
     bound = found.times("bound")
-    feasible = all(one.bound.feasible for one in found.rounds)
-    note = "clairvoyant" if feasible else "clairvoyant, without the budgets: none keeps them"
+    excess = max(one.bound.least_excess for one in found.rounds)
+    note = f"clairvoyant, {excess:.1%} above the budgets: none keeps them" if excess else "clairvoyant"
     boxes = [Box(title="bound", value=f"{quantity.seconds(float(bound.mean()))} a batch", note=note)]
     if "lyapunov" in found.policies:
         gap = float((found.times("lyapunov") / bound - 1.0).mean())

@@ -28,7 +28,9 @@ class Bound:
     multipliers : tuple of float
         Seconds per unit of cost, in the order of the budgets.
     feasible : bool
-        False when no policy keeps the budgets; the bound is then that without budgets.
+        False when no policy keeps all budgets together; the bound is then that of the least excess.
+    least_excess : float
+        By what part some budget is exceeded at least; 0 where all can be kept.
     num_states : int
         Distinct states that were solved.
     """
@@ -37,6 +39,7 @@ class Bound:
     multipliers: tuple[float, ...]
     feasible: bool
     num_states: int
+    least_excess: float = 0.0
 
 
 def bound_of(environment: Environment, budgets: Sequence[Budget], *, equal: bool = False) -> Bound:
@@ -79,12 +82,13 @@ def bound_of(environment: Environment, budgets: Sequence[Budget], *, equal: bool
         found[key] = len(rows)
         rows.append((subsets.time_s, floor))
         weights.append(count)
-    best = dual.solve(dual.table_of(rows, weights, budgets), budgets)
+    excess, best = dual.least_excess(rows, weights, budgets)
     return Bound(
         mean_step_time_s=best.value_s,
         multipliers=best.multipliers,
-        feasible=best.feasible,
+        feasible=excess == 0.0,
         num_states=len(rows),
+        least_excess=excess,
     )
 
 

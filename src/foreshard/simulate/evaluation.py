@@ -158,6 +158,7 @@ class Evaluation:
                 "mean_step_time_s": float(bound.mean()),
                 "ci95_s": half_width(bound),
                 "feasible": all(one.bound.feasible for one in self.rounds),
+                "least_excess": max(one.bound.least_excess for one in self.rounds),
                 "states": [one.bound.num_states for one in self.rounds],
                 "multipliers": [list(one.bound.multipliers) for one in self.rounds],
                 "plans": "data-parallel plans on all subsets of the devices",

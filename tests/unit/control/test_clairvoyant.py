@@ -123,8 +123,13 @@ def test_two_budgets_bind_below_the_program():
 
 
 def test_a_budget_that_nobody_can_keep_is_said():
-    found = bound_of(environment_of(), (Budget(name="usd", kind="usd", limit=1e-9),))
-    assert not found.feasible and found.multipliers == (0.0,)
+    environment, budget = environment_of(), Budget(name="usd", kind="usd", limit=1e-9)
+    found = bound_of(environment, (budget,))
+    cheapest = bound_of(environment, (replace(budget, limit=1e-9 * (1.0 + found.least_excess)),))
+    assert not found.feasible and cheapest.feasible and found.least_excess > 1.0
+    assert found.mean_step_time_s == cheapest.mean_step_time_s
+    barely = bound_of(environment, (replace(budget, limit=1e-9 * (1.0 + 0.999 * found.least_excess)),))
+    assert not barely.feasible
 
 
 def test_a_wide_budget_costs_nothing():

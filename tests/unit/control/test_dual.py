@@ -85,3 +85,39 @@ def test_corners_keep_what_is_best_for_any_weights(seed, budgets):
 
 def test_few_rows_are_all_kept():
     assert dual.corners(np.ones(5), np.ones((5, 1))).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("per", ["step", "second"])
+def test_budgets_that_cannot_be_kept_together_are_exceeded_by_the_least_part(seed, per):
+    """Each budget can be kept alone; a program with the excess found can be solved, with less it cannot."""
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(seed)
+    states, weight = states_of(seed, rows=20, budgets=2)
+    weight = weight / weight.sum()
+    allowed = [
+        np.ones((len(time_s), 2)) if per == "step" else np.stack([time_s] * 2, 1) for time_s, _ in states
+    ]
+    alone = [
+        max(
+            sum(
+                w * (costs[:, i] / a[:, i]).min()
+                for w, (_, costs), a in zip(weight, states, allowed, strict=True)
+            ),
+            0.0,
+        )
+        for i in range(2)
+    ]
+    limits = np.array(alone) * rng.uniform(1.0, 1.3, 2)
+    budgets = [Budget(name=str(i), kind="usd", limit=float(limit), per=per) for i, limit in enumerate(limits)]
+    found, best = dual.least_excess(states, weight, budgets)
+
+    def kept(part):
+        raised = [Budget(name=one.name, kind="usd", limit=one.limit * (1 + part), per=per) for one in budgets]
+        return program(states, weight, raised)
+
+    assert kept(found * (1 + 1e-3) + 2e-3).status == 0
+    assert found < 2e-3 or kept(found * (1 - 1e-3) - 2e-3).status == 2
+    assert best.feasible and best.value_s <= weight @ [time_s.max() for time_s, _ in states]
+    exact = kept(found * (1 + 1e-3) + 2e-3)
+    assert best.value_s >= 0.98 * exact.fun

@@ -6,7 +6,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.pricing import evaluate, pace_of
+from foreshard.control.search.shares import water_filling
 from foreshard.control.search.subsets import (
     COSTS,
     SubsetClasses,
@@ -132,3 +133,28 @@ def test_balanced_shares_have_the_least_makespan():
 
 def test_even_shares_are_even():
     assert even_shares(3, 8).tolist() == [3, 3, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_subset_of_devices_at_random_places_is_listed_as_it_is_priced(cases, seed):
+    """Rates are drawn from few values, so that devices see the same rates but not to the same others."""
+    rng = np.random.default_rng(seed)
+    width = int(rng.integers(3, 9))
+    links = np.triu(rng.choice([1.0, 0.2, 0.05], size=(width, width)), 1)
+    delays = np.triu(rng.choice([0.0, 0.1], size=(width, width)), 1)
+    state = cases.state(
+        rng.choice([1.0, 0.5], size=width),
+        bandwidth_bytes_per_s=links + links.T + np.eye(width),
+        latency_s=delays + delays.T,
+    )
+    chain = cases.chain(np.full(3, 0.1), width, sync=1.0)
+    subsets = SubsetClasses.of(chain, state, 64)
+    exact = []
+    for count in range(1, width + 1):
+        for workers in combinations(range(width), count):
+            at = subsets.subset(workers)
+            pace = pace_of(chain, state, data_parallel(workers, chain), micro_batch=1)
+            split = water_filling(pace.start_s, pace.rate_s, 64.0)
+            assert subsets.time_s[at] == pytest.approx(split.time_s, rel=1e-9)
+            exact.append(split.time_s)
+    assert subsets.time_s.min() == pytest.approx(min(exact), rel=1e-9)

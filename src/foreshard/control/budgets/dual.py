@@ -7,8 +7,9 @@ value; at the best ones it is the value.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from foreshard.control.slots import SECONDS, Budget
 _ROUNDS, _STEPS = 12, 60
 _DIRECTIONS, _FEW = 256, 64
 _MANY, _PARTS = 256, 64
+_MOST_CUTS, _NONE = 24, 1e-9
+"""Cuts in which weights are sought that show budgets to be incompatible, and the excess that is none."""
+_EXACT = 1e-4
+"""To which the least excess is found, as a part of the budget and the excess."""
 _TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
 
 
@@ -96,12 +101,74 @@ def solve(table: DualTable, budgets: Sequence[Budget]) -> Dual:
     feasible = True
     if len(budgets) and (excess > 0.0).any():
         multipliers, feasible = _ascend(table, budgets)
+        feasible = feasible and not (len(budgets) > 1 and _is_separable(table))
         if feasible and len(budgets) > 1:
             multipliers = _polished(table, multipliers)
         # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
         multipliers = multipliers if feasible else np.zeros(len(budgets))
         value, _ = table.value(multipliers)
     return Dual(value_s=value, multipliers=tuple(float(one) for one in multipliers), feasible=feasible)
+
+
+def _is_separable(table: DualTable) -> bool:
+    """Return whether some weights of the budgets make every mixture too dear: none then keeps all of them.
+
+    Cutting planes (Kelley 1960) for the best such weights, whose sum is 1; the small program between two
+    cuts is solved by its corners.
+    """
+    size = table.excess.shape[1]
+    excess = table.excess / np.maximum(np.abs(table.excess).max(0), 1e-300)
+    free = replace(table, time_s=np.zeros(len(excess)), excess=excess)
+    weights, cuts = np.full(size, 1.0 / size), np.zeros((0, size))
+    for _ in range(_MOST_CUTS):
+        value, mean = free.value(weights)
+        if value > _NONE:
+            return True
+        cuts = np.concatenate([cuts, mean[None]])
+        # Unknown are the weights and the value: so many of the cuts and signs hold with equality.
+        rows = np.concatenate([np.c_[-cuts, np.ones(len(cuts))], np.c_[-np.eye(size), np.zeros(size)]])
+        active = np.array(list(itertools.combinations(range(len(rows)), size)))
+        total = np.broadcast_to(np.r_[np.ones(size), 0.0], (len(active), 1, size + 1))
+        corners = np.concatenate([rows[active], total], axis=1)
+        solved = corners[np.abs(np.linalg.det(corners)) > 1e-12]
+        found = np.linalg.solve(
+            solved, np.broadcast_to(np.eye(size + 1)[-1][:, None], (len(solved), size + 1, 1))
+        )
+        inside = found[(found[:, :, 0] @ rows.T <= 1e-9).all(1), :, 0]
+        if not len(inside):
+            return False
+        best = inside[inside[:, -1].argmax()]
+        if best[-1] <= _NONE:
+            return False
+        weights = np.maximum(best[:-1], 0.0)
+    return False
+
+
+def least_excess(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], weight: Sequence[float], budgets: Sequence[Budget]
+) -> tuple[float, Dual]:
+    """Return by what part all budgets must be exceeded together, and the dual of what is then fastest.
+
+    Returns
+    -------
+    float, Dual
+        0 and the dual of the budgets where they can be kept.
+    """
+
+    def raised(part: float) -> Dual:
+        more = [replace(one, limit=one.limit * (1.0 + part)) for one in budgets]
+        return solve(table_of(rows, weight, more), more)
+
+    found = raised(0.0)
+    if found.feasible:
+        return 0.0, found
+    low, high = 0.0, 1.0
+    while not raised(high).feasible:
+        low, high = high, 2.0 * high
+    while high - low > _EXACT * (1.0 + low):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if raised(middle).feasible else (middle, high)
+    return high, raised(high)
 
 
 def _ascend(table: DualTable, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline
+from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline, link_kinds
 from foreshard.errors import InfeasibleError, SpecError
 
 COSTS = ("usd", "rent_usd", "egress_usd", "joule", "carbon_kg")
@@ -172,7 +172,9 @@ def _members(
             rule="Each device of a subset holds a whole replica",
             fix="Name a smaller model",
         )
-    places = _places(state)
+    # Devices that could change places; bytes between those of a class are counted as free.
+    places = link_kinds(state)
+    paid = (state.usd_per_byte > 0.0) & (np.array(places)[:, None] == places)
     for rank in there:
         key = (
             places[rank],
@@ -182,29 +184,10 @@ def _members(
             float(state.busy_w[rank]),
             float(state.idle_w[rank]),
             float(state.kg_per_j[rank]),
-            int(rank) if rank in apart else -1,
+            int(rank) if rank in apart or paid[rank].any() else -1,
         )
         found.setdefault(key, []).append(int(rank))
     return tuple(tuple(ranks) for ranks in found.values())
-
-
-def _places(state: State) -> list[tuple[object, ...]]:
-    """Return what tells where each device is: its nearest neighbours, if some are nearer, and its site."""
-    apart = ~np.eye(len(state.speed), dtype=bool)
-    rates, delays = state.bandwidth_bytes_per_s, state.latency_s
-    flat = apart.any() and np.ptp(rates[apart]) == 0.0 and np.ptp(delays[apart]) == 0.0
-    if flat and not state.usd_per_byte.any():
-        return [()] * len(state.speed)
-    found: list[tuple[object, ...]] = []
-    for rank, others in enumerate(apart):
-        rate, delay, free = rates[rank], delays[rank], state.usd_per_byte[rank] == 0.0
-        seen = frozenset(rate[others].tolist()), frozenset(delay[others].tolist())
-        if max(map(len, seen)) <= 1:
-            found.append((free.tobytes(),))
-            continue
-        near = ~others | (rate >= rate[others].max())
-        found.append((free.tobytes(), near.tobytes(), *seen))
-    return found
 
 
 def _priced(
