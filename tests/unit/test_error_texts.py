@@ -10,7 +10,7 @@ SOURCE = Path(foreshard.__file__).parent
 NAMES = {
     *("tp", "dp", "cp", "ep", "pp", "etp", "sp", "shares", "nodes", "kind", "per", "duty", "gpus", "seq_len"),
     *("schema_version", "rank_shares", "len", "devices", "layer_types", "no_rope_layers", "attention_types"),
-    *("pip", "head", "chmod", "foreshard", "profile", "torchtitan"),
+    *("pip", "head", "chmod", "foreshard", "profile", "torch", "torchtitan"),
 }
 
 
