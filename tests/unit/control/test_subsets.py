@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from foreshard.control.search.pricing import evaluate, pace_of
+from foreshard.control.search.pricing import evaluate, largest_micro_batch, pace_of, runs
 from foreshard.control.search.shares import water_filling
 from foreshard.control.search.subsets import (
     COSTS,
@@ -16,7 +16,7 @@ from foreshard.control.search.subsets import (
     even_shares,
     sample_s,
 )
-from foreshard.control.slots import Chain, State
+from foreshard.control.slots import Chain, State, Structure, WorkerPipeline
 from foreshard.errors import InfeasibleError, SpecError
 
 
@@ -158,3 +158,20 @@ def test_every_subset_of_devices_at_random_places_is_listed_as_it_is_priced(case
             assert subsets.time_s[at] == pytest.approx(split.time_s, rel=1e-9)
             exact.append(split.time_s)
     assert subsets.time_s.min() == pytest.approx(min(exact), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cases, seed):
+    rng = np.random.default_rng(seed)
+    depth, most, share = (int(rng.integers(1, high)) for high in (5, 17, 40))
+    chain = cases.chain(
+        np.ones(6), depth, saved=rng.uniform(0.1, 1.0, 6), memory=rng.uniform(8.0, 20.0, depth)
+    )
+    cuts = (0, *sorted(rng.choice(np.arange(1, 6), depth - 1, replace=False).tolist()), 6)
+    pipeline = WorkerPipeline(workers=tuple(range(depth)), cuts=cuts)
+    structure, state = Structure(groups=(pipeline,)), cases.state(np.ones(depth))
+    size = largest_micro_batch(chain, pipeline, share, most)
+    fits = [
+        n for n in range(1, min(most, share) + 1) if runs(chain, state, structure, [share], micro_batch=n)
+    ]
+    assert size == max(fits, default=1)

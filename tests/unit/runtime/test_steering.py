@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -303,3 +304,14 @@ def test_a_budget_needs_prices(config, tmp_path):
     with pytest.raises(SpecError, match="no prices"):
         free = load_lab(str(tmp_path / "free.toml")).cluster()
         replace(config, cluster=free, budgets=("usd_per_h=3",)).check()
+
+
+def test_a_plan_is_run_with_micro_batches_that_fit_its_ranks(config):
+    known = config.starting_costs()
+    wide = replace(config.plan, groups=tuple(replace(g, micro_batch=g.share) for g in config.plan.groups))
+    config = replace(config, plan=wide)
+    sizes = known.sizes
+    room = sizes.before_state[-1] + 2.5 * sizes.before_saved[-1]
+    tight = replace(known, sizes=replace(sizes, memory_bytes=np.full(len(sizes.memory_bytes), room)))
+    assert max(group.micro_batch for group in config.as_run(wide, known).groups) > 2
+    assert max(group.micro_batch for group in config.as_run(wide, tight).groups) <= 2

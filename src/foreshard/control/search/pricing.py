@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from foreshard.control.search.costs import cost_table, slowest_link, stage_link
-from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure
+from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError
 
 
@@ -253,6 +253,21 @@ def runs(
     own = micro_batch if splits is None else splits
     need = states[stages.stage] + own * saved[stages.stage]
     return bool((need <= chain.memory_bytes[stages.worker]).all())
+
+
+def largest_micro_batch(chain: Chain, pipeline: WorkerPipeline, share: int, most: int) -> int:
+    """Return the largest micro-batch, up to `most`, with which a pipeline fits under 1f1b; at least 1.
+
+    A stage keeps activations of as many micro-batches as there are stages from it to the end, but of no more
+    than there are.
+    """
+    worker, cuts = np.array(pipeline.workers), np.array(pipeline.cuts)
+    states, saved = np.diff(chain.before_state[cuts]), np.diff(chain.before_saved[cuts])
+    ahead, free = np.arange(len(worker), 0, -1), chain.memory_bytes[worker] - states
+    for size in range(max(min(most, share), 1), 1, -1):
+        if (size * np.minimum(ahead, -(-share // size)) * saved <= free).all():
+            return size
+    return 1
 
 
 def boundary_usd(chain: Chain, state: State, stages: StageArrays, samples: np.ndarray) -> np.ndarray:

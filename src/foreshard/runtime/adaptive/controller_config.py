@@ -14,7 +14,8 @@ from foreshard.control.budgets.queues import Queues
 from foreshard.control.controller import Controller
 from foreshard.control.estimation.estimates import Estimates
 from foreshard.control.orders import reading_of
-from foreshard.control.slots import MP_OVER_DP, Chain
+from foreshard.control.search.pricing import largest_micro_batch
+from foreshard.control.slots import MP_OVER_DP, Chain, WorkerPipeline
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import load_costs
 from foreshard.runtime.adaptive.budgets import budget_of, check_budgets
@@ -151,13 +152,16 @@ class ControllerConfig:
         return max(group.micro_batch for group in self.plan.groups)
 
     def as_run(self, plan: Plan, known: StartingCosts) -> Plan:
-        """Return a plan of the policy with micro-batches that suit its pipelines."""
+        """Return a plan of the policy with micro-batches that suit its pipelines and fit their ranks."""
         if self.is_wide:
             return plan
 
         def size(group: Group) -> int:
             stages = [(stage.ranks[0], stage.layers[0]) for stage in group.stages]
-            return known.passes.best_size(stages, group.share, self.largest_micro_batch)
+            cuts = (0, *(stop for _, (_, stop) in stages))
+            pipeline = WorkerPipeline(workers=tuple(rank for rank, _ in stages), cuts=cuts)
+            most = largest_micro_batch(known.sizes, pipeline, group.share, self.largest_micro_batch)
+            return known.passes.best_size(stages, group.share, most)
 
         return replace(plan, groups=tuple(replace(group, micro_batch=size(group)) for group in plan.groups))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreshard.control.search.pricing import StageArrays, hop_s, sync_s
+from foreshard.control.search.pricing import StageArrays, hop_s, largest_micro_batch, sync_s
 from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure, WorkerPipeline
 from foreshard.runtime.adaptive.layer_times import PassTimes
 
@@ -54,7 +54,8 @@ class StepTiming:
         """Return when a pipeline has passed its share: fill, then the slowest stage again and again."""
         cuts = group.cuts
         stages = [(w, (lo, hi)) for w, lo, hi in zip(group.workers, cuts[:-1], cuts[1:], strict=True)]
-        size = self._passes.best_size(stages, share, self._most)
+        most = largest_micro_batch(self._chain, group, share, self._most)
+        size = self._passes.best_size(stages, share, most)
         whole, rest = divmod(share, size)
         first = self._periods(state, stages, size)
         last = float(self._periods(state, stages, rest).max()) if rest else 0.0

@@ -1,0 +1,205 @@
+"""Random scenarios for the controller: its excess over budgets against the constant of the guarantee.
+
+    python scripts/soak_controller.py [--scenarios 500] [--steps 1000] [--seed 0]
+
+Each scenario draws ranks, speeds that stay, swap or are independent in every step, a truth above the model,
+prices, links and one to three budgets of any kind that a fixed plan keeps by a fifth. In every step the plan
+must be whole and the books must close; in the end no budget may be exceeded by more than `MOST_EXCESS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.control.controller import Controller
+from foreshard.control.experts import WINDOW
+from foreshard.control.orders import shares_of, structure_of
+from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.subsets import data_parallel, even_shares
+from foreshard.control.slots import KINDS, Budget, Chain, Choice, State, Structure
+from foreshard.spec.online import StepMeasured
+from foreshard.spec.plan import Plan
+from foreshard.spec.plan_file import parse_plan
+
+MOST_EXCESS = 2.0 * WINDOW
+"""Budgets of a step, see docs/controller.md."""
+BATCH, LAYERS = 48, 4
+PATHS = ("stays", "swaps", "independent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomScenario:
+    """A cluster, how fast it is in every step, and budgets that a fixed plan keeps."""
+
+    chain: Chain
+    stated: State
+    speeds: np.ndarray
+    factor: float
+    budgets: tuple[Budget, ...]
+    kind: str
+
+    def real(self, structure: Structure, shares: tuple[int, ...], step: int) -> Choice:
+        """Return what a plan takes and costs in a step, before the factor."""
+        return evaluate(self.chain, at(self.stated, self.speeds[step]), structure, shares, micro_batch=1)
+
+
+def at(stated: State, speed: np.ndarray) -> State:
+    """Return the cluster at other speeds."""
+    return State(
+        speed=speed,
+        available=stated.available,
+        bandwidth_bytes_per_s=stated.bandwidth_bytes_per_s,
+        latency_s=stated.latency_s,
+        usd_per_h=stated.usd_per_h,
+        busy_w=stated.busy_w,
+        idle_w=stated.idle_w,
+        usd_per_byte=stated.usd_per_byte,
+        kg_per_j=stated.kg_per_j,
+    )
+
+
+def drawn(seed: int, steps: int) -> RandomScenario:
+    """Return a scenario."""
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(2, 6))
+    links = np.triu(rng.choice([10.0, 2.0, 0.5], size=(ranks, ranks)), 1)
+    paid = np.triu(rng.choice([0.0, 0.01], size=(ranks, ranks)), 1)
+    stated = State(
+        speed=np.ones(ranks),
+        available=np.ones(ranks, bool),
+        bandwidth_bytes_per_s=links + links.T + 10.0 * np.eye(ranks),
+        latency_s=np.zeros((ranks, ranks)),
+        usd_per_h=rng.choice([900.0, 1800.0, 7200.0], ranks),
+        busy_w=rng.choice([300.0, 700.0], ranks),
+        idle_w=np.full(ranks, 100.0),
+        usd_per_byte=paid + paid.T,
+        kg_per_j=rng.choice([1e-8, 1e-7], ranks),
+    )
+    chain = Chain(
+        layer_s=np.full((ranks, LAYERS), 0.1),
+        boundary_bytes=np.full(LAYERS - 1, 0.1),
+        sync_bytes=np.full(LAYERS, 0.05),
+        state_bytes=np.full(LAYERS, 1.0),
+        saved_bytes=np.full(LAYERS, 0.01),
+        memory_bytes=np.full(ranks, 50.0),
+    )
+    kind = PATHS[int(rng.integers(len(PATHS)))]
+    slow, stay = rng.choice([0.25, 0.5]), 0.99 if kind == "stays" else 0.5
+    if kind == "swaps":
+        half = rng.random(ranks) < 0.5
+        turn = np.arange(steps)[:, None] // int(rng.integers(1, 4)) % 2 == 0
+        speeds = np.where(turn == half, 1.0, slow)
+    else:
+        flips = np.cumsum(rng.random((steps, ranks)) >= stay, axis=0) % 2
+        speeds = np.where(flips == 0, 1.0, slow)
+    scenario = RandomScenario(
+        chain=chain, stated=stated, speeds=speeds, factor=float(rng.choice([1.0, 1.5])), budgets=(), kind=kind
+    )
+    return RandomScenario(
+        chain=chain,
+        stated=stated,
+        speeds=speeds,
+        factor=scenario.factor,
+        budgets=kept_budgets(scenario, rng),
+        kind=kind,
+    )
+
+
+def kept_budgets(scenario: RandomScenario, rng: np.random.Generator) -> tuple[Budget, ...]:
+    """Return budgets that some fixed plan keeps by a fifth in every window of the path."""
+    ranks = scenario.chain.num_workers
+    workers = sorted(rng.choice(ranks, size=int(rng.integers(1, ranks + 1)), replace=False).tolist())
+    structure, shares = (
+        data_parallel(workers, scenario.chain),
+        tuple(even_shares(len(workers), BATCH).tolist()),
+    )
+    found = []
+    known: dict[bytes, Choice] = {}
+    for step, speed in enumerate(scenario.speeds):
+        if speed.tobytes() not in known:
+            known[speed.tobytes()] = scenario.real(structure, shares, step)
+        found.append(known[speed.tobytes()])
+    budgets = []
+    for i, kind in enumerate(rng.choice(KINDS, size=int(rng.integers(1, 4)), replace=False)):
+        worker = int(rng.choice(workers)) if kind == "duty" else None
+        per = str(rng.choice(["step", "hour", "second"]))
+        one = Budget(name=f"{i}", kind=str(kind), limit=1.0, per=per, worker=worker)
+        spent = np.array([choice.costs[one.key] for choice in found])
+        allowed = np.array([one.allowance(choice.time_s) for choice in found])
+        window = np.ones(min(WINDOW, len(found)))
+        worst = float((np.convolve(spent, window, "valid") / np.convolve(allowed, window, "valid")).max())
+        limit = worst * (scenario.factor if per == "step" else 1.0) / 0.8
+        if limit > 0.0:
+            budgets.append(Budget(name=one.name, kind=one.kind, limit=limit, per=per, worker=worker))
+    return tuple(budgets)
+
+
+def first_plan(ranks: int) -> Plan:
+    """Return a replica on every rank."""
+    groups = [
+        {"share": share, "stages": [{"ranks": [rank], "layers": [[0, LAYERS]]}]}
+        for rank, share in enumerate(even_shares(ranks, BATCH).tolist())
+    ]
+    return parse_plan({"global_batch": BATCH, "seq_len": 8, "groups": groups, "defaults": {"micro_batch": 1}})
+
+
+def excess_of(scenario: RandomScenario) -> float:
+    """Return the largest excess of a run of the controller, in budgets of a mean step."""
+    controller = Controller(
+        scenario.chain,
+        scenario.stated,
+        first_plan(scenario.chain.num_workers),
+        budgets=scenario.budgets,
+        horizon=len(scenario.speeds),
+        max_stages=1,
+    )
+    for step, speed in enumerate(scenario.speeds):
+        structure = structure_of(controller.plan)
+        took = scenario.real(structure, shares_of(controller.plan), step)
+        costs = {one.name: scenario.factor * took.costs[one.key] for one in scenario.budgets}
+        seen = {rank: float(speed[rank]) for rank in structure.workers}
+        controller.on(
+            StepMeasured(step=step, time_s=scenario.factor * took.time_s, relative_speed=seen, costs=costs)
+        )
+        controller.check_invariants()
+    return len(scenario.speeds) * max(controller.queues[one.name].violation for one in scenario.budgets)
+
+
+def searched(scenarios: int, steps: int, seed: int) -> int:
+    """Play scenarios, print those that break the guarantee and the count; return how many did."""
+    broken, worst, played = 0, -np.inf, 0
+    for number in range(seed, seed + scenarios):
+        scenario = drawn(number, steps)
+        if not scenario.budgets:
+            continue
+        played += 1
+        excess = excess_of(scenario)
+        worst = max(worst, excess)
+        if excess > MOST_EXCESS:
+            broken += 1
+            print(f"seed {number}: {scenario.kind}, excess {excess:.0f}, {scenario.budgets}", flush=True)
+    print(
+        f"seeds {seed} to {seed + scenarios - 1}: {played} scenarios of {steps} steps, {broken} broke a "
+        f"budget, worst excess {worst:.0f} of {MOST_EXCESS:.0f} budgets of a step"
+    )
+    return broken
+
+
+def main() -> int:
+    """Search; 0 when nothing was found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scenarios", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    return 1 if searched(asked.scenarios, asked.steps, asked.seed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
