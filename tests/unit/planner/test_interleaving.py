@@ -93,9 +93,10 @@ def test_no_less_memory_is_asked_of_interleaved_pipelines():
     plain = price_stages(request, (0, 1))
     least = price_stages(request, (0, 1), chunks=4)
     real = price_stages(request, (0, 1), chunks=4, stages=4)
-    assert np.array_equal(plain.max_in_flight, least.max_in_flight)
-    assert np.all(np.minimum(real.max_in_flight, 4) <= np.minimum(plain.max_in_flight, 4))
-    assert np.any(np.minimum(real.max_in_flight, 4) < np.minimum(plain.max_in_flight, 4))
+    rooms = plain.max_in_flight[[plain.names.index(name) for name in least.names]]
+    assert np.array_equal(rooms, least.max_in_flight)
+    assert np.all(np.minimum(real.max_in_flight, 4) <= np.minimum(rooms, 4))
+    assert np.any(np.minimum(real.max_in_flight, 4) < np.minimum(rooms, 4))
 
 
 @pytest.mark.parametrize("batch", [48, 50, 17])
@@ -135,7 +136,7 @@ def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speak
     """Four devices and sixteen micro-batches: a pipeline fills for a sixth of the step."""
     pytest.importorskip("scipy")
     model, cluster = load_model("gpt2-xl"), load_cluster("1x4xl4+1x4xt4@25Gb/s")
-    found = plan(model, cluster, global_batch=32, seq_len=1024, precision="fp16", budget_s=6.0)
+    found = plan(model, cluster, global_batch=32, seq_len=1024, precision="fp16", budget_s=15.0)
     best = found.plans[0]
     check_plan(best.plan, model, cluster)
     assert best.prediction.memory.fits

@@ -39,6 +39,7 @@ class EvenPlans:
     request: PlanRequest
     ranks: np.ndarray
     result: PlanResult | None = None
+    spent_s: float = 0.0
     _floor_s: list[float] = field(default_factory=list)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
 from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
 from foreshard.planner.mixed.found import WORTH, MixedFound, is_interleaved
+from foreshard.planner.mixed.improvement import near
 from foreshard.planner.mixed.infeasible import nothing_fits
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,
@@ -28,7 +30,7 @@ from foreshard.planner.mixed.interleaving import (
 from foreshard.planner.mixed.loading import HASTE, is_hasty
 from foreshard.planner.mixed.node_sets import capped, faster_by_s, node_sets
 from foreshard.planner.mixed.subspaces import Subspace, next_subspace
-from foreshard.planner.pricing.engine_times import engine_shares, predicted
+from foreshard.planner.pricing.engine_times import engine_shares, predicted, steps_of
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_options import MOST_JOINED
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -45,12 +47,13 @@ from foreshard.spec.prediction import Prediction
 SPACE = (
     "pipelines side by side, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
-    "ranks, 1, 2 or 4 samples a rank, sequences whole or one split over a power of two of ranks (cp) that "
+    "ranks, 1, 2 or 4 samples a rank (not interleaved, also 8 or all of the batch "
+    "within 16384 tokens), sequences whole or one split over a power of two of ranks (cp) that "
     "leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
     "divide both, three recompute rules; on at most "
-    f"{MOST_JOINED} devices also stages of ranks of two node groups, 1, 2 or 4 samples a rank of the slower "
+    f"{MOST_JOINED} devices also stages of ranks of two node groups, as many samples a rank of the slower "
     "and as many times more a rank of the faster as keep it no longer busy; any shares of at least a "
-    "micro-batch; 1f1b; "
+    "micro-batch, or the whole batch over ranks that take a sample more or less; 1f1b; "
     "every stage has memory for one micro-batch for each stage after it; stages of the same layers in "
     "different pipelines "
     "lie in different link domains (side by side in one they are inner data-parallel ranks of one pipeline), "
@@ -67,6 +70,11 @@ _GRID = 0.1
 """Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
+_PRICING = 0.96
+"""Part of the search for prices; what is left after it goes to changes of the best plans."""
+_IMPROVED = 3
+"""Plans that changes are tried on."""
+_ROUNDING = 1e-9
 _PROVEN = 0.01
 """Gap from which a note gives the bounds of both kinds, where the chosen plan is interleaved."""
 _COVERED = 0.001
@@ -114,7 +122,8 @@ class MixedSearch:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.whole = TimeBudget.of(request.budget_s)
-        self.budget = self.whole.part(_SEARCHING)
+        self.improving = self.whole.part(_SEARCHING)
+        self.budget = self.improving.part(_PRICING)
         self.found = MixedFound(request=request)
         self.sets = node_sets(request)
         self.by_price = request.objectives[0] != "time" or request.limits.max_usd is not None
@@ -146,6 +155,7 @@ class MixedSearch:
                 if chosen is None:
                     break
                 self._advance(chosen, share)
+            self._improve()
             if self.by_price or not self.found.timed:
                 self._offer_published((hetpipe, amp, pipedream))
         except KeyboardInterrupt:
@@ -162,10 +172,29 @@ class MixedSearch:
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
 
+    def _improve(self) -> None:
+        """Follow single changes from the best plans to ones that none of them shortens any more."""
+        source = steps_of(replace(self.request, engine="analytical"))
+        starts = [plan for _, plan in sorted(self.found.timed, key=lambda timed: timed[0])]
+        for plan in [plan for plan in starts if plan not in self.found.even][:_IMPROVED]:
+            best_s, best = self.found.seconds(plan), plan
+            while not self.improving.is_over:
+                changed = near(self.request, best, source.times(best).total)
+                found_s, found = min(
+                    ((self.found.take_changed(one), one) for one in changed if not self.improving.is_over),
+                    key=lambda row: row[0],
+                    default=(np.inf, best),
+                )
+                if found_s >= best_s * (1.0 - _ROUNDING):
+                    break
+                best_s, best = found_s, found
+
     def _advance(self, chosen: EvenPlans | Subspace, share: float) -> None:
         """Do a step of a part of the space, in a part of the time that is left."""
         had_plan = bool(self.found.timed)
+        left_s = self.budget.left_s
         chosen.advance(self.found, self.budget.part(share))
+        chosen.spent_s += left_s - self.budget.left_s
         if isinstance(chosen, Subspace):
             self._after(chosen)
         elif chosen.result is not None:

@@ -22,6 +22,8 @@ from foreshard.planner.solver.time_budget import TimeBudget
 AIM = 0.003
 """Gap between an arrangement and its bound at which a subspace is closed; what plans lose on real ranks comes
 on top, and the answer promises 1 %."""
+_FIRST_S = 0.5
+"""Seconds that count as spent on each subspace from the start: its first plan and bound take this long."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
 
@@ -58,6 +60,7 @@ class Subspace:
     is_wanted: Callable[[], bool] = lambda: True
     alone: bool = False
     best_s: float = np.inf
+    spent_s: float = 0.0
     problem: Problem | None = None
     search: ProblemSearch | None = None
     is_closed: bool = False
@@ -134,20 +137,26 @@ Part = TypeVar("Part", bound="HasPromise")
 
 
 class HasPromise(Protocol):
-    """A part of the space that may hold a better plan."""
+    """A part of the space that may hold a better plan, and the seconds it was searched for."""
+
+    spent_s: float
 
     def promise_s(self, best_s: float) -> float:
         """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
 
 
 def next_subspace(subspaces: Sequence[Part], best_s: float) -> tuple[Part | None, float]:
-    """Return the subspace of the largest promise and its part of all; None when none promises anything.
+    """Return the subspace that promises most for the time it has had, and its part of all; None of none.
 
     Without any plan it is the first that is open.
     """
     promises = [subspace.promise_s(best_s) for subspace in subspaces]
     if not any(promises):
         return None, 0.0
-    first = int(np.argmax(promises))
-    share = promises[first] / sum(promises) if np.isfinite(promises[first]) else 1.0
-    return subspaces[first], share
+    if not np.isfinite(max(promises)):
+        return subspaces[int(np.argmax(promises))], 1.0
+    rates = [
+        promise / (_FIRST_S + subspace.spent_s) for promise, subspace in zip(promises, subspaces, strict=True)
+    ]
+    first = int(np.argmax(rates))
+    return subspaces[first], rates[first] / sum(rates)

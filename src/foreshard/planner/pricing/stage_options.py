@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 
 from foreshard.catalog.offers import offers_of
@@ -14,8 +15,10 @@ from foreshard.spec.cluster import NodeGroup
 
 _RULES = ("none", "selective:core_attn+mlp+layernorm", "full")
 """Recompute rules: none, what selective recomputation saves most by, all."""
-_MICRO_BATCHES = (1, 2, 4)
-"""Samples a rank: larger ones fill pipelines more slowly and run no faster."""
+MICRO_BATCHES = (1, 2, 4)
+"""Samples a rank: larger ones fill pipelines more slowly and run no faster, unless they are short."""
+_SHORT_TOKENS = 16384
+"""Tokens of a rank's part of a micro-batch up to which it may take more samples than the usual."""
 _WIDTHS = tuple(range(1, 9))
 """Inner data-parallel ranks of a stage: more replicas are pipelines of their own."""
 _LEAST_TOKENS = 8192
@@ -102,14 +105,17 @@ class StageKind:
         )
 
 
-def stage_options(request: PlanRequest, use: tuple[int, ...], *, every: bool = False) -> list[StageKind]:
+def stage_options(
+    request: PlanRequest, use: tuple[int, ...], *, every: bool = False, at_once: bool = True
+) -> list[StageKind]:
     """Return the ways to run a stage on each node group that can compute in the precision.
 
     With `every` also those that cut experts over ranks of the stage, or split long sequences over them. A
     rank with a part of a sequence has one sample: two whole ones on as many ranks would save the messages.
+    With `at_once` ranks may also take many short samples in one micro-batch.
     """
     offers = offers_of(request.framework)
-    rules = [rule for rule in _RULES if rule.partition(":")[0] in offers.recompute]
+    rules = recompute_rules(request)
     levels = offers.levels(2)
     zero = request.framework.default_zero if request.framework.default_zero in levels else max(levels)
     found = []
@@ -120,13 +126,16 @@ def stage_options(request: PlanRequest, use: tuple[int, ...], *, every: bool = F
         degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
         degrees = degrees if "tp" in offers.degrees else [1]
         contexts = context_degrees(request) if every else [1]
-        for tp, cp, width, rule, size in product(degrees, contexts, _WIDTHS, rules, _MICRO_BATCHES):
+        sizes = partial(rank_samples, request) if at_once else lambda _: MICRO_BATCHES
+        shapes = [(width, size) for width in _WIDTHS for size in sizes(width)]
+        for tp, cp, (width, size), rule in product(degrees, contexts, shapes, rules):
             if cp > 1 and (size > 1 or request.seq_len % (tp * cp)):
                 continue
             ranks = tp * cp * width
             whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
             usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
-            if ranks > nodes.num_devices or not (whole and usual) or width * size > request.global_batch:
+            least = width * (size - 1) + 1  # samples that one of the ranks takes `size` of
+            if ranks > nodes.num_devices or not (whole and usual) or least > request.global_batch:
                 continue
             found += [
                 StageKind(
@@ -142,6 +151,20 @@ def stage_options(request: PlanRequest, use: tuple[int, ...], *, every: bool = F
                 for ep in (_expert_degrees(request, ranks) if every else (1,))
             ]
     return found
+
+
+def rank_samples(request: PlanRequest, width: int) -> tuple[int, ...]:
+    """Return how many samples each of so many ranks may take at once: more of short ones, up to all."""
+    whole = -(-request.global_batch // width)
+    more = (2 * MICRO_BATCHES[-1], whole)
+    short = {n for n in more if MICRO_BATCHES[-1] < n and n * request.seq_len <= _SHORT_TOKENS}
+    return (*MICRO_BATCHES, *sorted(short))
+
+
+def recompute_rules(request: PlanRequest) -> tuple[str, ...]:
+    """Return the recompute rules that stages may follow."""
+    words = offers_of(request.framework).recompute
+    return tuple(rule for rule in _RULES if rule.partition(":")[0] in words)
 
 
 def splits_sequences(request: PlanRequest) -> bool:
@@ -230,7 +253,7 @@ def _splits_of(
     """
     peak = {g: request.cluster.nodes[g].device.peak(request.precision) for g, _ in (one, other)}
     slow, fast = sorted((one, other), key=lambda part: (peak[part[0]], part[0]))
-    for few in _MICRO_BATCHES:
+    for few in rank_samples(request, request.global_batch):  # of a batch at once pipelines take their part
         for many in range(few, math.floor(few * peak[fast[0]] / peak[slow[0]] + 1e-9) + 1):
             parts = [
                 StageRanks(node_group=group, inner_dp=width, micro_batch=samples)

@@ -78,7 +78,7 @@ def price_stages(
         the memory of 1f1b, of which interleaved pipelines need no less.
     """
     types = stage_types(request)
-    kinds, even = _offered(request, use, types, extra, every=every)
+    kinds, even = _offered(request, use, types, extra, every=every, at_once=chunks == 1)
     rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
     rooms[:, len(kinds) - even.shape[1] :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
@@ -128,17 +128,23 @@ def price_stages(
 
 def offered(request: PlanRequest, use: tuple[int, ...], extra: Sequence[StageKind] = ()) -> list[StageKind]:
     """Return every stage of the space, as `price_stages` with `every` names them, without their prices."""
-    return _offered(request, use, stage_types(request), extra, every=True)[0]
+    return _offered(request, use, stage_types(request), extra, every=True, at_once=True)[0]
 
 
 def _offered(
-    request: PlanRequest, use: tuple[int, ...], types: StageTypes, extra: Sequence[StageKind], *, every: bool
+    request: PlanRequest,
+    use: tuple[int, ...],
+    types: StageTypes,
+    extra: Sequence[StageKind],
+    *,
+    every: bool,
+    at_once: bool,
 ) -> tuple[list[StageKind], np.ndarray]:
     """Return options, joint ones last, and of which types the joint ones are in their space."""
-    kinds = list(dict.fromkeys((*stage_options(request, use), *extra)))
+    kinds = list(dict.fromkeys((*stage_options(request, use, at_once=at_once), *extra)))
     if not every:
         return kinds, np.zeros((len(types.has_head), 0), dtype=bool)
-    kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True))))
+    kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True, at_once=at_once))))
     more, even = _joint(request, use, types, {kind.samples for kind in kinds})
     return kinds + more, even
 

@@ -1,0 +1,291 @@
+"""Search for plans that the planner misses, and for bounds that a plan breaks: small clusters at random.
+
+    python scripts/soak_plans.py [--cases 2000] [--seed 0] [--budget-s 2]
+
+Every case is a cluster of 2 to 5 devices of 1 to 3 kinds with random links, and a model of few layers. Plans
+are made here by hand, drawn at random and then improved a layer, sample, micro-batch or rule at a time. The
+planner's answer must be at most 1 % slower than the best of them, and its bound above none of those inside
+its space. Budgets are in seconds of the processor, which a busy machine does not shorten.
+Exit code 0 if that holds in every case, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.errors import ForeshardError
+from foreshard.planner.search import plan
+from foreshard.predict.placement import link_domains
+from foreshard.predict.step import predict
+from foreshard.spec.checks import check_plan
+from foreshard.spec.cluster import Cluster, Link
+from foreshard.spec.model import Model
+from foreshard.spec.plan import Group, Plan, Stage
+
+DEVICES = ("h100-sxm", "a100-sxm-80gb", "a100-sxm-40gb", "v100-sxm-16gb", "rtx-4090", "rtx-3090", "l4", "t4")
+MODELS = ("gpt2-large", "gpt2-xl", "llama3.2-1b")
+RULES = ("none", "full")
+LOST = 0.01
+"""Part of a step that the planner's answer may be slower than a plan made by hand."""
+DRAWN, IMPROVED, STEPS = 60, 3, 40
+"""Plans drawn at random, those of them that are improved, and the most changes to each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is planned."""
+
+    seed: int
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    seq_len: int
+
+    def __str__(self) -> str:
+        """Return what to write to plan it again."""
+        links = ", ".join(f"{link.bandwidth_bytes_per_s * 8e-9:g} Gb/s" for link in self.cluster.links)
+        return (
+            f"seed {self.seed}: {self.model.name} of {self.model.num_layers} layers on {self.cluster.name}"
+            f"{' over ' + links if links else ''}, batch {self.global_batch}, sequence {self.seq_len}"
+        )
+
+
+def drawn_case(seed: int) -> Case:
+    """Return a case: 2 to 5 devices, every other one with racks joined by slower links."""
+    draw = random.Random(seed)
+    devices, terms = draw.randint(2, 5), []
+    for kind in draw.sample(DEVICES, draw.randint(1, 3)):
+        per_node = draw.randint(1, devices) if devices > 0 else 0
+        if per_node:
+            terms.append(f"1x{per_node}x{kind}")
+            devices -= per_node
+    if devices > 0:
+        terms.append(f"{devices}x1x{draw.choice(DEVICES)}")
+    cluster = load_cluster("+".join(terms) + f"@{draw.choice((1, 10, 25, 100, 400))}Gb/s")
+    if draw.random() < 0.5 and len(cluster.nodes) > 1:
+        nodes = tuple(replace(group, rack=f"r{g}") for g, group in enumerate(cluster.nodes))
+        links = tuple(
+            Link(
+                between=(f"r{one}", f"r{other}"),
+                bandwidth_bytes_per_s=draw.choice((0.1, 1, 10, 50)) * 1e9 / 8,
+                latency_s=draw.choice((1e-5, 1e-3)),
+            )
+            for one in range(len(nodes))
+            for other in range(one)
+        )
+        cluster = replace(cluster, nodes=nodes, links=links)
+    model = load_model(draw.choice(MODELS))
+    return Case(
+        seed=seed,
+        model=replace(model, blocks=model.blocks[: draw.randint(3, 10)]),
+        cluster=cluster,
+        global_batch=draw.randint(3, 24),
+        seq_len=draw.choice((256, 512, 1024)),
+    )
+
+
+@dataclass
+class HandMade:
+    """Plans made by hand for a case, with their step times by an engine.
+
+    Attributes
+    ----------
+    case : Case
+    engine : str
+    seconds : dict
+        By groups; infinite where a plan breaks a rule or does not fit.
+    """
+
+    case: Case
+    engine: str
+    seconds: dict[tuple[Group, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.case.seed + 1)
+        self.domains = link_domains(self.case.cluster).tolist()
+
+    def search(self) -> None:
+        """Draw plans, and improve the best of them."""
+        drawn = [self._drawn() for _ in range(DRAWN)]
+        for groups in sorted(drawn, key=self.step_s)[:IMPROVED]:
+            for _ in range(STEPS):
+                better = min(self._changed(groups), key=self.step_s, default=groups)
+                if self.step_s(better) >= self.step_s(groups):
+                    break
+                groups = better
+
+    @property
+    def best(self) -> tuple[float, tuple[Group, ...]]:
+        """Return the least step time and its groups."""
+        groups = min(self.seconds, key=self.seconds.__getitem__)
+        return self.seconds[groups], groups
+
+    def plan(self, groups: tuple[Group, ...]) -> Plan:
+        """Return the plan of some groups."""
+        return Plan(
+            global_batch=self.case.global_batch,
+            seq_len=self.case.seq_len,
+            precision="fp16",
+            optimizer="adamw",
+            framework="megatron-core",
+            groups=groups,
+        )
+
+    def step_s(self, groups: tuple[Group, ...]) -> float:
+        """Return the step time of a plan."""
+        if groups not in self.seconds:
+            self.seconds[groups] = self._predicted(groups)
+        return self.seconds[groups]
+
+    def _predicted(self, groups: tuple[Group, ...]) -> float:
+        case, made = self.case, self.plan(groups)
+        try:
+            check_plan(made, case.model, case.cluster)
+            one = predict(case.model, case.cluster, made, engine=self.engine, timeline=False)
+        except ForeshardError:
+            return float("inf")
+        return one.step_time_s if one.memory.fits else float("inf")
+
+    def _drawn(self) -> tuple[Group, ...]:
+        """Return pipelines of stages of one device each, or of all of a node side by side."""
+        ranks = list(range(self.case.cluster.num_devices))
+        if self.draw.random() < 0.3:
+            ranks = sorted(self.draw.sample(ranks, self.draw.randint(1, len(ranks))))
+        stages = [[rank] for rank in ranks]
+        if self.draw.random() < 0.5:
+            nodes: dict[int, list[int]] = {}
+            for rank in ranks:
+                nodes.setdefault(self.domains[rank], []).append(rank)
+            stages = list(nodes.values())
+        self.draw.shuffle(stages)
+        places = self.case.model.num_layers + 2
+        most = min(len(stages), self.case.global_batch)
+        number = self.draw.randint(1, most)
+        dealt: list[list[list[int]]] = [[one] for one in stages[:number]]
+        for one in stages[number:]:
+            self.draw.choice(dealt).append(one)
+        ends = sorted(self.draw.sample(range(1, self.case.global_batch), number - 1))
+        shares = [b - a for a, b in zip([0, *ends], [*ends, self.case.global_batch], strict=True)]
+        groups = []
+        for share, chain in zip(shares, dealt, strict=True):
+            cuts = sorted(self.draw.sample(range(1, places), len(chain) - 1))
+            tensor = self.draw.random() < 0.3
+            rule = self.draw.choice(RULES)
+            width = max(len(own) for own in chain)
+            made = tuple(
+                Stage(
+                    ranks=tuple(own),
+                    layers=((a, b),),
+                    tp=len(own) if tensor else 1,
+                    zero=1,
+                    recompute=rule,
+                )
+                for own, a, b in zip(chain, [0, *cuts], [*cuts, places], strict=True)
+            )
+            size = self.draw.choice((1, 2, 4)) * (1 if tensor else width)
+            sp = any(stage.tp > 1 for stage in made)
+            groups.append(Group(share=share, stages=made, micro_batch=size, schedule="1f1b", sp=sp))
+        return tuple(groups)
+
+    def _changed(self, groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
+        """Yield plans that differ in a sample, a cut, a micro-batch or a rule."""
+        for g, group in enumerate(groups):
+            for other in range(len(groups)):
+                if other != g and group.share > 1:
+                    moved = list(groups)
+                    moved[g] = replace(group, share=group.share - 1)
+                    moved[other] = replace(groups[other], share=groups[other].share + 1)
+                    yield tuple(moved)
+            for made in self._of_group(group):
+                yield (*groups[:g], made, *groups[g + 1 :])
+
+    def _of_group(self, group: Group) -> Iterator[Group]:
+        for size in (group.micro_batch * 2, group.micro_batch // 2):
+            if size:
+                yield replace(group, micro_batch=size)
+        for i, stage in enumerate(group.stages):
+            for rule in RULES:
+                if rule != stage.recompute:
+                    changed = replace(stage, recompute=rule)
+                    yield replace(group, stages=(*group.stages[:i], changed, *group.stages[i + 1 :]))
+            if i:
+                before = group.stages[i - 1]
+                (start, middle), (_, stop) = before.layers[0], stage.layers[0]
+                for at in (middle - 1, middle + 1):
+                    if start < at < stop:
+                        pair = replace(before, layers=((start, at),)), replace(stage, layers=((at, stop),))
+                        yield replace(group, stages=(*group.stages[: i - 1], *pair, *group.stages[i + 1 :]))
+
+    def is_inside(self, groups: tuple[Group, ...]) -> bool:
+        """Return whether a plan is surely in the printed space."""
+        held: set[int] = set()
+        for group in groups:
+            width = {stage.inner_dp for stage in group.stages}
+            if len(width) > 1 or group.micro_batch not in {w * n for w in width for n in (1, 2, 4)}:
+                return False
+            if group.share < group.micro_batch or any(len(s.ranks) > 1 and s.tp == 1 for s in group.stages):
+                return False
+            own = {self.domains[rank] for stage in group.stages for rank in stage.ranks}
+            if own & held:
+                return False
+            held |= own
+        return True
+
+
+def wrong(case: Case, *, budget_s: float) -> tuple[str, float]:
+    """Return what does not hold in a case, empty if all does; and by how much the answer is slower."""
+    asked = {"global_batch": case.global_batch, "seq_len": case.seq_len, "precision": "fp16"}
+    found = plan(case.model, case.cluster, budget_s=budget_s, **asked)
+    engine = found.plans[0].prediction.engine if found.plans else "analytical"
+    made = HandMade(case=case, engine=engine)
+    made.search()
+    least_s, groups = made.best
+    mine_s = found.plans[0].prediction.step_time_s if found.plans else float("inf")
+    if least_s == float("inf"):
+        return "", 0.0
+    said = []
+    if mine_s > least_s * (1.0 + LOST):
+        said.append(f"{mine_s:.5g} s, by hand {least_s:.5g} s: {json.dumps(made.plan(groups).to_dict())}")
+    inside = [one for one in made.seconds if made.seconds[one] < float("inf") and made.is_inside(one)]
+    for one in sorted(inside, key=made.seconds.__getitem__)[:1]:
+        if found.lower_bound_step_time_s > made.seconds[one] * (1.0 + 1e-9):
+            said.append(
+                f"bound {found.lower_bound_step_time_s:.5g} s, by hand {made.seconds[one]:.5g} s: "
+                f"{json.dumps(made.plan(one).to_dict())}"
+            )
+    return "; ".join(said), mine_s / least_s - 1.0
+
+
+def main() -> int:
+    """Search through the cases and print what does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget-s", type=float, default=2.0)
+    asked = parser.parse_args()
+    time.perf_counter = time.process_time
+    bad, worst, better, started = 0, 0.0, 0, time.perf_counter()
+    for seed in range(asked.seed, asked.seed + asked.cases):
+        case = drawn_case(seed)
+        said, slower = wrong(case, budget_s=asked.budget_s)
+        worst, better = max(worst, slower), better + (slower < -LOST)
+        if said:
+            bad += 1
+            print(f"{case}: {said}", flush=True)
+    print(
+        f"{asked.cases} plans from seed {asked.seed}: {bad} wrong; at most {worst:+.2%} beside plans by "
+        f"hand, in {better} cases over {LOST:.0%} faster; {time.perf_counter() - started:.0f} s"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
