@@ -90,10 +90,13 @@ bench: $(VENV)/.tested
 	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 # Ten minutes of seeded faults on four local ranks: no sample lost or trained twice, parameters as if in peace.
+# Then small clusters at random: no plan made by hand beats the planner's by a percent, or its bound.
 SOAK_FLAGS ?= --minutes 10 --faults 200 --seed 0
+SOAK_PLANS_FLAGS ?= --cases 2000 --seed 0
 soak: $(VENV)/.tested
 	rm -rf soak
 	$(BIN)/python scripts/soak.py --out soak $(SOAK_FLAGS)
+	$(BIN)/python scripts/soak_plans.py $(SOAK_PLANS_FLAGS)
 
 # Refit every shipped constant from the measured tables (FORESHARD_MEASURED) and fail where one has moved by more
 # than its script says: 1e-6 relative (kernels, collectives), a thousandth of its range (training), 1e-3 (residuals).

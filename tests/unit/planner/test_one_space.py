@@ -8,6 +8,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner.grid.equal_nodes import search_homogeneous
+from foreshard.planner.mixed import search as search_module
 from foreshard.planner.request import checked_request, in_fewest_groups
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
@@ -79,3 +80,9 @@ def test_a_node_more_never_makes_the_answer_slower(seed, even_clock):
         more,
         asked,
     )
+
+
+def test_without_the_extra_equal_nodes_have_the_grid_and_say_so(monkeypatch):
+    monkeypatch.setattr(search_module, "find_spec", lambda name: None)
+    found = plan(load_model("gpt2-large"), load_cluster("1x3xl4"), global_batch=8, seq_len=1024)
+    assert found.plans and search_module.WITHOUT_EXTRA in found.notes and "any shares" not in found.space

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -91,6 +92,9 @@ _PUBLISHED_SLACK = 0.25
 """Part by which plans of published planners may be slower than their best and still be timed."""
 
 
+WITHOUT_EXTRA = "Unequal pipelines were not searched: that needs the extra foreshard[plan]"
+
+
 def search_cluster(request: PlanRequest) -> PlanResult:
     """Return the best plans on any cluster, with a bound on every plan of the space.
 
@@ -101,6 +105,9 @@ def search_cluster(request: PlanRequest) -> PlanResult:
     by_time = request.objectives[0] == "time" or request.limits
     if equal and not (by_time and "1f1b" in offers_of(request.framework).schedules):
         return search_homogeneous(request)
+    if equal and find_spec("scipy") is None:
+        even = search_homogeneous(request)
+        return replace(even, notes=(*even.notes, WITHOUT_EXTRA))
     search = MixedSearch(request)
     search.run(hastily=is_hasty(max(request.budget_s, request.overall_s)))
     if equal and not search.found.timed:
