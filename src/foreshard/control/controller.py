@@ -46,6 +46,8 @@ from foreshard.spec.plan import Plan
 
 _CHECK_EVERY = 25
 """Steps between looks at whether shares, or budgets, can be kept as they are while no estimate moves."""
+_MUCH = 0.25
+"""Part of a step by which staying must be worse to end a frame early."""
 _END_FRAMES = 5
 """Frames before the end of a run from which on it is looked for what spends the rest of the budgets."""
 _FASTER = 0.02
@@ -309,7 +311,8 @@ class Controller:
         best = found.best if is_due else None
         why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
         if not self._frames.is_new(state):
-            best, why = self._while_unchanged(best, state, why)
+            much = gain > _MUCH * self._weighed(self._row(self._forecast))[1]
+            best, why = self._while_unchanged(best, state, why, much=much)
         elif not better:
             self._frames.accept(state)
         if best is not None:
@@ -401,7 +404,7 @@ class Controller:
         return Objective(time=time_weight, costs=cost_weights, budgets=self.budgets)
 
     def _while_unchanged(
-        self, best: Structure | None, state: State, why: str
+        self, best: Structure | None, state: State, why: str, *, much: bool
     ) -> tuple[Structure | None, str]:
         """Return what to change to, and why, though nothing was seen to change.
 
@@ -409,14 +412,17 @@ class Controller:
         ----------
         best : Structure or None
             What queues ask for.
+        much : bool
+            Whether staying is so much worse that no frame is waited for.
         """
         queues, frame = self.queues, self._frames.steps
-        if not self._frames.is_open(queues.steps):
-            return None, why
         left = self._horizon - queues.steps
         ends = self._options.plans_end and self.budgets and queues.steps and 0 < left <= _END_FRAMES * frame
+        is_open = self._frames.is_open(queues.steps)
         if not ends or not self._frames.may_last(left, queues.steps):
-            return best, why
+            return best if is_open or much else None, why
+        if not is_open:
+            return None, why
         objective = self._objective()
         running = self._shortlist.seen(state, self._forecast.structure, objective)
         time_s, costs = self._slots.rows(state)
