@@ -97,6 +97,7 @@ soak: $(VENV)/.tested
 	rm -rf soak
 	$(BIN)/python scripts/soak.py --out soak $(SOAK_FLAGS)
 	$(BIN)/python scripts/soak_plans.py $(SOAK_PLANS_FLAGS)
+	$(BIN)/python scripts/soak_controller.py $(SOAK_SCENARIOS_FLAGS)
 
 # Refit every shipped constant from the measured tables (FORESHARD_MEASURED) and fail where one has moved by more
 # than its script says: 1e-6 relative (kernels, collectives), a thousandth of its range (training), 1e-3 (residuals).
