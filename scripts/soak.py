@@ -1,9 +1,11 @@
 """Soak test of fault tolerance: ranks are killed, stopped, slowed and starved of disk while they train.
 
     python scripts/soak.py --out soak [--minutes 10] [--faults 200] [--seed 0]
+    python scripts/soak.py --out soak --search --faults 200 [--seed 0]
 
 Four ranks train a small GPT in float64 under seeded faults. Afterwards every sample must have counted once,
 and the final parameters must equal those of the same run without faults. Exit code 0 if all holds, else 1.
+With --search many short runs draw their plan and their faults from seeds that are printed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -34,7 +37,8 @@ from foreshard.spec.plan_file import parse_plan
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("forward", "backward", "all-reduce", "vote", "update", "migration", "checkpoint", "rebuild")
 OFTEN = ("forward", "backward", "all-reduce", "vote", "update")
-KINDS = ("kill", "two kills", "phase", "phase", "phase", "stop", "slow", "supervisor", "disk")
+KINDS = ("kill", "two kills", "phase", "phase", "phase", "stop", "slow", "supervisor", "disk", "hang")
+PROGRESS_S = 4.0
 DETECT_S = 4.0
 SAVE_EVERY = 10
 CALM_STEPS = 40  # without faults at the end, so that the last checkpoint is complete
@@ -55,6 +59,10 @@ PACE_S = float(os.environ.get("SOAK_PACE_S", "0"))
 class Paced(gpt_job.Text):
     def __getitem__(self, index):
         time.sleep(PACE_S)
+        mark = os.path.join(os.path.dirname(__file__), "hang-" + os.environ.get("FORESHARD_RANK", ""))
+        if os.path.exists(mark):
+            os.unlink(mark)
+            while True: time.sleep(0.001)
         return super().__getitem__(index)
 
 def dataset():
@@ -62,23 +70,44 @@ def dataset():
 '''
 
 
+def stage(ranks: list[int], lo: int, hi: int, zero: int = 0) -> dict[str, Any]:
+    """Return a stage as a plan file has it."""
+    return {"ranks": ranks, "layers": [[lo, hi]], "zero": zero}
+
+
 def soak_plan() -> Plan:
     """Return two pipelines of uneven cuts and shares, on four ranks."""
-
-    def stage(rank: int, lo: int, hi: int) -> dict[str, Any]:
-        return {"ranks": [rank], "layers": [[lo, hi]], "zero": 0}
-
-    return parse_plan(
-        {
-            "global_batch": 8,
-            "seq_len": 64,
-            "precision": "fp32",
-            "groups": [
-                {"share": 5, "stages": [stage(0, 0, 3), stage(1, 3, 8)]},
-                {"share": 3, "stages": [stage(2, 0, 6), stage(3, 6, 8)]},
-            ],
-        }
+    return plan_of(
+        [
+            {"share": 5, "stages": [stage([0], 0, 3), stage([1], 3, 8)]},
+            {"share": 3, "stages": [stage([2], 0, 6), stage([3], 6, 8)]},
+        ]
     )
+
+
+def plan_of(groups: list[dict[str, Any]]) -> Plan:
+    """Return a plan of eight samples a step."""
+    return parse_plan({"global_batch": 8, "seq_len": 64, "precision": "fp32", "groups": groups})
+
+
+def drawn_plan(draw: random.Random) -> Plan:
+    """Return a plan of four ranks: replicas, pipelines or sharded stages, with uneven cuts and shares."""
+    cut, share, zero = draw.randint(1, 7), draw.randint(1, 7), draw.choice([0, 1, 2, 3])
+    kind = draw.choice(["replicas", "two pipelines", "one pipeline", "wide stages"])
+    if kind == "replicas":
+        shares = [share, *[n for n in (1, 1, 6 - share) if n > 0]] if share < 6 else [2, 2, 2, 2]
+        return plan_of([{"share": n, "stages": [stage([r], 0, 8)]} for r, n in enumerate(shares)])
+    if kind == "two pipelines":
+        other = draw.randint(1, 7)
+        first = {"share": share, "stages": [stage([0], 0, cut), stage([1], cut, 8)]}
+        return plan_of([first, {"share": 8 - share, "stages": [stage([2], 0, other), stage([3], other, 8)]}])
+    if kind == "one pipeline":
+        a, b, c = sorted(draw.sample(range(1, 8), 3))
+        bounds = [(0, a), (a, b), (b, c), (c, 8)]
+        stages = [stage([rank], lo, hi) for rank, (lo, hi) in enumerate(bounds)]
+        return plan_of([{"share": 8, "micro_batch": draw.choice([1, 2, 4]), "stages": stages}])
+    stages = [stage([0, 1], 0, cut, zero), stage([2, 3], cut, 8, draw.choice([0, 1]))]
+    return plan_of([{"share": 8, "micro_batch": 4, "stages": stages}])
 
 
 @dataclass
@@ -178,6 +207,8 @@ class Chaos:
             self._signal(self.agent.pid_of(rank), signal.SIGSTOP)  # for good: heartbeats must detect it
         elif kind == "slow":
             self._slow(self.agent.pid_of(rank))
+        elif kind == "hang":
+            (self.agent.out / f"hang-{rank}").touch()  # in the dataset, when the rank reads next
         elif kind == "disk":
             self._fill_disk(self.agent.pid_of(rank))
         self._note(kind, rank)
@@ -240,7 +271,12 @@ class Chaos:
 
 
 def trained(
-    out: Path, *, steps: int, pace_s: float = 0.0, chaos: Callable[[Agent], Chaos] | None = None
+    out: Path,
+    *,
+    steps: int,
+    pace_s: float = 0.0,
+    chaos: Callable[[Agent], Chaos] | None = None,
+    plan: Plan | None = None,
 ) -> tuple[RunOutcome, Chaos | None]:
     """Train to the end, with or without faults."""
     out.mkdir(parents=True)
@@ -248,13 +284,14 @@ def trained(
     job.write_text(JOB.format(examples=str(ROOT / "examples" / "jobs")))
     os.environ["SOAK_PACE_S"] = str(pace_s)
     os.environ.pop("FORESHARD_FAULT", None)
-    plan = soak_plan()
+    plan = plan or soak_plan()
     work = RunSettings(
         job=str(job),
         out=str(out),
         steps=steps,
         checkpoint_every=SAVE_EVERY,
         detect_s=DETECT_S,
+        progress_s=PROGRESS_S,
         interface="127.0.0.1",
     )
     ranks = range(max(plan.ranks) + 1)
@@ -299,14 +336,16 @@ def compared(
     gap_s: tuple[float, float],
     pace_s: float,
     calm: int = CALM_STEPS,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """Run without and with faults; return what both gave."""
-    peace, _ = trained(out / "peace", steps=steps)
+    peace, _ = trained(out / "peace", steps=steps, plan=plan)
     began_s = time.monotonic()
     hurt, chaos = trained(
         out / "chaos",
         steps=steps,
         pace_s=pace_s,
+        plan=plan,
         chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - calm),
     )
     assert chaos is not None
@@ -328,6 +367,49 @@ def compared(
     }
 
 
+def violations(found: dict[str, Any]) -> list[str]:
+    """Return what a run under faults has wrong."""
+    wrong = {
+        "samples": found["lost"] or found["repeated"] or found["samples"] != found["peace_samples"],
+        "parameters": found["parameters_max_rel_difference"] > LIMIT,
+        "loss": found["loss_max_rel_difference"] > LIMIT,
+    }
+    return [name for name, is_wrong in wrong.items() if is_wrong]
+
+
+def search_faults(out: Path, *, seed: int, faults: int) -> int:
+    """Draw plans and faults until there were so many; print seeds and counts, and return the violations."""
+    total, runs, wrong, kinds = 0, 0, 0, Counter[str]()
+    while total < faults:
+        number = seed + runs
+        draw = random.Random(number)
+        plan, pace_s = drawn_plan(draw), draw.uniform(0.02, 0.1)
+        gap_s = draw.uniform(0.2, 1.0)
+        run = out / f"seed-{number}"
+        try:
+            found = compared(
+                run,
+                steps=60,
+                seed=number,
+                faults=30,
+                gap_s=(0.3 * gap_s, 2.0 * gap_s),
+                pace_s=pace_s,
+                calm=15,
+                plan=plan,
+            )
+            broken, caused = violations(found), found["kinds"]
+        except Exception as error:
+            broken, caused = [f"{type(error).__name__}: {error}"], {"run": 1}
+        kinds.update(caused)
+        total, runs, wrong = sum(kinds.values()), runs + 1, wrong + bool(broken)
+        stages = [[list(s.ranks) for s in group.stages] for group in plan.groups]
+        print(f"seed {number}: {stages}, faults {caused}: {', '.join(broken) or 'holds'}", flush=True)
+        if not broken:
+            shutil.rmtree(run)
+    print(f"runtime: seeds {seed} to {seed + runs - 1}, {total} faults {dict(kinds)}, {wrong} violations")
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -338,7 +420,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--pace-s", type=float, default=0.2, help="seconds per sample in the run with faults")
+    parser.add_argument("--search", action="store_true", help="many short runs of drawn plans and faults")
     asked = parser.parse_args()
+    if asked.search:
+        return int(search_faults(asked.out.resolve(), seed=asked.seed, faults=asked.faults) > 0)
     gap_s = asked.minutes * 60 / asked.faults
     found = compared(
         asked.out.resolve(),
@@ -351,9 +436,7 @@ def main() -> int:
     wanted = {
         "faults": found["faults"] >= asked.faults,
         "minutes": found["wall_s"] >= asked.minutes * 60,
-        "samples": found["lost"] == found["repeated"] == 0 and found["samples"] == found["peace_samples"],
-        "parameters": found["parameters_max_rel_difference"] <= LIMIT,
-        "loss": found["loss_max_rel_difference"] <= LIMIT,
+        **{name: name not in violations(found) for name in ("samples", "parameters", "loss")},
     }
     print(json.dumps({"schema_version": 1, **found, "holds": wanted}, indent=2))
     return 0 if all(wanted.values()) else 1

@@ -10,16 +10,14 @@ import torch
 from foreshard.runtime.membership.member import Membership
 
 
-def work(rank: int, port: int, secret: bytes, timeout_s: float, told: Any) -> None:
+def work(rank: int, port: int, secret: bytes, told: Any) -> None:
     """Sum in every generation; tell (rank, kind, when, what) through a pipe of its own."""
     torch.set_num_threads(1)
 
     def tell(kind: str, what: Any) -> None:
         told.send((rank, kind, time.monotonic(), what))
 
-    member = Membership(
-        ("127.0.0.1", port), rank, secret, timeout_s=timeout_s, interface="127.0.0.1", beat_s=0.1
-    )
+    member = Membership(("127.0.0.1", port), rank, secret, interface="127.0.0.1", beat_s=0.1)
     while True:
         generation, said = member.generation, False
         try:

@@ -52,7 +52,7 @@ class Host:
     def start(self, rank):
         self.since = len(self.told)
         heard, told = self.made.Pipe(duplex=False)  # one each: who is killed may hold the lock of a queue
-        self.ranks[rank] = self.made.Process(target=work, args=(rank, self.port, SECRET, TIMEOUT_S, told))
+        self.ranks[rank] = self.made.Process(target=work, args=(rank, self.port, SECRET, told))
         self.ranks[rank].start()
         told.close()
         if rank in self.pipes:

@@ -20,6 +20,7 @@ from theatre import Killed, Theatre
 from foreshard.runtime import trainer as trainer_module
 from foreshard.runtime.checkpoint import format
 from foreshard.runtime.checkpoint.folders import latest
+from foreshard.runtime.membership.wire import PeerLost
 
 STEPS = 8
 FAULTS = {
@@ -100,7 +101,7 @@ def test_a_rank_cut_off_behind_the_vote_takes_from_its_peers_what_they_updated(
         if rank == cut_off:
             seen.append(rank)
             if len(seen) == 4:
-                raise RuntimeError("connection closed by peer")
+                raise PeerLost("connection closed by peer")
         return vote
 
     monkeypatch.setattr(trainer_module, "cast", cut)

@@ -19,12 +19,13 @@ from foreshard.runtime.membership import member as membership_module
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.membership.store import StoreServer
 from foreshard.runtime.membership.supervisor import Supervisor
+from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.ledger import Audit, Ledger, audit
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.plan import Plan
 
 SECRET = b"of this test only"
-DETECT_S, TIMEOUT_S = 30.0, 10.0
+DETECT_S = 30.0
 
 
 class Killed(BaseException):
@@ -136,7 +137,6 @@ class Theatre:
                 ("127.0.0.1", self.server.port),
                 rank,
                 SECRET,
-                timeout_s=TIMEOUT_S,
                 interface="127.0.0.1",
                 beat_s=0.1,
             )
@@ -179,7 +179,7 @@ class Theatre:
         try:
             stage.trainer.train_step()
             return
-        except RuntimeError as error:
+        except PeerLost as error:
             reason = str(error)[:200]
         self._rebuild(stage, reason)
 
@@ -190,7 +190,7 @@ class Theatre:
             reason = None
             try:
                 stage.trainer.adopt(generation)
-            except RuntimeError as error:
+            except PeerLost as error:
                 reason = str(error)[:200]
 
 

@@ -9,8 +9,13 @@ import click
 
 from foreshard.cli.options.answer import cannot_write, dump, say, write_text
 from foreshard.cli.options.sources import configurable
-from foreshard.cli.options.values import Amount, Word
+from foreshard.cli.options.training import needs_torch
+from foreshard.cli.options.values import Amount, Count, Word
+from foreshard.errors import SpecError
 from foreshard.interop import TARGETS
+
+FORMATS = ("safetensors", "dcp")
+"""What a run is exported to; the other targets take a plan."""
 
 if TYPE_CHECKING:
     from foreshard.interop.exported import Exported
@@ -20,7 +25,10 @@ if TYPE_CHECKING:
 @click.argument("plan")
 @click.argument("model", required=False)
 @click.argument("cluster", required=False)
-@click.option("--to", "target", required=True, type=Word(*TARGETS), help="The tool that shall read it.")
+@click.option(
+    "--to", "target", required=True, type=Word(*TARGETS, *FORMATS), help="The tool that shall read it."
+)
+@click.option("--step", type=Count(), help="Of a run's checkpoint; the newest if not given.")
 @click.option(
     "--tokens", type=Amount(), help="Tokens of the whole run: time limit and price (slurm, skypilot)."
 )
@@ -31,19 +39,27 @@ def command(
     model: str | None,
     cluster: str | None,
     target: str,
+    step: int | None,
     tokens: float | None,
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Write the plan file PLAN for another tool.
+    """Write the plan file PLAN for another tool, or what a run has trained (PLAN is its folder then).
 
     What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the
     flags of its sizes (megatron) or is needed (torchtitan); slurm and skypilot need CLUSTER.
 
+    With --to safetensors or dcp the newest checkpoint of a run is written: for transformers and others, or
+    for torch.distributed.checkpoint.
+
     \b
+    foreshard export run --to safetensors -o model
     foreshard export plan.json llama3-8b --to megatron
     foreshard export plan.json llama3-8b 2x8xh100-sxm --to slurm --tokens 1e12 -o launch
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    if os.path.isdir(plan) or target in FORMATS:
+        _export_run(plan, target, output, step)
+        return
     from foreshard import api
 
     made = api.export(
@@ -61,6 +77,25 @@ def command(
         click.echo(path or made.text, nl=bool(path))
     for note in made.notes:
         say(f"{target}: {note}")
+
+
+def _export_run(run: str, target: str, output: str | None, step: int | None) -> None:
+    """Write a checkpoint of a run for another program."""
+    if target not in FORMATS or not os.path.isdir(run) or output is None:
+        raise SpecError(
+            f"{run} to {target}" if output is not None else "no folder to write to",
+            key="-o" if output is None else "--to",
+            value=target,
+            rule=f"The folder of a run is exported to {' or '.join(FORMATS)}, a plan to the other tools",
+            fix=f"foreshard export RUN --to {FORMATS[0]} -o DIR",
+        )
+    needs_torch("export", "Reading a checkpoint")
+    from pathlib import Path
+
+    from foreshard.runtime.checkpoint.exported import export_run
+
+    found = export_run(Path(run), target, Path(output), step)
+    say(f"the checkpoint of step {found} is written to {output}/")
 
 
 def _write(made: Exported, folder: str) -> str:

@@ -23,9 +23,14 @@ _LIKE_RUN = (
     "seed",
     "clip_norm",
     "checkpoint_every",
+    "save_last",
+    "keep",
+    "stop_on_nan",
     "resume",
     "detect_s",
+    "progress_s",
     "max_starts",
+    "max_starts_per_hour",
     "threads",
     "tensorboard",
     "trace",
@@ -91,7 +96,10 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as network:
         if network is not None:
             say(f"rank of slow factor 1: {network.unit_cores:.2f} of a core")
-        with resumable(options["out"]), run.progress_of(options["steps"], predicted_s) as progress:
+        with (
+            resumable(options["out"]),
+            run.progress_of(options["out"], options["steps"], predicted_s) as progress,
+        ):
             emulation = emulation_of(lab_file, ranks=len(lab.slow), network=network)
             outcome = launch(
                 job, plan_file, local=len(lab.slow), emulation=emulation, progress=progress, **options

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import AbstractContextManager, nullcontext
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard.cli.options.answer import cannot_write, give, say, wants_json
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.training import needs_torch, resumable
+from foreshard.cli.options.training import how_to_resume, needs_torch, resumable
 from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.quantity import seconds
@@ -43,6 +46,19 @@ SEED = Count(-(2**63), 2**63 - 1)
 @click.option(
     "--checkpoint-every", type=Count(0), default=0, show_default=True, help="Steps between checkpoints."
 )
+@click.option(
+    "--save-last/--no-save-last",
+    default=True,
+    show_default=True,
+    help="A checkpoint at the end, and on SIGTERM after the present step.",
+)
+@click.option("--keep", type=Count(1), default=2, show_default=True, help="Checkpoints to keep.")
+@click.option(
+    "--stop-on-nan/--no-stop-on-nan",
+    default=True,
+    show_default=True,
+    help="End before a gradient is applied that is not finite.",
+)
 @click.option("--resume", is_flag=True, help="Go on from the latest checkpoint in DIR.")
 @click.option("--lab", metavar="LAB.toml", help="Test bed: speeds, links and clock of the ranks.")
 @click.option("--cluster", metavar="CLUSTER", help="What the ranks are: devices, links, prices, power.")
@@ -52,6 +68,13 @@ SEED = Count(-(2**63), 2**63 - 1)
     default=30.0,
     show_default=True,
     help="Silence after which a rank is lost.",
+)
+@click.option(
+    "--progress-s",
+    type=Amount(1, 86400),
+    default=60.0,
+    show_default=True,
+    help="Least time at one activity after which a rank hangs; ten times as long as ever before, at least.",
 )
 @click.option("--interface", metavar="ADDRESS", help="Address of this host that ranks meet on.")
 @click.option(
@@ -63,8 +86,9 @@ SEED = Count(-(2**63), 2**63 - 1)
 )
 @click.option("--secret-file", metavar="FILE", help="Secret that all hosts share; made in DIR if not given.")
 @click.option(
-    "--max-starts", type=Count(), default=4, show_default=True, help="Times a rank that dies is started."
+    "--max-starts", type=Count(), help="Times a rank that dies is started; 4 if no rate is given either."
 )
+@click.option("--max-starts-per-hour", type=Count(), help="The same within an hour, then it waits.")
 @click.option(
     "--device",
     type=Word("auto", "cpu", "cuda"),
@@ -125,12 +149,15 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         local = options["local"]
         ranks = int(os.environ["WORLD_SIZE"]) if local is None else local
         emulation = emulation_of(lab, ranks=ranks)
-    with resumable(options["out"]), progress_of(options["steps"], predicted_s) as progress:
+    with resumable(options["out"]), progress_of(options["out"], options["steps"], predicted_s) as progress:
         outcome = launch(job, plan_file, progress=progress, emulation=emulation, **options)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
     print_outcome(outcome, predicted_s, lab)
     say(f"written to {options['out']}/")
+    if outcome.stopped:
+        say(f"ended after step {outcome.steps - 1}, as asked; {how_to_resume(options['out'])}")
+        raise SystemExit(128 + signal.SIGTERM)
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
             f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} differ among ranks",
@@ -199,11 +226,28 @@ def changes_of(lab: str | None) -> bool:
     return lab is not None and bool(load_lab(lab).changes)
 
 
-def progress_of(steps: int, predicted_s: float | None) -> AbstractContextManager[Any]:
-    """Return the context of a run with what draws its progress, None without a terminal."""
-    from foreshard.report.run_progress import progress
+@contextmanager
+def progress_of(out: str, steps: int, predicted_s: float | None) -> Iterator[Callable[[Path], None]]:
+    """Give what is called again and again: it draws progress on a terminal, and says what happens at once."""
+    from foreshard.report.run_progress import News, progress
 
-    return nullcontext() if wants_json() else progress(steps, predicted_s)
+    news = News(Path(out))
+
+    def say_news() -> None:
+        for words in news.words():
+            say(words)
+
+    with nullcontext() if wants_json() else progress(steps, predicted_s) as draw:
+
+        def look(metrics: Path) -> None:
+            say_news()
+            if draw is not None:
+                draw(metrics)
+
+        try:
+            yield look
+        finally:
+            say_news()
 
 
 def print_outcome(outcome: RunOutcome, predicted_s: float | None, lab: str | None) -> None:

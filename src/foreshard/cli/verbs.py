@@ -15,6 +15,7 @@ VERBS = {
     "profile": "Time a job's layers on this machine.",
     "calibrate": "Fit costs to profiles.",
     "run": "Train a job under a plan; continue when ranks fail.",
+    "replan": "Give a running job another plan.",
     "lab": "Train on a mixed cluster emulated on this machine.",
     "simulate": "Compare policies on a simulated, changing cluster.",
     "validate": "Predict measured runs and score the predictions.",

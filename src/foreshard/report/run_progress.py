@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,27 +11,54 @@ from typing import Any
 
 from foreshard.quantity import count, seconds
 from foreshard.report.run_board import Board, shown_loss
+from foreshard.runtime.records.durable_jsonl import parsed_lines
 
 _EVERY_S = 0.5  # between two looks at the metrics
+_NEWS = {
+    "supervisor.jsonl": ("generation", "waiting", "ended"),
+    "events.jsonl": (
+        *("checkpoint failed", "checkpoint saved at last", "restored", "loss not finite"),
+        *("rank_slow", "rank_recovered", "write blocked", "write resumed", "adopted by request"),
+    ),
+}
+"""Kinds of lines that are shown at once, by file."""
 Draw = Callable[[list[dict[str, Any]]], None]
 
 
 class Follow:
-    """Reads the metrics of a run as they are written."""
+    """Reads JSON lines as they are written; what was there before is skipped if `path` is given."""
 
-    def __init__(self) -> None:
-        self._read_bytes = 0
+    def __init__(self, path: Path | None = None) -> None:
+        self._read_bytes = path.stat().st_size if path is not None and path.exists() else 0
 
-    def lines(self, metrics: Path) -> list[dict[str, Any]]:
-        """Return the whole lines that came since the last look."""
-        if not metrics.exists():
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """Return the whole lines that came since the last look, without torn ones."""
+        if not path.exists():
             return []
-        with metrics.open("rb") as file:
+        with path.open("rb") as file:
             file.seek(self._read_bytes)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return list(parsed_lines(whole.decode(errors="replace")))
+
+
+class News:
+    """What happens in a run, in words, for the terminal: losses and returns of ranks, faults of the disk.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._follow = {path: Follow(path) for path in (folder / name for name in _NEWS)}
+
+    def words(self) -> list[str]:
+        """Return what has happened since the last look."""
+        lines = [(path.name, line) for path, follow in self._follow.items() for line in follow.lines(path)]
+        return [line["text"] for name, line in lines if line.get("text") and line["kind"] in _NEWS[name]]
 
 
 def step_words(line: dict[str, Any], predicted_s: float | None = None) -> str:

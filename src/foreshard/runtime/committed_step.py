@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from foreshard.runtime.engine.loss_scale import LossScale
@@ -67,7 +68,7 @@ class TrainingProgress:
         """Count the step as done."""
         self.last = StepDone(
             step=self.step,
-            loss=vote.loss / max(vote.count, 1e-300),
+            loss=vote.loss / vote.count if vote.count else math.nan,
             count=vote.count,
             gradient_norm=norm,
             time_s=None,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,12 +13,13 @@ from pathlib import Path
 from foreshard.errors import SpecError
 from foreshard.profile.address import own_address
 from foreshard.runtime.adaptive.controller_config import PolicyOptions
+from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.hardware import Emulation, no_words
 from foreshard.runtime.membership.agent import WORKER, Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
 from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
 from foreshard.runtime.membership.supervisor_state import has_run, reopen
-from foreshard.runtime.records.outcome import RunOutcome, outcome_of
+from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_of, steps_done
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.runtime.state.layout import check_runnable
@@ -24,6 +27,8 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
 Watch = Callable[[Path], None]
+MAX_STARTS = 4
+"""Of one rank, where neither a number nor a rate is given."""
 
 
 def launch(
@@ -36,12 +41,17 @@ def launch(
     seed: int = 0,
     clip_norm: float | None = None,
     checkpoint_every: int = 0,
+    save_last: bool = True,
+    keep: int = 2,
+    stop_on_nan: bool = True,
     resume: bool = False,
     detect_s: float = 30.0,
+    progress_s: float = 60.0,
     interface: str | None = None,
     port: int = 0,
     secret_file: str | None = None,
-    max_starts: int = 4,
+    max_starts: int | None = None,
+    max_starts_per_hour: int | None = None,
     threads: int = 1,
     device: str = "auto",
     tensorboard: bool = False,
@@ -85,6 +95,10 @@ def launch(
         config.check()
     # a torchrun that restarts all agents means the run to continue
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if resume:
+        if is_finished(folder, steps):
+            return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=0)
+        _check_resumed(folder, plan, seed)
     if local is not None:
         _open(folder, resume, plan, ranks)
     work = RunSettings(
@@ -94,9 +108,13 @@ def launch(
         seed=seed,
         clip_norm=clip_norm,
         checkpoint_every=checkpoint_every,
+        save_last=save_last,
+        keep=keep,
+        stop_on_nan=stop_on_nan,
         resume=resume,
         emulated=None if emulation is None else emulation.file,
         detect_s=detect_s,
+        progress_s=progress_s,
         interface=interface,
         threads=threads,
         device=device if emulation is None else "cpu",
@@ -106,17 +124,36 @@ def launch(
         policy=None if options is None else asdict(options),
     )
     agent = (
-        _local(plan, work, local, interface, port, max_starts, emulation)
+        _local(plan, work, local, interface, port, emulation)
         if local is not None
-        else _under_torchrun(plan, work, interface, port, secret_file, max_starts, emulation)
+        else _under_torchrun(plan, work, interface, port, secret_file, emulation)
     )
+    agent.max_starts = max_starts or (MAX_STARTS if max_starts_per_hour is None else sys.maxsize)
+    agent.max_starts_per_hour = max_starts_per_hour
     watches = [progress, None if emulation is None else emulation.watch]
     restarts = agent.run(_watch_metrics([watch for watch in watches if watch is not None], folder))
     if not agent.supervises:
         return None
     if trace is not None:
         merge(sorted((folder / "trace").glob("rank-*.json.gz")), trace)
-    return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
+    if agent.is_stopping:
+        steps = steps_done(folder)
+    found = outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
+    return replace(found, stopped=agent.is_stopping)
+
+
+def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:
+    """Check that a run goes on with the samples of its checkpoint; ranks check the dataset."""
+    from foreshard.runtime.checkpoint.format import read_meta
+    from foreshard.runtime.checkpoint.saving import check_same_samples
+
+    for step in steps_in(folder / "ckpt"):
+        with contextlib.suppress(SpecError):  # damaged: ranks use the one before
+            meta = read_meta(folder / "ckpt", step)
+            break
+    else:
+        return
+    check_same_samples(meta, plan.global_batch, seed, None, file=str(folder))
 
 
 def _policy_options(
@@ -167,7 +204,6 @@ def _local(
     local: int,
     interface: str | None,
     port: int,
-    max_starts: int,
     emulation: Emulation | None,
 ) -> Agent:
     secret = make_secret(Path(work.out) / "secret")
@@ -183,7 +219,6 @@ def _local(
         secret_file=secret,
         address=address,
         port=port,
-        max_starts=max_starts,
         command=no_words if emulation is None else emulation.command,
         worker=WORKER if emulation is None else emulation.worker,
         local_ranks=local,
@@ -196,7 +231,6 @@ def _under_torchrun(
     interface: str | None,
     port: int,
     secret_file: str | None,
-    max_starts: int,
     emulation: Emulation | None,
 ) -> Agent:
     """Return the agent of one rank of torchrun.
@@ -222,7 +256,6 @@ def _under_torchrun(
         address=address if running is None else running.address,
         port=running.port if running else port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
         supervises=rank == 0 and running is None,  # else another host has the run, and this rank joins it
-        max_starts=max_starts,
         own=own,
         takeover_s=max(2 * work.detect_s, 5.0),
         worker=WORKER if emulation is None else emulation.worker,

@@ -11,6 +11,8 @@ from foreshard.runtime.records.ledger import KEPT_BYTES
 
 JOB_FAULT = 2
 """Exit code of a rank that has reported an error of the job to its agent: a restart would not help."""
+HANGS = 3
+"""Exit code of a rank that has made no progress: a restart may help."""
 REPORT_FD = "FORESHARD_REPORT_FD"
 """Variable with the pipe on which it reports: the disk may be the problem."""
 
@@ -28,9 +30,13 @@ class RunSettings:
     seed: int = 0
     clip_norm: float | None = None
     checkpoint_every: int = 0
+    save_last: bool = True
+    keep: int = 2
+    stop_on_nan: bool = True
     resume: bool = False
     emulated: str | None = None
     detect_s: float = 30.0
+    progress_s: float = 60.0
     interface: str | None = None
     tensorboard: bool = False
     threads: int = 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from foreshard.runtime.engine.channels import channels_of
 from foreshard.runtime.engine.exchange import Channel, Exchange
 from foreshard.runtime.engine.executor import Executor, StepSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.user_code import in_file
+from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.membership.world_group import WorldGroup
 from foreshard.runtime.state.layout import RankLayout
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding, shard_peers, shares_updates
@@ -130,7 +129,7 @@ class StageRuntime:
             windows=state.draws.windows,
         )
 
-    def _make_channels(self, rank: int) -> dict[Channel, Any]:
+    def _make_channels(self, rank: int) -> dict[Channel, PeerGroup]:
         """Return the groups of this rank, asked for in one order by all ranks."""
         make_group = self.context.membership.group
         return {
@@ -166,5 +165,4 @@ class StageRuntime:
         if rank in layout.seats and layout.stage_of(rank).tp > 1:
             seat, stage = layout.seats[rank], layout.stage_of(rank)
             ranks = ranks_of(stage.ranks, seat.inner, stage.tp)
-            group = self.context.membership.group(ranks, "tensor")
-            connections.connect(group, ranks, rank, self.context.device)
+            connections.connect(self.context.membership.group(ranks, "tensor"), self.context.device)

@@ -6,6 +6,7 @@ the vote has passed; a rank that is cut off after it finishes the step in the ne
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from foreshard.errors import SpecError
+from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.adaptive.idle_probe import Probe
 from foreshard.runtime.checkpoint.saving import Checkpoints
 from foreshard.runtime.committed_step import StepDone, TrainingProgress
@@ -41,6 +42,8 @@ from foreshard.runtime.trainer_context import Options, TrainerContext
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
 
+_SKIPPED_STEPS = 20
+"""Steps in a row that half precision may skip, their gradients being infinite, before a run ends."""
 __all__ = ["Options", "StepDone", "Trainer"]
 
 
@@ -117,6 +120,7 @@ class Trainer:
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
         self._feed: Feed | None = None
+        self._skipped, self._stopped = 0, False
         self._memory_bytes: dict[int, float | None] = {}
         self._generation: Generation | None = None
         self._layout: RankLayout
@@ -133,6 +137,11 @@ class Trainer:
         """The plan that is run."""
         return self._layout.plan
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all ranks have agreed to end before the last step."""
+        return self._stopped
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def train_step(self) -> StepDone:
@@ -140,8 +149,8 @@ class Trainer:
 
         Raises
         ------
-        RuntimeError
-            From torch.distributed, when a peer is gone; `adopt` the next generation then.
+        PeerLost
+            When a peer is gone; `adopt` the next generation then.
         """
         context, progress = self.context, self._progress
         if self._generation is None:
@@ -166,7 +175,8 @@ class Trainer:
         return done
 
     def _cast_vote(self, sums: StepSums) -> Vote:
-        boundary = self.context.membership.wanted()
+        membership = self.context.membership
+        boundary = membership.wanted()
         self._measure_idle(sums)
         return cast(
             self._world.group,
@@ -177,6 +187,8 @@ class Trainer:
             square_norm=self.update.square_norm(self.state),
             boundary=boundary,
             plan_number=self._world.newest_plan,
+            saves=self._world.leads and self._checkpoints.may_retry(),
+            stops=membership.stopping(),
             work_s=sums.work_s,
             samples=float(sums.samples),
             traffic=self._link_traffic() if self.context.clock.virtual else None,
@@ -200,10 +212,26 @@ class Trainer:
 
     def _commit(self, vote: Vote) -> None:
         """Update with the sums of the vote: the step is done."""
+        self._check_finite(vote)
         norm = self.update.apply(self.state, vote, self.step, self._report_skipped)
         self._progress.committed(vote, norm)
         if self.context.ledger is not None:
             self.context.ledger.commit(self.step - 1, self._progress.trained_in)
+
+    def _check_finite(self, vote: Vote) -> None:
+        """End the run before a gradient is applied that is not finite; fp16 skips a few such steps."""
+        fine = math.isfinite(vote.square_norm) and (math.isfinite(vote.loss) or self.update.scale is not None)
+        self._skipped = 0 if fine else self._skipped + 1
+        allowed = _SKIPPED_STEPS if self.update.scale is not None else 1
+        if self.context.options.stop_on_nan and self._skipped >= allowed:
+            raise ForeshardError(
+                f"the gradient of step {self.step} is not finite (loss {vote.loss / (vote.count or 1.0):g})",
+                key="--stop-on-nan",
+                value=self.step,
+                rule="Training ends before such a gradient is applied; the checkpoints before are kept",
+                fix="Check the data, lower the learning rate or clip gradients, and continue with --resume; "
+                "--no-stop-on-nan trains on",
+            )
 
     def _report_skipped(self, reason: str) -> None:
         if self._world.leads:
@@ -219,11 +247,23 @@ class Trainer:
     def _after_step(self, done: StepDone) -> None:
         if self._world.is_new_plan(done.vote.plan_number):
             self._adopt_plan(done.vote.plan_number)
-        if done.vote.boundary:
+        self._stopped = done.vote.stops
+        if done.vote.boundary and not self._stopped:
             self.release()
             self.adopt(self.context.membership.next_generation(BOUNDARY))
-        if self._checkpoints.is_due(self.step):
+        if self._checkpoints.is_due(self.step, done.vote):
             self._save()
+
+    def save_last(self) -> None:
+        """Make sure that the checkpoint at the end of training is written.
+
+        Raises
+        ------
+        ForeshardError
+            When the disk does not accept it for a while.
+        PeerLost
+        """
+        self._checkpoints.save_last(self._world, self.step, self._save)
 
     def propose(self, command: Command) -> None:
         """Announce a plan, which all ranks adopt after the next step; only the leader may."""
@@ -271,11 +311,12 @@ class Trainer:
 
         Raises
         ------
-        RuntimeError
+        PeerLost
             When a rank of the generation is gone again.
         """
         self.context.phase("rebuild")
         first, self._generation = self._generation is None, generation
+        self._stopped = False  # a rank that is new has not heard of it: agree again
         world = self._world = WorldGroup(self.context.membership, generation)
         self._check(generation.plan)
         status = self._progress.status(self.state, self.context.memory_bytes, self.update.scale)
@@ -336,18 +377,20 @@ class Trainer:
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
         """Restart from the latest checkpoint, or from initial values where there is none."""
-        context, step, layout = self.context, self._checkpoints.latest(), layout_of(plan)
+        context, step = self.context, self._checkpoints.sound_step(self._world)
+        layout = layout_of(plan)
         self._forget()
         self.state.build(layout)
         self._progress.step, self.update.scale = step or 0, None
         if step is not None:
             shards = self._sharding(layout).shards(self.rank)
-            self.update.scale = self._checkpoints.restore(step, self.state, shards)
+            self.update.scale = self._checkpoints.restore(step, self.state, shards, plan)
         if context.ledger is not None:
             context.ledger.rollback(self.step, self._world.number)
         if step is not None or missing - frozenset(range(context.job.num_layers)) or not resume:
             text = "first values" if step is None else f"checkpoint of step {step}"
-            context.on_event("restored", f"from the {text}", step=self.step, missing_layers=sorted(missing))
+            text = f"training restarts from the {text}"
+            context.on_event("restored", text, step=self.step, missing_layers=sorted(missing))
 
     # -- a place in the plan --------------------------------------------------------------------------------
 

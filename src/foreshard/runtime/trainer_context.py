@@ -29,6 +29,12 @@ class Options:
         Largest norm of the mean gradient.
     checkpoint_every : int
         Steps between checkpoints; 0 for none.
+    save_at : int or None
+        The step before which training ends: a checkpoint is made there, and where it is stopped.
+    keep : int
+        Checkpoints that are kept.
+    stop_on_nan : bool
+        Whether a gradient that is not finite ends the run.
     track_norm : bool
         Whether to report the gradient's norm without clipping.
     probe_every : int
@@ -38,6 +44,9 @@ class Options:
     seed: int = 0
     clip_norm: float | None = None
     checkpoint_every: int = 0
+    save_at: int | None = None
+    keep: int = 2
+    stop_on_nan: bool = False
     track_norm: bool = False
     probe_every: int = 0
 

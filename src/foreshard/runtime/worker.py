@@ -1,7 +1,7 @@
 """One rank of `foreshard run`: a process that trains until all steps are done, through losses of peers.
 
-A killed peer is noticed here as an error of torch.distributed in the middle of a step (`_peer_error`): the
-rank then leaves its generation and waits for the next one.
+A killed peer is noticed here as a `PeerLost` of the communication in the middle of a step (`_peer_error`):
+the rank then leaves its generation and waits for the next one. Any other error ends the run with its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -30,6 +31,9 @@ from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.membership.progress import Progress
+from foreshard.runtime.membership.replanning import Requests, plan_for
+from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
 from foreshard.runtime.records.ledger import Ledger
 from foreshard.runtime.records.ledger_backup import LedgerBackup
@@ -38,6 +42,8 @@ from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
 from foreshard.runtime.run_settings import JOB_FAULT, REPORT_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
 from foreshard.runtime.trainer_context import Options
+from foreshard.spec.online import Command
+from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
 _LAST_LINES_S = 60.0
@@ -52,6 +58,8 @@ class RankWorker:
         self, work: RunSettings, rank: int, store: tuple[str, int], secret: bytes, hardware: Hardware
     ):
         self.work, self.rank, self.out = work, rank, Path(work.out)
+        self.progress = Progress(work.progress_s)
+        self.progress.arm()
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
         hardware.use_device(
@@ -60,7 +68,8 @@ class RankWorker:
         self.hardware, self.clock, self.device = hardware, hardware.clock, hardware.device
         job = load_job(work.job, seed=work.seed)
         self.job = job.in_double() if work.double else job
-        hardware.await_turn(self.out / "metrics.jsonl", work.steps)
+        with self.progress.waiting():
+            hardware.await_turn(self.out / "metrics.jsonl", work.steps)
         self._stragglers, self._stragglers_of = StragglerDetector(), -1
         epoch_s = 0.0 if self.clock.virtual else wall_epoch_s()
         self.trace = TraceRecorder(rank, clock=self.clock.name, epoch_s=epoch_s) if work.trace else None
@@ -69,13 +78,17 @@ class RankWorker:
             store,
             rank,
             secret,
-            timeout_s=work.detect_s,
+            progress=self.progress,
+            job=work.job,
             interface=os.environ.get("FORESHARD_INTERFACE", work.interface),
             device=self.device if hardware.owns_device else None,
             resume=work.resume,
             locate=lambda: rendezvous_address(self.out),
         )
         self._log_warnings()
+        self._saved_last = False
+        self._requests = Requests(self.out)
+        self._asked: tuple[int, Plan, Plan] | None = None
         self.ledger = self._make_ledger()
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
@@ -129,6 +142,9 @@ class RankWorker:
                 seed=work.seed,
                 clip_norm=work.clip_norm,
                 checkpoint_every=work.checkpoint_every,
+                save_at=work.steps if work.save_last else None,
+                keep=work.keep,
+                stop_on_nan=work.stop_on_nan,
                 track_norm=True,
                 probe_every=PROBE_EVERY if work.policy else 0,
             ),
@@ -158,11 +174,23 @@ class RankWorker:
             self._rebuild("a peer has to finish its step")
 
     def _train(self) -> None:
-        while self.trainer.step < self.work.steps:
-            reason = _peer_error(self.trainer.train_step)
+        while not self._is_done():
+            reason = _peer_error(self._train_once)
             if reason is not None:
                 self.metrics.event("peer gone", reason, step=self.trainer.step)
                 self._rebuild(reason)
+
+    def _is_done(self) -> bool:
+        return self._saved_last and (self.trainer.step >= self.work.steps or self.trainer.is_stopped)
+
+    def _train_once(self) -> None:
+        """Train a step, or make sure that the last checkpoint is written."""
+        if self.trainer.step < self.work.steps and not self.trainer.is_stopped:
+            self._saved_last = False
+            self.trainer.train_step()
+        else:
+            self.trainer.save_last()
+            self._saved_last = True
 
     def _rebuild(self, reason: str) -> None:
         """Leave the generation and join the next one; repeat while further peers die."""
@@ -176,19 +204,43 @@ class RankWorker:
         self.metrics.flush()
         if self.steering is not None:
             self.steering.flush()
-        if not self.hardware.before_step(step, self.membership):
+        self.progress.begin_step(step)
+        with self.progress.waiting():  # an emulated rank may have to wait for its turn
+            come = self.hardware.before_step(step, self.membership)
+        if not come:
             self.metrics.event("late", "a rank that is due has not come", step=step)
+        if self.rank == min(self.membership.generation.ranks):
+            self._serve_request(step)
         if self.trace is not None:
             self.trace.begin_step(step, self.trainer.plan, self.clock.now())
 
+    def _serve_request(self, step: int) -> None:
+        """Propose the plan that the operator asks for, and say when all ranks have adopted it."""
+        if self._asked is not None and self.trainer.plan == self._asked[2]:
+            number, plan, _ = self._asked
+            self._asked = None
+            self.membership.plan_adopted(plan.to_dict())
+            text = "the plan that was asked for is adopted"
+            self.metrics.event("adopted by request", text, step=step, request=number)
+        found = self._requests.next()
+        if found is None:
+            return
+        number, plan = found
+        try:
+            running = plan_for(plan, set(self.membership.generation.ranks))
+            self.trainer.propose(Command(kind="regroup", plan=running, reason="asked for by the operator"))
+            self._asked = (number, plan, running)
+        except ForeshardError as error:
+            self.metrics.event("request refused", str(error), step=step, request=number)
+
     def _phases(self) -> Callable[[str], None]:
-        """Return what is called at each phase: the fault that a test asks for, and the trace."""
+        """Return what is called at each phase: progress, the trace, and the fault that a test asks for."""
         fault, trace, now = phase_hook(self.rank), self.trace, self.clock.now
-        if trace is None:
-            return fault
 
         def phase(name: str) -> None:
-            trace.phase(name, now())
+            self.progress.turn_to(name)
+            if trace is not None:
+                trace.phase(name, now())
             fault(name)
 
         return phase
@@ -273,17 +325,15 @@ class RankWorker:
 
 
 def _peer_error(body: Callable[[], Any]) -> str | None:
-    """Run the body, and return the error of torch.distributed when a peer is gone.
+    """Run the body, and return the error of the communication when a peer is gone.
 
     The exception is dropped: its frames hold process groups, and peers only learn that a rank has left when
     its groups are closed.
     """
     try:
         body()
-    except ForeshardError:
-        raise
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    except PeerLost as error:
+        return str(error)
     return None
 
 
@@ -315,12 +365,31 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
     work = RunSettings(**json.loads(os.environ["FORESHARD_JOB"]))
     keep_heap()
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # for all processes of a job: the agent ends the run in order
     try:
         RankWorker(work, rank, (host, int(port)), secret, hardware_of(work, rank)).run()
+    except SystemExit:
+        return 0  # the others have done all steps without this rank
     except ForeshardError as error:
         _report_fault(error)
         return JOB_FAULT
+    except Exception as error:
+        _report_fault(_by_name(error, rank, work))
+        return JOB_FAULT
     return 0
+
+
+def _by_name(error: Exception, rank: int, work: RunSettings) -> ForeshardError:
+    """Return an error of this machine or of foreshard, which a restart would meet again."""
+    lines = str(error).splitlines()
+    return ForeshardError(
+        f"rank {rank}: {type(error).__name__}: {lines[0] if lines else 'no message'}",
+        file=str(Path(work.out) / "logs" / f"rank-{rank}.log"),
+        rule="An error that is not the loss of a peer ends the run",
+        fix="The end of the file has its traceback; correct the cause and add --resume",
+    )
 
 
 def _report_fault(error: ForeshardError) -> None:

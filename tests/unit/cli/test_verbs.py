@@ -19,6 +19,7 @@ def test_the_verbs_are_these(shell):
         "profile",
         "calibrate",
         "run",
+        "replan",
         "lab",
         "simulate",
         "validate",

@@ -45,14 +45,14 @@ class Told:
             self.join(rank, after, **more)
         return [self.join(rank, after) for rank in ranks]
 
-    def beat(self, rank, number=0, pid=None):
+    def beat(self, rank, number=0, pid=None, **progress):
         return self.supervisor.answer(
-            {"ask": "beat", "rank": rank, "pid": pid or 100 + rank, "number": number}
+            {"ask": "beat", "rank": rank, "pid": pid or 100 + rank, "number": number, **progress}
         )
 
-    def agent(self, died=(), gone=(), ranks=(0, 1, 2)):
+    def agent(self, died=(), gone=(), ranks=(0, 1, 2), running=()):
         return self.supervisor.answer(
-            {"ask": "agent", "ranks": ranks, "died": list(died), "gone": list(gone)}
+            {"ask": "agent", "ranks": ranks, "died": list(died), "gone": list(gone), "running": list(running)}
         )
 
     def finished(self, rank, pid=None):
@@ -156,7 +156,8 @@ def test_a_rank_whose_link_was_silent_is_known_again(told):
 def test_a_supervisor_that_is_killed_goes_on_where_it_was(told):
     told.all_join([0, 1, 2])
     told.restart()
-    assert told.beat(0) == {"wanted": False, "broken": False, "number": 0}
+    beat = told.beat(0)
+    assert (beat["wanted"], beat["broken"], beat["number"]) == (False, False, 0)
     told.agent(died=[[1, 101, ""]])
     told.restart()
     assert told.beat(0)["broken"]
@@ -243,15 +244,20 @@ def test_nobody_left_is_waited_out_and_told_once(told, tmp_path):
     assert told.join(0, pid=300)["ranks"] == [0, 7]
 
 
+def stuck(told, number, waits, for_s=6.0):
+    """Let every rank wait for others without getting on; return what each is answered."""
+    for rank, others in waits.items():
+        told.beat(rank, number, count=7, waits_for=others)
+    told.now_s += for_s
+    return [told.beat(rank, number, count=7, waits_for=others)["stuck"] for rank, others in waits.items()]
+
+
 def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
     told.all_join([0, 1, 2])
     for number in (0, 1):
-        for rank, reason in (
-            (0, "closed by peer"),
-            (1, "Timed out waiting 2000ms"),
-            (2, "timed out connecting"),
-        ):
-            told.join(rank, number, reason=reason)
+        stuck(told, number, {0: [1, 2], 1: [2], 2: [1]})
+        for rank in range(3):
+            told.join(rank, number, reason="closed by peer")
     assert told.join(0, 1)["ranks"] == [0, 1]
     assert not told.beat(0, 2)["wanted"]
     told.now_s = 1000.0
@@ -261,8 +267,78 @@ def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
 def test_a_loaded_machine_is_not_a_lost_link():
     link_blame = LinkBlame(2.0)
     link_blame.began(0, [0, 1], 0.0)
-    link_blame.left(1, 0, "timed out")
+    link_blame.stuck(0, [1])
     link_blame.began(1, [0, 1], 2.0)
-    link_blame.left(1, 1, "timed out")
+    link_blame.stuck(1, [1])
     assert link_blame.rank_to_exclude(1, [0, 1], 500.0) is None
     assert link_blame.rank_to_exclude(1, [0, 1], 4.0) == 1
+
+
+def test_ranks_that_all_wait_are_stuck(told):
+    told.all_join([0, 1, 2])
+    assert stuck(told, 0, {0: [1], 1: [0], 2: [1]}) == [True] * 3
+    assert told.beat(1, count=8, waits_for=None)["stuck"], "what was cut stays so until the next generation"
+
+
+def test_one_rank_that_works_keeps_all_from_being_stuck(told):
+    told.all_join([0, 1, 2])
+    assert stuck(told, 0, {0: [1], 1: [0], 2: None}) == [False] * 3, "rank 2 works: it is only slow"
+    assert stuck(told, 0, {0: [1], 1: [0], 2: [1]}, for_s=4.0) == [False] * 3
+    told.beat(1, count=8, waits_for=[0])  # it has got on
+    told.now_s += 4.0
+    assert not told.beat(0, count=7, waits_for=[1])["stuck"]
+
+
+def test_a_rank_that_is_gone_does_not_let_the_others_wait_for_ever(told):
+    told.all_join([0, 1, 2])
+    told.agent(died=[[2, 102, "exit code -9"]])
+    assert stuck(told, 0, {0: [2], 1: [2]}) == [True, True]
+
+
+def test_a_silent_rank_that_its_agent_sees_run_is_not_dead(told):
+    told.all_join([0, 1, 2])
+    for _ in range(9):
+        told.now_s += 1.0
+        told.beat(0), told.beat(2), told.agent(running=[[1, 101]])
+        told.supervisor.watch()
+    assert not told.beat(0)["broken"]
+    told.now_s += 3.0
+    told.beat(0), told.beat(2), told.agent(running=[[1, 999]])
+    told.supervisor.watch()
+    assert told.beat(0)["broken"], "the agent has seen another process"
+
+
+def hang(told, rank, number):
+    told.supervisor.answer({"ask": "hangs", "rank": rank, "pid": 100 + rank, "where": "loss, line 3"})
+    return told.agent()["fault"]
+
+
+def test_a_run_that_hangs_again_and_again_without_a_step_ends_by_name(told):
+    told.all_join([0, 1, 2])
+    for number in range(2):
+        assert hang(told, 1, number) is None
+        told.all_join([0, 2], number)
+        told.join(1)
+        told.all_join([0, 1, 2], number)
+    fault = hang(told, 1, 2)
+    assert "rank 1 hangs in loss, line 3" in fault["what"]
+
+
+def test_a_step_between_them_forgives_hangs(told):
+    told.all_join([0, 1, 2])
+    for number in range(8):
+        (
+            told.beat(0, number, step=number % 3),
+            told.beat(0, number, step=number % 3 + 1),
+        )  # also of steps done again
+        assert hang(told, 1, number) is None
+        told.join(1)
+        told.all_join([0, 1, 2], number)
+
+
+def test_generations_that_fail_for_no_loss_end_the_run_with_their_reason(told):
+    told.all_join([0, 1, 2])
+    for number in range(9):
+        for rank in range(3):
+            told.join(rank, number, reason="cannot be summed")
+    assert "cannot be summed" in told.agent()["fault"]["what"]

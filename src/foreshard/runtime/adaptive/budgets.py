@@ -18,12 +18,7 @@ _RULE = f"Budgets are {', '.join(NAMES)}, and duty:RANK, the part of the time th
 
 
 def budget_of(text: str) -> Budget:
-    """Return a budget from ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5``.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Return a budget from ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5``."""
     name = text.partition("=")[0]
     if name not in NAMES and not name.startswith("duty:"):
         raise SpecError(

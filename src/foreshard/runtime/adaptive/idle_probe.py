@@ -23,15 +23,7 @@ _TAG = 1 << 28
 
 
 class Probe:
-    """Times idle ranks and links.
-
-    Parameters
-    ----------
-    job : Job
-    rank : int
-    clock : Clock
-    device : torch.device
-    """
+    """Times idle ranks and links."""
 
     def __init__(self, job: Job, rank: int, clock: Clock, device: torch.device):
         self._job, self._rank, self._clock, self._device = job, rank, clock, device

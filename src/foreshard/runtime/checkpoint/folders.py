@@ -21,9 +21,14 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, newest first."""
+    return sorted((step for step, place in _named(folder) if (place / META).exists()), reverse=True)
+
+
 def latest(folder: Path) -> int | None:
     """Return the step of the newest complete checkpoint."""
-    return max((step for step, place in _named(folder) if (place / META).exists()), default=None)
+    return next(iter(steps_in(folder)), None)
 
 
 def prune(folder: Path, keep: int = 2) -> None:

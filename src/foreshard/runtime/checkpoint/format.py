@@ -1,86 +1,65 @@
 """The files of a checkpoint, keyed by layer: any plan writes and reads them, nothing in them is executed.
 
-A step is a folder. Every rank writes its tensors through torch's distributed checkpoint (DCP) into a folder
-of its own; the index is JSON instead of DCP's pickle, and tensors are read as weights only. The folder gets
-its name when all ranks have written: a named folder is complete, and lists the ranks that wrote it. A
-parameter that is cut is written slice by slice, with where it was cut, and read as the whole.
+A step is a folder. Every rank writes its tensors into a safetensors file of its own, and their SHA-256 beside
+it. The folder gets its name when all ranks have written: a named folder is complete, and lists the files with
+their sums. A parameter that is cut is written slice by slice, with where it was cut, and read as the whole.
+
+Source
+------
+The safetensors format, https://huggingface.co/docs/safetensors. It is written here, and not by the library,
+so that a file is summed while it is written and no tensor is copied.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import os
-import re
 import shutil
-import warnings
+import struct
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from foreshard.errors import SpecError
 from foreshard.runtime.checkpoint.folders import META, OLD, PARTIAL, step_name
 from foreshard.runtime.state.slices import parse_cut, parse_name
 
-_INDEX = "index.json"
-_PART = re.compile(r"rank-\d+")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
+FILE, SUM = "{part}.safetensors", "{part}.sha256"
 
 
 class CheckpointFault(RuntimeError):
-    """A checkpoint could not be written; training goes on."""
+    """A checkpoint could not be written; training goes on.
 
+    Attributes
+    ----------
+    needed_bytes : int
+        Of all ranks.
+    """
 
-class _JsonWriter(dcp.FileSystemWriter):
-    """DCP's files with an index in JSON."""
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the place of each tensor."""
-        entries = {}
-        for result in (r for group in results for r in group):
-            tensor, place = metadata.state_dict_metadata[result.index.fqn], result.storage_data
-            assert isinstance(tensor, TensorStorageMetadata)
-            entries[result.index.fqn] = {
-                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-                "size": list(tensor.size),
-                "file": place.relative_path,
-                "offset": place.offset,
-                "length": place.length,
-            }
-        _write(Path(self.path) / _INDEX, {"format": "foreshard checkpoint 1", "tensors": entries})
-
-
-class _JsonReader(dcp.FileSystemReader):
-    """Reads DCP's files by an index in JSON."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index in DCP's form."""
-        entries = _index(Path(self.path))
-        described: dict[str, Any] = {}
-        places = {}
-        for name, entry in entries.items():
-            size = torch.Size(entry["size"])
-            zero = torch.Size([0] * len(size))
-            described[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=_dtype(entry["dtype"])),
-                size=size,
-                chunks=[ChunkStorageMetadata(offsets=zero, sizes=size)],
-            )
-            places[MetadataIndex(name, zero)] = _StorageInfo(entry["file"], entry["offset"], entry["length"])
-        return Metadata(state_dict_metadata=described, storage_data=places, storage_meta=StorageMeta())
+    def __init__(self, what: str, needed_bytes: int):
+        super().__init__(what)
+        self.needed_bytes = needed_bytes
 
 
 def save(
@@ -108,7 +87,7 @@ def save(
     meta : mapping
         JSON, written by the lead; ``cuts`` has the cut of each parameter in slices, by ``{layer}.{name}``.
     rank : int
-    group : ProcessGroup, optional
+    group : PeerGroup, optional
         All ranks that write.
     lead : bool
         Whether this rank names the folder; exactly one does.
@@ -119,33 +98,28 @@ def save(
     ------
     CheckpointFault
         On every rank, when one rank could not write; nothing is left behind.
-    RuntimeError
-        From torch.distributed, when a peer is gone.
+    PeerLost
     """
     part, final = folder / f"{step_name(step)}{PARTIAL}", folder / step_name(step)
-    mine, num_bytes = part / f"rank-{rank}", sum(t.numel() * t.element_size() for t in tensors.values())
+    name, num_bytes = f"rank-{rank}", sum(t.numel() * t.element_size() for t in tensors.values())
     # files of an attempt that was cut off must not become part of this one
     faults = [_fault_of(_clear, part) if lead else None]
     _sums(group, 0.0)
-    faults.append(_fault_of(before) or _fault_of(_write_tensors, mine, tensors))
+    faults.append(_fault_of(before) or _fault_of(_write_part, part, name, tensors))
     failed, all_bytes = _sums(group, float(any(faults)), float(num_bytes))
     if not failed and lead:
         faults.append(_fault_of(_name_folder, part, final, {"step": step, **meta}))
     failed += _sums(group, float(any(faults[2:])))[0]
     if not failed:
         return
-    shutil.rmtree(mine, ignore_errors=True)
+    for place in (part / FILE.format(part=name), part / SUM.format(part=name)):
+        place.unlink(missing_ok=True)
     _sums(group, 0.0)  # free space is only known when all ranks have removed their files
     if lead:
         shutil.rmtree(part, ignore_errors=True)
     reason = next(filter(None, faults), "another rank could not write")
     shortage = _shortage(folder, int(all_bytes or num_bytes))
-    raise CheckpointFault(f"step {step} is not saved: {reason}{shortage}")
-
-
-def _expect_no_group() -> None:
-    """Keep DCP from warning that there is no default group: ranks agree through their own groups."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    raise CheckpointFault(f"step {step} is not saved: {reason}{shortage}", int(all_bytes or num_bytes))
 
 
 def _clear(part: Path) -> None:
@@ -154,20 +128,50 @@ def _clear(part: Path) -> None:
     part.mkdir(parents=True)
 
 
-def _write_tensors(mine: Path, tensors: Mapping[str, Tensor]) -> None:
-    mine.mkdir()
-    _expect_no_group()
-    dcp.save(
-        {key: t.detach().cpu() for key, t in tensors.items()},
-        storage_writer=_JsonWriter(mine, single_file_per_rank=True, sync_files=True),
-        no_dist=True,
-    )
-    _sync_folder(mine)
+def _write_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
+    digest = write_tensors(folder / FILE.format(part=part), tensors)
+    _write(folder / SUM.format(part=part), digest)
+    _sync_folder(folder)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> str:
+    """Write a safetensors file to the disk, and return its SHA-256.
+
+    Raises
+    ------
+    OSError
+    ValueError
+        For a type of number that the format does not know.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(facts)} if facts else {}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not know")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        fields = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = fields
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # numbers lie at multiples of their size
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for data in chain([struct.pack("<Q", len(text)), text], map(_bytes_of, tensors.values())):
+            digest.update(data)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def _name_folder(part: Path, final: Path, meta: Mapping[str, Any]) -> None:
     """Rename a folder that all ranks have written; it replaces a checkpoint of the same step."""
-    _write(part / META, {**meta, "parts": sorted(place.name for place in part.glob("rank-*"))})
+    sums = {place.stem: place.read_text() for place in sorted(part.glob(SUM.format(part="rank-*")))}
+    _write(part / META, json.dumps({**meta, "parts": sums}))
     _sync_folder(part)
     old = final.with_name(final.name + OLD)
     if final.exists():
@@ -182,22 +186,38 @@ def _fault_of(body: Callable[..., None], *given: Any) -> str | None:
     """Run the body and return its error, if any: the other ranks must learn of it before this rank leaves."""
     try:
         body(*given)
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        return _first_line(error)
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error; DCP's own error, not an Exception, holds that of its rank."""
-    if isinstance(error, dcp.api.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _shortage(folder: Path, needed: int) -> str:
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     short = f", {needed - free} bytes short" if needed > free else ""
     return f"; the ranks need {needed} bytes, {free} are free{short}"
+
+
+def damage_of(folder: Path, step: int, *, place: int = 0, size: int = 1) -> str | None:
+    """Return what is wrong with the files of a checkpoint, or None; of several ranks each reads some of them.
+
+    Parameters
+    ----------
+    folder : Path
+    step : int
+    place, size : int
+        Of the reader among those that share the work.
+    """
+    try:
+        for part, wanted in sorted(_parts(folder, step).items())[place::size]:
+            path = folder / step_name(step) / FILE.format(part=part)
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+                    return f"{path}: the SHA-256 differs from that of {META}"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except SpecError as error:
+        return str(error)
+    return None
 
 
 def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
@@ -210,18 +230,32 @@ def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda name: T
     """
     found: dict[str, Tensor] = {}
     for part in _parts(folder, step):
-        place = folder / step_name(step) / part
-        entries = {key: entry for key, entry in _index(place).items() if chosen(_slice_of(key)[0])}
-        if not entries:
-            continue
-        empty = {key: torch.empty(e["size"], dtype=_dtype(e["dtype"])) for key, e in entries.items()}
-        _expect_no_group()
+        path = folder / step_name(step) / FILE.format(part=part)
         try:
-            dcp.load(empty, storage_reader=_JsonReader(place), no_dist=True)
-        except (Exception, dcp.api.CheckpointException) as error:
-            raise _damaged(place, f"cannot be read: {_first_line(error)}") from error
-        found.update(empty)
+            found.update(read_tensors(path, lambda key: chosen(_slice_of(key)[0])))
+        except (OSError, ValueError, KeyError, TypeError, struct.error, RuntimeError) as error:
+            raise _damaged(path, f"cannot be read: {type(error).__name__} {error}") from error
     return _whole_tensors(found, folder, step)
+
+
+def read_tensors(path: Path, chosen: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the chosen tensors of a safetensors file."""
+    found, there = {}, path.stat().st_size
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        if size > there:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(file.read(size))
+        for name, fields in header.items():
+            if name != "__metadata__" and chosen(name):
+                begin, end = fields["data_offsets"]
+                if not 0 <= begin <= end <= there:
+                    raise ValueError(f"{name} lies at {begin} to {end}")
+                file.seek(8 + size + begin)
+                data = torch.frombuffer(bytearray(file.read(end - begin) or b"\0"), dtype=torch.uint8)
+                dtype = _TORCH[fields["dtype"]]
+                found[name] = data[: end - begin].view(dtype).reshape(fields["shape"])
+    return found
 
 
 def _slice_of(key: str) -> tuple[str, str, int, int]:
@@ -250,16 +284,16 @@ def _whole_tensors(found: dict[str, Tensor], folder: Path, step: int) -> dict[st
         try:
             made[whole] = parse_cut(cuts[owner]).joined([parts[index] for index in range(num)])
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            what = f"lacks slices of {whole}: {_first_line(error)}"
+            what = f"lacks slices of {whole}: {type(error).__name__} {error}"
             raise _damaged(folder / step_name(step), what) from error
     return made
 
 
-def _parts(folder: Path, step: int) -> list[str]:
+def _parts(folder: Path, step: int) -> dict[str, str]:
     parts = read_meta(folder, step).get("parts")
-    if isinstance(parts, list) and all(isinstance(p, str) and _PART.fullmatch(p) for p in parts):
+    if isinstance(parts, dict) and all(name == Path(name).name for name in parts):
         return parts
-    raise _damaged(folder / step_name(step) / META, "does not list the ranks that wrote it")
+    raise _damaged(folder / step_name(step) / META, "does not list the files of its ranks")
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
@@ -277,28 +311,6 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         raise _damaged(path, f"cannot be read: {error}") from None
 
 
-def _index(place: Path) -> dict[str, Any]:
-    """Return the places of a rank's tensors, checked against the files that are there."""
-    try:
-        tensors = json.loads((place / _INDEX).read_text())["tensors"]
-        for key, entry in tensors.items():
-            _check_entry(place, key, entry)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(place / _INDEX, f"has no index: {type(error).__name__} {error}") from None
-    return dict(tensors)
-
-
-def _check_entry(place: Path, key: str, entry: Mapping[str, Any]) -> None:
-    size, file, offset, length = (entry[name] for name in ("size", "file", "offset", "length"))
-    numbers = [*size, offset, length]
-    valid = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
-    if not valid or Path(file).name != file:
-        raise ValueError(f"{key} has no valid place")
-    there = (place / file).stat().st_size
-    if offset + length > there or math.prod(size) * _dtype(entry["dtype"]).itemsize > length:
-        raise ValueError(f"{key} is truncated")
-
-
 def _damaged(path: Path, what: str) -> SpecError:
     return SpecError(
         f"the checkpoint {what}",
@@ -308,16 +320,9 @@ def _damaged(path: Path, what: str) -> SpecError:
     )
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}")
-    return dtype
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, text: str) -> None:
     with path.open("w") as file:
-        json.dump(content, file)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

@@ -55,10 +55,6 @@ def bits(
     device : torch.device
     window : (shape, dimension, first), optional
         Where rows are parts of larger ones, and get the bits that these would get there.
-
-    Returns
-    -------
-    Tensor, shape (rows, *shape)
     """
     count = math.prod(shape)
     if len(keys) > 1 and len(keys) * count > _BATCHED:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.engine.loss_scale import LossScale, first_scale
 from foreshard.runtime.engine.vote import Vote
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.trainer_context import Options
 from foreshard.spec.plan import Plan
+
+
+def _summed_in(flat: torch.Tensor) -> torch.dtype:
+    """Return the type to sum squares in: of half precision they leave the range."""
+    return flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
 
 
 class Update:
@@ -46,7 +54,8 @@ class Update:
         if options.clip_norm is None and not options.track_norm and self.scale is None:
             return 0.0
         mine = [b.flat for b in state.buckets if b.segment.owners[0] == state.rank]
-        return float(sum(flat.double().square().sum() for flat in mine))
+        norms = [torch.linalg.vector_norm(flat, dtype=_summed_in(flat)) for flat in mine]
+        return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, state: RankState, vote: Vote, step: int, on_skip: Callable[[str], None]) -> float | None:
         """Update, and return the norm of the mean gradient if it was asked for.
@@ -60,7 +69,10 @@ class Update:
         on_skip : callable of text
             Called with the reason when the step updates nothing.
         """
-        scale, norm = 1.0 / vote.count if vote.count else 0.0, None
+        if not vote.count:
+            on_skip("the loss counted nothing in this step: nothing updated")
+            return None
+        scale, norm = 1.0 / vote.count, None
         if self.scale is not None:
             scale /= self.scale.value
             self.scale = self.scale.after(vote.square_norm)
@@ -80,6 +92,7 @@ class Update:
                 factor = self._job.lr(step)
                 for group, base in zip(state.optimizer.param_groups, self._base_lr, strict=True):
                     group["lr"] = base * factor
-            state.optimizer.step()
+            with user_code("optimizer", self._job.path):
+                state.optimizer.step()
         self._clock.end("optimizer", 0, len(state.modules))
         return norm

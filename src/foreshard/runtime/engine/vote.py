@@ -33,6 +33,8 @@ class Vote:
         Whether a rank wants the membership to change before the next step.
     plan_number : int
         Of the plan to adopt before the next step; 0 for none.
+    saves, stops : bool
+        Whether a checkpoint follows the step; whether training ends with it.
     work_s, samples : dict of rank
         Own work in the step and the samples it was done for.
     links : dict of (source, target) to (bytes, seconds)
@@ -44,6 +46,8 @@ class Vote:
     square_norm: float
     boundary: bool = False
     plan_number: int = 0
+    saves: bool = False
+    stops: bool = False
     work_s: dict[int, float] = field(default_factory=dict)
     samples: dict[int, float] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
@@ -72,6 +76,8 @@ def cast(
     plan_number: int,
     work_s: float,
     samples: float,
+    saves: bool = False,
+    stops: bool = False,
     traffic: Mapping[int, tuple[float, float, float]] | None = None,
 ) -> Vote:
     """Return the sums over all ranks; `group` is None for a single rank.
@@ -88,13 +94,13 @@ def cast(
     """
     place, size = list(ranks).index(rank), len(ranks)
     width = MAX_LINKS * _LINK_FIELDS if traffic is not None else 0
-    ballot = torch.zeros(5 + (2 + width) * size, dtype=torch.float64)
-    ballot[:5] = torch.tensor(
-        [loss, count, square_norm, float(boundary), float(plan_number)], dtype=torch.float64
-    )
-    ballot[5 + place], ballot[5 + size + place] = work_s, samples
+    said = [loss, count, square_norm, float(boundary), float(plan_number), float(saves), float(stops)]
+    head = len(said)
+    ballot = torch.zeros(head + (2 + width) * size, dtype=torch.float64)
+    ballot[:head] = torch.tensor(said, dtype=torch.float64)
+    ballot[head + place], ballot[head + size + place] = work_s, samples
     if traffic:
-        _write_links(ballot[5 + 2 * size + width * place :], traffic)
+        _write_links(ballot[head + 2 * size + width * place :], traffic)
     if group is not None:
         group.allreduce([ballot]).wait()
     values = ballot.tolist()
@@ -104,9 +110,11 @@ def cast(
         square_norm=values[2],
         boundary=values[3] > 0,
         plan_number=round(values[4]),
-        work_s=dict(zip(ranks, values[5 : 5 + size], strict=True)),
-        samples=dict(zip(ranks, values[5 + size : 5 + 2 * size], strict=True)),
-        links=_read_links(ranks, values[5 + 2 * size :], width),
+        saves=values[5] > 0,
+        stops=values[6] > 0,
+        work_s=dict(zip(ranks, values[head : head + size], strict=True)),
+        samples=dict(zip(ranks, values[head + size : head + 2 * size], strict=True)),
+        links=_read_links(ranks, values[head + 2 * size :], width),
     )
 
 

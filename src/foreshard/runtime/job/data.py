@@ -87,7 +87,7 @@ class Feed:
     ):
         self.dataset, self.collate, self.global_batch, self.seed = dataset, collate, global_batch, seed
         self._path, self._depth = path, prefetch
-        self._size = _size_of(dataset, path)
+        self._size = size_of(dataset, path)
         self._stream: Iterator[Any] | None = None
         self._next = 0
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -196,7 +196,7 @@ class Feed:
                 )
 
 
-def _size_of(dataset: Any, path: str | None) -> int | None:
+def size_of(dataset: Any, path: str | None) -> int | None:
     """Return the number of samples of a map dataset, None for an iterable."""
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if is_map and not isinstance(dataset, IterableDataset):

@@ -7,10 +7,12 @@ program and runs with this process's rights; nothing of it comes over the networ
 from __future__ import annotations
 
 import functools
+import json
+import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
@@ -24,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from foreshard.errors import SpecError
-from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of
+from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of, layers_of
 from foreshard.runtime.job.user_code import USER_RULE, user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
@@ -50,7 +52,7 @@ class Job:
     dataset : map or iterable dataset
     loss : callable of (output, batch)
         Returns the sum over what is counted, and the count (tokens, samples).
-    optimizer : callable of a list of parameters
+    optimizer : callable of a list of parameters, or of (name, parameter)
     collate : callable of a list of samples
     inputs : callable of a batch
         Returns the inputs of the first layer.
@@ -63,12 +65,16 @@ class Job:
     tensor_plan : mapping of module name to role
         Which weights tensor-parallel ranks hold in parts, in layers without a plan of their own.
     path : str or None
+    names : mapping of (layer, name) to name
+        Names of parameters and buffers in the whole model, where it is one of transformers.
+    config : mapping, optional
+        Its configuration.
     """
 
     builders: list[Builder]
     dataset: Any
     loss: Callable[[Any, Any], tuple[Tensor, Any]]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[[list[Any]], torch.optim.Optimizer]
     collate: Callable[[list[Any]], Any] = default_collate
     inputs: Callable[[Any], Any] = field(default=lambda batch: first_input(batch))
     lr: Callable[[int], float] | None = None
@@ -76,6 +82,8 @@ class Job:
     tied: Tied = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     path: str | None = None
+    names: Mapping[Key, str] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -128,13 +136,14 @@ class Job:
             Of initial values, for callables.
         tied : groups of (layer, parameter name), optional
             For callables; modules are tied by holding the same parameter.
-
-        Raises
-        ------
-        SpecError
         """
-        path = more.get("path")
+        path, model = more.get("path"), layers
+        layers = layers_of(model, path)
         builders, found = builders_of(layers, seed, _keys(tied), path)
+        if hasattr(model, "config"):
+            more["names"] = _whole_names(model, layers)
+            more["config"] = json.loads(model.config.to_json_string(use_diff=False))
+            more["config"]["architectures"] = [type(model).__name__]
         for name in ("collate", "inputs"):
             if more.get(name) is not None:
                 more[name] = _guarded(more[name], name, path)
@@ -201,6 +210,22 @@ def first_input(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
+def _whole_names(model: nn.Module, layers: Iterable[nn.Module]) -> dict[Key, str]:
+    """Return the name in the model of every parameter and buffer of its layers: they are the same objects."""
+    names = {id(tensor): name for name, tensor in reversed(list(_tensors_of(model)))}
+    return {
+        (layer, name): names[id(tensor)]
+        for layer, module in enumerate(layers)
+        for name, tensor in _tensors_of(module)
+        if id(tensor) in names
+    }
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
     return tuple(tuple((layer, name) for layer, name in group) for group in tied)
 
@@ -216,10 +241,14 @@ def _guarded(function: Any, name: str, path: str | None, *, rule: str = USER_RUL
 
 
 def _guarded_optimizer(function: Any, path: str | None) -> Any:
+    """Return the optimizer with a check; one of `named_parameters` gets names with the parameters."""
     make = _guarded(function, "optimizer", path)
+    code = getattr(function, "__code__", None)
+    takes_names = code is not None and code.co_varnames[:1] == ("named_parameters",)
 
-    def guarded(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        found = make(params)
+    def guarded(params: list[Any]) -> torch.optim.Optimizer:
+        named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(params)]
+        found = make(named if takes_names else [parameter for _, parameter in named])
         if not isinstance(found, torch.optim.Optimizer):
             raise SpecError(
                 f"optimizer(params) gave {type(found).__name__}",
@@ -260,6 +289,14 @@ def _guarded_loss(function: Any, path: str | None) -> Any:
                 key="loss",
                 rule=_LOSS_RULE,
                 fix="Return (sum, number of targets)",
+            )
+        if not 0 <= float(count) < math.inf:
+            raise SpecError(
+                f"loss gave a count of {float(count):g}",
+                file=path,
+                key="loss",
+                rule=_LOSS_RULE,
+                fix="Return (sum, number of targets); 0 where a micro-batch has none",
             )
         return total, count
 

@@ -29,7 +29,7 @@ def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[li
     SpecError
         When the model has no layers.
     """
-    layers = _layers(model, path)
+    layers = layers_of(model, path)
     if not layers:
         raise SpecError(
             "model() gave no layers",
@@ -60,7 +60,8 @@ def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[li
     )
 
 
-def _layers(model: Any, path: str | None) -> list[Any]:
+def layers_of(model: Any, path: str | None) -> list[Any]:
+    """Return the layers that a job gives as a model."""
     if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
         return list(model)
     if isinstance(model, nn.Module):

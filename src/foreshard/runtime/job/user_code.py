@@ -1,7 +1,7 @@
-"""Errors of the user's own code: reported with file and line, and distinguished from the loss of a peer.
+"""Errors of the user's own code: reported with file and line.
 
-torch.distributed raises a RuntimeError when a peer is gone, and torch raises a RuntimeError when matrices do
-not fit. A run survives the first; the second must end it.
+A run survives the loss of a peer, which `PeerGroup` raises as `PeerLost`; whatever else the job's code raises
+ends it, be it of the same type or text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from foreshard.errors import ForeshardError, SpecError
+from foreshard.runtime.membership.wire import PeerLost
 
 USER_RULE = "The job's own code must run"
 _TORCH = str(Path(torch.__file__).parent)
 _RUNTIME = str(Path(__file__).parent.parent)
-_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
-_PIPELINING = str(Path(_DISTRIBUTED) / "pipelining")  # backwards of the job's layers, without communication
 
 
 @contextmanager
@@ -43,10 +42,10 @@ def user_code(part: str, path: str | None = None, *, rule: str = USER_RULE) -> I
     try:
         with in_file(path):
             yield
-    except ForeshardError:
+    except (ForeshardError, PeerLost):
         raise
     except (Exception, SystemExit) as error:
-        if _is_foreign(error):
+        if type(error).__module__ == "torch.utils.checkpoint":  # stops a recomputation early
             raise
         raise user_error(error, part, path, rule=rule) from error
 
@@ -86,13 +85,3 @@ def _location(error: BaseException, path: str | None) -> tuple[str | None, int |
             return own[-1].filename, own[-1].lineno
     others = [f for f in frames if not f.filename.startswith((_TORCH, _RUNTIME, "<"))]
     return (others[-1].filename, others[-1].lineno) if others else (path, None)
-
-
-def _is_foreign(error: BaseException) -> bool:
-    """Return whether an exception is not the user's: a peer is gone, or torch stops a recomputation early."""
-    if type(error).__module__ == "torch.utils.checkpoint":
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1].filename if frames else ""
-    inside = last.startswith(_DISTRIBUTED) and not last.startswith(_PIPELINING)
-    return isinstance(error, torch.distributed.DistError) or inside or "gloo" in str(error).lower()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.address import own_address
@@ -42,7 +43,12 @@ _LATE_S = 20.0
 """How long ranks may take to end after all steps are done."""
 _NEVER_S = 300.0
 """How long to wait for the first answer of another host's supervisor."""
+_HOUR_S = 3600.0
+_STOP_S = 120.0
+"""How long the present step and its checkpoint may take after SIGTERM; then the run ends as it is."""
 _SUPERVISOR_STARTS = 5
+_STACK_BYTES = 65536
+"""Of the end of a log in which stacks are looked for."""
 
 
 @dataclass(slots=True)
@@ -52,6 +58,7 @@ class RankProcess:
     process: Process
     report_fd: int
     starts: int = 1
+    started_s: list[float] = field(default_factory=lambda: [time.monotonic()])
     restart_at_s: float | None = None
     done: bool = False
     lost: bool = False
@@ -84,6 +91,8 @@ class Agent:
     secret_file : Path
     max_starts : int
         Of one rank; beyond it the rank stays away.
+    max_starts_per_hour : int, optional
+        Of one rank; beyond it the rank stays away for the rest of the hour.
     restart_s : float
         Before a dead rank is started again; negative for never.
     command : callable of rank, optional
@@ -106,6 +115,7 @@ class Agent:
     own: str | None = None
     takeover_s: float = 60.0
     max_starts: int = 4
+    max_starts_per_hour: int | None = None
     restart_s: float = 1.0
     command: Callable[[int], list[str]] = lambda rank: []
     worker: str = WORKER
@@ -122,6 +132,7 @@ class Agent:
     _term: int = 0
     _claimed: int = 0
     _finished: frozenset[int] = frozenset()
+    _stop_s: float | None = None
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Run until every rank is done; return how often a rank was started again.
@@ -132,7 +143,7 @@ class Agent:
             With the fault of the job that a rank reports.
         """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        with _interrupt_on_sigterm():
+        with self._ending_on_sigterm():
             try:
                 self._term = self._claimed = current_term(self.out)
                 if self.supervises:
@@ -173,6 +184,29 @@ class Agent:
         if self._client is not None:
             self._client.close()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run was asked to end after the present step."""
+        return self._stop_s is not None
+
+    @contextlib.contextmanager
+    def _ending_on_sigterm(self) -> Iterator[None]:
+        """Let SIGTERM end the run after the present step with a checkpoint, and a second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            if self.is_stopping or not self.work.save_last:
+                raise KeyboardInterrupt
+            self._stop_s = time.monotonic()
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
     def pid_of(self, rank: int) -> int:
         """Return the process of a rank."""
         return self._ranks[rank].process.pid
@@ -187,6 +221,8 @@ class Agent:
 
     def _poll(self) -> None:
         """Notice processes that have ended, and start again those that should continue."""
+        if self._stop_s is not None and time.monotonic() - self._stop_s > _STOP_S:
+            raise KeyboardInterrupt
         if self._supervisor is not None and self._supervisor.poll() is not None:
             rendezvous = read_rendezvous(self.out)
             if rendezvous is not None and rendezvous.term > self._term:
@@ -203,6 +239,7 @@ class Agent:
                 os.close(rank.report_fd)
                 (rank.process, rank.report_fd), rank.restart_at_s = self._spawn(number), None
                 rank.starts += 1
+                rank.started_s.append(time.monotonic())
         if time.monotonic() - self._contacted_s > _CONTACT_S or self._died:
             self._contact_supervisor()
 
@@ -211,10 +248,17 @@ class Agent:
             rank.done = True
             return
         if code == JOB_FAULT:
-            raise self._reported_fault(number, rank)
-        self._died.append((number, rank.process.pid, f"exit code {code}"))
+            fault = self._reported_fault(number, rank)
+            if not self.supervises and self._client is not None:  # so that ranks of other hosts end too
+                with contextlib.suppress(RuntimeError):
+                    self._client.ask({"ask": "agent", "fault": fault.to_dict()}, patience_s=_GRACE_S)
+            raise fault
+        reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        if code == 1 and _ended_by_timer(self._log(f"rank-{number}")):
+            reason = f"it hung; its stack is in logs/rank-{number}.log"
+        self._died.append((number, rank.process.pid, reason))
         if self.restart_s >= 0 and rank.starts < self.max_starts:
-            rank.restart_at_s = time.monotonic() + self.restart_s
+            rank.restart_at_s = max(time.monotonic() + self.restart_s, self._may_start_s(rank))
             return
         rank.done = rank.lost = True
         if all(other.lost for other in self._ranks.values()):
@@ -225,14 +269,18 @@ class Agent:
                 fix="The end of the file says why",
             )
 
+    def _may_start_s(self, rank: RankProcess) -> float:
+        """Return when a rank has few enough starts in an hour to be started again."""
+        most = self.max_starts_per_hour
+        recent = [at_s for at_s in rank.started_s if time.monotonic() - at_s < _HOUR_S]
+        return recent[-most] + _HOUR_S if most is not None and len(recent) >= most else 0.0
+
     def _reported_fault(self, number: int, rank: RankProcess) -> ForeshardError:
         try:
-            fault = json.loads(os.read(rank.report_fd, 1 << 16))
+            return _as_error(json.loads(os.read(rank.report_fd, 1 << 16)))
         except (OSError, ValueError):
             log = str(self._log(f"rank-{number}"))
             return ForeshardError(f"rank {number} gave up", file=log, fix="The end of the file says why")
-        kind = SpecError if fault.pop("code") == SpecError.exit_code else ForeshardError
-        return kind(fault.pop("what"), **fault)
 
     def _kill_stopped(self) -> None:
         """Kill ranks stopped before the supervisor knows them, and ranks that do not end after the run."""
@@ -275,12 +323,26 @@ class Agent:
         gone = [number for number, rank in self._ranks.items() if rank.lost]
         if self._client is None:
             self._client = Client((self.address, self.port), self.secret_file.read_bytes().strip())
-        question = {"ask": "agent", "ranks": list(self._ranks), "died": self._died, "gone": gone}
+        running = [
+            (number, rank.process.pid)
+            for number, rank in self._ranks.items()
+            if rank.process.poll() is None and rank.stopped_s is None and not self.command(number)
+        ]
+        question = {
+            "ask": "agent",
+            "ranks": list(self._ranks),
+            "died": self._died,
+            "gone": gone,
+            "running": running,
+            "stop": self.is_stopping,
+        }
         try:
             answer = self._client.ask(question, patience_s=0.0)
         except RuntimeError:
             self._no_answer()
             return
+        if answer["fault"] is not None:
+            raise _as_error(answer["fault"])
         self._was_heard = True
         self._heard_s, self._died, self._finished = time.monotonic(), [], frozenset(answer["finished"])
         if answer["over"] and self._over_s is None:
@@ -370,6 +432,19 @@ class Agent:
             time.sleep(0.05)
 
 
+def _ended_by_timer(log: Path) -> bool:
+    """Return whether a log ends with the stacks that `Progress.arm` leaves."""
+    with contextlib.suppress(OSError):
+        return b"\nTimeout (" in b"\n" + log.read_bytes()[-_STACK_BYTES:]
+    return False
+
+
+def _as_error(fault: dict[str, Any]) -> ForeshardError:
+    """Return the error that `ForeshardError.to_dict` describes."""
+    kind = SpecError if fault["code"] == SpecError.exit_code else ForeshardError
+    return kind(fault["what"], **{key: fault.get(key) for key in ("file", "key", "value", "rule", "fix")})
+
+
 def _port_taken(address: str, port: int) -> SpecError:
     return SpecError(
         f"cannot listen on {address}:{port}",
@@ -378,16 +453,3 @@ def _port_taken(address: str, port: int) -> SpecError:
         rule="Ranks meet on an address of this host, at a free port",
         fix="Change --interface or --port",
     )
-
-
-@contextlib.contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the run as an interrupt does, so that no rank is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

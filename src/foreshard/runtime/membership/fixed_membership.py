@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from foreshard.runtime.membership.peer_group import PeerGroup, communicating
 from foreshard.spec.plan import Plan
 
 
@@ -47,7 +48,7 @@ class GroupMembership(Protocol):
         """Keys and values that all ranks share; None for a single rank."""
         ...
 
-    def group(self, ranks: tuple[int, ...], name: str) -> Any:
+    def group(self, ranks: tuple[int, ...], name: str) -> PeerGroup:
         """Return the process group of some ranks, under a name."""
         ...
 
@@ -61,6 +62,10 @@ class GroupMembership(Protocol):
 
     def wanted(self) -> bool:
         """Return whether a change of membership is waiting for the end of the step."""
+        ...
+
+    def stopping(self) -> bool:
+        """Return whether training is to end after the step."""
         ...
 
     def plan_adopted(self, plan: dict[str, Any]) -> None:
@@ -97,17 +102,18 @@ class FixedMembership:
         self.store, self.rank = store, rank
         self.generation = Generation(number=0, plan=plan, ranks=tuple(ranks), resume=resume)
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], PeerGroup] = {}
 
-    def group(self, ranks: tuple[int, ...], name: str) -> Any:
+    def group(self, ranks: tuple[int, ...], name: str) -> PeerGroup:
         """Return the process group of some ranks; made by all of them at the first call."""
         key = (tuple(ranks), name)
         if key not in self._groups:
             assert self.store is not None
             prefix = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
-            self._groups[key] = dist.ProcessGroupGloo(
-                dist.PrefixStore(prefix, self.store), list(ranks).index(self.rank), len(ranks), self._timeout
-            )
+            place, store = list(ranks).index(self.rank), dist.PrefixStore(prefix, self.store)
+            with communicating():
+                made = dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
+            self._groups[key] = PeerGroup(made, ranks, place)
         return self._groups[key]
 
     def owns_devices(self) -> bool:
@@ -120,6 +126,10 @@ class FixedMembership:
 
     def wanted(self) -> bool:
         """Return False: the membership never changes."""
+        return False
+
+    def stopping(self) -> bool:
+        """Return False: nobody asks."""
         return False
 
     def plan_adopted(self, plan: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Blames lost links: decides which rank to exclude when ranks are alive but cannot reach each other.
 
-Both ends of a lost link wait until their timeout, and cut off all other ranks by it. If generations of the
-same ranks end like this twice in a row, a third attempt would not do better.
+Both ends of a lost link wait for each other, and all other ranks for them. If generations of the same ranks
+end like this twice in a row, a third attempt would not do better.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-_TIMEOUT_WORDS = ("timed out", "timeout", "unreachable", "no route", "connect:")
 _IN_A_ROW = 2
 """Failed generations before a rank is excluded: one may fail because a rank starts up or dies."""
 _SHORT_S = 60.0
@@ -17,17 +16,17 @@ _SHORT_S = 60.0
 
 
 class LinkBlame:
-    """Counts timeouts of ranks in generations that failed soon after they began.
+    """Counts how often ranks were stuck in generations that failed soon after they began.
 
     Parameters
     ----------
     detect_s : float
-        The timeout of the ranks.
+        An excluded rank stays away for multiples of it.
     """
 
     def __init__(self, detect_s: float):
         self._detect_s = detect_s
-        self._timed_out: dict[int, set[int]] = {}
+        self._stuck: dict[int, set[int]] = {}
         self._members: dict[int, tuple[int, ...]] = {}
         self._began_s: dict[int, float] = {}
         self._excluded_until_s: dict[int, float] = {}
@@ -38,18 +37,17 @@ class LinkBlame:
         self._members[number], self._began_s[number] = tuple(ranks), now_s
         for old in [n for n in self._members if n < number - _IN_A_ROW]:
             self._members.pop(old)
-            self._timed_out.pop(old, None)
+            self._stuck.pop(old, None)
             self._began_s.pop(old)
 
-    def left(self, rank: int, number: int, reason: str) -> None:
-        """Note why a rank left a generation."""
-        if any(word in reason.lower() for word in _TIMEOUT_WORDS):
-            self._timed_out.setdefault(number, set()).add(rank)
+    def stuck(self, number: int, ranks: Collection[int]) -> None:
+        """Note ranks of a generation that wait for each other, or could not connect."""
+        self._stuck.setdefault(number, set()).update(ranks)
 
     def rank_to_exclude(self, number: int, waiting: Collection[int], now_s: float) -> int | None:
         """Return the rank to exclude from the generation after `number`, if its link is to blame.
 
-        It is the rank that timed out most often in generations of the same ranks that failed in a row, each
+        It is the rank that was stuck most often in generations of the same ranks that failed in a row, each
         soon after it began; of equals the highest, so that rank 0 stays. If one of them was excluded before,
         one failure is enough.
         """
@@ -59,9 +57,9 @@ class LinkBlame:
             return None
         ends = [*(self._began_s[n] for n in row[1:]), now_s]
         lasted_s = [end - self._began_s[n] for n, end in zip(row, ends, strict=True)]
-        if max(lasted_s) > max(_SHORT_S, 6 * self._detect_s) or not all(self._timed_out.get(n) for n in row):
+        if max(lasted_s) > max(_SHORT_S, 6 * self._detect_s) or not all(self._stuck.get(n) for n in row):
             return None
-        blamed = Counter(rank for n in row for rank in self._timed_out[n])
+        blamed = Counter(rank for n in row for rank in self._stuck[n])
         rank = max(blamed, key=lambda r: (blamed[r], r))
         self._times_excluded[rank] += 1
         self._excluded_until_s[rank] = now_s + self._detect_s * 4 * 2 ** self._times_excluded[rank]

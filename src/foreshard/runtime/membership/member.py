@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +15,12 @@ import torch
 import torch.distributed as dist
 
 from foreshard.runtime.membership.fixed_membership import Generation
+from foreshard.runtime.membership.peer_group import PeerGroup, communicating
+from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.rank_store import RankStore
 from foreshard.runtime.membership.store import Client
+from foreshard.runtime.membership.wire import PeerLost
+from foreshard.runtime.run_settings import HANGS
 from foreshard.spec.plan_file import parse_plan
 
 BOUNDARY = "boundary"
@@ -24,7 +30,8 @@ _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
 """The same after the last step, when nothing can be lost any more."""
 _POLL_S = 0.1
-_NCCL_TIMEOUT = timedelta(days=365)
+_GROUP_TIMEOUT = timedelta(days=365)
+"""After which gloo and NCCL give up by themselves; the membership ends waits in vain long before."""
 DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
 """Groups that carry tensors of the device; votes, clocks, shapes and migrations use host memory."""
 
@@ -38,8 +45,10 @@ class Membership:
         Of the rendezvous.
     rank : int
     secret : bytes
-    timeout_s : float
-        After which a silent peer is an error; the detection bound of a stalled peer.
+    progress : Progress, optional
+        What this process does; if given and it hangs, its stack is written to stderr and the process ends.
+    job : str, optional
+        File of the job, to name the line that hangs.
     interface : str, optional
         Address of this host that peers connect to.
     device : torch.device, optional
@@ -58,7 +67,8 @@ class Membership:
         rank: int,
         secret: bytes,
         *,
-        timeout_s: float = 30.0,
+        progress: Progress | None = None,
+        job: str | None = None,
         interface: str | None = None,
         device: torch.device | None = None,
         resume: bool = False,
@@ -66,32 +76,44 @@ class Membership:
         locate: Callable[[], tuple[str, int] | None] = lambda: None,
     ):
         self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S, locate=locate)
-        self.store: dist.Store = RankStore(self.client, timeout_s=timeout_s, abandoned=self._abandoned)
-        self._timeout_s, self._interface, self._device = timeout_s, interface, device
+        self.store: dist.Store = RankStore(self.client, abandoned=self._abandoned)
+        self._watched = progress is not None
+        self.progress, self._job = progress or Progress(), job
+        self._interface, self._device = interface, device
         self._owns_devices: tuple[int, bool] | None = None
-        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], PeerGroup] = {}
         self._me = {"rank": rank, "pid": os.getpid()}
-        self._number, self._broken_number = -1, -1
+        self._number, self._broken_number, self._unconnected = -1, -1, False
         self._wanted = threading.Event()
+        self._stopping = threading.Event()
         self._done = threading.Event()
+        self.progress.turn_to("joining")
+        if self._watched:
+            self.progress.arm()
         threading.Thread(target=self._beat, args=(beat_s,), daemon=True, name="heartbeat").start()
         self.generation = self._next(-1, "", resume=resume)
 
-    def group(self, ranks: tuple[int, ...], name: str) -> Any:
+    def group(self, ranks: tuple[int, ...], name: str) -> PeerGroup:
         """Return the process group of some ranks in this generation.
 
         All of them must ask, and in one order if they ask for several.
 
         Raises
         ------
-        RuntimeError
-            When one of them does not ask in time.
+        PeerLost
+            When one of them leaves instead.
         """
         key = (tuple(ranks), name)
         if key not in self._groups:
             prefix = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
             store = dist.PrefixStore(prefix, self.store)
-            self._groups[key] = self._unless_abandoned(lambda: self._make(store, list(ranks), name))
+            try:
+                with self.progress.waiting(ranks):
+                    made = self._unless_abandoned(lambda: self._make(store, list(ranks), name))
+            except PeerLost:
+                self._unconnected = not self._abandoned()
+                raise
+            self._groups[key] = PeerGroup(made, ranks, ranks.index(self.rank), self.progress)
         return self._groups[key]
 
     def owns_devices(self) -> bool:
@@ -99,14 +121,15 @@ class Membership:
 
         Raises
         ------
-        RuntimeError
-            When one of them does not answer in time.
+        PeerLost
+            When one of them leaves instead.
         """
         number, ranks = self.generation.number, self.generation.ranks
         if self._owns_devices is None or self._owns_devices[0] != number:
             store = dist.PrefixStore(f"g{number}/own-device", self.store)
             store.set(str(self.rank), "1" if self._device is not None else "0")
-            self._owns_devices = number, all(store.get(str(rank)) == b"1" for rank in ranks)
+            with communicating(), self.progress.waiting(ranks):
+                self._owns_devices = number, all(store.get(str(rank)) == b"1" for rank in ranks)
         return self._owns_devices[1]
 
     def _unless_abandoned(self, make: Callable[[], Any]) -> Any:
@@ -116,7 +139,8 @@ class Membership:
 
         def body() -> None:
             try:
-                made.append(make())
+                with communicating():
+                    made.append(make())
             except BaseException as error:  # raised below, in the thread that waits
                 faults.append(error.with_traceback(None))
 
@@ -125,17 +149,17 @@ class Membership:
         while thread.is_alive():
             thread.join(_POLL_S)
             if thread.is_alive() and self._abandoned():
-                raise RuntimeError("a peer left while ranks were connecting")
+                raise PeerLost("a peer left while ranks were connecting")
         if faults:
             raise faults.pop()
         return made.pop()
 
     def _make(self, store: dist.Store, ranks: list[int], name: str) -> Any:
-        place, timeout = ranks.index(self.rank), timedelta(seconds=self._timeout_s)
+        place = ranks.index(self.rank)
         if self.owns_devices() and name.partition("-")[0] in DEVICE_GROUPS:
             return _nccl(store, place, len(ranks), self._device)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
+        options._timeout = _GROUP_TIMEOUT
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=self._interface)
             if self._interface
@@ -148,7 +172,7 @@ class Membership:
 
         Raises
         ------
-        RuntimeError
+        PeerLost
             When the supervisor does not come back.
         SystemExit
             When the others have done all steps without this rank.
@@ -161,22 +185,24 @@ class Membership:
 
     def _next(self, after: int, reason: str, *, resume: bool = False) -> Generation:
         question = {"ask": "join", "after": after, "reason": reason[:300], "timeout_s": 5.0, **self._me}
-        while True:
+        question["unconnected"], self._unconnected = self._unconnected, False
+        with self.progress.waiting():
             answer = self.client.ask(question)
-            if answer["over"]:
-                self._done.set()
-                raise SystemExit(0)
-            found = answer["generation"]
-            if found is not None:
-                self._broken_number, self._number = -1, found["number"]
-                self._wanted.clear()
-                return Generation(
-                    number=found["number"],
-                    plan=parse_plan(found["plan"]),
-                    ranks=tuple(found["ranks"]),
-                    resume=resume,
-                    pids={int(rank): int(pid) for rank, pid in found["pids"].items()},
-                )
+            while answer["generation"] is None and not answer["over"]:
+                answer = self.client.ask(question)
+        if answer["over"]:
+            self._done.set()
+            raise SystemExit(0)
+        found = answer["generation"]
+        self._broken_number, self._number = -1, found["number"]
+        self._wanted.clear()
+        return Generation(
+            number=found["number"],
+            plan=parse_plan(found["plan"]),
+            ranks=tuple(found["ranks"]),
+            resume=resume,
+            pids={int(rank): int(pid) for rank, pid in found["pids"].items()},
+        )
 
     def _drop_groups(self) -> None:
         """Close all groups, each in a thread of its own.
@@ -186,7 +212,9 @@ class Membership:
         """
         groups, self._groups = list(self._groups.values()), {}
         while groups:
-            threading.Thread(target=_close, args=([groups.pop()],), daemon=True, name="closing").start()
+            backend = groups.pop().backend
+            threading.Thread(target=_close, args=([backend],), daemon=True, name="closing").start()
+            del backend
 
     def _abort_device_groups(self) -> None:
         """End the kernels that wait for a peer that has left: the host waits for the device without limit.
@@ -194,12 +222,17 @@ class Membership:
         The step cannot be committed: its vote needs all ranks of the generation, over gloo.
         """
         for (_, name), group in list(self._groups.items()):
-            if group.name() == "nccl":
-                threading.Thread(target=_close, args=([group],), daemon=True, name=f"aborting {name}").start()
+            if group.uses_nccl:
+                backend = [group.backend]
+                threading.Thread(target=_close, args=(backend,), daemon=True, name=f"aborting {name}").start()
 
     def wanted(self) -> bool:
         """Return whether another rank waits to join."""
         return self._wanted.is_set()
+
+    def stopping(self) -> bool:
+        """Return whether the run is to end after the step, with a checkpoint."""
+        return self._stopping.is_set()
 
     def _abandoned(self) -> bool:
         """Return whether a peer has left this generation: it will not set keys that others wait for."""
@@ -213,8 +246,9 @@ class Membership:
         """Return whether all ranks are done; if not, a peer needs this rank: adopt the next generation."""
         while True:
             try:
-                answer = self.client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
-            except RuntimeError:
+                with self.progress.waiting():
+                    answer = self.client.ask({"ask": "finished", **self._me}, patience_s=_LAST_PATIENCE_S)
+            except PeerLost:
                 answer = {"end": True}  # the supervisor is gone for good: all were done, or its host is lost
             if answer["end"]:
                 self._done.set()
@@ -229,17 +263,44 @@ class Membership:
         while not self._done.wait(every_s):
             if child and os.getppid() != agent:
                 os._exit(1)  # the agent is gone: nothing would end or restart this rank
+            if self._watched:
+                self._end_if_hanging(every_s)
             number = self._number
+            beat = {"ask": "beat", "number": number, **self._me, **self.progress.to_dict()}
             try:
-                answer = self.client.ask({"ask": "beat", "number": number, **self._me}, patience_s=0.0)
-            except RuntimeError:
+                answer = self.client.ask(beat, patience_s=0.0)
+            except PeerLost:
                 continue  # the supervisor is being restarted
-            if answer["number"] == number == self._number:
-                if answer["wanted"]:
-                    self._wanted.set()
-                if answer["broken"]:
-                    self._broken_number = number
-                    self._abort_device_groups()
+            self.progress.learned(answer["longest_s"])
+            if answer["stop"]:
+                self._stopping.set()
+            if number == self._number:
+                self._heed(answer, number)
+        if self._watched:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _heed(self, answer: dict[str, Any], number: int) -> None:
+        """Act on what the supervisor answers a heartbeat in a generation."""
+        left_behind = answer["number"] > number  # the others have begun another one without this rank
+        if answer["wanted"]:
+            self._wanted.set()
+        if answer["broken"] or answer["stuck"] or left_behind:
+            self._broken_number = number
+            self._abort_device_groups()
+        if answer["stuck"] or left_behind:
+            for group in list(self._groups.values()):
+                group.cut()
+
+    def _end_if_hanging(self, every_s: float) -> None:
+        """End this process if it hangs, with the stacks of all threads on stderr and a word to the others."""
+        where = self.progress.hang(self._job)
+        if where is None:
+            self.progress.arm(2 * every_s)
+            return
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        with contextlib.suppress(RuntimeError):
+            self.client.ask({"ask": "hangs", "where": where, **self._me}, patience_s=2.0)
+        os._exit(HANGS)
 
 
 def _nccl(store: dist.Store, place: int, size: int, device: Any) -> Any:
@@ -250,7 +311,7 @@ def _nccl(store: dist.Store, place: int, size: int, device: Any) -> Any:
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _NCCL_TIMEOUT
+    options._timeout = _GROUP_TIMEOUT
     group = dist.ProcessGroupNCCL(store, place, size, options)
     group.eager_connect_single_device(device)
     return group

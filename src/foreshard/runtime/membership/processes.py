@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from foreshard.errors import ForeshardError
 from foreshard.runtime.run_settings import REPORT_FD
 
 Process = subprocess.Popen[bytes]
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SUPERVISOR_S = 60.0
 """How long a supervisor may take to listen; it imports no torch."""
 
@@ -39,8 +43,15 @@ def start(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             pass_fds=[writing],
+            preexec_fn=die_with_parent,  # one that is stopped cannot notice it itself
         )
     return process, reading
+
+
+def die_with_parent() -> None:
+    """Let the system kill this process when the one that started it ends, if the system can (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start_supervisor(arguments: Sequence[object], log: Path) -> tuple[Process, int | None]:

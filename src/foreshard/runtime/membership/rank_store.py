@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from foreshard.runtime.membership.store import Client
+from foreshard.runtime.membership.wire import PeerLost
 
 
 class RankStore(dist.Store):
@@ -20,14 +22,18 @@ class RankStore(dist.Store):
     Parameters
     ----------
     client : Client
-    timeout_s : float
-        How long to wait for a key.
+    timeout_s : float, optional
+        How long to wait for a key; without it, until it is set or given up.
     abandoned : callable, optional
         Returns whether to stop waiting: the rank that should set the key is gone.
     """
 
     def __init__(
-        self, client: Client, *, timeout_s: float = 30.0, abandoned: Callable[[], bool] = lambda: False
+        self,
+        client: Client,
+        *,
+        timeout_s: float = math.inf,
+        abandoned: Callable[[], bool] = lambda: False,
     ):
         super().__init__()
         self._client, self._timeout_s, self._abandoned = client, timeout_s, abandoned
@@ -41,7 +47,7 @@ class RankStore(dist.Store):
 
         Raises
         ------
-        RuntimeError
+        PeerLost
             When it is not set in time.
         """
         self.wait([key])
@@ -73,7 +79,7 @@ class RankStore(dist.Store):
 
         Raises
         ------
-        RuntimeError
+        PeerLost
             When they are not set in time, or will not be: a peer has left, or the rendezvous was restarted
             and has lost them.
         """
@@ -85,12 +91,12 @@ class RankStore(dist.Store):
             if answer["value"]:
                 return
             if self._abandoned():
-                raise RuntimeError(f"a peer left while waiting for {', '.join(keys)}")
+                raise PeerLost(f"a peer left while waiting for {', '.join(keys)}")
             if boot not in (None, answer["boot"]):
-                raise RuntimeError(f"the rendezvous was restarted while waiting for {', '.join(keys)}")
+                raise PeerLost(f"the rendezvous was restarted while waiting for {', '.join(keys)}")
             boot = answer["boot"]
             if time.monotonic() >= until:
-                raise RuntimeError(f"waited {seconds:.0f} s for {', '.join(keys)}")
+                raise PeerLost(f"waited {seconds:.0f} s for {', '.join(keys)}")
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it was there."""

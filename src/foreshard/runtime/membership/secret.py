@@ -46,12 +46,7 @@ def awaited_secret(path: Path, patience_s: float = 60.0) -> Path:
 
 
 def checked_secret(path: Path, key: str = "secret") -> Path:
-    """Return the path of a secret that is long enough and that others cannot read.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Return the path of a secret that is long enough and that others cannot read."""
     path = path.resolve()
     try:
         mode, size = path.stat().st_mode, len(path.read_bytes().strip())

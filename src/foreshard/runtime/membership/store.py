@@ -20,6 +20,7 @@ from typing import Any
 from foreshard.errors import SpecError
 from foreshard.runtime.membership.wire import (
     HANDSHAKE_S,
+    PeerLost,
     Refused,
     authenticate_client,
     authenticate_to_server,
@@ -28,7 +29,8 @@ from foreshard.runtime.membership.wire import (
 )
 
 MAX_UNAUTHENTICATED = 64
-"""Connections in the handshake at once; more are closed, so that strangers cannot use up threads."""
+"""Connections in the handshake at once; beyond it the oldest is closed: a rank takes milliseconds for it, and
+strangers can neither use up threads nor keep ranks out."""
 ANSWER_S = 20.0
 """Silence of the server after which a client reconnects; questions are answered in at most 5 s."""
 _BIND_S = 10.0
@@ -64,7 +66,7 @@ class StoreServer:
         self._values: dict[str, bytes] = {}
         self._once: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._changed = threading.Condition()
-        self._handshakes = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
+        self._handshakes: OrderedDict[socket.socket, None] = OrderedDict()
         self._links: set[socket.socket] = set()
         self._boot = uuid.uuid4().hex
         self._socket = _listen(address, port)
@@ -76,10 +78,9 @@ class StoreServer:
         """Stop listening, and close all connections."""
         self._open = False
         with self._changed:
-            open_sockets = [self._socket, *self._links]
+            open_sockets = [self._socket, *self._links, *self._handshakes]
         for each in open_sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it
+            _shut(each)
         self._socket.close()
 
     def forget(self, prefix: str) -> None:
@@ -95,9 +96,10 @@ class StoreServer:
             except OSError:
                 time.sleep(0.05)  # out of file descriptors, or the caller has closed: accept the next
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                link.close()  # a rank tries again
-                continue
+            with self._changed:
+                self._handshakes[link] = None
+                if len(self._handshakes) > MAX_UNAUTHENTICATED:
+                    _shut(self._handshakes.popitem(last=False)[0])
             threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
@@ -119,7 +121,8 @@ class StoreServer:
             link.settimeout(HANDSHAKE_S)
             authenticate_client(link, self._secret)
         finally:
-            self._handshakes.release()
+            with self._changed:
+                self._handshakes.pop(link, None)
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -188,6 +191,12 @@ class StoreServer:
             return {"value": there, "boot": self._boot}
 
 
+def _shut(link: socket.socket) -> None:
+    """End a connection: threads that wait on it wake up, and close it."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+
+
 def _listen(address: str, port: int) -> socket.socket:
     """Listen; retry for a while if the port is taken, as by connections of an earlier server."""
     until = time.monotonic() + _BIND_S
@@ -248,8 +257,10 @@ class Client:
         ------
         Refused
             When the secret is wrong.
+        PeerLost
+            When the server does not answer.
         RuntimeError
-            When the server does not answer, or answers with an error.
+            When it answers with an error.
         """
         until = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
         while True:
@@ -263,9 +274,7 @@ class Client:
                 self._local.connection = None
                 self._look_elsewhere()
                 if time.monotonic() > until:
-                    raise RuntimeError(
-                        f"the rendezvous at {self.address} does not answer: {error}"
-                    ) from error
+                    raise PeerLost(f"the rendezvous at {self.address} does not answer: {error}") from error
                 time.sleep(0.05)
                 continue
             if "error" in reply:

@@ -2,19 +2,20 @@
 
 A generation is a set of ranks and a plan. Ranks ask for the next one when they start, when a peer is gone,
 and at the end of a step when another rank waits to join; it is formed when every living rank has asked. A
-rank without a heartbeat for `detect_s` counts as dead: a killed or stalled rank is noticed here (`watch`), or
-reported by its agent (`_agent`). Decisions are on disk before any rank learns of them, so that a supervisor
-that is killed continues where it was.
+rank without a heartbeat for `detect_s` counts as dead (`watch`), unless its agent sees it run (`_agent`). A
+rank that hangs ends itself and says so (`_hangs`); if all ranks wait for each other, a link is lost
+(`_is_stuck`). A run that fails again and again without a step ends with the reason (`fault`). Decisions are
+on disk before any rank learns of them, so that a supervisor that is killed continues where it was.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from foreshard.runtime.membership.link_blame import LinkBlame
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.membership.store import StoreServer
 from foreshard.runtime.membership.supervisor_state import SupervisorState, load_state, save_state
+from foreshard.runtime.records.durable_jsonl import DurableJsonl
 from foreshard.runtime.run_settings import REPORT_FD
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import parse_plan
@@ -33,16 +35,41 @@ START_S = 600.0
 """How long the first generation waits for all ranks: torch may take minutes to load on a busy host."""
 _ASK_S = 5.0
 """Longest time that a question waits for its answer; the asker repeats it."""
+_STUCK_S = 5.0
+"""Least time after which ranks that all wait are stuck: on a busy machine none may run for a while."""
+_HANGS_IN_A_ROW = 3
+"""Generations that end because a rank hangs, without a step between them, after which the run ends."""
+_FAILURES_IN_A_ROW = 8
+"""Generations of the same processes without a step between them after which the run ends."""
 
 
 @dataclass(slots=True)
 class LiveRank:
-    """A rank that is alive."""
+    """A rank that is alive.
+
+    Attributes
+    ----------
+    pid : int
+    beat_s : float
+        When it was last heard or seen to run.
+    waits, done : bool
+        Whether it asks for the next generation; whether it has done all steps.
+    count : int
+        Of its activities, see `Progress`.
+    waits_for : list of int or None
+        Peers, since `still_s`.
+    step : int or None
+        That it trained when it was last heard.
+    """
 
     pid: int
     beat_s: float
     waits: bool = False
     done: bool = False
+    count: int = -1
+    waits_for: list[int] | None = None
+    still_s: float = 0.0
+    step: int | None = None
 
 
 class Supervisor:
@@ -75,7 +102,17 @@ class Supervisor:
         self._changed = threading.Condition()
         self._began_s = now()
         self._link_blame = LinkBlame(detect_s)
+        self._lines = DurableJsonl(folder / "supervisor.jsonl")
         self._last_logged: tuple[str, dict[str, Any]] = ("", {})
+        self._longest_s: dict[str, float] = {}
+        self._step = -1
+        self._hung_in: set[int] = set()
+        self._stuck_in = -1
+        self._failures = 0
+        self._stop = False
+        self._begun: dict[int, int] = {}
+        self._left: list[str] = []
+        self._news: list[str] = []
         self.server: StoreServer | None = None
         self.state = load_state(folder) or SupervisorState(plan=plan.to_dict(), expected=sorted(expected))
         self._live = {rank: LiveRank(pid=pid, beat_s=now()) for rank, pid in self.state.pids.items()}
@@ -86,13 +123,16 @@ class Supervisor:
         """Answer a rank or an agent."""
         ask = message.get("ask")
         if ask == "beat":
-            return self._beat(int(message["rank"]), int(message["pid"]), int(message.get("number", -1)))
+            return self._beat(message)
+        if ask == "hangs":
+            return self._hangs(int(message["rank"]), int(message["pid"]), str(message["where"])[:300])
         if ask == "join":
             return self._join(
                 int(message["rank"]),
                 int(message["pid"]),
                 int(message["after"]),
                 reason=str(message.get("reason", ""))[:300],
+                unconnected=bool(message.get("unconnected", False)),
                 timeout_s=min(float(message["timeout_s"]), _ASK_S),
             )
         if ask == "finished":
@@ -106,20 +146,99 @@ class Supervisor:
                 return {**self.state.to_dict(), "alive": sorted(self._live)}
         return {"error": f"unknown question {ask!r}"}
 
-    def _beat(self, rank: int, pid: int, number: int) -> dict[str, Any]:
-        """Note a heartbeat; answer whether a rank waits to join, and whether the generation is broken."""
+    def _beat(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Note a heartbeat; answer whether a rank waits to join, and whether the generation is of any use."""
         with self._changed:
-            if rank not in self._live:
-                self._take_back(rank, pid, number)
-            live = self._live.get(rank)
-            if live is None or live.pid not in (0, pid):
-                return {"wanted": False, "broken": False, "number": self.state.number}
-            live.beat_s, live.pid = self._now(), pid
+            rank, number = int(message["rank"]), self.state.number
+            live = self._heard(rank, int(message["pid"]), int(message.get("number", -1)))
+            if live is None:
+                return {
+                    "wanted": False,
+                    "broken": False,
+                    "stuck": False,
+                    "number": number,
+                    "longest_s": {},
+                    "stop": False,
+                }
+            self._note_progress(live, message)
             joins = any(
                 other.waits and r not in self.state.ranks and not self._is_excluded(r)
                 for r, other in self._live.items()
             )
-            return {"wanted": joins, "broken": self._is_broken(), "number": self.state.number}
+            return {
+                "wanted": joins,
+                "broken": self._is_broken(),
+                "stuck": self._is_stuck(),
+                "number": self.state.number,
+                "longest_s": self._longest_s,
+                "stop": self._stop,
+            }
+
+    def _heard(self, rank: int, pid: int, number: int) -> LiveRank | None:
+        """Note that a rank lives; None if it has been replaced by another process."""
+        if rank not in self._live:
+            self._take_back(rank, pid, number)
+        live = self._live.get(rank)
+        if live is None or live.pid not in (0, pid):
+            return None
+        live.beat_s, live.pid = self._now(), pid
+        return live
+
+    def _note_progress(self, live: LiveRank, message: dict[str, Any]) -> None:
+        count, waits_for = int(message.get("count", -1)), message.get("waits_for")
+        if count != live.count or waits_for is None:
+            live.still_s = self._now()
+        live.count, live.waits_for = count, waits_for
+        for key, seconds in message.get("longest_s", {}).items():
+            self._longest_s[str(key)] = max(float(seconds), self._longest_s.get(key, 0.0))
+        step, before = int(message.get("step", -1)), live.step
+        self._step, live.step = step, step
+        if before is not None and step > before:  # trained, be it again after a loss of all copies
+            self._failures = 0
+            self._hung_in.clear()
+
+    def _is_stuck(self) -> bool:
+        """Return whether every rank of the generation waits for others, and none has got on for a while.
+
+        Of those that wait for each other in a circle one has a lost link.
+        """
+        if self._stuck_in == self.state.number:
+            return True
+        limit_s, members = max(self._detect_s, _STUCK_S), self.state.ranks
+        living = {rank: self._live[rank] for rank in members if rank in self._live}
+        until = self._now() - limit_s
+        at_work = [live for live in living.values() if not (live.waits or live.done)]
+        if not at_work or any(live.waits_for is None or live.still_s > until for live in at_work):
+            return False
+        waits = {rank: set(live.waits_for or ()) & living.keys() for rank, live in living.items()}
+        if not any(waits.values()) and len(living) == len(members):
+            return False  # all ask for the next generation
+        self._stuck_in = self.state.number
+        self._link_blame.stuck(self.state.number, _in_circles(waits))
+        self.log("stuck", number=self.state.number, waits={r: sorted(w) for r, w in waits.items()})
+        return True
+
+    def _hangs(self, rank: int, pid: int, where: str) -> dict[str, Any]:
+        """Note that a rank ends itself because it hangs; the run ends if that does not help."""
+        with self._changed:
+            live = self._live.get(rank)
+            if live is not None and live.pid == pid:
+                self._lose(rank)
+            self.log("rank hangs", rank=rank, pid=pid, step=self._step, where=where)
+            self._news.append(f"rank {rank} hangs in {where}, its stack is in logs/rank-{rank}.log")
+            self._hung_in.add(self.state.number)
+            if len(self._hung_in) >= _HANGS_IN_A_ROW:
+                rule = f"A run ends when ranks hang {_HANGS_IN_A_ROW} times without a step between"
+                fix = "Correct what the stack shows, or give --progress-s if it only takes long"
+                self._end(f"rank {rank} hangs in {where}", rule, fix, f"logs/rank-{rank}.log")
+            self._decide()
+        return {}
+
+    def _end(self, what: str, rule: str, fix: str, file: str) -> None:
+        """End the run by name: agents learn of it at their next question."""
+        fault = {"code": 1, "what": what, "rule": rule, "fix": fix, "file": str(self._folder / file)}
+        self.state.fault = self.state.fault or fault
+        self.log("ended", text=what)
 
     def _is_broken(self) -> bool:
         """Return whether a rank of the generation has died or left: its peers need not wait for it."""
@@ -137,13 +256,17 @@ class Supervisor:
         self.state.pids[rank] = pid
         self.log("rank heard again", rank=rank)
 
-    def _join(self, rank: int, pid: int, after: int, *, reason: str, timeout_s: float) -> dict[str, Any]:
+    def _join(
+        self, rank: int, pid: int, after: int, *, reason: str, unconnected: bool, timeout_s: float
+    ) -> dict[str, Any]:
         """Add a rank to those that wait for a generation after `after`; return it if it forms in time."""
         with self._changed:
             if self.state.over:
                 return {"generation": None, "over": True}
             self.state.number = max(self.state.number, after)
             if not self._covers(rank, pid, after):
+                if unconnected:
+                    self._link_blame.stuck(after, [rank])
                 self._add_waiting(rank, pid, after, reason)
                 self._decide()
                 self._changed.wait_for(lambda: self._covers(rank, pid, after) or self.state.over, timeout_s)
@@ -162,7 +285,7 @@ class Supervisor:
             live.waits = True
             if after >= 0:
                 self.log("left generation", rank=rank, number=after, reason=reason)
-                self._link_blame.left(rank, after, reason)
+                self._left.append(f"rank {rank}: {reason}")
             else:
                 self.log("at the door", rank=rank)
 
@@ -179,11 +302,19 @@ class Supervisor:
                 if live is not None and live.pid in (0, int(pid)):
                     self._lose(int(rank))
                     self.log("rank lost", rank=rank, pid=pid, reason=reason)
+                    self._news.append(f"rank {rank} died ({reason}) at step {self._step}")
+            for rank, pid in message.get("running", []):
+                live = self._live.get(int(rank))
+                if live is not None and live.pid == int(pid):
+                    live.beat_s = self._now()  # alive, though its interpreter may be too busy to say so
+            self.state.fault = self.state.fault or message.get("fault")
+            self._stop = self._stop or bool(message.get("stop"))
             self._expect_no_more(int(rank) for rank in message.get("gone", []))
             self._decide()
             mine = {int(rank) for rank in message.get("ranks", [])}
             kill = {rank: self._to_kill.pop(rank) for rank in mine & self._to_kill.keys()}
-            return {"kill": kill, "finished": self.state.finished, "over": self.state.over}
+            s = self.state
+            return {"kill": kill, "finished": s.finished, "over": s.over, "fault": s.fault}
 
     def _lose(self, rank: int) -> None:
         del self._live[rank]
@@ -200,7 +331,7 @@ class Supervisor:
     def _finished(self, rank: int, pid: int) -> dict[str, Any]:
         """Let a rank end when all are done; send it back while another needs it to finish its last step."""
         with self._changed:
-            self._beat(rank, pid, self.state.number)
+            self._heard(rank, pid, self.state.number)
             if rank in self._live:
                 self._live[rank].done = True
             self._changed.notify_all()
@@ -244,6 +375,7 @@ class Supervisor:
                     self._lose(rank)
                     self._to_kill[rank] = live.pid
                     self.log("rank silent", rank=rank, pid=live.pid, for_s=round(silent_s, 3))
+                    self._news.append(f"rank {rank} is silent for {silent_s:.1f} s at step {self._step}")
             self._decide()
 
     def _is_excluded(self, rank: int) -> bool:
@@ -257,14 +389,28 @@ class Supervisor:
             return
         out = self._link_blame.rank_to_exclude(self.state.number, waiting, self._now())
         if out is not None:
-            self.log("link suspected", rank=out, text="ranks cannot reach it; it stays out for a while")
+            self.log("link suspected", rank=out)
+            self._news.append(f"rank {out} cannot be reached by others and stays out for a while")
             waiting.discard(out)
         try:
             plan = repaired(taken_over(parse_plan(self.state.plan), waiting), waiting)
         except InfeasibleError as error:
             self._log_once("waiting", text=str(error), ranks=sorted(waiting))
+            if waiting.issuperset(self.state.expected):
+                rule = "A run goes on while the ranks that are left can hold the model"
+                self._end(str(error), rule, "Start it again with --resume", "supervisor.jsonl")
             return
+        self._count_failures(waiting)
         self._begin(waiting, plan)
+
+    def _count_failures(self, ranks: set[int]) -> None:
+        """End the run if the same processes leave generation after generation without a step."""
+        before, self._begun = self._begun, {rank: self._live[rank].pid for rank in sorted(ranks)}
+        self._failures = self._failures + 1 if before == self._begun else 0
+        if self._failures >= _FAILURES_IN_A_ROW:
+            rule = f"A run ends after {_FAILURES_IN_A_ROW} generations of the same ranks without a step"
+            what = f"ranks cannot train together: {'; '.join(self._left[-len(ranks) :])}"
+            self._end(what, rule, "See the logs of these ranks", "logs")
 
     def _may_begin(self, waiting: set[int]) -> bool:
         """Return whether all expected ranks are there; only the first generation waits for them."""
@@ -273,6 +419,8 @@ class Supervisor:
 
     def _begin(self, ranks: set[int], plan: Plan) -> None:
         s = self.state
+        back = sorted(ranks - set(s.ranks)) if s.ranks else []
+        news, self._news = [*self._news, *(f"rank {rank} is back" for rank in back)], []
         s.number, s.ranks, s.running = s.number + 1, sorted(ranks), plan.to_dict()
         s.pids = {rank: self._live[rank].pid for rank in s.ranks}
         self._save()
@@ -282,16 +430,15 @@ class Supervisor:
             self._live[rank].waits = False
             self._live[rank].beat_s = self._now()
         self._link_blame.began(s.number, s.ranks, self._now())
-        self.log("generation", number=s.number, ranks=s.ranks)
+        text = "; ".join([*news, f"continuing with ranks {', '.join(map(str, s.ranks))}"]) if news else None
+        self.log("generation", number=s.number, ranks=s.ranks, text=text)
         self._changed.notify_all()
 
     # -- files ----------------------------------------------------------------------------------------------
 
     def log(self, kind: str, **facts: Any) -> None:
-        """Write a line of the operator's log; a full disk loses the line, but does not stop the run."""
-        line = json.dumps({"time": time.time(), "who": "supervisor", "kind": kind, **facts})
-        with contextlib.suppress(OSError), (self._folder / "supervisor.jsonl").open("a") as file:
-            file.write(line + "\n")
+        """Write a line of the operator's log; while the disk is full, lines wait."""
+        self._lines.add({"time": time.time(), "who": "supervisor", "kind": kind, **facts})
         self._last_logged = (kind, facts)
 
     def _log_once(self, kind: str, **facts: Any) -> None:
@@ -305,8 +452,24 @@ class Supervisor:
             self._log_once("memory not written", text=str(error))
 
 
+def _in_circles(waits: Mapping[int, set[int]]) -> list[int]:
+    """Return the ranks that wait, over others or directly, for themselves.
+
+    Examples
+    --------
+    >>> _in_circles({0: {1}, 1: {2}, 2: {1}})
+    [1, 2]
+    """
+    reached = {rank: set(first) for rank, first in waits.items()}
+    for _ in waits:
+        for rank in waits:
+            reached[rank].update(*(reached[other] for other in list(reached[rank])))
+    return [rank for rank, found in reached.items() if rank in found]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a supervisor: FOLDER ADDRESS PORT SECRET_FILE DETECT_S TERM; the plan is FOLDER/plan.json."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for all processes of a job: its agent ends the run
     folder, address, port, secret_file, detect_s, term = argv
     path, parent = Path(folder), os.getppid()
     plan = parse_plan(json.loads((path / "plan.json").read_text()))

@@ -35,6 +35,8 @@ class SupervisorState:
         Ranks that have ended after all steps.
     over : bool
         Whether all steps are done.
+    fault : dict or None
+        Why the run has to end, as `ForeshardError.to_dict` gives it.
     """
 
     plan: dict[str, Any]
@@ -45,6 +47,7 @@ class SupervisorState:
     running: dict[str, Any] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     over: bool = False
+    fault: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as its file stores it."""

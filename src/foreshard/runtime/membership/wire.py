@@ -25,6 +25,10 @@ _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _REFUSAL = b"refused".ljust(_PROOF_BYTES, b"\0")
 
 
+class PeerLost(RuntimeError):
+    """Another rank, or the rendezvous, cannot be reached: a rank leaves its generation for the next one."""
+
+
 class Refused(SpecError):
     """The other side does not know the secret, or does not speak the protocol."""
 

@@ -29,7 +29,7 @@ class WorldGroup:
 
     Raises
     ------
-    RuntimeError
+    PeerLost
         When another rank is gone again.
     """
 
@@ -58,6 +58,13 @@ class WorldGroup:
         if self.group is not None:
             self.group.allreduce([flag]).wait()
         return bool(flag[0] > 0)
+
+    def of_leader(self, value: float) -> float:
+        """Return the leader's value, on every rank."""
+        given = torch.tensor([value if self.leads else 0.0], dtype=torch.float64)
+        if self.group is not None:
+            self.group.allreduce([given]).wait()
+        return float(given[0])
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

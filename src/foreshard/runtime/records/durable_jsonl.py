@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from foreshard.errors import ForeshardError
 OnEvent = Callable[..., None]
 """Writes the operator's log: (kind, text, **facts)."""
 _RETRY_S = 0.2
+_LONGEST_LINE_BYTES = 16 * 2**20
 
 
 class DurableJsonl:
@@ -76,6 +78,8 @@ class DurableJsonl:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # other processes append too; freed when one is killed
+                _drop_torn_line(file)
                 while self._waiting:
                     self._write_first(file)
         except OSError as error:
@@ -101,13 +105,8 @@ class DurableJsonl:
 
     def _write_first(self, file: BinaryIO) -> None:
         begin = os.fstat(file.fileno()).st_size
-        torn = begin > 0 and os.pread(file.fileno(), 1, begin - 1) != b"\n"
-        data = b"\n" * torn + self._waiting[0]  # a torn line would swallow this one
-        written = file.write(data)
-        if written < len(data):
-            with contextlib.suppress(OSError):
-                if os.fstat(file.fileno()).st_size == begin + written:  # no other process has appended
-                    file.truncate(begin)
+        if file.write(self._waiting[0]) < len(self._waiting[0]):
+            file.truncate(begin)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.drop_oldest()
 
@@ -125,6 +124,15 @@ class DurableJsonl:
             file=str(self.path),
             after_s=round(blocked_s, 3),
         )
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut off a last line that a killed process has left unfinished."""
+    size = os.fstat(file.fileno()).st_size
+    if not size or os.pread(file.fileno(), 1, size - 1) == b"\n":
+        return
+    begin = max(0, size - _LONGEST_LINE_BYTES)
+    file.truncate(begin + os.pread(file.fileno(), size - begin, begin).rfind(b"\n") + 1)
 
 
 def flush_all(files: list[DurableJsonl], patience_s: float) -> None:
@@ -158,12 +166,12 @@ def not_written(file: DurableJsonl, rule: str) -> ForeshardError:
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, without lines torn by a kill or a full disk."""
-    found = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+    return list(parsed_lines(path.read_text(errors="replace"))) if path.exists() else []
+
+
+def parsed_lines(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are JSON objects."""
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                yield found

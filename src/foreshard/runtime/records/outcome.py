@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from foreshard.errors import ForeshardError
+from foreshard.runtime.checkpoint.folders import latest
 from foreshard.runtime.membership.supervisor_state import load_state
 from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.records.ledger import Audit, audit, merge
@@ -37,6 +38,8 @@ class RunOutcome:
         Of an adaptive run: `limit` and `mean` of each budget.
     absent : tuple of int
         Ranks of the run's plan that were missing in the last generation.
+    stopped : bool
+        Whether it was asked to end before its last step.
     """
 
     out: str
@@ -54,6 +57,7 @@ class RunOutcome:
     misread: int = 0
     budgets: dict[str, dict[str, float]] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
+    stopped: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `run --json` prints it."""
@@ -81,6 +85,18 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ru
     checked = audit(ledgers, global_batch=global_batch, steps=steps)
     lines = kept_steps(out / "metrics.jsonl")
     return _outcome(out, lines, checked, restarts)
+
+
+def steps_done(out: Path) -> int:
+    """Return how many steps a run has trained, by its metrics."""
+    return max((line["step"] + 1 for line in kept_steps(out / "metrics.jsonl")), default=0)
+
+
+def is_finished(out: Path, steps: int) -> bool:
+    """Return whether a run has trained so many steps, and nothing is left to do."""
+    state, saved = load_state(out), latest(out / "ckpt")
+    ended = state is not None and state.over and steps_done(out) >= steps
+    return ended or (saved is not None and saved >= steps)
 
 
 def kept_steps(path: Path) -> list[dict[str, Any]]:

@@ -100,10 +100,6 @@ def check_runnable(plan: Plan, *, file: str | None = None) -> None:
     plan : Plan
     file : str, optional
         From which it was read.
-
-    Raises
-    ------
-    SpecError
     """
     try:
         layout_of(plan)

@@ -314,9 +314,10 @@ class RankState:
                 self._optimizer_state[key] = dict(state)
 
     def _make_optimizer(self) -> None:
-        parameters = list(self.updated.values())
         self._optimizer_state = {k: state for k, state in self._optimizer_state.items() if k in self.updated}
-        self.optimizer = self.job.optimizer(parameters) if parameters else None
+        names = self.job.names
+        named = [(names.get(key, f"{key[0]}.{key[1]}"), p) for key, p in self.updated.items()]
+        self.optimizer = self.job.optimizer(named) if named else None
         if self.optimizer is None:
             return
         if any(self.interval(key) != WHOLE for key in self.updated):

@@ -11,12 +11,7 @@ from foreshard.runtime.tensor.split import LayerSplit
 
 
 def check_split(layout: RankLayout, parameters: Parameters) -> None:
-    """Raise for stages whose layers cannot be cut as the plan asks.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise for stages whose layers cannot be cut as the plan asks."""
     for g, group in enumerate(layout.plan.groups):
         for s, stage in enumerate(group.stages):
             where = f"groups[{g}].stages[{s}]"
@@ -36,12 +31,7 @@ def check_split(layout: RankLayout, parameters: Parameters) -> None:
 
 
 def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str, *, of: str = "") -> None:
-    """Raise where a degree does not suit every layer that can be cut, or there is no such layer.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise where a degree does not suit every layer that can be cut, or there is no such layer."""
     if not splits:
         raise SpecError(
             f"no layer {of}has a tensor plan",

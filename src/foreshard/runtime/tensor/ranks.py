@@ -18,6 +18,7 @@ from torch import Tensor
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.engine.gradient_sync import latest
+from foreshard.runtime.membership.peer_group import PeerGroup, TypedGroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,23 +43,14 @@ class TensorRanks:
         self._mesh: DeviceMesh | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._tensors: Any = None
-        self._group: dist.ProcessGroup | None = None
-        self._backend: Any = None
+        self._group: TypedGroup | None = None
+        self._name: Any = None
+        self._peers: PeerGroup | None = None
         self._ranks: tuple[int, ...] = ()
         self._last_input: tuple[Tensor, int, DTensor] | None = None
 
-    def connect(self, group: Any, ranks: Sequence[int], rank: int, device: torch.device) -> None:
-        """Make the mesh over a process group of one backend (gloo, NCCL).
-
-        Parameters
-        ----------
-        group : ProcessGroup
-            Of the ranks, in order.
-        ranks : sequence of int
-        rank : int
-            One of them.
-        device : torch.device
-        """
+    def connect(self, group: PeerGroup, device: torch.device) -> None:
+        """Make the mesh over the process group of the ranks."""
         # takes a second to load, which runs without tensor parallelism are spared
         import torch.distributed.tensor as tensors
         from torch.distributed.device_mesh import DeviceMesh
@@ -66,17 +58,15 @@ class TensorRanks:
 
         self.disconnect()
         self._tensors = tensors
-        place, size = list(ranks).index(rank), len(ranks)
-        self.index, self.degree, self._ranks, self._backend = place, size, tuple(ranks), group
-        store = dist.HashStore()  # required by the constructor, unused by a group with a backend
-        whole = dist.ProcessGroup(store, place, size)
+        place, size = group.place, len(group.ranks)
+        self.index, self.degree, self._ranks, self._peers = place, size, group.ranks, group
         kinds = dist.ProcessGroup.BackendType
-        kind = kinds.NCCL if group.name() == "nccl" else kinds.GLOO
-        whole._set_default_backend(kind)
-        whole._register_backend(torch.device(device.type), kind, group)
+        kind = kinds.NCCL if group.uses_nccl else kinds.GLOO
+        whole = TypedGroup(group, kind, torch.device(device.type))
         number = next(_number)
         name = GroupName(f"foreshard-tensor-{number}")
         whole._set_group_name(name)
+        self._name = name
         torch._C._distributed_c10d._register_process_group(name, whole)
         if (size, place) not in self._meshes:
             # Without a default group, ranks are counted within this mesh. No two meshes of a process may be
@@ -91,8 +81,8 @@ class TensorRanks:
     def disconnect(self) -> None:
         """Let go of the group."""
         if self._group is not None:
-            torch._C._distributed_c10d._unregister_process_group(self._group.group_name)
-        self._group = self._mesh = self._last_input = self._backend = None
+            torch._C._distributed_c10d._unregister_process_group(self._name)
+        self._group = self._mesh = self._last_input = self._peers = None
         self.index, self.degree, self._ranks = 0, 1, ()
 
     # -- tensor parallelism ---------------------------------------------------------------------------------
@@ -188,10 +178,10 @@ class TensorRanks:
 
     def advance_clock(self, clock: Clock) -> None:
         """Bring a virtual clock to the end of an action's collectives, of the slowest of these ranks."""
-        if self._backend is None or not self.bytes_summed:
+        if self._peers is None or not self.bytes_summed:
             return
         sizes, self.bytes_summed = self.bytes_summed, []
-        latest(self._backend, now := torch.tensor([clock.now()], dtype=torch.float64))
+        latest(self._peers, now := torch.tensor([clock.now()], dtype=torch.float64))
         links_s = sum(part * clock.all_reduce_s(size, self._ranks) for size, part in sizes)
         clock.advance_to(float(now[0]) + links_s)
 

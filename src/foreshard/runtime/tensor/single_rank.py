@@ -13,6 +13,7 @@ from torch import nn
 
 from foreshard.runtime.engine.executor import through
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.state.parameters import parameters_of
 from foreshard.runtime.tensor.checks import check_degree
 from foreshard.runtime.tensor.draws import TensorDraws
@@ -36,7 +37,7 @@ class TensorPart:
         parameters = parameters_of(job)
         check_degree(parameters.splits, degree, "--tp")
         self._ranks = TensorRanks()
-        self._ranks.connect(FakeProcessGroup._create_internal(0, degree), range(degree), 0, device)
+        self._ranks.connect(PeerGroup(FakeProcessGroup._create_internal(0, degree), range(degree), 0), device)
         self._ranks.bytes_summed = []
         self._draws = TensorDraws(job, parameters.splits, self._ranks)
         self.modules: list[nn.Module] = []

@@ -349,12 +349,7 @@ def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
 
 
 def check_by_element(optimizer: torch.optim.Optimizer, path: str | None = None) -> None:
-    """Raise for an optimizer that would update parts of a weight differently from the whole.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise for an optimizer that would update parts of a weight differently from the whole."""
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT
     if not known and not getattr(optimizer, "by_element", False):

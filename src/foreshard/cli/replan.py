@@ -1,0 +1,57 @@
+"""`foreshard replan RUN PLAN`: give a running job another plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import click
+
+from foreshard.cli.options.answer import give, say
+from foreshard.cli.options.sources import verb_command
+from foreshard.cli.options.values import Amount
+from foreshard.errors import ForeshardError, SpecError
+from foreshard.report.screen import Screen
+
+_LOOK_S = 0.2
+
+
+@verb_command("replan")
+@click.argument("run", metavar="RUN")
+@click.argument("plan_file", metavar="PLAN")
+@click.option(
+    "--wait-s", type=Amount(), default=600.0, show_default=True, help="How long to wait until it is adopted."
+)
+def command(run: str, plan_file: str, wait_s: float) -> None:
+    """Let the job that trains in the folder RUN adopt the plan file PLAN after its present step.
+
+    Weights and optimizer states move to where the plan has them; no sample is lost or repeated.
+
+    \b
+    foreshard replan run plan.json
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard.runtime.membership.replanning import request_plan
+
+    number = request_plan(Path(run), plan_file)
+    events, until = Path(run) / "events.jsonl", time.monotonic() + wait_s
+    seen = os.path.getsize(events) if events.exists() else 0
+    while time.monotonic() < until:
+        with events.open("rb") if events.exists() else open(os.devnull, "rb") as file:
+            file.seek(seen)
+            lines = [json.loads(line) for line in file.read().splitlines() if line.endswith(b"}")]
+        answer = next((line for line in lines if line.get("request") == number), None)
+        if answer is not None and answer["kind"] == "request refused":
+            raise SpecError(answer["text"], file=plan_file, key="PLAN")
+        if answer is not None:
+            say(f"adopted after step {answer['step'] - 1}")
+            give({"schema_version": 1, "request": number, "step": answer["step"]}, Screen)
+            return
+        time.sleep(_LOOK_S)
+    raise ForeshardError(
+        f"not adopted within {wait_s:g} s",
+        file=run,
+        rule="A run adopts a plan between two steps",
+        fix="See events.jsonl; --wait-s waits longer",
+    )

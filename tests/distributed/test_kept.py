@@ -1,0 +1,137 @@
+"""What was trained is kept: at the end, on SIGTERM, on a full disk, beside damaged files, and never twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from command import Command, Run, events, replicas, run
+
+from foreshard.runtime.checkpoint.folders import steps_in
+
+SLOW = "def loss(output, batch): time.sleep(0.15); return output.square().sum(), len(output)"
+FULL = """
+import resource
+calls = []
+def loss(output, batch):
+    calls.append(1)
+    room = 12000 if {first} <= len(calls) < {last} else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    return output.square().sum(), len(output)
+"""
+BROKEN = """
+calls = []
+def loss(output, batch):
+    calls.append(1)
+    return output.square().sum() * (float("nan") if len(calls) >= {0} else 1.0), len(output)
+"""
+
+
+def saved(found: Run) -> list[int]:
+    return steps_in(found.out / "ckpt")
+
+
+def wait_for_steps(command: Command, count: int) -> None:
+    metrics, until = command.out / "metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+        assert time.monotonic() < until and command.process.poll() is None
+        time.sleep(0.05)
+
+
+def test_a_checkpoint_is_there_at_the_end_and_resuming_trains_nothing(tmp_path: Path) -> None:
+    found = run(tmp_path, {}, replicas(2), "--steps", "5")
+    assert found.code == 0 and saved(found) == [5]
+    before = (found.out / "metrics.jsonl").read_bytes()
+    again = run(tmp_path, {}, replicas(2), "--steps", "5", "--resume", within_s=30.0)
+    assert again.code == 0 and (found.out / "metrics.jsonl").read_bytes() == before
+    further = run(tmp_path, {}, replicas(2), "--steps", "8", "--resume", "--json")
+    assert further.code == 0 and sorted(further.losses) == list(range(8)) and saved(further)[0] == 8
+    assert [line["step"] for line in events(further, ["restored"])][-1] == 5
+    assert json.loads(further.stdout)["samples"] == 8 * 4
+
+
+def test_none_is_written_if_none_is_wanted(tmp_path: Path) -> None:
+    found = run(tmp_path, {}, replicas(2), "--steps", "3", "--no-save-last")
+    assert found.code == 0 and not (found.out / "ckpt").exists()
+
+
+def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+    command = Command(tmp_path, {"loss": SLOW}, replicas(2), "--steps", "500")
+    wait_for_steps(command, 4)
+    command.process.send_signal(signal.SIGTERM)
+    found = command.end(60.0)
+    assert found.code == 128 + signal.SIGTERM, found.stderr
+    (step,) = saved(found)
+    assert step == max(found.losses) + 1 >= 4
+    assert f"checkpoint of step {step}" in found.stderr and "--resume" in found.stderr
+    whole = run(tmp_path, {}, replicas(2), "--steps", str(step + 2), out="whole")
+    further = run(tmp_path, {}, replicas(2), "--steps", str(step + 2), "--resume")
+    assert further.code == 0 and further.losses == pytest.approx(whole.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("first", "last"), [(6, 11), (11, 60)], ids=["in between", "at the end"])
+def test_a_checkpoint_that_fails_is_said_and_written_when_there_is_room(
+    tmp_path: Path, first: int, last: int
+) -> None:
+    slow = FULL.format(first=first, last=last) + "from torch.utils.data import default_collate\n"
+    slow += "def collate(samples): time.sleep(0.3); return default_collate(samples)"
+    wide = "def model(): return [nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1)]"
+    parts, flags = {"loss": slow, "model": wide}, ["--steps", "16", "--checkpoint-every", "8"]
+    found = run(tmp_path, parts, replicas(2), *flags)
+    failed = events(found, ["checkpoint failed"])
+    assert failed and "File too large" in failed[0]["text"]
+    assert "checkpoint failed" in found.stderr
+    if last < 16:
+        assert found.code == 0, found.stderr
+        retried = [line["step"] for line in events(found, ["checkpoint saved at last"])]
+        assert len(retried) == 1 and 8 < retried[0] < 16, "it is of a later step, and not only at the end"
+    else:
+        assert found.code == 1 and "the last checkpoint is not written" in found.stderr
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path) -> None:
+    plan = replicas(2)
+    found = run(tmp_path, {}, plan, "--steps", "9", "--checkpoint-every", "3", "--keep", "3")
+    assert saved(found) == [9, 6, 3]
+    for file in (found.out / "ckpt" / "step-0000000009").glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    again = run(tmp_path, {}, plan, "--steps", "12", "--resume")
+    assert again.code == 0, again.stderr
+    assert events(again, ["restored"])[-1]["step"] == 6
+    assert "SHA-256" in events(again, ["checkpoint damaged"])[0]["text"]
+    whole = run(tmp_path, {}, plan, "--steps", "12", out="whole")
+    assert again.losses == pytest.approx(whole.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch": 8}, "global batch 4"),
+        ({"flags": ["--seed", "1"]}, "seed 0"),
+        ({"parts": {"dataset": "def dataset(): return torch.zeros(99, 4)"}}, "dataset length 100"),
+    ],
+    ids=["global batch", "seed", "dataset"],
+)
+def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path, change: dict, says: str) -> None:
+    run(tmp_path, {}, replicas(2), "--steps", "3")
+    plan = replicas(2, batch=change.get("batch", 4))
+    flags = ["--steps", "6", "--resume", *change.get("flags", [])]
+    found = run(tmp_path, change.get("parts", {}), plan, *flags, within_s=90.0)
+    assert found.code == 2 and says in found.stderr, found.stderr
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_never_applied(tmp_path: Path) -> None:
+    flags = ["--steps", "12", "--checkpoint-every", "2"]
+    found = run(tmp_path, {"loss": BROKEN.format(6)}, replicas(2), *flags)
+    assert found.code == 1 and "the gradient of step 5 is not finite" in found.stderr, found.stderr
+    assert saved(found)[0] == 4 and max(found.losses) == 4
+    on = run(tmp_path, {"loss": BROKEN.format(6)}, replicas(2), *flags, "--no-stop-on-nan", out="on")
+    assert on.code == 0 and max(on.losses) == 11
