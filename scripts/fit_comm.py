@@ -415,7 +415,7 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
 
 
 _REFIT_ERROR = 1e-4
-"""Part by which a refit may differ: the minimiser stops at other last digits on other processors (6e-6 seen)."""
+"""Part by which a refit may differ: on another processor the minimiser stops elsewhere (6e-6 seen)."""
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
