@@ -22,6 +22,10 @@ def _summed_in(flat: torch.Tensor) -> torch.dtype:
     return flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
 
 
+_SUMMED = 2**18
+"""Elements summed in single precision: 1e-5 off on a processor, where 50 million are 0.8 % off."""
+
+
 class Update:
     """Updates the parameters that a rank is responsible for.
 
@@ -54,8 +58,8 @@ class Update:
         if options.clip_norm is None and not options.track_norm and self.scale is None:
             return 0.0
         mine = [b.flat for b in state.buckets if b.segment.owners[0] == state.rank]
-        norms = [torch.linalg.vector_norm(flat, dtype=_summed_in(flat)) for flat in mine]
-        return sum(float(norm) ** 2 for norm in norms)
+        norms = [n for flat in mine for n in torch._foreach_norm(flat.split(_SUMMED), dtype=_summed_in(flat))]
+        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     def apply(self, state: RankState, vote: Vote, step: int, on_skip: Callable[[str], None]) -> float | None:
         """Update, and return the norm of the mean gradient if it was asked for.
