@@ -41,7 +41,7 @@ class PlanRequest:
     precision: str = "bf16"
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
-    engine: str = "analytical"
+    engine: str = "graph"
     top: int = 5
     budget_s: float = 60.0
     usd_per_device_hour: float | None = None
@@ -80,7 +80,7 @@ def checked_request(
     framework: str = "megatron-core",
     precision: str = "bf16",
     optimizer: str = "adamw",
-    engine: str = "analytical",
+    engine: str = "graph",
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,

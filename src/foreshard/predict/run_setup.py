@@ -38,6 +38,7 @@ class Pipeline:
     num_stages: Any
     num_chunks: Any
     zero_bubble: Any
+    all_forward: Any  # 1 when all forwards come before the backwards
     crosses_node: Any  # 1 when any neighbouring stages are on different nodes
     num_devices: Any  # of the whole plan
     hidden: Any

@@ -171,11 +171,20 @@ def _longest(step: StepTimes) -> dict[str, float]:
     return parts
 
 
-def _check_size(plan: Plan) -> None:
-    """Refuse programs that would not fit this machine's memory; equal groups are one program."""
+def graph_takes(plan: Plan) -> bool:
+    """Return whether the program of a plan fits this machine's memory."""
+    return _num_ops(plan) <= MAX_GRAPH_OPS
+
+
+def _num_ops(plan: Plan) -> int:
+    """Return the forwards and backwards of a step; equal groups are one program."""
     sizes = {(g.num_micro_batches, len(g.stages), g.num_chunks) for g in plan.groups}
-    num_ops = sum(2 * math.prod(size) for size in sizes)
-    if num_ops > MAX_GRAPH_OPS:
+    return sum(2 * math.prod(size) for size in sizes)
+
+
+def _check_size(plan: Plan) -> None:
+    num_ops = _num_ops(plan)
+    if not graph_takes(plan):
         raise SpecError(
             f"{num_ops:,} forwards and backwards in one step",
             key="--engine",

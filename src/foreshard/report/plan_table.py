@@ -191,13 +191,20 @@ def step_box(prediction: Prediction) -> Box:
     return Box(title="Step", value=quantity.seconds(prediction.step_time_s), note=note)
 
 
+_BOUNDS = {
+    "time": ("No plan is faster than", quantity.seconds),
+    "cost": ("No step costs less than", quantity.usd),
+    "energy": ("No step takes less than", quantity.joules),
+}
+
+
 def bound_box(result: PlanResult) -> Box:
-    """Return the bound and the gap."""
-    return Box(
-        title="No plan is faster than",
-        value=quantity.seconds(result.lower_bound_step_time_s),
-        note=f"gap {quantity.percent(result.gap)}",
-    )
+    """Return the bound in the objective and the gap to it."""
+    title, words = _BOUNDS[result.objective]
+    bound, gap = result.proof, result.gap_to_bound
+    if bound is None or gap is None:
+        return Box(title=title, value="not known", note="")
+    return Box(title=title, value=words(bound.value), note=f"gap {quantity.percent(gap)}")
 
 
 def searched_box(result: PlanResult | RentResult) -> Box:
@@ -217,7 +224,7 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
     several = len(cluster.nodes) > 1
     if several and result.plans and (idle := idle_words(result.plans[0].plan, cluster)):
         notes.append(f"Not used: {idle}.")
-    if len(result.ladder) > 1:
+    if len(result.ladder) > 1 and result.bounds_time:
         steps = ", ".join(f"{name} {quantity.seconds(value)}" for name, value in result.ladder.items())
         notes.append(f"Bounds, the simplest first: {steps}.")
     notes += [one if one.endswith(".") else f"{one}." for one in result.notes]

