@@ -72,7 +72,8 @@ demo: $(VENV)/.installed
 	@$(BIN)/python scripts/demo_summary.py demo $(JOB)
 
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest --doctest-modules tests src/foreshard
+	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules --ignore tests/distributed tests src/foreshard
+	$(BIN)/python -m pytest tests/distributed
 
 # ruff check, ruff format --check, mypy and the architecture tests; scripts/check runs the unit tests too.
 lint: $(VENV)/.dev
