@@ -187,20 +187,16 @@ def _layers_of_model(case: _Case) -> Iterator[Broken]:
 
 
 def _layers_agree(case: _PlanCase) -> Iterator[Broken]:
-    last = _last_layer(case.plan.groups[0])
+    last = case.plan.groups[0].num_layers
     return _layers_end(case, last, f"those of groups[0] at {last}", "Every group holds every layer")
 
 
 def _layers_end(case: _PlanCase, last: int, which: str, rule: str) -> Iterator[Broken]:
     for where, group in case.groups():
-        reached = _last_layer(group)
+        reached = group.num_layers
         if reached != last:
             key, what = f"{where}.stages.layers", f"layers end at {reached}, {which}"
             yield Broken(key, reached, what, f"End the last interval at {last}", rule)
-
-
-def _last_layer(group: Group) -> int:
-    return max(stop for _, (_, stop) in _spans(group))
 
 
 def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:

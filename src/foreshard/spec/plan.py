@@ -88,6 +88,11 @@ class Group:
         return -(-self.share // self.micro_batch)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model, embedding and head counted."""
+        return max(stop for stage in self.stages for _, stop in stage.layers)
+
+    @property
     def num_chunks(self) -> int:
         """Virtual stages per rank."""
         return len(self.stages[0].layers)

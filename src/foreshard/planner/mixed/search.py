@@ -308,8 +308,8 @@ class MixedSearch:
                 made = interleaved(plan, chunks)
                 if made is not None:
                     found.take_interleaved(made)
-        near = found.plain(1) or found.timed[:1]
-        for place, (chunks, stages) in enumerate(depths(request, near[0][1])):
+        plain = found.plain(1) or found.timed[:1]
+        for place, (chunks, stages) in enumerate(depths(request, plain[0][1])):
             if (chunks, stages) not in self._depths:
                 self._depths.add((chunks, stages))
                 self.others.append(

@@ -178,7 +178,7 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
 
 
 def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
-    layers = max(hi for stage in plan.groups[0].stages for _, hi in stage.layers)
+    layers = plan.groups[0].num_layers
     if layers != len(costs.layers):
         raise SpecError(
             f"the plan splits {layers} layers, {len(costs.layers)} were measured",

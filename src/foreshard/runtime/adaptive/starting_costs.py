@@ -115,7 +115,7 @@ def starting_costs(
     SpecError
         For costs or a model with other layers than the plan.
     """
-    layers = max(stop for stage in plan.groups[0].stages for _, stop in stage.layers)
+    layers = plan.groups[0].num_layers
     ranks = range(cluster.num_devices)
     known = frozenset(rank for rank in ranks if costs and cluster.device_of(rank).name in costs.slow)
     state, _ = cluster_state(cluster)

@@ -138,8 +138,7 @@ def _layers_left(stages: Sequence[Stage], there: Sequence[int]) -> list[tuple[tu
 
 
 def _even_layers(group: Group, count: int) -> list[tuple[tuple[int, int], ...]]:
-    total = max(stop for stage in group.stages for _, stop in stage.layers)
-    bounds = [total * n // count for n in range(count + 1)]
+    bounds = [group.num_layers * n // count for n in range(count + 1)]
     return [((lo, hi),) for lo, hi in pairwise(bounds)]
 
 

@@ -32,7 +32,7 @@ def request_plan(run: Path, plan_file: str) -> int:
     before = parse_plan(state.plan)
     facts = [
         ("global batch", before.global_batch, plan.global_batch),
-        ("layers", _layers(before), _layers(plan)),
+        ("layers", before.groups[0].num_layers, plan.groups[0].num_layers),
         ("precision", before.precision, plan.precision),
     ]
     for name, old, new in facts:
@@ -86,7 +86,3 @@ def _read(run: Path) -> tuple[int, Plan] | None:
         return int(data["number"]), parse_plan(data["plan"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _layers(plan: Plan) -> int:
-    return max(hi for stage in plan.groups[0].stages for _, hi in stage.layers)

@@ -48,7 +48,7 @@ class RankLayout:
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return max(stop for stage in self.plan.groups[0].stages for _, stop in stage.layers)
+        return self.plan.groups[0].num_layers
 
     def group_of(self, rank: int) -> Group:
         """Return the pipeline a rank works in."""
