@@ -445,8 +445,10 @@ class MixedSearch:
             pruned=pruned,
             wall_s=request.budget_s - self.whole.left_s,
             space=space,
-            ladder={name: float(value) for name, value in (first.ladder if first else {}).items()}
-            | {"even": float(even_s), "configuration": float(bound)},
+            ladder={
+                name: min(float(value), even_s) for name, value in (first.ladder if first else {}).items()
+            }
+            | {"configuration": float(bound)},
             interrupted=interrupted,
             stopped=self.stopped,
             infeasible=error,
