@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshard.catalog.memory_profiles import memory_profile_names
+from foreshard.catalog.shipped import shipped
 from foreshard.cost.memory import StageLoad, stage_memory
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.spec.framework import Framework
@@ -78,7 +78,7 @@ def loads(draw):
 frameworks = st.builds(
     Framework,
     name=st.just("any"),
-    memory=st.sampled_from(memory_profile_names()),
+    memory=st.sampled_from(sorted(shipped("memory_profiles.toml"))),
     grad_bytes=st.sampled_from((2, 4)),
     attention=st.sampled_from(("unfused", "cudnn")),
     cross_entropy=st.sampled_from(("te", "native", "unfused", "eager", "chunked")),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from foreshard.errors import LimitError
 from foreshard.planner.result import Ranked
 from foreshard.predict.step import PART_WORDS
 from foreshard.quantity import seconds
+from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 OBJECTIVES = ("time", "cost", "energy")
@@ -96,11 +98,17 @@ def score(prediction: Prediction, objectives: Sequence[str]) -> tuple[float, ...
 
 
 def ranked(
-    predictions: Sequence[Prediction], objectives: Sequence[str], limits: Limits, top: int
+    predictions: Sequence[Prediction],
+    objectives: Sequence[str],
+    limits: Limits,
+    top: int,
+    *,
+    neighbours: bool = False,
 ) -> tuple[tuple[Ranked, ...], LimitError | None]:
-    """Return the best plans with reasons, and the error if none keeps the limits.
+    """Return the best plans of different families with reasons, and the error if none keeps the limits.
 
-    Plans within the limits come first; when there are none, all are shown beside the error.
+    With `neighbours`, as many of the best come beside them, whatever their family. Plans within the limits
+    come first; when there are none, all are shown beside the error.
     """
     within = (
         [prediction for prediction in predictions if limits.keeps(prediction)]
@@ -108,11 +116,34 @@ def ranked(
         else list(predictions)
     )
     error = limits.error(predictions) if limits and predictions and not within else None
-    order = sorted(within or predictions, key=lambda one: score(one, objectives))[:top]
+    families: dict[Hashable, Prediction] = {}
+    best_first = sorted(within or predictions, key=lambda one: score(one, objectives))
+    for prediction in best_first:
+        families.setdefault((prediction.cluster, family_of(prediction.plan)), prediction)
+    order = list(families.values())[:top]
+    if neighbours:
+        heads = {id(one) for one in order}
+        order = [one for i, one in enumerate(best_first) if i < top or id(one) in heads]
     return tuple(
         Ranked(plan=prediction.plan, prediction=prediction, why=_why(prediction, order[0], objectives[0]))
         for prediction in order
     ), error
+
+
+def family_of(plan: Plan) -> Hashable:
+    """Return what plans of one family agree in: precision, communication, and the degrees of each pipeline.
+
+    They differ in cuts, shares, micro-batches, recomputation, sharding of states, or where pipelines lie.
+    """
+    shapes = Counter(
+        (
+            group.schedule,
+            group.num_chunks,
+            tuple((len(stage.ranks), stage.tp, stage.cp, stage.ep, stage.etp) for stage in group.stages),
+        )
+        for group in plan.groups
+    )
+    return plan.precision, tuple(sorted(plan.comm.items())), frozenset(shapes.items())
 
 
 def front_of(predictions: Sequence[Prediction], limits: Limits) -> tuple[Ranked, ...]:

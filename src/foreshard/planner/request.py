@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
-from foreshard.errors import SpecError
+from foreshard.errors import LimitError, SpecError
 from foreshard.planner.grid.ray_sweep import check_executor
-from foreshard.planner.ranking import OBJECTIVES, Limits
+from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
+from foreshard.planner.result import Ranked
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster, NodeGroup
@@ -18,6 +19,7 @@ from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
+from foreshard.spec.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class PlanRequest:
     precision: str = "bf16"
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
-    engine: str = "analytical"
+    engine: str = "graph"
+    chooses_later: bool = False  # plans are timed once more, so neighbours of the best are kept
     top: int = 5
     budget_s: float = 60.0
     usd_per_device_hour: float | None = None
@@ -59,6 +62,10 @@ class PlanRequest:
             seq_len=self.seq_len,
             optimizer=self.optimizer,
         )
+
+    def ranked(self, predictions: Sequence[Prediction]) -> tuple[tuple[Ranked, ...], LimitError | None]:
+        """Return the plans to show or to time again, best first, and the error if none keeps the limits."""
+        return ranked(predictions, self.objectives, self.limits, self.top, neighbours=self.chooses_later)
 
     @property
     def constants(self) -> TrainingConstants:
@@ -80,7 +87,7 @@ def checked_request(
     framework: str = "megatron-core",
     precision: str = "bf16",
     optimizer: str = "adamw",
-    engine: str = "analytical",
+    engine: str = "graph",
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.errors import InfeasibleError, LimitError
@@ -21,6 +21,26 @@ class Ranked:
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --json`` prints for one plan."""
         return {"plan": self.plan.to_dict(), "prediction": self.prediction.to_dict(), "why": self.why}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveBound:
+    """What no plan of the space goes below, in the objective that was made small."""
+
+    objective: str
+    value: float
+
+    def of(self, best: Prediction) -> ObjectiveBound:
+        """Return the bound where a plan of the space is known."""
+        found = {"cost": best.cost.usd_per_step, "energy": best.energy_j_per_step}.get(self.objective)
+        return self if found is None else replace(self, value=min(self.value, found))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that ``plan --json`` prints."""
+        return {"objective": self.objective, "value": self.value, "unit": UNITS[self.objective]}
+
+
+UNITS = {"time": "s", "cost": "USD per step", "energy": "J per step"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +71,9 @@ class PlanResult:
     infeasible : InfeasibleError or LimitError, optional
         Why there is no plan, or none within the limits.
     notes : tuple of str
+    bound : ObjectiveBound, optional
+        Where another objective than time is made small.
+    objective : {'time', 'cost', 'energy'}
     front : tuple of Ranked
         Of the plans found, those that no other beats in time, cost or energy without losing in another;
         the fastest first.
@@ -70,14 +93,43 @@ class PlanResult:
     infeasible: InfeasibleError | LimitError | None = None
     notes: tuple[str, ...] = ()
     front: tuple[Ranked, ...] = ()
+    bound: ObjectiveBound | None = None
+    objective: str = "time"
+
+    @property
+    def proof(self) -> ObjectiveBound | None:
+        """Return the bound in the objective, None where there is none."""
+        if not self.plans:
+            return None
+        if self.objective == "time":
+            return ObjectiveBound(objective="time", value=self.lower_bound_step_time_s)
+        return self.bound
+
+    @property
+    def bounds_time(self) -> bool:
+        """Return whether a bound on the step time speaks of the choice."""
+        return bool(self.plans) and self.objective == "time"
+
+    @property
+    def gap_to_bound(self) -> float | None:
+        """Return by how much the chosen plan is above the bound in the objective, as a part of it."""
+        if self.bounds_time:
+            return self.gap
+        bound = self.proof
+        if bound is None or bound.value <= 0.0:
+            return None
+        best = self.plans[0].prediction
+        found = {"cost": best.cost.usd_per_step, "energy": best.energy_j_per_step}[bound.objective]
+        return None if found is None else max(0.0, found / bound.value - 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --json`` prints."""
         made: dict[str, Any] = {
             "schema_version": 1,
             "plans": [plan.to_dict() for plan in self.plans],
-            "lower_bound_step_time_s": self.lower_bound_step_time_s if self.plans else None,
-            "gap": self.gap if self.plans else None,
+            "lower_bound_step_time_s": self.lower_bound_step_time_s if self.bounds_time else None,
+            "gap": self.gap_to_bound,
+            "bound": None if self.proof is None else self.proof.to_dict(),
             "binding": self.binding,
             "evaluated": self.evaluated,
             "pruned": self.pruned,

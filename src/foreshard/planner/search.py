@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.planner.finalists import retimed, searching
 from foreshard.planner.grid.equal_nodes import least_step_s
 from foreshard.planner.mixed.search import search_cluster
 from foreshard.planner.rental import rent
@@ -51,9 +53,15 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
     mixed = len(cluster.nodes) > 1  # equal nodes cut their own grid into tasks
     executor = request.executor if mixed else "local"
+    started = time.perf_counter()
     result = search_settings(
-        request, chosen, search_cluster, executor=executor, least_step_s=None if mixed else least_step_s
+        searching(request),
+        chosen,
+        search_cluster,
+        executor=executor,
+        least_step_s=None if mixed else least_step_s,
     )
+    result = retimed(request, result, started=started)
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
     return replace(result, notes=(*result.notes, *notes))
 

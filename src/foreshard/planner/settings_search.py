@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from foreshard.planner.grid.ray_sweep import each_in_tasks, num_at_once
-from foreshard.planner.ranking import front_of, ranked, score
+from foreshard.planner.ranking import front_of, score
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
 from foreshard.planner.settings import Setting, acting
-from foreshard.predict.step import predict
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -114,7 +113,7 @@ def _beat_s(request: PlanRequest, searched: _Searched) -> float:
     """Return the step time from which on no plan is shown any more; finite once a setting was searched."""
     if not searched.results:
         return math.inf
-    if request.objectives[0] != "time" or request.limits or request.engine != "analytical":
+    if request.objectives[0] != "time" or request.limits:
         return _ANY
     shown = _distinct(
         request, [ranked_plan.prediction for _, result in searched.results for ranked_plan in result.plans]
@@ -156,24 +155,12 @@ def _stated(request: PlanRequest, result: PlanResult, setting: Setting) -> PlanR
 
 
 def _with_switches(request: PlanRequest, one: Ranked, setting: Setting) -> Ranked:
-    """Return the plan as its file will say it; the graph engine times it anew where a switch is left out."""
+    """Return the plan as its file will say it."""
     comm = acting(one.plan, setting.comm)
     if one.plan.comm == comm:
         return one
     plan = replace(one.plan, comm=comm)
-    if request.engine == "analytical" or comm == setting.comm:
-        return replace(one, plan=plan, prediction=replace(one.prediction, plan=plan))
-    prediction = predict(
-        request.model,
-        request.cluster,
-        plan,
-        framework=request.framework,
-        engine=request.engine,
-        tokens=request.tokens,
-        usd_per_device_hour=request.usd_per_device_hour,
-        timeline=False,
-    )
-    return replace(one, plan=plan, prediction=prediction)
+    return replace(one, plan=plan, prediction=replace(one.prediction, plan=plan))
 
 
 def _joined(
@@ -187,7 +174,7 @@ def _joined(
     everything = _distinct(
         request, [ranked_plan.prediction for result in results for ranked_plan in result.plans]
     )
-    plans, error = ranked(everything, request.objectives, request.limits, request.top)
+    plans, error = request.ranked(everything)
     if not plans:
         return _nothing(results, searched, time.perf_counter() - started)
     ours = next(r for r in known if any(one.prediction is plans[0].prediction for one in r.plans))
@@ -219,7 +206,18 @@ def _joined(
         front=front_of(
             [ranked_plan.prediction for result in results for ranked_plan in result.front], request.limits
         ),
+        bound=_bound(results, searched),
+        objective=request.objectives[0],
     )
+
+
+def _bound(results: Sequence[PlanResult], searched: _Searched) -> ObjectiveBound | None:
+    """Return what no setting goes below in dollars or joules, None where one is not bounded."""
+    bounds = [result.bound for result in results]
+    known = [bound for bound in bounds if bound is not None]
+    if searched.open or len(known) < len(bounds):
+        return None
+    return min(known, key=lambda bound: bound.value)
 
 
 def shared_space(ours: PlanResult, known: Sequence[PlanResult]) -> str:

@@ -1,7 +1,7 @@
-"""A batch of pipelines as arrays: stages with equal work are one row with a multiplicity.
+"""A batch of pipelines as arrays: equal stages that follow each other are one row with a multiplicity.
 
-Axis 0 is the distinct stages of a pipeline, axis 1 the pipelines. What all stages of a pipeline share has
-length 1 on axis 0, so a homogeneous plan prices its layers once.
+Axis 0 is the runs of equal stages of a pipeline, axis 1 the pipelines. What all stages of a pipeline share
+has length 1 on axis 0, so a homogeneous plan prices its layers once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRow:
-    """One distinct stage of one group: what a rank of it runs."""
+    """Equal stages of one group that follow each other: what a rank of them runs."""
 
     group: int
     stages: tuple[int, ...]
@@ -89,8 +89,31 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Boundaries:
+    """Where the runs of equal stages lie in their pipeline, and which messages leave a link domain.
+
+    Attributes
+    ----------
+    first
+        Stages before the run.
+    far_inside
+        Of the boundaries between stages of the run those that leave a link domain.
+    far_first, far_last
+        1 where the boundary after the run's first stage does, and that after its last stage.
+    far_each
+        Most boundaries of one stage of the run that do: 0, 1 or 2.
+    """
+
+    first: Any
+    far_inside: Any
+    far_first: Any
+    far_last: Any
+    far_each: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Arrays over (stage, pipeline), ready for an engine."""
+    """Arrays over (run of equal stages, pipeline), ready for an engine."""
 
     kinds: tuple[LayerShape, ...]
     counts: tuple[np.ndarray, ...]
@@ -99,6 +122,7 @@ class Batch:
     has_embedding: np.ndarray
     has_head: np.ndarray
     multiplicity: np.ndarray
+    boundaries: Boundaries
     pipeline: Pipeline
 
 
@@ -215,7 +239,7 @@ def rank_shape(
 
 
 def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
-    """Return the distinct stages of a plan, group by group, in stage order."""
+    """Return the runs of equal stages of a plan, group by group, in stage order."""
     model, plan, nodes = case.model, case.plan, case.cluster.nodes
     setup = case.setup(fidelity)
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
@@ -223,7 +247,8 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
     domains = link_domains(case.cluster)
     across: dict[tuple[int, float], tuple[float, float]] = {}
     joined = _joined_fabric(case, setup)
-    rows: dict[Any, StageRow] = {}
+    rows: list[StageRow] = []
+    last: Any = None
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
             counts, ends = layer_counts(model, stage, kinds), stage_ends(model, stage)
@@ -236,11 +261,12 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
             places = tuple(dict.fromkeys(worker.node_group for worker in workers))
             place = None if len(nodes) == 1 else s  # on unlike nodes links differ by place
             key = (g, counts, ends, places, pace.node_group, rank, stage.recompute, place)
-            if key in rows:
-                rows[key] = replace(rows[key], stages=(*rows[key].stages, s))
+            if key == last:
+                rows[-1] = replace(rows[-1], stages=(*rows[-1].stages, s))
                 continue
+            last = key
             device = nodes[pace.node_group].device
-            rows[key] = StageRow(
+            row = StageRow(
                 group=g,
                 stages=(s,),
                 counts=counts,
@@ -252,7 +278,8 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
                 has_embedding=ends[0],
                 has_head=ends[1],
             )
-    return list(rows.values())
+            rows.append(row)
+    return rows
 
 
 def short_samples(group: Group, stage: Stage) -> float:
@@ -272,13 +299,35 @@ def _micro_batches(group: Group) -> float:
     return whole - 1 + max(short_samples(group, stage) for stage in group.stages)
 
 
+def _far(group: Group, domains: np.ndarray) -> list[bool]:
+    """Return of every boundary whether messages over it leave a link domain."""
+    return [crosses_node(*pair, domains) for pair in boundaries(group)]
+
+
+def _boundaries(group: Group, rows: Sequence[StageRow], domains: np.ndarray) -> list[Boundaries]:
+    """Return where the runs of a group lie; the boundary before the first stage is the one after the last."""
+    far, count = [float(leaves) for leaves in _far(group, domains)], len(group.stages)
+    far += [0.0] * (count - len(far))
+    return [
+        Boundaries(
+            first=float(row.stages[0]),
+            far_inside=sum(far[row.stages[0] : row.stages[-1]]),
+            far_first=far[row.stages[0]],
+            far_last=far[row.stages[-1]],
+            far_each=max(far[stage - 1] + far[stage] for stage in row.stages),
+        )
+        for row in rows
+    ]
+
+
 def _pipeline(case: Case, setup: RunSetup, group: Group, domains: np.ndarray) -> Pipeline:
     return setup.pipeline(
         num_micro_batches=_micro_batches(group),
         num_stages=float(len(group.stages)),
         num_chunks=float(group.num_chunks),
         zero_bubble=float(group.schedule == "zb-h1"),
-        crosses_node=float(any(crosses_node(*pair, domains) for pair in boundaries(group))),
+        all_forward=float(group.schedule == "gpipe"),
+        crosses_node=float(any(_far(group, domains))),
         num_devices=float(sum(len(stage.ranks) for group in case.plan.groups for stage in group.stages)),
     )
 
@@ -296,7 +345,7 @@ def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity
     -------
     Batch
     """
-    pipelines, stages, kinds = [], [], []
+    pipelines, stages, places, kinds = [], [], [], []
     for case in cases:
         rows, setup = stage_rows(case, fidelity=fidelity), case.setup(fidelity)
         domains = link_domains(case.cluster)
@@ -304,9 +353,10 @@ def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity
         for g, group in enumerate(case.plan.groups):
             pipelines.append(_pipeline(case, setup, group, domains))
             stages.append([row for row in rows if row.group == g])
+            places.append(_boundaries(group, stages[-1], domains))
             kinds.append(case_kinds)
     depth, num_kinds = max(map(len, stages)), max(map(len, kinds))
-    padded = [row + [row[-1]] * (depth - len(row)) for row in stages]
+    padded = [row + row[-1:] * (depth - len(row)) for row in stages]
     equal = all(
         getattr(row[0], name) == getattr(other, name)
         for row in stages
@@ -330,6 +380,7 @@ def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity
         multiplicity=np.array(
             [[float(len(stage.stages)) for stage in row] + [0.0] * (depth - len(row)) for row in stages]
         ).T,
+        boundaries=stacked([row + row[-1:] * (depth - len(row)) for row in places], Boundaries),
         pipeline=stacked([[pipeline] for pipeline in pipelines], Pipeline),
     )
 

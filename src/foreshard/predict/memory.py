@@ -88,12 +88,7 @@ def plan_memory(case: Case) -> tuple[Memory, MemoryParts]:
     """Return the peak of the fullest rank (peak over capacity) and the parts of every stage.
 
     Ranks of one stage that differ in device or samples are priced apart; the fullest stands for the stage.
-
-    Returns
-    -------
-    memory : Memory
-    parts : MemoryParts
-        One row per stage, group by group.
+    The parts have one row per stage, group by group.
     """
     rows = _rows(case)
     overlapped = bool(case.plan.comm.get("tp_overlap", case.framework.tp_overlap))

@@ -38,6 +38,7 @@ class Pipeline:
     num_stages: Any
     num_chunks: Any
     zero_bubble: Any
+    all_forward: Any  # 1 when all forwards come before the backwards
     crosses_node: Any  # 1 when any neighbouring stages are on different nodes
     num_devices: Any  # of the whole plan
     hidden: Any
@@ -243,12 +244,13 @@ def stacked(items: Sequence[Any], cls: type[T]) -> T:
     >>> stacked([[NO_LAYER, NO_LAYER], [NO_LAYER, NO_LAYER], [NO_LAYER, NO_LAYER]], LayerShape).hidden.shape
     (2, 3)
     """
-
-    def values(item: Any, name: str) -> Any:
-        return [values(part, name) for part in item] if isinstance(item, list) else getattr(item, name)
-
-    columns = {
-        f.name: np.array([values(item, f.name) for item in items], dtype=np.float64).T
-        for f in fields(cls)  # type: ignore[arg-type]
-    }
-    return cls(**columns)
+    rows = items if items and isinstance(items[0], list) else [[item] for item in items]
+    distinct = {id(item): item for row in rows for item in row}
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    values = np.array(
+        [[getattr(item, name) for name in names] for item in distinct.values()], dtype=np.float64
+    )
+    place = {key: i for i, key in enumerate(distinct)}
+    where = np.array([[place[id(item)] for item in row] for row in rows]).T
+    columns = values.T[:, where if rows is items else where[0]]
+    return cls(**dict(zip(names, columns, strict=True)))

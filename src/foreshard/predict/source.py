@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foreshard.catalog.training import TrainingConstants
-from foreshard.predict.analytical.engine import StepTimes, step_times
+from foreshard.predict.analytical.engine import StepTimes, slowest_parts, step_times
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.engine import predict_measured, step_seconds
@@ -59,10 +59,9 @@ class FormulaSteps:
         return step_times(build_batch([self._case(plan)], self.constants))
 
     def seconds(self, plan: Plan) -> float:
-        """Return the time of a step: every optimizer starts after the slowest group, the slowest ends it."""
-        step = self.times(plan)
-        last = step.parts["optimizer"]
-        return float((step.total - last).max() + last.max())
+        """Return the time of a step."""
+        batch = build_batch([self._case(plan)], self.constants)
+        return sum(slowest_parts(step_times(batch, joined=True)).values())
 
     def memory(self, plan: Plan) -> Memory:
         """Return the peak of the fullest rank."""

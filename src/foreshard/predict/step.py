@@ -14,7 +14,7 @@ from foreshard.catalog.kernels import kernel_evidence
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
-from foreshard.predict.analytical.engine import StepTimes, step_times
+from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
 from foreshard.predict.explanation import explanations
@@ -27,7 +27,7 @@ from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import TIME_PARTS, Prediction
+from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Timeline
 
 ENGINES = ("analytical", "graph")
@@ -151,31 +151,27 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
 def _times(case: Case, batch: Batch, engine: str, timeline: bool) -> tuple[dict[str, float], Timeline | None]:
     """Return the parts of the step from one engine."""
     if engine == "analytical":
-        return _longest(step_times(batch)), None
+        return slowest_parts(step_times(batch, joined=True)), None
     _check_size(case.plan)
     from foreshard.predict.graph.engine import graph_times
 
     return graph_times(case, batch, timeline=timeline)
 
 
-def _longest(step: StepTimes) -> dict[str, float]:
-    """Return the parts of the group the others wait for.
+def graph_takes(plan: Plan) -> bool:
+    """Return whether the program of a plan fits this machine's memory."""
+    return _num_ops(plan) <= MAX_GRAPH_OPS
 
-    Gradients join all groups, so every optimizer starts after the slowest group; the slowest of them ends
-    the step.
-    """
-    last = step.parts["optimizer"]
-    slowest = int((step.total - last).argmax())
-    parts = {name: float(step.parts[name][slowest]) for name in TIME_PARTS}
-    parts["bubble"] += float(last.max() - last[slowest])
-    return parts
+
+def _num_ops(plan: Plan) -> int:
+    """Return the forwards and backwards of a step; equal groups are one program."""
+    sizes = {(g.num_micro_batches, len(g.stages), g.num_chunks) for g in plan.groups}
+    return sum(2 * math.prod(size) for size in sizes)
 
 
 def _check_size(plan: Plan) -> None:
-    """Refuse programs that would not fit this machine's memory; equal groups are one program."""
-    sizes = {(g.num_micro_batches, len(g.stages), g.num_chunks) for g in plan.groups}
-    num_ops = sum(2 * math.prod(size) for size in sizes)
-    if num_ops > MAX_GRAPH_OPS:
+    num_ops = _num_ops(plan)
+    if not graph_takes(plan):
         raise SpecError(
             f"{num_ops:,} forwards and backwards in one step",
             key="--engine",

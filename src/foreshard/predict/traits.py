@@ -18,6 +18,12 @@ _PCIE_4 = 32e9  # of a device whose host link is not published: PCIe 4.0 x16
 # NVLink-C2C between Grace and its GPUs, one direction: 450 GB/s (NVIDIA Grace whitepaper, recalled), for one
 # Hopper or shared by two Blackwells.
 _C2C = {"gh200": 450e9, "gb200": 225e9, "gb300": 225e9}
+# Size of a gradient bucket: DistributedDataParallel's bucket_cap_mb, DeepSpeed's reduce_bucket_size
+# (runtime/zero/config.py), InternEvo's reduce_bucket_size (configs/7B_sft.py).
+_BUCKET_BYTES = {"ddp": 25 * 2**20}
+_BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 512 * 1024.0**2}
+# The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
+_IN_TURN = ("deepspeed", "megatron-deepspeed")
 _NARROW = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -41,6 +47,8 @@ class Traits:
     param_gather_overlap: Any
     p2p_overlap: Any
     p2p_scatter: Any
+    p2p_in_turn: Any  # 1 where a stage exchanges with a neighbour by one blocking call after another
+    bucket_elements: Any  # of a gradient bucket; 0 where only the first chunk of a pipeline has several
     tensor_async: Any
     grads_fused: Any
     block_scaled: Any  # casts carry a scale per block of elements
@@ -112,6 +120,8 @@ def traits_of(
         grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
+        p2p_in_turn=float(framework.name in _IN_TURN),
+        bucket_elements=_bucket_elements(framework),
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
         block_scaled=float(precision in ("mxfp8", "nvfp4")),
@@ -131,3 +141,10 @@ def traits_of(
         host_link_bytes_per_s=_host_link(device),
         **options,
     )
+
+
+def _bucket_elements(framework: Framework) -> float:
+    """Return the elements after which a gradient bucket leaves; what is not known is taken as Megatron."""
+    if framework.name in _BUCKET_BYTES:
+        return _BUCKET_BYTES[framework.name] / framework.grad_bytes
+    return _BUCKET_ELEMENTS.get(framework.name, 0.0)

@@ -1,4 +1,4 @@
-"""Loops over tasks and dependencies: plain Python that numba can also compile unchanged.
+"""The loop over tasks and dependencies: plain Python that numba can also compile unchanged.
 
 Every argument is a preallocated list or a one-dimensional array; both are only indexed. No expression
 here depends on evaluation order of sums, so both ways give the same bits.
@@ -18,7 +18,6 @@ def execute(
     lag_s: Any,
     start_s: Any,
     end_s: Any,
-    order: Any,
     head: Any,
     cursor: Any,
     free_s: Any,
@@ -26,7 +25,7 @@ def execute(
     next_waiter: Any,
     stack: Any,
 ) -> Any:
-    """Fill start_s, end_s and order; return how many tasks could run.
+    """Fill start_s and end_s; return how many tasks could run.
 
     Each resource walks its own list. At an unfinished dependency it goes to sleep on that dependency and is
     woken when it ends, so every task and every dependency is visited once. ``end_s`` and ``waiter`` come in
@@ -64,7 +63,6 @@ def execute(
                 start_s[task] = now_s
                 now_s += duration_s[task]
                 end_s[task] = now_s
-                order[done] = task
                 done += 1
                 sleeper = waiter[task]
                 while sleeper >= 0:
@@ -78,38 +76,3 @@ def execute(
             cursor[resource] = edge
             free_s[resource] = now_s
     return done
-
-
-def slack_backwards(
-    order: Any,
-    resource_next: Any,
-    indptr: Any,
-    indices: Any,
-    lag_s: Any,
-    start_s: Any,
-    end_s: Any,
-    slack_s: Any,
-) -> Any:
-    """Lower slack_s, which comes in as makespan minus end, from the last task to the first.
-
-    The gaps between tasks are differences of the same numbers that the executor compared, so a chain without
-    gaps has a slack of exactly zero.
-    """
-    has_lag = len(lag_s) > 0
-    for k in range(len(order) - 1, -1, -1):
-        task = order[k]
-        after = resource_next[task]
-        slack = slack_s[task]
-        if after >= 0:
-            through = slack_s[after] + (start_s[after] - end_s[task])
-            if through < slack:
-                slack = through
-                slack_s[task] = slack
-        for edge in range(indptr[task], indptr[task + 1]):
-            before = indices[edge]
-            ready_s = end_s[before]
-            if has_lag:
-                ready_s += lag_s[edge]
-            through = slack + (start_s[task] - ready_s)
-            if through < slack_s[before]:
-                slack_s[before] = through

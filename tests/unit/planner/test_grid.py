@@ -11,10 +11,18 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
 from foreshard.catalog.training import training_constants
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
-from foreshard.planner.grid.bounds import cell_bounds, device_seconds_floor
+from foreshard.planner.grid.bounds import cell_bounds, device_seconds_floor, pass_bounds
 from foreshard.planner.grid.found import Found
 from foreshard.planner.grid.search import search_rows
-from foreshard.planner.grid.space import GridRequest, cells_of, least_memory_rows, passes_of, rows_of
+from foreshard.planner.grid.space import (
+    GridRequest,
+    cells_of,
+    least_memory_rows,
+    passes_of,
+    rows_of,
+    shapes_of,
+    with_rules,
+)
 from foreshard.predict.analytical.table import evaluate
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.space import RULES, valid_plans
@@ -254,3 +262,25 @@ def test_no_number_of_devices_needs_less_than_the_floor(model):
         cells = cells_of(part)
         if len(cells):
             assert cell_bounds(part, cells)[1] * part.cluster.num_devices >= floor * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("space", SPACES, ids=lambda space: f"{space[0]}-{space[1]}-{space[2]}")
+def test_a_shape_bounds_every_recompute_rule_of_it(space, objective):
+    request = _request(*space, objective=objective)
+    shapes = shapes_of(request, cells_of(request)).take(slice(None, None, 5))
+    passes, shape = with_rules(request, shapes)
+    assert np.all(pass_bounds(request, shapes)[shape] <= pass_bounds(request, passes) * (1 + 1e-12))
+
+
+@pytest.mark.parametrize(
+    "space", [*SPACES, ("deepseek-v3", "3x8xh800-sxm", "megatron-core", 48, 4096)], ids=str
+)
+def test_the_bound_of_a_cell_is_its_own(space):
+    request = _request(*space)
+    cells = cells_of(request)
+    cells = cells.take(slice(None, None, len(cells) // 200 + 1))
+    together, floor_s = cell_bounds(request, cells)
+    alone = [cell_bounds(request, cells.take(slice(i, i + 1))) for i in range(len(cells))]
+    assert together == pytest.approx([bound[0] for bound, _ in alone], rel=1e-12)
+    assert floor_s == pytest.approx(min(floor for _, floor in alone), rel=1e-12)

@@ -12,6 +12,7 @@ from foreshard.planner.mixed import search as search_module
 from foreshard.planner.request import checked_request, in_fewest_groups
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
+from foreshard.spec.plan import Group, Stage
 
 pytest.importorskip("scipy", reason="pipelines that differ need the extra `plan`")
 
@@ -86,3 +87,14 @@ def test_without_the_extra_equal_nodes_have_the_grid_and_say_so(monkeypatch):
     monkeypatch.setattr(search_module, "find_spec", lambda name: None)
     found = plan(load_model("gpt2-large"), load_cluster("1x3xl4"), global_batch=8, seq_len=1024)
     assert found.plans and search_module.WITHOUT_EXTRA in found.notes and "any shares" not in found.space
+
+
+def test_ranks_of_a_stage_may_take_a_small_batch_at_once(even_clock):
+    model = load_model("gpt2-xl")
+    model = replace(model, blocks=model.blocks[:7])
+    cluster = load_cluster("1x3xv100-sxm-16gb+1x1xrtx-3090@1Gb/s")
+    found = plan(model, cluster, global_batch=7, seq_len=512, precision="fp16", budget_s=3.0).plans[0]
+    stage = Stage(ranks=(0, 1, 2), layers=((0, 9),), zero=1)
+    group = Group(share=7, stages=(stage,), micro_batch=9, schedule="1f1b", sp=False)
+    by_hand = predict(model, cluster, replace(found.plan, groups=(group,)), engine="analytical")
+    assert found.prediction.step_time_s <= by_hand.step_time_s * (1 + 1e-9)

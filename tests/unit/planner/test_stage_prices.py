@@ -16,6 +16,7 @@ from foreshard.planner.solver.problem import (
     Problem,
     StageSpan,
     faults,
+    least_step_seconds,
     step_seconds,
     takes_of,
     template_faults,
@@ -23,7 +24,7 @@ from foreshard.planner.solver.problem import (
 from foreshard.predict.placement import domain_block, link_domains, stage_strides
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
-from foreshard.spec.plan import Plan, Stage
+from foreshard.spec.plan import Plan
 
 BATCH = 64
 CASES = [
@@ -86,21 +87,11 @@ def in_space(plan: Plan, request: PlanRequest) -> bool:
             near = set(domains[list(stage.ranks)].tolist()) & set(domains[list(other.ranks)].tolist())
             if meets and near and pipeline[stage.ranks] != pipeline[other.ranks]:
                 return False
-        group = nodes[_waited_for(stage, request, ends)]
+        group = nodes[int(np.searchsorted(ends, stage.ranks[0], side="right"))]
         strides = stage_strides(plan, stage, domains, domain_block(group), {})
         if len(plan.groups) > 1 and strides["sync_stride"] < stage.tp * (1 - 1e-6):
             return False
     return True
-
-
-def _waited_for(stage: Stage, request: PlanRequest, ends: np.ndarray) -> int:
-    """Return the node group of the ranks with most samples over peak."""
-    where = np.searchsorted(ends, stage.ranks, side="right")
-    if stage.rank_shares is None:
-        return int(where[0])
-    peak = [group.device.peak(request.precision) for group in request.cluster.nodes]
-    each = [share / peak[g] for share, g in zip(np.repeat(stage.rank_shares, stage.tp), where, strict=True)]
-    return int(where[int(np.argmax(each))])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
@@ -121,14 +112,15 @@ def test_no_plan_is_faster_by_the_engine(case):
                 continue
             assert not faults(problem, arrangement)
             check_plan(plan, request.model, request.cluster)
-            assert step_seconds(problem, arrangement) <= engine_seconds(request, [plan])[0] * (1 + 1e-9)
+            assert least_step_seconds(problem, arrangement) <= engine_seconds(request, [plan])[0] * (1 + 1e-9)
             judged += 1
     assert judged >= 20
 
 
 @pytest.mark.parametrize(("case", "by_domain"), [(3, False), (1, True), (2, True)])
-def test_a_pipeline_alone_costs_what_the_engine_says(case, by_domain):
-    """One kind of device, one pipeline over several nodes: nothing is unknown to the problem.
+def test_a_pipeline_alone_costs_about_what_the_engine_says(case, by_domain):
+    """One kind of device, one pipeline over several nodes: unknown are what unequal stages hide and which
+    messages leave a node.
 
     Tables that the ends share are summed inside a link domain or across, as the pipeline lies.
     """
@@ -142,9 +134,9 @@ def test_a_pipeline_alone_costs_what_the_engine_says(case, by_domain):
         plan = plan_of(request, problem, arrangement)
         if plan is None:
             continue
-        assert step_seconds(problem, arrangement) == pytest.approx(
-            engine_seconds(request, [plan])[0], rel=1e-9
-        )
+        seconds = engine_seconds(request, [plan])[0]
+        assert least_step_seconds(problem, arrangement) <= seconds * (1 + 1e-9)
+        assert step_seconds(problem, arrangement) == pytest.approx(seconds, rel=0.15)
         compared += 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from foreshard.planner.baselines.verdict import Judged, judge
 from foreshard.planner.pricing.engine_times import predicted
-from foreshard.planner.ranking import front_of, ranked, score
+from foreshard.planner.ranking import front_of, score
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.quantity import seconds
@@ -74,7 +74,7 @@ def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[Judged]) 
     if best is None or not _beats(request, best, result):
         return result
     found = [best, *(one.prediction for one in result.plans)]
-    plans, error = ranked(found, request.objectives, request.limits, request.top)
+    plans, error = request.ranked(found)
     bound, best_s = result.lower_bound_step_time_s, best.step_time_s
     searched = result.plans[0].prediction.step_time_s if result.plans else None
     alone = f"the search alone came to {seconds(searched)}" if searched else "the search found none"

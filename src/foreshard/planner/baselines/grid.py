@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreshard.planner.solver.hops import least_slowest, shortest_cuts
 from foreshard.planner.solver.problem import (
     Arrangement,
     PipelineRate,
@@ -50,6 +52,7 @@ class Grid:
     _costs: dict[tuple[Step, int], tuple[np.ndarray, np.ndarray]] = field(init=False, default_factory=dict)
     _paces: dict[Step, float] = field(init=False, default_factory=dict)
     _cut: dict[tuple[tuple[Step, ...], float], Template | None] = field(init=False, default_factory=dict)
+    _kinds: dict[Shape, list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sort the options."""
@@ -64,6 +67,8 @@ class Grid:
                 )
                 found.setdefault((shape, int(used[0])), []).append(option)
         self.options = {key: np.array(value) for key, value in found.items()}
+        for step in sorted(self.options, key=self.layer_seconds):
+            self._kinds.setdefault(step[0], []).append(step[1])
 
     def shapes(self) -> list[Shape]:
         """Return every shape."""
@@ -71,8 +76,7 @@ class Grid:
 
     def kinds(self, shape: Shape) -> list[int]:
         """Return the kinds of device that have a shape, the fastest first."""
-        own = [kind for one, kind in self.options if one == shape]
-        return sorted(own, key=lambda kind: self.layer_seconds((shape, kind)))
+        return self._kinds.get(shape, [])
 
     def stages(self, step: Step) -> int:
         """Return how many stages the devices of a kind make."""
@@ -169,34 +173,18 @@ def best_chain(costs: Sequence[np.ndarray], passes: float) -> list[int] | None:
     passes : float
         With inf only the slowest stage counts.
     """
-    after = np.full(len(costs[0]), np.inf)
-    after[-1] = 0.0
-    for cost in reversed(costs):
-        after = np.maximum(cost, after[None, :]).min(1)
-    if not np.isfinite(after[0]):
+    lowest = least_slowest(costs)
+    if not np.isfinite(lowest):
         return None
-    lowest = float(after[0])
     if np.isinf(passes):
-        return _shortest(costs, lowest)[0]
-    tried = [_shortest(costs, lowest * stretch) for stretch in _STRETCH]
-    return min(tried, key=lambda one: one[1] + (passes - 1.0) * one[2])[0]
+        return shortest_cuts(costs, lowest)[0]
 
+    def seconds(made: tuple[list[int], float]) -> float:
+        cuts, total = made
+        slowest = max(cost[a, b] for cost, a, b in zip(costs, cuts[:-1], cuts[1:], strict=True))
+        return float(total + (passes - 1.0) * slowest)
 
-def _shortest(costs: Sequence[np.ndarray], longest: float) -> tuple[list[int], float, float]:
-    """Return the cuts of least total time with no stage above a limit, that time and the slowest stage's."""
-    after = np.full(len(costs[0]), np.inf)
-    after[-1] = 0.0
-    chosen = []
-    for cost in reversed(costs):
-        total = np.where(cost <= longest * (1.0 + 1e-12), cost, np.inf) + after[None, :]
-        stop = total.argmin(1)
-        after = total[np.arange(len(stop)), stop]
-        chosen.append(stop)
-    cuts = [0]
-    for stop in reversed(chosen):
-        cuts.append(int(stop[cuts[-1]]))
-    slowest = max(cost[a, b] for cost, a, b in zip(costs, cuts[:-1], cuts[1:], strict=True))
-    return cuts, float(after[0]), float(slowest)
+    return min((shortest_cuts(costs, lowest * stretch) for stretch in _STRETCH), key=seconds)[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,6 +204,7 @@ class Best:
     seconds: float = np.inf
     by_number: dict[int, tuple[float, Arrangement]] = field(default_factory=dict)
     _known: dict[Template, tuple[PipelineRate, np.ndarray]] = field(default_factory=dict)
+    _tails: dict[tuple[Template, int], float] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
@@ -248,18 +237,25 @@ class Best:
             self._known[template] = (pipeline_rate(self.problem, template), takes_of(self.problem, template))
         return self._known[template]
 
+    def _tail_s(self, template: Template, total: int) -> float:
+        """Return the tail of a pipeline among so many, worked out once for numbers that are priced alike."""
+        key = template, bisect_right(self.problem.copies, total)
+        if key not in self._tails:
+            self._tails[key] = tail_seconds(self.problem, template, total)
+        return self._tails[key]
+
     def _even_seconds(self, mix: Sequence[tuple[Template, int]], total: int) -> float:
         share, larger = divmod(self.problem.global_batch, total)
         ends, before = [], 0
         for one, count in mix:
             most = share + (before < larger)
-            ends.append(self._of(one)[0].seconds(most) + tail_seconds(self.problem, one, total))
+            ends.append(self._of(one)[0].seconds(most) + self._tail_s(one, total))
             before += count
         return max(ends)
 
     def _balanced_seconds(self, mix: Sequence[tuple[Template, int]], total: int) -> float:
         """Return the time in which the pipelines get through the batch together."""
-        paces = [(self._of(one)[0], tail_seconds(self.problem, one, total), count) for one, count in mix]
+        paces = [(self._of(one)[0], self._tail_s(one, total), count) for one, count in mix]
         low, high = 0.0, max(pace.seconds(self.problem.global_batch) + tail for pace, tail, _ in paces)
         for _ in range(_BISECTIONS):
             middle = 0.5 * (low + high)
@@ -271,7 +267,7 @@ class Best:
         copies, batch = len(templates), self.problem.global_batch
         shares: tuple[int, ...] | None = tuple(batch // copies + (i < batch % copies) for i in range(copies))
         if not even:
-            tails = [tail_seconds(self.problem, one, copies) for one in templates]
+            tails = [self._tail_s(one, copies) for one in templates]
             shares = balance([self._of(one)[0] for one in templates], tails, batch)
         return None if shares is None else Arrangement(templates=tuple(templates), shares=shares)
 

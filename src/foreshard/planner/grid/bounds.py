@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
-from foreshard.planner.grid.space import GridRequest, chunks_of
+from foreshard.planner.grid.space import GridRequest, chunks_of, distinct
 from foreshard.predict.analytical.engine import StepTimes, stage_times
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import divisors
@@ -46,8 +48,11 @@ def cell_bounds(request: GridRequest, cells: PlanTable) -> tuple[np.ndarray, flo
 
     Recomputation and virtual stages add to it or cut it otherwise; of sequence parallelism the better counts.
     """
+    # Of one tensor, context and expert degrees and one micro-batch, more stages take as much less time each
+    # as there are fewer replicas to share the micro-batches: such cells have one bound.
+    first, of = distinct((cells.tp, cells.cp, cells.ep, cells.etp, cells.micro_batch))
     bounds, floor = [], np.inf
-    for some in chunks_of(cells):
+    for some in chunks_of(cells.take(first)):
         both = []
         for sp in (0, 1):
             table = replace(some, sp=np.full(len(some), sp) * (some.tp > 1))
@@ -60,15 +65,26 @@ def cell_bounds(request: GridRequest, cells: PlanTable) -> tuple[np.ndarray, flo
             alone = (stage.parts["compute"] * count).sum(0) * some.num_micro_batches / some.pp
             floor = min(floor, float(alone.min()))
         bounds.append(np.minimum(*both))
-    return (np.concatenate(bounds) if bounds else np.empty(0)), floor
+    return (np.concatenate(bounds)[of] if bounds else np.empty(0)), floor
 
 
 def device_seconds_floor(request: GridRequest) -> float:
     """Return device-seconds that no step takes fewer of, on any number of these devices.
 
     The least computation of a sample over every choice of tensor, context and expert parallelism and of
-    micro-batch that any number of devices allows; how many replicas and stages there are does not change it.
+    micro-batch that any number of devices allows; how many replicas and stages there are does not change it,
+    nor what communication is hidden.
     """
+    return _device_seconds_floor(**{name: getattr(request, name) for name in _OF_COMPUTATION})
+
+
+_OF_COMPUTATION = ("model", "cluster", "framework", "constants", "global_batch", "seq_len", "precision")
+"""Fields of a request that its computation depends on."""
+
+
+@lru_cache(maxsize=8)
+def _device_seconds_floor(**asked: Any) -> float:
+    request = GridRequest(**asked)
     blocks = [block for block, _ in request.model.block_kinds()]
     experts = max(block.num_experts for block in blocks)
     tp = divisors(int(np.gcd.reduce([block.num_heads for block in blocks])))
@@ -76,6 +92,9 @@ def device_seconds_floor(request: GridRequest) -> float:
     etp = np.array([1, 2, 4, 8, 16, 32, 64]) if experts else np.array([1])
     sizes = divisors(request.global_batch)
     columns = [axis.ravel() for axis in np.meshgrid(tp, cp, ep, etp, sizes, indexing="ij")]
+    devices = request.cluster.num_devices
+    fits = (columns[0] * columns[1] <= devices) & (columns[2] * columns[3] <= devices)
+    columns = [column[fits] for column in columns]
     table = PlanTable.from_columns(dict(zip(("tp", "cp", "ep", "etp", "micro_batch"), columns, strict=True)))
     least = np.inf
     for some in chunks_of(replace(table, dp=table.ep * table.etp)):

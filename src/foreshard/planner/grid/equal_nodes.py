@@ -16,9 +16,9 @@ from foreshard.planner.grid.infeasible import infeasible
 from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.grid.search import search_rows
 from foreshard.planner.grid.space import SPACE, GridRequest
-from foreshard.planner.ranking import front_of, ranked
+from foreshard.planner.ranking import front_of
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
 from foreshard.planner.settings import acting
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
@@ -27,10 +27,10 @@ from foreshard.units import number_of
 
 _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""
+_KEPT = 50
+"""Plans kept for a last choice: other families are among them, and those that the closed form misjudges."""
 _PATIENCE_S = 30.0
 """Seconds beyond the budget that a search goes on as long as there is no plan at all."""
-_REORDERED = 50
-"""Plans that another engine orders anew: the engines differ by some percent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanRes
     searched = _search(request, started + request.budget_s)
     predictions = _predictions(request, searched, started + request.budget_s)
     error: InfeasibleError | LimitError | None
-    plans, error = ranked(predictions, request.objectives, request.limits, request.top)
+    plans, error = request.ranked(predictions)
     if not plans and request.beat_s == np.inf:
         pairs = list(zip(searched.parts, searched.found, strict=True))
         explain = explain and not searched.stopped
@@ -90,7 +90,27 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanRes
         infeasible=error,
         notes=tuple(_notes(request, searched, plans)),
         front=front_of(predictions, request.limits),
+        bound=_bound(request, searched),
+        objective=request.objectives[0],
     )
+
+
+def _bound(request: PlanRequest, searched: _Searched) -> ObjectiveBound | None:
+    """Return what no plan on any number of devices that was searched goes below in dollars or joules.
+
+    None where it is not known: a number was left out, prices are not known, or limits drop plans.
+    """
+    objective = request.objectives[0]
+    if objective == "time" or request.limits or searched.left or searched.skipped:
+        return None
+    values = []
+    for part, found in zip(searched.parts, searched.found, strict=True):
+        rate = request.usd_per_device_hour
+        price = part.usd_per_h if rate is None else rate * part.num_devices
+        if objective == "cost" and price is None:
+            return None
+        values.append(found.bound * (price / 3600.0 if objective == "cost" and price is not None else 1.0))
+    return ObjectiveBound(objective=objective, value=min(values)) if values else None
 
 
 def grid_request(request: PlanRequest, cluster: Cluster, *, objective: str | None = None) -> GridRequest:
@@ -170,17 +190,16 @@ def _search_size(request: PlanRequest, searched: _Searched, size: int, deadline:
 
 
 def _kept(request: PlanRequest) -> int:
-    """Return the plans to keep: more where another engine will order them anew."""
-    return request.top if request.engine == "analytical" else max(_REORDERED, request.top)
+    """Return the plans to keep: those shown, and more where they are timed once more."""
+    return max(_KEPT, request.top) if request.chooses_later else request.top
 
 
 def _beat(request: PlanRequest, searched: _Searched, size: int) -> float:
     """Return the score from which on plans on so many devices are of no interest.
 
-    Fewer devices must be faster than more of them. Dollars go with device-seconds; another engine may order
-    plans otherwise, and limits may drop the best.
+    Fewer devices must be faster than more of them. Dollars go with device-seconds; limits may drop the best.
     """
-    if request.limits or request.engine != "analytical":
+    if request.limits:
         return np.inf
     # Engines sum in another order than the search does: what differs by rounding is no faster.
     known = [request.beat_s * (1.0 - _ROUNDING)] if request.objectives[0] == "time" else []
@@ -215,7 +234,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
                     part,
                     plan,
                     framework=framework,
-                    engine=request.engine,
+                    engine="analytical",
                     tokens=request.tokens,
                     usd_per_device_hour=request.usd_per_device_hour,
                     timeline=False,
@@ -239,7 +258,7 @@ def _ladder(request: PlanRequest, searched: _Searched, plans: Sequence[Ranked]) 
     others = [*searched.skipped.values(), *searched.left.values()] if everywhere else []
     floors = (found.floor_s for found in asked if 0 < found.floor_s < np.inf)
     ladder = {"compute": float(min([*floors, *others], default=0.0))}
-    if request.engine == "analytical" and request.objectives[0] != "energy":
+    if request.objectives[0] != "energy":
         ladder["search"] = float(min([*(found.bound for found in asked), *others], default=0.0))
     return ladder
 
@@ -268,13 +287,6 @@ def _notes(request: PlanRequest, searched: _Searched, plans: Sequence[Ranked]) -
         why = "" if fits or request.max_devices else "; no plan uses all: divisibility or memory"
         yield f"{used} of {whole} devices are used and paid for{why}"
     if objective != "time":
-        yield f"The bound is on the step time with {used} devices; {len(searched.parts)} sizes were searched"
-    if request.engine != "analytical":
-        yield (
-            f"The {_kept(request)} best plans by the analytical engine are ordered by engine "
-            f"{request.engine}; the bound counts computation alone"
-        )
-    if objective == "energy":
-        yield "The bound counts computation alone; the search is exhaustive for energy, not for step time"
+        yield f"{len(searched.parts)} numbers of devices were searched"
     if searched.interrupted:
         yield "The search ended before it was exhaustive; the bound holds for what was left out too"

@@ -1,10 +1,10 @@
 """Exhaustive search of the plans that degree flags span, on equal nodes.
 
-The space is a product: degrees and micro-batch (a *cell*), then virtual stages, sequence parallelism and
-recomputation (a *pass* through the pipeline), then sharding, schedule and offload (a *row*). What a pass
-recurs with bounds every row of it from below, what a cell must compute bounds every pass, so that most rows
-are excluded without being priced. The search goes on in order of the bounds until no bound is below the
-best plans: then they are the best of all.
+The space is a product: degrees and micro-batch (a *cell*), then virtual stages and sequence parallelism (a
+*shape*), then recomputation (a *pass* through the pipeline), then sharding, schedule and offload (a *row*).
+What a pass recurs with bounds every row of it from below, what a cell must compute bounds every pass, so that
+most rows are excluded without being priced. The search goes on in order of the bounds until no bound is below
+the best plans: then they are the best of all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from foreshard.planner.grid.space import (
     chunks_of,
     least_memory_rows,
     num_rows,
-    passes_of,
     rows_of,
+    shapes_of,
+    with_rules,
 )
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.plan_table import PlanTable
 
-_FIRST_CELLS, _MOST_CELLS, _PASSES = 8, 512, 256
+_FIRST_CELLS, _MOST_CELLS, _PASSES = 8, 512, 1024
 """Cells bounded at once, first and later, and passes priced at once: few while bounds exclude little."""
 
 
@@ -121,28 +122,35 @@ def walk(
 
 def _search_cells(request: GridRequest, cells: PlanTable, found: Found) -> None:
     """Price what can beat the kept plans in some cells."""
-    passes = passes_of(request, cells)
-    bounds, counts = [], []
-    for some in chunks_of(passes):
-        bounds.append(pass_bounds(request, some))
-        counts.append(num_rows(request, some))
-    if not bounds:
+    shapes = shapes_of(request, cells)
+    passes, shape = with_rules(request, shapes)
+    if not len(passes):
         return
-    bound, count = np.concatenate(bounds), np.concatenate(counts)
+    count = num_rows(request, passes)
+    # Recomputation only adds to what recurs: what a shape alone excludes is not bounded rule by rule.
+    open_ = np.flatnonzero(~found.excludes(_pass_bounds(request, shapes)[shape]))
+    found.pruned += int(count.sum() - count[open_].sum())
+    passes, count = passes.take(open_), count[open_]
+    bound = _pass_bounds(request, passes)
     order = np.argsort(bound, kind="stable")
     start = 0
     while start < len(order):
-        if found.excludes(bound[order[start]]):
+        block = order[start : start + _PASSES]
+        block = block[~found.excludes(bound[block])]
+        if not len(block):
             found.pruned += int(count[order[start:]].sum())
             return
-        stop = start + _PASSES
-        fitting = _fitting_passes(request, passes.take(order[start:stop]), found)
-        found.pruned += int(count[order[start:stop]].sum())
+        fitting = _fitting_passes(request, passes.take(block), found)
+        found.pruned += int(count[block].sum())
         if len(fitting):
             rows = rows_of(request, fitting)
             found.pruned -= len(rows)
             _price_rows(request, rows, found)
-        start = stop
+        start += len(block)
+
+
+def _pass_bounds(request: GridRequest, passes: PlanTable) -> np.ndarray:
+    return np.concatenate([np.empty(0), *(pass_bounds(request, some) for some in chunks_of(passes))])
 
 
 def _fitting_passes(request: GridRequest, passes: PlanTable, found: Found) -> PlanTable:

@@ -1,12 +1,12 @@
 """The space of plans that degree flags span on equal nodes, as cells, passes and rows.
 
-A *cell* is a choice of degrees and micro-batch; a *pass* adds virtual stages, sequence parallelism and
-recomputation; a *row* adds sharding, schedule and offload, and is a plan.
+A *cell* is a choice of degrees and micro-batch; a *shape* adds virtual stages and sequence
+parallelism, a *pass* recomputation; a *row* adds sharding, schedule and offload, and is a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,8 +146,7 @@ def cells_of(request: GridRequest) -> PlanTable:
             "micro_batch": micro_batch,
             "num_micro_batches": request.global_batch // (dp * micro_batch),
             "zero": 0,
-        },
-        _rules(request),
+        }
     )
     return table.take(valid_plans(model, request.cluster, table, seq_len=request.seq_len))
 
@@ -164,25 +163,37 @@ def _rules(request: GridRequest) -> tuple[str, ...]:
     )
 
 
-def passes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
-    """Return the cells with every number of virtual stages, sequence parallelism and recompute rule."""
+def shapes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
+    """Return the cells with every number of virtual stages and sequence parallelism, nothing recomputed."""
     most = np.maximum(request.model.num_layers // cells.pp, 1)
     chunks = "interleaved" in request.offers.schedules and "vpp" in request.offers.degrees
     deep = np.where((cells.pp > 1) & chunks, most, 1)
     vpp = np.arange(1, int(deep.max()) + 1)
-    rules = np.arange(len(cells.rules))
-    index, v, sp, rule = (
-        axis.ravel() for axis in np.meshgrid(np.arange(len(cells)), vpp, np.arange(2), rules, indexing="ij")
+    index, v, sp = (
+        axis.ravel() for axis in np.meshgrid(np.arange(len(cells)), vpp, np.arange(2), indexing="ij")
     )
     keep = (v <= deep[index]) & ((sp == 0) | (cells.tp[index] > 1))
     keep &= (v == 1) | (cells.num_micro_batches[index] % cells.pp[index] == 0)
-    index, v, sp, rule = index[keep], v[keep], sp[keep], rule[keep]
-    default = MODELLED_SCHEDULES.index("1f1b")
-    columns = {"vpp": v, "sp": sp, "recompute": rule, "schedule": np.where(v > 1, _INTERLEAVED, default)}
-    table = _product(cells, index, columns)
-    if request.comm.get("expert_overlap"):
-        table = table.take(experts_overlap(table))
+    index, v, sp = index[keep], v[keep], sp[keep]
+    columns = {"vpp": v, "sp": sp, "schedule": np.where(v > 1, _INTERLEAVED, _1F1B)}
+    table = _product(cells, index, columns, rules=("none",))
     return table.take(valid_plans(request.model, request.cluster, table, seq_len=request.seq_len))
+
+
+def passes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
+    """Return the cells with every number of virtual stages, sequence parallelism and recompute rule."""
+    return with_rules(request, shapes_of(request, cells))[0]
+
+
+def with_rules(request: GridRequest, shapes: PlanTable) -> tuple[PlanTable, np.ndarray]:
+    """Return shapes with every recompute rule they may have, and the shape of each."""
+    rules = _rules(request)
+    shape = np.repeat(np.arange(len(shapes)), len(rules))
+    table = _product(shapes, shape, {"recompute": np.tile(np.arange(len(rules)), len(shapes))}, rules=rules)
+    if not request.comm.get("expert_overlap"):
+        return table, shape
+    kept = np.flatnonzero(experts_overlap(table))
+    return table.take(kept), shape[kept]
 
 
 def experts_overlap(table: PlanTable) -> np.ndarray:
@@ -229,25 +240,26 @@ def _choices(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) 
     return _Choices(zero=columns[0], shard=columns[1], schedule=columns[2], offload=columns[3])
 
 
-def _kinds(passes: PlanTable) -> np.ndarray:
-    """Return what decides the rows of a pass, shape (3, passes): replicas, pipeline or not, chunks or not."""
-    return np.array([passes.dp * passes.cp, passes.pp > 1, passes.vpp > 1])
+def _kinds(passes: PlanTable) -> tuple[list[tuple[int, bool, bool]], np.ndarray]:
+    """Return what decides the rows of a pass, and which applies to each: replicas, pipeline, chunks."""
+    codes, inverse = np.unique(
+        passes.dp * passes.cp * 4 + (passes.pp > 1) * 2 + (passes.vpp > 1), return_inverse=True
+    )
+    return [(code // 4, code % 4 >= 2, code % 2 == 1) for code in codes.tolist()], inverse
 
 
 def num_rows(request: GridRequest, passes: PlanTable) -> np.ndarray:
     """Return the rows of each pass."""
-    kinds, inverse = np.unique(_kinds(passes), axis=1, return_inverse=True)
-    sizes = [len(_choices(request, int(r), bool(p), bool(c)).zero) for r, p, c in kinds.T]
-    return np.array(sizes, dtype=np.int64)[np.ravel(inverse)]
+    kinds, inverse = _kinds(passes)
+    return np.array([len(_choices(request, *kind).zero) for kind in kinds], dtype=np.int64)[inverse]
 
 
 def rows_of(request: GridRequest, passes: PlanTable) -> PlanTable:
     """Return every row of some passes."""
-    kinds, inverse = np.unique(_kinds(passes), axis=1, return_inverse=True)
-    inverse = np.ravel(inverse)
+    kinds, inverse = _kinds(passes)
     parts = []
-    for k, (replicas, pipeline, chunks) in enumerate(kinds.T):
-        choice = _choices(request, int(replicas), bool(pipeline), bool(chunks))
+    for k, kind in enumerate(kinds):
+        choice = _choices(request, *kind)
         here = np.flatnonzero(inverse == k)
         size = len(choice.zero)
         columns = {
@@ -272,6 +284,9 @@ def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTabl
     )
     index = np.repeat(np.arange(len(passes)), len(options))
     zero, schedule = np.tile(options, (len(passes), 1)).T
+    free = (passes.pp[index] > 1) & (passes.vpp[index] == 1)
+    kept = np.flatnonzero(free | (schedule == options[0, 1]))  # all others have one schedule
+    index, zero, schedule = index[kept], zero[kept], schedule[kept]
     schedule = np.where(passes.vpp[index] > 1, _INTERLEAVED, np.where(passes.pp[index] > 1, schedule, _1F1B))
     columns = {"zero": zero, "schedule": schedule, "offload": np.full(len(index), offload)}
     return _product(passes, index, columns), index
@@ -279,13 +294,20 @@ def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTabl
 
 def cell_sizes(request: GridRequest, cells: PlanTable) -> np.ndarray:
     """Return the rows of each cell."""
-    sizes = np.zeros(len(cells), dtype=np.int64)
     spread = (cells.ep > 1) & bool(request.comm.get("expert_overlap"))
-    key = np.array(
-        [cells.dp * cells.cp, cells.pp, cells.tp, cells.cp, cells.num_micro_batches % cells.pp == 0, spread]
-    )
-    kinds, first, inverse = np.unique(key, axis=1, return_index=True, return_inverse=True)
-    for k in range(kinds.shape[1]):
-        passes = passes_of(request, cells.take(first[k : k + 1]))
-        sizes[np.ravel(inverse) == k] = int(num_rows(request, passes).sum()) if len(passes) else 0
-    return sizes
+    alike = cells.dp * cells.cp, cells.pp, cells.tp, cells.cp, cells.num_micro_batches % cells.pp == 0, spread
+    first, of = distinct(alike)
+    sizes = np.zeros(len(first), dtype=np.int64)
+    for k, cell in enumerate(first.tolist()):
+        sizes[k] = int(num_rows(request, passes_of(request, cells.take(slice(cell, cell + 1)))).sum())
+    return sizes[of]
+
+
+def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each combination of values of some columns stands first, and which each row has."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, place = np.unique(column, return_inverse=True)
+        code = code * len(values) + place
+    _, first, of = np.unique(code, return_index=True, return_inverse=True)
+    return first, of

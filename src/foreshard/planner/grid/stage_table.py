@@ -1,4 +1,4 @@
-"""Distinct stages of many pipelines of one model, each pair of pp and vpp worked out once."""
+"""Runs of equal stages of many pipelines of one model, each pair of pp and vpp worked out once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MOST_CHUNKS = 1 << 20
 class StageTable:
     """Stages by the pipeline they belong to.
 
-    A model of equal blocks has at most four distinct stages, found by arithmetic. Where blocks differ, every
-    stage counts them; equal ones are one row here, the first of them, which holds the most micro-batches.
+    A model of equal blocks has at most four runs of equal stages, found by arithmetic. Where blocks differ,
+    every stage counts them; equal ones that follow each other are one row here.
     """
 
     model: Model
@@ -55,8 +55,8 @@ class StageTable:
             pp, vpp = (np.array([value]) for value in divmod(key, _MOST_CHUNKS))
             rows = stage_rows_of(self.model, pp, vpp)
             kinds = np.concatenate([*rows.counts, rows.has_embedding, rows.has_head], axis=1)
-            _, first, count = np.unique(kinds, axis=0, return_index=True, return_counts=True)
-            order = np.argsort(first)
-            kept = kinds[first[order]].T
-            self._known[key] = np.concatenate([kept[:-2], [first[order], count[order]], kept[-2:]])
+            first = np.flatnonzero(np.append(True, np.any(np.diff(kinds, axis=0) != 0, axis=1)))
+            count = np.diff(np.append(first, len(kinds)))
+            kept = kinds[first].T
+            self._known[key] = np.concatenate([kept[:-2], [first, count], kept[-2:]])
         return self._known[key]

@@ -40,6 +40,8 @@ class EvenPlans:
     ranks: np.ndarray
     result: PlanResult | None = None
     spent_s: float = 0.0
+    proves: bool = True
+    slice_s: float = 0.0
     _floor_s: list[float] = field(default_factory=list)
 
     @property

@@ -94,14 +94,6 @@ class MixedFound:
         self.timed.append((seconds, plan))
         return seconds
 
-    def seconds(self, plan: Plan) -> float:
-        """Return the step time of a plan that was timed."""
-        return min((seconds for seconds, one in self.timed if one == plan), default=np.inf)
-
-    def take_changed(self, plan: Plan) -> float:
-        """Keep a plan made from another if it fits; return its step time, infinite if it does not."""
-        return self.take_interleaved(plan) if is_interleaved(plan) else self.take(plan)
-
     def take_even(self, plan: Plan) -> None:
         """Keep a plan of the grid if it fits."""
         if plan not in self.even and np.isfinite(self.take(plan)):

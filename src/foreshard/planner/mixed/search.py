@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ import numpy as np
 
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import InfeasibleError
-from foreshard.planner.baselines.even import even, lb_bsp
+from foreshard.planner.baselines.even import lb_bsp
 from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
@@ -19,7 +19,6 @@ from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
 from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
 from foreshard.planner.mixed.found import WORTH, MixedFound, is_interleaved
-from foreshard.planner.mixed.improvement import near
 from foreshard.planner.mixed.infeasible import nothing_fits
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,
@@ -30,12 +29,11 @@ from foreshard.planner.mixed.interleaving import (
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
 from foreshard.planner.mixed.node_sets import capped, faster_by_s, node_sets
-from foreshard.planner.mixed.subspaces import Subspace, next_subspace
-from foreshard.planner.pricing.engine_times import engine_shares, predicted, steps_of
+from foreshard.planner.mixed.subspaces import Subspace, holding_down, next_subspace
+from foreshard.planner.pricing.engine_times import engine_shares, predicted
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_options import MOST_JOINED
 from foreshard.planner.pricing.stage_prices import price_stages
-from foreshard.planner.ranking import front_of, ranked
+from foreshard.planner.ranking import family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solver.problem import Arrangement, Problem, faults, spread_factor
@@ -51,13 +49,10 @@ SPACE = (
     "ranks, 1, 2 or 4 samples a rank (not interleaved, also 8 or all of the batch "
     "within 16384 tokens), sequences whole or one split over a power of two of ranks (cp) that "
     "leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
-    "divide both, three recompute rules; on at most "
-    f"{MOST_JOINED} devices also stages of ranks of two node groups, as many samples a rank of the slower "
-    "and as many times more a rank of the faster as keep it no longer busy; any shares of at least a "
-    "micro-batch, or the whole batch over ranks that take a sample more or less; 1f1b; "
-    "every stage has memory for one micro-batch for each stage after it; stages of the same layers in "
-    "different pipelines "
-    "lie in different link domains (side by side in one they are inner data-parallel ranks of one pipeline), "
+    "divide both, three recompute rules; any shares of at least a micro-batch, or the whole batch over ranks "
+    "that take a sample more or less; 1f1b; every stage has memory for one micro-batch for each stage after "
+    "it; stages of the same layers in different pipelines lie in different link domains (side by side in one "
+    "they are inner data-parallel ranks of one pipeline), "
     "differ at most by a factor of two in inner data-parallel ranks and in ranks that hold the same experts, "
     "which all of them cut, over ranks that follow each other, or none, and no gradient collective has more "
     "members in a link domain than its stage's tp leaves room for"
@@ -67,15 +62,14 @@ INTERLEAVED = (
     "on each device"
 )
 """Of the space where an interleaved plan is chosen."""
+_PROVING = 0.5
+"""Part of the search, once there is a plan, that goes to what holds the bound down, whatever it promises."""
+_LEAST_S = 1e-9
+"""Seconds left that count as some."""
 _GRID = 0.1
 """Part of the time that is left for each of several grids at first."""
-_SEARCHING = 0.88
+_SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
-_PRICING = 0.96
-"""Part of the search for prices; what is left after it goes to changes of the best plans."""
-_IMPROVED = 3
-"""Plans that changes are tried on."""
-_ROUNDING = 1e-9
 _PROVEN = 0.01
 """Gap from which a note gives the bounds of both kinds, where the chosen plan is interleaved."""
 _COVERED = 0.001
@@ -129,8 +123,7 @@ class MixedSearch:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.whole = TimeBudget.of(request.budget_s)
-        self.improving = self.whole.part(_SEARCHING)
-        self.budget = self.improving.part(_PRICING)
+        self.budget = self.whole.part(_SEARCHING)
         self.found = MixedFound(request=request)
         self.sets = node_sets(request)
         self.by_price = request.objectives[0] != "time" or request.limits.max_usd is not None
@@ -141,6 +134,7 @@ class MixedSearch:
         self.roomier: list[Subspace] = []
         self.others: list[Subspace] = []
         self.interleaved_bounds: list[Subspace] = []
+        self._finding_s = self._proving_s = 0.0
         self._covered: dict[int, float] = {}
         self._reserve_bytes = 0.0
         self._depths: set[tuple[int, int]] = set()
@@ -155,14 +149,17 @@ class MixedSearch:
                 if self.found.timed:
                     self.notes.append(HASTE)
                     return
-            self._offer_published((even, lb_bsp))
+            self._offer_published((lb_bsp,))
             self._open()
             while not ((self.budget.is_over and self.found.timed) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 if chosen is None:
                     break
-                self._advance(chosen, share)
-            self._improve()
+                if self.found.timed and self._proving_s < _PROVING * (self._proving_s + self._finding_s):
+                    lowest = holding_down(self._subspaces, self.found.best_s)
+                    self._proving_s += self._advance(lowest or chosen, share)
+                else:
+                    self._finding_s += self._advance(chosen, share)
             if self.by_price or not self.found.timed:
                 self._offer_published((hetpipe, amp, pipedream))
         except KeyboardInterrupt:
@@ -179,29 +176,14 @@ class MixedSearch:
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
 
-    def _improve(self) -> None:
-        """Follow single changes from the best plans to ones that none of them shortens any more."""
-        source = steps_of(replace(self.request, engine="analytical"))
-        starts = [plan for _, plan in sorted(self.found.timed, key=lambda timed: timed[0])]
-        for plan in [plan for plan in starts if plan not in self.found.even][:_IMPROVED]:
-            best_s, best = self.found.seconds(plan), plan
-            while not self.improving.is_over:
-                changed = near(self.request, best, source.times(best).total)
-                found_s, found = min(
-                    ((self.found.take_changed(one), one) for one in changed if not self.improving.is_over),
-                    key=lambda row: row[0],
-                    default=(np.inf, best),
-                )
-                if found_s >= best_s * (1.0 - _ROUNDING):
-                    break
-                best_s, best = found_s, found
-
-    def _advance(self, chosen: EvenPlans | Subspace, share: float) -> None:
-        """Do a step of a part of the space, in a part of the time that is left."""
+    def _advance(self, chosen: EvenPlans | Subspace, share: float) -> float:
+        """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
         had_plan = bool(self.found.timed)
         left_s = self.budget.left_s
-        chosen.advance(self.found, self.budget.part(share))
-        chosen.spent_s += left_s - self.budget.left_s
+        part = max(share, min(1.0, chosen.slice_s / max(left_s, chosen.slice_s, _LEAST_S)))
+        chosen.advance(self.found, self.budget.part(part))
+        spent_s = left_s - self.budget.left_s
+        chosen.spent_s += spent_s
         if isinstance(chosen, Subspace):
             self._after(chosen)
         elif chosen.result is not None:
@@ -210,6 +192,7 @@ class MixedSearch:
             self._add_interleaved()
         for subspace in self.pipelines if self.found.timed and not had_plan else ():
             subspace.is_closed = False  # a plan to beat lets searches go on that had given up
+        return spent_s
 
     @property
     def _subspaces(self) -> list[Subspace | EvenPlans]:
@@ -234,6 +217,7 @@ class MixedSearch:
             time_plans=self._time_plain,
             floor_s=floor_s,
             alone=self.by_price,
+            proves=True,
         )
 
     def _open(self) -> None:
@@ -329,6 +313,7 @@ class MixedSearch:
                     floor_s=self.by_set[place].floor_s,
                     is_wanted=lambda: found.is_interleaved,
                     weight=1.0 / (len(self.sets) * len(chunk_counts(request))),
+                    proves=True,
                 )
                 for chunks in chunk_counts(request)
                 for place, use in enumerate(self.sets)
@@ -396,7 +381,7 @@ class MixedSearch:
         """Return plans in order, predicted by the engine asked for, and the bound."""
         request, found = self.request, self.found
         predictions = self._predictions()
-        plans, error = ranked(predictions, request.objectives, request.limits, request.top)
+        plans, error = request.ranked(predictions)
         evaluated = sum(s.evaluated for s in self._subspaces) + len(found.timed)
         pruned = sum(s.search is None for s in self.by_set)
         pruned += sum(s.search.excluded for s in self.by_set if s.search)
@@ -426,15 +411,14 @@ class MixedSearch:
             )
         best = plans[0].prediction
         even_s = min(one.bound_s for one in self.even)
-        bound, space = min(self._bound_s(), even_s), self._space
+        bound, space = min(self._plain_bound_s, even_s), self._space
         chosen = plans[0].plan
         if len(self.even) == 1 and len(chosen.ranks) < request.cluster.num_devices:
             whole = request.cluster.num_devices
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
-        if is_interleaved(chosen) and chosen not in found.even:
+        if any(is_interleaved(one.plan) and one.plan not in found.even for one in plans):
             space = f"{space}; {INTERLEAVED}"
-            if request.engine == "analytical":
-                bound = self._with_interleaved(bound, best.step_time_s)
+            bound = self._with_interleaved(bound, best.step_time_s)
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -454,6 +438,7 @@ class MixedSearch:
             infeasible=error,
             notes=tuple(self.notes),
             front=front_of(predictions, request.limits),
+            objective=request.objectives[0],
         )
 
     @property
@@ -476,12 +461,16 @@ class MixedSearch:
         )
 
     def _predictions(self) -> list[Prediction]:
-        """Return the predictions of the best plans, the best on each number of devices among them.
+        """Return predictions of the best plan of each family, the best on each number of devices among them.
 
         Late, the fastest alone; where time is not to be small, as many as are shown, of least device-seconds.
         """
         request = self.request
-        order = sorted(self.found.timed, key=lambda timed: timed[0])
+        families: dict[Hashable, tuple[float, Plan]] = {}
+        best_first = sorted(self.found.timed, key=lambda timed: timed[0])
+        for timed in best_first:
+            families.setdefault((len(timed[1].ranks), family_of(timed[1])), timed)
+        order = (best_first[: request.top] if request.chooses_later else []) + list(families.values())
         first: dict[int, tuple[float, Plan]] = {}
         for seconds, plan in order:
             first.setdefault(len(plan.ranks), (seconds * len(plan.ranks), plan))
@@ -490,7 +479,7 @@ class MixedSearch:
         by_time = request.objectives[0] == "time"
         wanted = [*fastest, *frugal] if by_time else [*frugal, *fastest]
         wanted += [plan for _, plan in others]
-        least = 1 if by_time else request.top
+        least = 1 if by_time and not request.chooses_later else request.top
         made: list[Prediction] = []
         seen: list[Plan] = []
         for plan in wanted:
@@ -501,17 +490,6 @@ class MixedSearch:
             if len(made) >= 2 * request.top + len(first):
                 break
         return made
-
-    def _bound_s(self) -> float:
-        """Return a step time that no 1f1b plan beats, by the engine asked for."""
-        if self.request.engine == "analytical":
-            return self._plain_bound_s
-        self.notes.append(
-            f"The bound for engine {self.request.engine} is that of computation alone, spread over all "
-            "devices: it overlaps messages that the analytical engine adds"
-        )
-        priced = (price_stages(self.request, use, compute_only=True, every=True) for use in self.sets)
-        return min(work_bound(capped(problem, self.request.max_devices)) for problem in priced)
 
     def _with_interleaved(self, bound: float, best_s: float) -> float:
         """Return the bound on interleaved plans as well, and note both where they leave a gap."""

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from foreshard.planner.mixed.found import MixedFound
-from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
+from foreshard.planner.solver.problem import Arrangement, Problem, least_step_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -24,6 +24,8 @@ AIM = 0.003
 on top, and the answer promises 1 %."""
 _FIRST_S = 0.5
 """Seconds that count as spent on each subspace from the start: its first plan and bound take this long."""
+_FIRST_SLICE_S = 0.25
+"""Seconds of the first steps of a subspace: most of them raise its bound in less."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
 
@@ -48,6 +50,10 @@ class Subspace:
         Whether its search matters at present.
     alone : bool
         Whether its own best plan is looked for, whatever others are faster.
+    proves : bool
+        Whether the bound of the answer rests on its bound; others only find plans.
+    slice_s : float
+        Seconds of its next step at least.
     best_s : float
         Least step time of its own plans.
     """
@@ -59,6 +65,8 @@ class Subspace:
     margin: float = 0.0
     is_wanted: Callable[[], bool] = lambda: True
     alone: bool = False
+    proves: bool = False
+    slice_s: float = _FIRST_SLICE_S
     best_s: float = np.inf
     spent_s: float = 0.0
     problem: Problem | None = None
@@ -97,7 +105,10 @@ class Subspace:
         self.is_closed = not self.search.is_open
         if not self.is_closed:
             state.beat_s = np.inf if self.alone else found.best_s * (1.0 - self.margin)
+            before_s = self.search.lower_bound_s
             self.search.advance(budget)
+            if budget.is_over and self.search.lower_bound_s <= before_s:
+                self.slice_s *= 2.0  # what was cut short starts anew: the next time it has to end
         self.time_fresh(found, budget)
 
     def time_fresh(self, found: MixedFound, budget: TimeBudget) -> None:
@@ -112,7 +123,7 @@ class Subspace:
         for arrangement in sorted(made, key=made.__getitem__)[:_TIMED]:
             if budget.is_over and found.timed:
                 return
-            least_s = step_seconds(self.problem, arrangement)
+            least_s = least_step_seconds(self.problem, arrangement)
             hopeless = not self.alone and least_s >= found.best_s * (1.0 - self.margin)
             if arrangement not in self._timed and not hopeless:
                 self._timed.add(arrangement)
@@ -140,6 +151,12 @@ class HasPromise(Protocol):
     """A part of the space that may hold a better plan, and the seconds it was searched for."""
 
     spent_s: float
+    proves: bool
+    slice_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """Return a step time that no plan of the part beats."""
 
     def promise_s(self, best_s: float) -> float:
         """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
@@ -160,3 +177,9 @@ def next_subspace(subspaces: Sequence[Part], best_s: float) -> tuple[Part | None
     ]
     first = int(np.argmax(rates))
     return subspaces[first], rates[first] / sum(rates)
+
+
+def holding_down(subspaces: Sequence[Part], best_s: float) -> Part | None:
+    """Return the open subspace of the lowest bound among those that the bound of the answer rests on."""
+    open_ = [subspace for subspace in subspaces if subspace.proves and subspace.promise_s(best_s)]
+    return min(open_, key=lambda subspace: subspace.bound_s, default=None)

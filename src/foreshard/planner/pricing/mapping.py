@@ -18,14 +18,14 @@ def plan_of(request: PlanRequest, problem: Problem, arrangement: Arrangement) ->
     for g, template in enumerate(arrangement.templates):
         for s, part in enumerate(template):
             kind: StageKind = problem.names[part.option]  # type: ignore[assignment]
-            demands += [(kind.split * own.inner_dp, g, s, own.node_group) for own in kind.parts]
+            demands.append((kind.num_devices, g, s, kind.node_group))
     free = _free_nodes(request)
-    ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
     for size, g, s, node_group in sorted(demands, key=lambda one: (-one[0], *one[1:])):
         found = _take(free[node_group], size)
         if found is None:
             return None
-        ranks[g, s, node_group] = found
+        ranks[g, s] = found
     return Plan(
         global_batch=request.global_batch,
         seq_len=request.seq_len,
@@ -67,7 +67,7 @@ def _take(nodes: list[list[int]], size: int) -> tuple[int, ...] | None:
 
 
 def _group(
-    problem: Problem, arrangement: Arrangement, g: int, ranks: dict[tuple[int, int, int], tuple[int, ...]]
+    problem: Problem, arrangement: Arrangement, g: int, ranks: dict[tuple[int, int], tuple[int, ...]]
 ) -> Group:
     template = arrangement.templates[g]
     stages = []
@@ -75,12 +75,11 @@ def _group(
         kind: StageKind = problem.names[part.option]  # type: ignore[assignment]
         stages.append(
             Stage(
-                ranks=tuple(rank for own in kind.parts for rank in ranks[g, s, own.node_group]),
+                ranks=ranks[g, s],
                 layers=((part.start, part.stop),),
                 tp=kind.tp,
                 cp=kind.cp,
                 ep=kind.ep,
-                rank_shares=kind.rank_shares,
                 zero=kind.zero,
                 recompute=kind.recompute,
             )

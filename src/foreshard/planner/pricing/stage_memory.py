@@ -31,8 +31,6 @@ def rooms_in(
 
     `interleaved` are the chunks of layers of a device, and how many stages to have memory for.
     """
-    joint = [i for i, kind in enumerate(kinds) if kind.beside]
-    number, kinds = len(kinds), [*kinds, *(kinds[i].turned for i in joint)]  # as their other ranks see them
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
     load, (chunks, stages) = _load(request, kinds, types), interleaved
@@ -43,14 +41,16 @@ def rooms_in(
         if chunks > 1 and stages:  # as the engine counts chunks
             held = (2 * (depth - 1) + (chunks - 1) * stages + 1) / chunks
         peak = stage_peak_bytes(replace(load, in_flight=np.where(alone, depth, held)), request.framework)
-        rooms += (peak <= capacity) & (rooms == depth - 1)
-    rooms[:, joint] = np.minimum(rooms[:, joint], rooms[:, number:])
-    return rooms[:, :number]
+        more = (peak <= capacity) & (rooms == depth - 1)
+        if not more.any():
+            break
+        rooms += more
+    return rooms
 
 
 def fewest_devices(kinds: Sequence[StageKind], types: StageTypes, rooms: np.ndarray) -> float:
     """Return the least devices any pipeline takes; of more than a link domain has, its messages leave it."""
-    devices = np.array([kind.split * kind.width for kind in kinds])
+    devices = np.array([kind.num_devices for kind in kinds])
     least = np.append(np.where(rooms > 0, devices[None, :], np.inf).min(1), np.inf)
     places = len(types.table) - 1
     after = np.full(places + 1, np.inf)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 
 from foreshard.catalog.offers import offers_of
 from foreshard.planner.request import PlanRequest
@@ -23,26 +21,13 @@ _WIDTHS = tuple(range(1, 9))
 """Inner data-parallel ranks of a stage: more replicas are pipelines of their own."""
 _LEAST_TOKENS = 8192
 """Tokens of a sample that every rank has where ranks share its sequence, before tp divides them further."""
-MOST_JOINED = 24
-"""Devices of a search up to which stages join two kinds; of more, pipelines side by side are as good."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRanks:
-    """Inner data-parallel ranks of a stage on one node group, and the samples that each takes."""
-
-    node_group: int
-    inner_dp: int
-    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageKind:
     """What makes a stage of an option: devices of one node group, degrees, and what each rank does.
 
-    `beside` are ranks of another node group that share the stage's micro-batches; those of the stage's own
-    group are the ones that the engine takes the others to wait for. `ep` ranks hold one copy of the experts;
-    `cp` ranks of each tensor rank share the sequence of a sample.
+    `ep` ranks hold one copy of the experts; `cp` ranks of each tensor rank share the sequence of a sample.
     """
 
     node_group: int
@@ -53,19 +38,6 @@ class StageKind:
     zero: int
     ep: int = 1
     cp: int = 1
-    beside: StageRanks | None = None
-
-    @property
-    def parts(self) -> tuple[StageRanks, ...]:
-        """Return its ranks by node group, in the order of the groups."""
-        own = StageRanks(node_group=self.node_group, inner_dp=self.inner_dp, micro_batch=self.micro_batch)
-        parts = (own,) if self.beside is None else (own, self.beside)
-        return tuple(sorted(parts, key=lambda part: part.node_group))
-
-    @property
-    def width(self) -> int:
-        """Return all inner data-parallel ranks."""
-        return sum(part.inner_dp for part in self.parts)
 
     @property
     def split(self) -> int:
@@ -73,36 +45,19 @@ class StageKind:
         return self.tp * self.cp
 
     @property
-    def samples(self) -> int:
-        """Return the samples of a micro-batch of the stage."""
-        return sum(part.inner_dp * part.micro_batch for part in self.parts)
+    def num_devices(self) -> int:
+        """Return all ranks of the stage."""
+        return self.split * self.inner_dp
 
     @property
-    def rank_shares(self) -> tuple[int, ...] | None:
-        """Return the samples of each rank, None where all take as many by themselves."""
-        if self.beside is None:
-            return None
-        return tuple(part.micro_batch for part in self.parts for _ in range(part.inner_dp))
+    def samples(self) -> int:
+        """Return the samples of a micro-batch of the stage."""
+        return self.inner_dp * self.micro_batch
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it neither cuts experts, nor splits sequences, nor joins node groups."""
-        return self.ep == 1 and self.cp == 1 and self.beside is None
-
-    @property
-    def turned(self) -> StageKind:
-        """Return the same stage as its other ranks see it."""
-        if self.beside is None:
-            return self
-        own = StageRanks(node_group=self.node_group, inner_dp=self.inner_dp, micro_batch=self.micro_batch)
-        other = self.beside
-        return replace(
-            self,
-            node_group=other.node_group,
-            inner_dp=other.inner_dp,
-            micro_batch=other.micro_batch,
-            beside=own,
-        )
+        """Return whether it neither cuts experts nor splits sequences."""
+        return self.ep == 1 and self.cp == 1
 
 
 def stage_options(
@@ -157,7 +112,7 @@ def rank_samples(request: PlanRequest, width: int) -> tuple[int, ...]:
     """Return how many samples each of so many ranks may take at once: more of short ones, up to all."""
     whole = -(-request.global_batch // width)
     more = (2 * MICRO_BATCHES[-1], whole)
-    short = {n for n in more if MICRO_BATCHES[-1] < n and n * request.seq_len <= _SHORT_TOKENS}
+    short = {n for n in more if n not in MICRO_BATCHES and n * request.seq_len <= _SHORT_TOKENS}
     return (*MICRO_BATCHES, *sorted(short))
 
 
@@ -195,69 +150,3 @@ def _splits(request: PlanRequest, tp: int, nodes: NodeGroup) -> bool:
     blocks = [block for block, _ in request.model.block_kinds()]
     widths = [n for b in blocks for n in (b.num_heads, b.ffn, b.shared_ffn, b.expert_ffn)]
     return nodes.per_node % tp == 0 and request.seq_len % tp == 0 and all(n % tp == 0 for n in widths)
-
-
-def joint_options(request: PlanRequest, use: tuple[int, ...]) -> list[StageKind]:
-    """Return the stages that ranks of two node groups share, each taking samples by its rate.
-
-    Of so few devices that pipelines side by side leave some over, or none fits without the memory of both.
-    """
-    nodes = request.cluster.nodes
-    able = [g for g in use if nodes[g].device.supports(request.precision)]
-    if len(able) < 2 or sum(nodes[g].num_devices for g in able) > MOST_JOINED:
-        return []
-    alone = stage_options(request, use)
-    rules = list(dict.fromkeys(kind.recompute for kind in alone))
-    zero = {kind.zero for kind in alone if kind.inner_dp > 1} or {1}
-    found = []
-    for one, other in combinations(able, 2):
-        degrees = [{kind.tp for kind in alone if kind.node_group == g} for g in (one, other)]
-        for tp, wide, beside in product(sorted(degrees[0] & degrees[1]), _WIDTHS, _WIDTHS):
-            if wide + beside > _WIDTHS[-1] or not (
-                _packs(nodes[one], tp * wide) and _packs(nodes[other], tp * beside)
-            ):
-                continue
-            for parts in _splits_of((one, wide), (other, beside), request):
-                total = sum(part.inner_dp * part.micro_batch for part in parts)
-                if total > request.global_batch:
-                    continue
-                own, with_it = parts
-                found += [
-                    StageKind(
-                        node_group=own.node_group,
-                        tp=tp,
-                        inner_dp=own.inner_dp,
-                        micro_batch=own.micro_batch,
-                        recompute=rule,
-                        zero=max(zero),
-                        beside=with_it,
-                    )
-                    for rule in rules
-                ]
-    return found
-
-
-def _packs(nodes: NodeGroup, ranks: int) -> bool:
-    """Return whether so many ranks are part of a node that it divides into, or whole nodes."""
-    whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
-    return whole and ranks <= nodes.num_devices
-
-
-def _splits_of(
-    one: tuple[int, int], other: tuple[int, int], request: PlanRequest
-) -> Iterator[tuple[StageRanks, StageRanks]]:
-    """Yield samples for the ranks of two groups, (group, ranks) each, those that set the pace first.
-
-    The engine takes a stage to wait for the ranks of most samples over peak, the first of equals. A rank of
-    the faster kind takes as many samples as one of the slower, up to as many times as its peak is higher.
-    """
-    peak = {g: request.cluster.nodes[g].device.peak(request.precision) for g, _ in (one, other)}
-    slow, fast = sorted((one, other), key=lambda part: (peak[part[0]], part[0]))
-    for few in rank_samples(request, request.global_batch):  # of a batch at once pipelines take their part
-        for many in range(few, math.floor(few * peak[fast[0]] / peak[slow[0]] + 1e-9) + 1):
-            parts = [
-                StageRanks(node_group=group, inner_dp=width, micro_batch=samples)
-                for (group, width), samples in ((slow, few), (fast, many))
-            ]
-            rate, rest = sorted(parts, key=lambda r: (-r.micro_batch / peak[r.node_group], r.node_group))
-            yield rate, rest

@@ -7,7 +7,7 @@ faster by the engine than by the problem.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,12 @@ from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import layer_shape
 from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in
-from foreshard.planner.pricing.stage_options import StageKind, joint_options, stage_options
+from foreshard.planner.pricing.stage_options import StageKind, stage_options
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
-from foreshard.predict.analytical.engine import StageTimes, stage_times, tail_times
-from foreshard.predict.batch import Batch
+from foreshard.predict.analytical.engine import StageTimes, end_of_step, stage_times
+from foreshard.predict.batch import Batch, Boundaries
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import domain_block
 from foreshard.predict.run_setup import RunSetup
@@ -31,9 +31,6 @@ from foreshard.spec.device import Device
 
 COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
-
-_WAIT = 0.01
-"""Of the time of a joint stage, by which its other ranks may be slower than those the engine looks at."""
 
 
 def price_stages(
@@ -69,8 +66,7 @@ def price_stages(
         Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
         Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
     every : bool
-        Offer every stage of the space: also those that cut experts or split sequences, and those that ranks
-        of two node groups share.
+        Offer every stage of the space: also those that cut experts or split sequences.
     chunks : int
         Of layers that each device of a pipeline of several stages holds, interleaved; times are of all.
     stages : int, optional
@@ -78,41 +74,38 @@ def price_stages(
         the memory of 1f1b, of which interleaved pipelines need no less.
     """
     types = stage_types(request)
-    kinds, even = _offered(request, use, types, extra, every=every, at_once=chunks == 1)
+    kinds = _offered(request, use, extra, every=every, at_once=chunks == 1)
     rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
-    rooms[:, len(kinds) - even.shape[1] :] *= even
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
-    spans = np.array([[float(len(kind.parts)) for kind in kinds]])
     crosses = fewest_devices(kinds, types, rooms) > max(domains)
-    batch = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
+    batch = _batch(request, use, kinds, types, crosses=crosses, apart=apart, chunks=chunks)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
     time_s = np.broadcast_to(seconds, shape)
     leave_s = leave_tail_s = None
     if by_domain and not (crosses or apart or compute_only):
-        far = _batch(request, use, kinds, types, crosses=True, chunks=chunks)
+        far = _crossing(batch, kinds, domains)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
-        leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks, spans), shape).T.copy()
-    alone = _batch(request, use, kinds, types, crosses=crosses or apart, chunks=chunks)
+        leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks), shape).T.copy()
     tails = [
-        np.broadcast_to(_tail(alone, stage, copies, blocks, spans, apart=apart), shape).T
+        np.broadcast_to(_tail(batch, stage, copies, blocks, apart=apart), shape).T
         for copies in _copies(request)
     ]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
     for i, kind in enumerate(kinds):
-        for part in kind.parts:
-            takes[i, part.node_group] = kind.split * part.inner_dp
+        takes[i, kind.node_group] = kind.num_devices
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
         max_stages=min(stages or MAX_STAGES, request.model.num_layers),
         types=types.table,
         takes=takes,
+        shortest=np.broadcast_to(stage.host / np.maximum(stage.total, 1e-12), shape).T,
         micro_batch=np.array([kind.samples for kind in kinds]),
-        grain=np.array([1 if kind.beside else kind.inner_dp for kind in kinds]),
+        grain=np.array([kind.inner_dp for kind in kinds]),
         time_s=time_s.T.copy(),
         copies=_copies(request),
         tail_s=np.array(tails),
@@ -128,62 +121,21 @@ def price_stages(
 
 def offered(request: PlanRequest, use: tuple[int, ...], extra: Sequence[StageKind] = ()) -> list[StageKind]:
     """Return every stage of the space, as `price_stages` with `every` names them, without their prices."""
-    return _offered(request, use, stage_types(request), extra, every=True, at_once=True)[0]
+    return _offered(request, use, extra, every=True, at_once=True)
 
 
 def _offered(
-    request: PlanRequest,
-    use: tuple[int, ...],
-    types: StageTypes,
-    extra: Sequence[StageKind],
-    *,
-    every: bool,
-    at_once: bool,
-) -> tuple[list[StageKind], np.ndarray]:
-    """Return options, joint ones last, and of which types the joint ones are in their space."""
-    kinds = list(dict.fromkeys((*stage_options(request, use, at_once=at_once), *extra)))
-    if not every:
-        return kinds, np.zeros((len(types.has_head), 0), dtype=bool)
-    kinds = list(dict.fromkeys((*kinds, *stage_options(request, use, every=True, at_once=at_once))))
-    more, even = _joint(request, use, types, {kind.samples for kind in kinds})
-    return kinds + more, even
+    request: PlanRequest, use: tuple[int, ...], extra: Sequence[StageKind], *, every: bool, at_once: bool
+) -> list[StageKind]:
+    """Return the options of some node groups, plain ones first."""
+    kinds = dict.fromkeys((*stage_options(request, use, at_once=at_once), *extra))
+    if every:
+        kinds.update(dict.fromkeys(stage_options(request, use, every=True, at_once=at_once)))
+    return list(kinds)
 
 
-def _joint(
-    request: PlanRequest, use: tuple[int, ...], types: StageTypes, sizes: Collection[int]
-) -> tuple[list[StageKind], np.ndarray]:
-    """Return joint stages, and of which types they are in their space, shape (types, stages).
-
-    No rank of a stage may be slower than those that the engine takes the others to wait for. Of splits that
-    differ in what the faster ranks take, that of most samples which half of all types allow, and that of
-    most as any other stage takes.
-    """
-    kinds = joint_options(request, use)
-    if not kinds:
-        return [], np.zeros((len(types.has_head), 0), dtype=bool)
-    shape = len(types.has_head), len(kinds)
-    own, other = (
-        np.broadcast_to(stage_times(_batch(request, use, some, types)).total, shape)
-        for some in (kinds, [kind.turned for kind in kinds])
-    )
-    even = other <= own * (1.0 + _WAIT)
-    best: dict[object, int] = {}
-    for i in np.flatnonzero(even.mean(axis=0) >= 0.5).tolist():
-        kind = kinds[i]
-        ranks = tuple((part.node_group, part.inner_dp) for part in kind.parts)
-        for common in {False, kind.samples in sizes}:
-            key = (common, kind.tp, kind.recompute, kind.micro_batch, ranks)
-            best[key] = max(best.get(key, i), i, key=lambda one: kinds[one].samples)
-    kept = sorted(set(best.values()))
-    return [kinds[i] for i in kept], even[:, kept]
-
-
-def _tail(
-    batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, spans: np.ndarray, *, apart: bool
-) -> np.ndarray:
+def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, apart: bool) -> np.ndarray:
     """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
-
-    A stage is in link domains of `spans` node groups.
 
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
     inner data-parallel ranks, but any cp; a domain holds no more of them than as narrow stages as this one
@@ -196,8 +148,8 @@ def _tail(
     # Sets of ranks that hold all experts: of a stage so many begin in one domain.
     begin = np.minimum(np.ceil(alike), np.ceil(blocks / rank.ep))
     if apart or copies == 1:
-        inside = np.minimum(np.ceil(width / spans), room)
-        experts = np.minimum(np.ceil(alike / spans), begin)
+        inside = np.minimum(np.ceil(width), room)
+        experts = np.minimum(np.ceil(alike), begin)
         return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
     fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
     any_cut = np.where(rank.ep > 1, begin, 1.0).max()
@@ -215,16 +167,12 @@ def _tail(
     return np.where(twice, np.minimum(tail, other), tail)
 
 
-def _leave_tail(
-    far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray, spans: np.ndarray
-) -> np.ndarray:
+def _leave_tail(far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray) -> np.ndarray:
     """Return how much longer the tail of every stage is where its pipeline leaves a link domain.
 
     A table that the first and the last stage share crosses it, however many pipelines there are.
     """
-    return _tail(far, stage, 1, blocks, spans, apart=False) - _tail(
-        near, stage, 1, blocks, spans, apart=False
-    )
+    return _tail(far, stage, 1, blocks, apart=False) - _tail(near, stage, 1, blocks, apart=False)
 
 
 def _tail_of(
@@ -247,8 +195,8 @@ def _tail_of(
         sync_stride=stride,
         expert_stride=expert_stride,
     )
-    sync, optimizer = tail_times(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
-    return np.asarray(sync + optimizer)
+    end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
+    return np.asarray(end.tail + end.update)
 
 
 def _copies(request: PlanRequest) -> tuple[int, ...]:
@@ -262,9 +210,14 @@ def _batch(
     types: StageTypes,
     *,
     crosses: bool = False,
+    apart: bool = False,
     chunks: int = 1,
 ) -> Batch:
-    """Return stages as rows and options as columns, each alone in its plan."""
+    """Return stages as rows and options as columns, each alone in its plan.
+
+    A pipeline that crosses link domains sums a table that its ends share over the network; its messages stay
+    inside where the stage leaves its neighbours room, unless stages are `apart`.
+    """
     setup, nodes = request.setup, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
     fabric = row(_fabrics(request, kinds), Fabric)
@@ -272,6 +225,9 @@ def _batch(
     kernels = [_kernels(setup, group.device) for group in nodes]
     traits = [setup.traits(group.device) for group in nodes]
     alone = types.has_embedding * types.has_head
+    leaves, ends = (
+        np.array([[_leaves(kind, blocks, apart=far) for kind in kinds]]) for far in (apart, crosses or apart)
+    )
     return Batch(
         kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
         counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
@@ -288,39 +244,37 @@ def _batch(
         has_embedding=types.has_embedding,
         has_head=types.has_head,
         multiplicity=np.ones((len(types.has_head), len(kinds))),
+        boundaries=Boundaries(
+            first=0.0, far_inside=0.0, far_first=leaves, far_last=leaves, far_each=2.0 * leaves
+        ),
         pipeline=setup.pipeline(
             num_micro_batches=1e6,
             num_stages=np.where(alone > 0, 1.0, 2.0),
             num_chunks=np.where(alone > 0, 1.0, float(chunks)),
             zero_bubble=0.0,
-            crosses_node=np.array([[_leaves(kind, blocks, crosses=crosses) for kind in kinds]]),
+            all_forward=0.0,
+            crosses_node=ends,
             num_devices=8.0,
         ),
     )
 
 
-def _leaves(kind: StageKind, blocks: Sequence[int], *, crosses: bool) -> float:
-    """Return whether messages of a stage leave its link domain: where it fills one, there is no neighbour.
+def _crossing(batch: Batch, kinds: Sequence[StageKind], blocks: Sequence[int]) -> Batch:
+    """Return the same stages, in pipelines that leave their link domain."""
+    leaves = np.array([[_leaves(kind, blocks, apart=True) for kind in kinds]])
+    return replace(batch, pipeline=replace(batch.pipeline, crosses_node=leaves))
 
-    Neighbours that are joint too can have each half of theirs beside its own.
-    """
-    fills = any(kind.split * part.inner_dp >= blocks[part.node_group] for part in kind.parts)
-    return float((crosses and not kind.beside) or fills)
+
+def _leaves(kind: StageKind, blocks: Sequence[int], *, apart: bool) -> float:
+    """Return whether messages of a stage leave its link domain: where it fills one, there is no neighbour."""
+    return float(apart or kind.num_devices >= blocks[kind.node_group])
 
 
 def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:
     """Return the links inside the stage of each option, the best that any of its stages can have."""
-    found: dict[tuple[tuple[int, int], ...], Fabric] = {}
-    made = []
-    for kind in kinds:
-        nodes = request.cluster.nodes[kind.node_group]
-        whole = ((kind.node_group, nodes.num_devices),)
-        place = tuple((part.node_group, kind.split * part.inner_dp) for part in kind.parts)
-        place = place if kind.beside else whole
-        if place not in found:
-            found[place] = _fabric(request, dict(place))
-        made.append(found[place])
-    return made
+    nodes = request.cluster.nodes
+    found = {g: _fabric(request, {g: nodes[g].num_devices}) for g in {kind.node_group for kind in kinds}}
+    return [found[kind.node_group] for kind in kinds]
 
 
 def _fabric(request: PlanRequest, devices: Mapping[int, int]) -> Fabric:

@@ -67,8 +67,8 @@ def rank_row(request: PlanRequest, kinds: Sequence[StageKind]) -> RankShape:
                 cp=float(kind.cp),
                 ep=float(kind.ep),
                 etp=1.0,
-                dp=float(kind.width),
-                shard=float(kind.width * kind.cp),
+                dp=float(kind.inner_dp),
+                shard=float(kind.inner_dp * kind.cp),
                 zero=float(kind.zero),
                 sp=float(kind.tp > 1),
                 micro_batch=float(kind.micro_batch),
@@ -84,8 +84,6 @@ def rank_row(request: PlanRequest, kinds: Sequence[StageKind]) -> RankShape:
 def _own_strides(kind: StageKind, block: float) -> dict[str, float]:
     """Return the strides of the ranks of a stage that hold the same weights, and the same experts."""
     own, own_experts = float(kind.tp), 1.0
-    if kind.split * kind.width > kind.ep > 1:  # in a domain as many hold the same experts as begin there
-        own_experts = block / min(kind.split * kind.width // kind.ep, math.ceil(block / kind.ep))
-    if kind.beside:  # half of its ranks, or fewer, are within one link domain
-        own, own_experts = block / -(-kind.width // 2), block / -(-kind.width * kind.tp // 2)
+    if kind.num_devices > kind.ep > 1:  # in a domain as many hold the same experts as begin there
+        own_experts = block / min(kind.num_devices // kind.ep, math.ceil(block / kind.ep))
     return {"own_stride": own, "own_expert_stride": own_experts}

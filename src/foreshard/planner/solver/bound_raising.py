@@ -37,8 +37,6 @@ _DUAL_ROUNDS = 3
 """Times that duals are found anew, with the columns that the last ones gave."""
 _SAME_DUALS = 1e-3
 """Relative change of duals below which finding them again would find the same."""
-_LEARNT = 48
-"""Columns added for each enumeration: those of least reduced cost."""
 _REDUCED_COST = 0.5
 """Samples below zero at which the most negative reduced cost is accepted: half a sample is rounding."""
 _REFINED = 40
@@ -137,9 +135,6 @@ def _enumerated(
         solved = pricing.solved
         complete = columns.list_negative()
         state.evaluated += pricing.solved - solved
-        table = columns.table()
-        best = np.argsort(table.reduced_cost, kind="stable")[:_LEARNT]
-        state.learn(columns.template(int(table.at[i]), int(table.row[i])) for i in best)
         if not complete:
             return None
         if columns.least_reduced_cost >= -_REDUCED_COST or pipelines[1] == 1:

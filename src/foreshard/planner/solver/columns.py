@@ -24,7 +24,7 @@ class ColumnTable:
     problem: Problem
     templates: list[Template] = field(default_factory=list)
     takes: np.ndarray = field(init=False)
-    _rates: np.ndarray = field(default_factory=lambda: np.empty((4, 0)))
+    _rates: np.ndarray = field(default_factory=lambda: np.empty((5, 0)))
     _tails: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class ColumnTable:
         if not fresh:
             return
         rates = [pipeline_rate(self.problem, template) for template in fresh]
-        rows = [[p.fill_s, p.bottleneck_s, float(p.micro_batch), float(p.grain)] for p in rates]
+        rows = [[p.fill_s, p.bottleneck_s, float(p.micro_batch), float(p.grain), p.shortest] for p in rates]
         takes = np.array([takes_of(self.problem, template) for template in fresh], dtype=float)
         self.templates += fresh
         self._rates = np.concatenate([self._rates, np.array(rows).T], axis=1)
@@ -59,12 +59,14 @@ class ColumnTable:
 
     def samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
-        fill, bottleneck, size, _ = self._rates
+        fill, bottleneck, size, *_ = self._rates
         return size * np.maximum((seconds - fill) / bottleneck, 0.0)
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return the whole samples each processes, as `problem.PipelineRate.samples`."""
-        fill, bottleneck, size, grain = self._rates
+        fill, bottleneck, size, grain, shortest = self._rates
         passes = (seconds - fill) / bottleneck
-        whole = np.floor(passes * size / grain + 1e-9) * grain
-        return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, whole)
+        samples = np.floor(passes * size / grain + 1e-9) * grain
+        whole = samples // size
+        samples = np.where(passes - whole < shortest * (1 - 1e-9), whole * size, samples)
+        return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, samples)

@@ -36,6 +36,7 @@ def least_hops_in_times(problem: Problem) -> Problem:
         types=later,
         time_s=np.concatenate([problem.time_s, problem.time_s + least[:, None]], axis=1),
         tail_s=twice(problem.tail_s),
+        shortest=None if problem.shortest is None else twice(problem.shortest),
         max_in_flight=twice(problem.max_in_flight),
         leave_s=None if problem.leave_s is None else twice(problem.leave_s),
         leave_tail_s=None if problem.leave_tail_s is None else twice(problem.leave_tail_s),
@@ -77,14 +78,14 @@ def best_cuts(problem: Problem, options: Sequence[int], passes: float) -> Templa
         one of a few factors where that shortens the fill by more.
     """
     costs = _costs(problem, options)
-    lowest = _least_slowest(costs)
+    lowest = least_slowest(costs)
     if not np.isfinite(lowest):
         return None
     best, best_s = None, np.inf
     for stretch in _STRETCH:
         if passes * lowest >= best_s:
             break
-        cuts, total = _shortest(costs, lowest * stretch)
+        cuts, total = shortest_cuts(costs, lowest * stretch)
         slowest = max(cost[a, b] for cost, a, b in zip(costs, cuts[:-1], cuts[1:], strict=True))
         seconds = total + (passes - 1.0) * slowest
         if seconds < best_s:
@@ -110,7 +111,7 @@ def _costs(problem: Problem, options: Sequence[int]) -> list[np.ndarray]:
     return costs
 
 
-def _least_slowest(costs: Sequence[np.ndarray]) -> float:
+def least_slowest(costs: Sequence[np.ndarray]) -> float:
     """Return the least time of the slowest stage over all cuts."""
     after = np.full(len(costs[0]), np.inf)
     after[-1] = 0.0
@@ -119,7 +120,7 @@ def _least_slowest(costs: Sequence[np.ndarray]) -> float:
     return float(after[0])
 
 
-def _shortest(costs: Sequence[np.ndarray], longest: float) -> tuple[list[int], float]:
+def shortest_cuts(costs: Sequence[np.ndarray], longest: float) -> tuple[list[int], float]:
     """Return the cuts of least total time with no stage above a limit."""
     after = np.full(len(costs[0]), np.inf)
     after[-1] = 0.0

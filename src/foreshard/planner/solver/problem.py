@@ -42,6 +42,8 @@ class Problem:
     grain : ndarray of int, shape (options,), samples
         A micro-batch shortened to n samples costs as one of the next multiple of `grain` (inner data-parallel
         ranks round up); divides `micro_batch`.
+    shortest : ndarray, shape (options, types), or None
+        Part of a micro-batch's time that the shortest takes: the host launches as much for it.
     time_s : ndarray, shape (options, types)
         Forward and backward of one micro-batch with all that recurs with it; inf where it cannot run.
     copies : tuple of int
@@ -88,6 +90,7 @@ class Problem:
     leave_s: np.ndarray | None = None
     leave_tail_s: np.ndarray | None = None
     domains: tuple[int, ...] = ()
+    shortest: np.ndarray | None = None
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
@@ -181,6 +184,7 @@ class PipelineRate:
     bottleneck_s: float
     micro_batch: int
     grain: int
+    shortest: float = 0.0
 
     def samples(self, seconds: float) -> int:
         """Return the samples it processes in so many seconds, tail excluded."""
@@ -189,12 +193,16 @@ class PipelineRate:
         grains = math.floor(
             (seconds - self.fill_s) / self.bottleneck_s * self.micro_batch / self.grain + 1e-9
         )
-        return grains * self.grain
+        whole, short = divmod(grains * self.grain, self.micro_batch)
+        left_s = seconds - self.fill_s - whole * self.bottleneck_s
+        fits = left_s >= self.shortest * self.bottleneck_s * (1 - 1e-9)
+        return whole * self.micro_batch + (short if fits else 0)
 
     def seconds(self, share: int) -> float:
         """Return the seconds it takes for a share, tail excluded."""
-        passes = math.ceil(share / self.grain) * self.grain / self.micro_batch
-        return self.fill_s + max(1.0, passes) * self.bottleneck_s
+        whole, short = divmod(math.ceil(share / self.grain) * self.grain, self.micro_batch)
+        part = max(short / self.micro_batch, self.shortest) if short else 0.0
+        return self.fill_s + max(1.0, whole + part) * self.bottleneck_s
 
 
 def stage_seconds(problem: Problem, template: Template) -> np.ndarray:
@@ -221,15 +229,28 @@ def pipeline_rate(problem: Problem, template: Template) -> PipelineRate:
         bottleneck_s=float(pace.period_s),
         micro_batch=int(problem.micro_batch[template[0].option]),
         grain=max(int(problem.grain[part.option]) for part in template),
+        shortest=_shortest(problem, template[int(pace.slowest)]),
     )
+
+
+def _shortest(problem: Problem, stage: StageSpan) -> float:
+    """Return the part of a micro-batch's time on a stage that a short one takes at least."""
+    if problem.shortest is None:
+        return 0.0
+    return float(problem.shortest[stage.option, problem.types[stage.start, stage.stop]])
 
 
 def tail_seconds(problem: Problem, template: Template, num_pipelines: int) -> float:
     """Return the seconds from a pipeline's last micro-batch to the end of its step."""
+    return max(_tails(problem, template, num_pipelines))
+
+
+def _tails(problem: Problem, template: Template, num_pipelines: int) -> list[float]:
+    """Return the tail of every stage of a pipeline, seconds."""
     tail = problem.tail_of(num_pipelines)
     if problem.leave_tail_s is not None and not is_within(problem, template):
         tail = tail + problem.leave_tail_s
-    return float(max(tail[part.option, problem.types[part.start, part.stop]] for part in template))
+    return [float(tail[part.option, problem.types[part.start, part.stop]]) for part in template]
 
 
 def takes_of(problem: Problem, template: Template) -> np.ndarray:
@@ -249,8 +270,31 @@ def step_seconds(problem: Problem, arrangement: Arrangement) -> float:
         pipeline_rate(problem, template).seconds(share) + tail_seconds(problem, template, copies)
         for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
     )
-    used = sum(int(takes_of(problem, template).sum()) for template in arrangement.templates)
-    return slowest * spread_factor(problem, used)
+    return slowest * spread_factor(problem, _num_used(problem, arrangement))
+
+
+def least_step_seconds(problem: Problem, arrangement: Arrangement) -> float:
+    """Return the seconds that no plan of an arrangement goes below, whichever stage sets the pace.
+
+    `step_seconds` lets all stages but the slowest fill the pipeline once, and the longest tail follow. Behind
+    a slow first stage the others fill it while that one works, and tails of late stages run beside the
+    backwards of those before them (docs/derivations/step.md).
+    """
+    copies = len(arrangement.templates)
+    slowest = 0.0
+    for template, share in zip(arrangement.templates, arrangement.shares, strict=True):
+        rate, times = pipeline_rate(problem, template), stage_seconds(problem, template)
+        hidden = min(rate.fill_s, max(0.0, len(template) * rate.bottleneck_s - float(times.sum())))
+        last = share / rate.micro_batch % 1.0 or 1.0  # a short last micro-batch passes the others faster
+        hidden += (1.0 - last) * (rate.fill_s - hidden)
+        before = np.cumsum(times) - times
+        tail = max(t - hides for t, hides in zip(_tails(problem, template, copies), before, strict=True))
+        slowest = max(slowest, rate.seconds(share) - hidden + tail)
+    return slowest * spread_factor(problem, _num_used(problem, arrangement))
+
+
+def _num_used(problem: Problem, arrangement: Arrangement) -> int:
+    return sum(int(takes_of(problem, template).sum()) for template in arrangement.templates)
 
 
 def faults(problem: Problem, arrangement: Arrangement) -> list[str]:

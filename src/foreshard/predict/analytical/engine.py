@@ -1,22 +1,24 @@
 """Engine `analytical`: closed formulas over a batch of pipelines.
 
-A pipeline takes its slowest stage m times, plus one passage of the others (divided by the virtual
-chunks); what gradient and weight collectives do not hide behind one micro-batch is added.
+What one micro-batch takes on every stage, and the longest path through the pipeline: down the stages, the
+steady state on one of them, up again, with the gradient and weight collectives that nothing hides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from foreshard.graph.pace import pipeline_pace
+from foreshard.graph.pace import PipelineRows, PipelineSpan, pipeline_span
 from foreshard.predict.batch import Batch
 from foreshard.predict.tasks.collectives import (
     Sharing,
     across_groups_s,
+    bucket_elements,
+    contention,
     every_reduce_s,
     expert_replicas,
     message_s,
@@ -33,17 +35,37 @@ from foreshard.spec.prediction import TIME_PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Seconds of a run's messages between stages, one way, of one chunk and one micro-batch.
+
+    Attributes
+    ----------
+    near, far
+        One message inside a link domain, and one that leaves it.
+    each
+        To or from all neighbours of a stage, one after another.
+    port
+        Through the busier of a stage's two ports, to the network and to its link domain.
+    """
+
+    near: Any
+    far: Any
+    each: Any
+    port: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one micro-batch on each distinct stage, shape (stages, pipelines)."""
+    """Seconds of one micro-batch on each run of equal stages, shape (runs, pipelines)."""
 
     forward: np.ndarray
     backward: np.ndarray
-    device_forward: np.ndarray  # of `forward`, without the host
+    messages: Messages
     parts: dict[str, np.ndarray]  # sum to `total`
-    total: np.ndarray
-    moved: np.ndarray
-    """`total` without weight gradients and their collectives, which zero-bubble schedules move; `total` where
-    no pipeline has one."""
+    total: np.ndarray  # in the steady state, with the messages that nothing hides
+    last_share: np.ndarray  # work of the last micro-batch over that of the others
+    host: np.ndarray  # what the host needs, of `forward` and `backward`
+    later: np.ndarray  # of `backward` what zero-bubble schedules move; 0 where no pipeline has one
     params: np.ndarray  # trained parameters of a rank, dense and expert
     expert_params: np.ndarray
     all_params: np.ndarray
@@ -68,7 +90,7 @@ def stage_times(batch: Batch) -> StageTimes:
     dense = sharing_of(machine)
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
-    forward, backward, later, host, host_later = (np.zeros(shape) for _ in range(5))
+    forward, later, host, host_later = (np.zeros(shape) for _ in range(4))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
         as_wide = not np.count_nonzero(kind.hidden - p.hidden)
@@ -77,7 +99,6 @@ def stage_times(batch: Batch) -> StageTimes:
         )
         _add_layers(parts, times, count)
         forward += count * times.forward_s
-        backward += count * times.backward_s
         later += count * (times.backward_weight + times.reduce_backward)
         host += count * (times.host_forward + times.host_backward)
         host_later += count * times.host_backward / 2
@@ -85,14 +106,12 @@ def stage_times(batch: Batch) -> StageTimes:
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
         every += count * (times.dense_params + times.expert_params)
-        later += _add_fsdp(parts, batch, times, count, dense)
+        gathered, moved = _add_fsdp(parts, batch, times, count, dense)
+        forward += gathered
+        later += moved
     _add_ends(parts, batch, ends)
-    forward += batch.has_embedding * ends.embedding_forward + batch.has_head * (
-        ends.head_forward + ends.head_tensor / 2
-    )
-    backward += batch.has_embedding * ends.embedding_backward + batch.has_head * (
-        ends.head_backward + ends.head_tensor / 2
-    )
+    forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
+    forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
     table = p.hidden * p.vocab / machine.rank.tp
     matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
     params = params + matrices * table * (1.0 - p.head_frozen)
@@ -102,22 +121,29 @@ def stage_times(batch: Batch) -> StageTimes:
     device = np.asarray(sum(parts.values()))
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     sharpness = machine.constants.host_sharpness
-    total = _join(device, host, sharpness)
-    waits = total - device
-    parts["host"] += waits
+    work = _join(device, host, sharpness)
+    parts["host"] += work - device
+    if np.count_nonzero(p.zero_bubble):
+        later = p.zero_bubble * (work - _join(device - later, host - host_later, sharpness))
+    else:
+        later = np.zeros(shape)
+    # The host launches the kernels of a short micro-batch too.
+    short = p.num_micro_batches - np.ceil(p.num_micro_batches - 1e-9) + 1.0
+    last_share = _join(short * device, host, sharpness) / np.maximum(work, 1e-12)
+    # The host holds up forward and backward in proportion.
+    forward = work * forward / np.maximum(device, 1e-12)
     messages = _messages(batch)
-    parts["pipeline_comm"] += messages
-    moved = total
-    if np.count_nonzero(p.zero_bubble):  # no other schedule asks
-        moved = _join(device - later, host - host_later, sharpness)
+    total = _steady(batch, work, messages)
+    parts["pipeline_comm"] += total - work
     return StageTimes(
-        # Collectives also run while the host holds the device up.
-        forward=forward + waits,
-        backward=backward + waits,
-        device_forward=forward,
+        forward=forward,
+        backward=work - forward,
+        messages=messages,
         parts=parts,
-        total=total + messages,
-        moved=moved + messages,
+        total=total,
+        last_share=last_share,
+        host=host,
+        later=later,
         params=params,
         expert_params=experts,
         all_params=every,
@@ -151,10 +177,10 @@ def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> Non
 
 def _add_fsdp(
     parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray, dense: Sharing
-) -> Any:
+) -> tuple[Any, Any]:
     """Add what gathering weights and scattering gradients of each layer leaves exposed.
 
-    Returns how much of it goes with the weight gradients.
+    Returns how much of it goes with the forward, and with the weight gradients.
     """
     given = times.backward_s - times.backward_weight
     forward, first, both = sharded_layer_s(
@@ -167,7 +193,7 @@ def _add_fsdp(
         dense=dense,
     )
     parts["data_comm"] += count * (forward + both)
-    return count * (both - first)
+    return count * forward, count * (both - first)
 
 
 def _add_tables(
@@ -190,76 +216,166 @@ def _add_tables(
     return scatter + reduce
 
 
-def _messages(batch: Batch) -> Any:
-    """Return the seconds of a micro-batch's messages between stages that nothing hides.
+def _messages(batch: Batch) -> Messages:
+    """Return what messages between stages take, whether or not anything hides them."""
+    p, machine, places = batch.pipeline, batch.machine, batch.boundaries
+    # The first chunk has no stage before it, the last none after it.
+    ends = np.minimum(batch.has_embedding + batch.has_head, 1.0) / p.num_chunks
+    neighbours = np.where(p.num_stages > 1, 2.0 - ends, 0.0)
+    near, far = (message_s(p.hidden, leaves, machine) for leaves in (0.0, 1.0))
+    outside = np.minimum(places.far_each, neighbours)
+    by_link, by_network = (neighbours - outside) * near, outside * far
+    return Messages(near=near, far=far, each=by_link + by_network, port=np.maximum(by_link, by_network))
 
-    The host waits for them.
+
+def _steady(batch: Batch, work: np.ndarray, messages: Messages) -> Any:
+    """Return seconds of a micro-batch in the steady state on a stage that works so long.
+
+    1F1B exchanges with one neighbour after the forward and with the other after the backward, both ways at
+    once; GPipe has no opposite messages. Interleaved stages exchange with both at once, or beside their work.
     """
-    p, machine = batch.pipeline, batch.machine
-    c = machine.constants
-    one = message_s(p.hidden, p.crosses_node, machine)
-    hidden = np.where((p.num_chunks > 1) & (machine.traits.p2p_overlap > 0), c.pipeline_hidden, 0.0)
-    return np.where(p.num_stages > 1, 2.0 * p.num_chunks * one * (1.0 - hidden), 0.0)
+    p, traits = batch.pipeline, batch.machine.traits
+    in_line = (1.0 + np.maximum(p.all_forward, traits.p2p_in_turn)) * messages.each
+    port = p.num_chunks * messages.port
+    is_beside = np.where(p.num_chunks > 1, traits.p2p_overlap > 0, p.zero_bubble > 0)
+    alone = np.where(p.num_chunks > 1, port, in_line)
+    return np.where(is_beside, np.maximum(work, port), work + alone)
 
 
-def tail_times(batch: Batch, stage: StageTimes) -> tuple[np.ndarray, np.ndarray]:
-    """Return what follows the last micro-batch on each stage: exposed gradient collectives, the optimizer."""
-    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), batch.machine)
-    return _gradient_sync(batch, stage), optimizer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOfStep:
+    """What gradients and weights take outside the steady state on each run of stages, seconds.
+
+    Attributes
+    ----------
+    ready
+        Gathering the weights that the first forward needs.
+    tail
+        From the last backward until the gradients are reduced.
+    update
+        The optimizer, and gathering updated weights that no forward hides.
+    """
+
+    ready: np.ndarray
+    tail: np.ndarray
+    update: np.ndarray
 
 
-def _gradient_sync(batch: Batch, stage: StageTimes) -> np.ndarray:
-    """Return seconds per stage that gradient reduction and weight gathering leave exposed after a step."""
+def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
+    """Return what precedes the first micro-batch and follows the last one on each run of stages."""
     machine, p = batch.machine, batch.pipeline
-    rank, traits, limit = machine.rank, machine.traits, machine.constants.data_hidden
-    exposed = 0.0
+    rank, traits = machine.rank, machine.traits
+    reduce, gather = (np.zeros(batch.multiplicity.shape) for _ in range(2))
     for params, ranks, stride, own in (
         (stage.params, rank.dp * rank.cp, rank.sync_stride, rank.own_stride),
         (stage.expert_params, expert_replicas(rank), rank.expert_stride, rank.own_expert_stride),
     ):
         if np.count_nonzero(params):
-            reduce, gather = sync_times(params, ranks, stride, machine, own_stride=own)
-            exposed = exposed + _unhidden(reduce, stage.backward, traits.grad_overlap, limit)
-            exposed = exposed + _unhidden(gather, stage.forward, traits.param_gather_overlap, limit)
-    exposed = np.where(rank.zero >= 3, 0.0, exposed) + across_groups_s(
-        stage.params, stage.expert_params, machine
+            more = sync_times(params, ranks, stride, machine, own_stride=own)
+            reduce, gather = reduce + more[0], gather + more[1]
+    reduce, gather = (np.where(rank.zero >= 3, 0.0, seconds) for seconds in (reduce, gather))
+    first, last = _bucket_shares(batch, stage)
+    # Chunks of layers end one passage of the pipeline after another.
+    chunks, apart = p.num_chunks, (p.num_chunks - 1.0) / p.num_chunks * p.num_stages
+    hidden_b = stage.backward * np.where(chunks > 1, apart, 1.0 - first)
+    hidden_f = stage.forward * np.where(chunks > 1, apart, 1.0 - last)
+    taxed = contention(machine) * np.minimum(hidden_b, reduce * (1.0 - last)) * (chunks == 1)
+    exposed = np.maximum(reduce * last, reduce - hidden_b) + taxed
+    waited = np.maximum(gather * last, gather - hidden_f)
+    tail = np.where(traits.grad_overlap > 0, exposed, reduce)
+    tail = tail + across_groups_s(stage.params, stage.expert_params, machine)
+    if np.count_nonzero(p.tied):
+        tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
+        tied = tied * np.maximum(batch.has_embedding, batch.has_head)
+        tail = tail + np.where(p.num_stages > 1, tied, 0.0)
+    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine)
+    beside = traits.param_gather_overlap > 0
+    return EndOfStep(
+        ready=np.where(beside, waited, 0.0), tail=tail, update=optimizer + np.where(beside, 0.0, gather)
     )
-    if not np.count_nonzero(p.tied):
-        return exposed
-    tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
-    tied = tied * np.maximum(batch.has_embedding, batch.has_head)
-    return exposed + np.where(p.num_stages > 1, tied, 0.0)
 
 
-def _unhidden(moved: Any, behind: Any, overlaps: Any, limit: float) -> Any:
-    """Return what is left of `moved` seconds when up to `limit` of it can run behind `behind` seconds."""
-    return moved - overlaps * np.minimum(limit * moved, behind)
+def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
+    """Return the shares of a stage's gradients in the bucket that leaves first, and last.
 
-
-def _of_stage(stage: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Return what picks one stage of each pipeline from an array (stages, pipelines)."""
-    flat = stage * stage.size + np.arange(stage.size)
-    return lambda values: values.take(flat)
-
-
-def _zero_bubble(stage: StageTimes, batch: Batch, m: np.ndarray, t_max: np.ndarray) -> np.ndarray:
-    """Return the idle seconds of zero-bubble H1: the longest of two paths, less the work of a stage.
-
-    A stage puts off the weight gradients of as many micro-batches as stages follow it. What has to pass all
-    stages then has none of them; no stage ends before the passage of the others' forwards. Both paths are
-    sums of task times, so a faster task never lengthens the step.
+    The last holds the embedding, if the stage does; chunks of layers are buckets at least.
     """
-    count = batch.multiplicity
-    present = count > 0
-    moved, forward = np.where(present, stage.moved, 0.0), np.where(present, stage.device_forward, 0.0)
-    put_off = np.minimum(m, count.sum(0) - 1.0)
-    passing = (moved * count).sum(0) - moved.max(0) + put_off * moved.max(0) + (m - put_off) * t_max
-    waiting = (forward * count).sum(0) - forward.max(0) + m * t_max
-    return np.maximum(passing, waiting) - m * t_max
+    p, rank = batch.pipeline, batch.machine.rank
+    limit = bucket_elements(batch.machine.traits.bucket_elements, rank.dp * rank.cp, batch.has_embedding > 0)
+    params = np.maximum(stage.params + stage.expert_params, 1.0)
+    first = np.minimum(1.0, limit / params)
+    table = (1.0 - p.head_frozen) * p.hidden * p.vocab / rank.tp
+    own = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
+    chunk = np.maximum(params - own * table, 0.0) / p.num_chunks
+    table = batch.has_embedding * table
+    rest = np.where(
+        np.isfinite(limit), np.mod(chunk + table, np.where(np.isfinite(limit), limit, 1.0)), np.inf
+    )
+    last = np.minimum(np.maximum(rest, table), chunk + table)
+    return np.minimum(first, 1.0 / p.num_chunks), np.where(first >= 1.0, 1.0 / p.num_chunks, last / params)
 
 
-def step_times(batch: Batch) -> StepTimes:
+def _of_run(run: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return what picks one run of each pipeline from an array (runs, pipelines)."""
+    flat = run * run.size + np.arange(run.size)
+    return lambda values: np.broadcast_to(values, (values.shape[0], run.size)).take(flat)
+
+
+def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
+    """Return the runs of stages as `pipeline_span` takes them."""
+    p, places, count = batch.pipeline, batch.boundaries, batch.multiplicity
+    shape, messages, chunks = count.shape, stage.messages, p.num_chunks
+    behind = p.num_stages - 1.0 - places.first
+    is_cut = chunks > 1
+    is_beside = is_cut | (p.zero_bubble > 0)
+    warm_up = np.where(is_cut, 2.0 * behind + (chunks - 1.0) * p.num_stages, behind)
+    after_first, after_last = (
+        np.where(leaves > 0, messages.far, messages.near) for leaves in (places.far_first, places.far_last)
+    )
+    is_last = places.first + count >= p.num_stages
+    after = np.where(is_last | (p.num_stages <= 1) | (count <= 0), 0.0, after_last)
+    wrap = np.where(is_last & is_cut & (count > 0), after_last, 0.0).max(0)
+    forward, backward = stage.forward / chunks, (stage.backward - stage.later) / chunks
+    near = np.maximum(count - 1.0, 0.0) - places.far_inside
+    inside = near * messages.near + places.far_inside * messages.far
+    widest = np.where(places.far_each > 0, messages.far, messages.near)
+    rounds = p.num_micro_batches
+    whole = np.ceil(rounds - 1e-9)
+
+    def full(values: Any) -> np.ndarray:
+        return np.broadcast_to(values, shape) * 1.0
+
+    return PipelineRows(
+        count=count,
+        forward_s=full(forward),
+        backward_s=full(backward),
+        inside_s=full(inside),
+        after_s=after,
+        wrap_s=wrap,
+        beside_s=full(np.where(is_cut, widest, messages.each)),
+        period_s=full(stage.total / chunks),
+        call_first_s=np.where(is_beside | (is_last & (count <= 1)), 0.0, after_first),
+        call_s=np.where(is_beside, 0.0, after),
+        late_s=full(stage.later),
+        warm_up=full(np.where(p.all_forward > 0, whole, warm_up)),
+        per_stage=full(np.where(p.all_forward > 0, 0.0, 1.0 + is_cut)),
+        ready_s=full(end.ready),
+        tail_s=full(end.tail),
+        last_share=full(stage.last_share),
+        rounds=full(whole * chunks)[0],
+        chunks=full(chunks)[0],
+        stages=full(p.num_stages)[0],
+    )
+
+
+def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     """Return the step time of every pipeline and its parts on the rank that sets the pace.
+
+    Parameters
+    ----------
+    batch : Batch
+    joined : bool
+        The pipelines are the groups of one plan and sum their gradients: none has them before the slowest.
 
     Returns
     -------
@@ -270,25 +386,45 @@ def step_times(batch: Batch) -> StepTimes:
     ------
     docs/derivations/step.md.
     """
-    p = {
-        name: np.asarray(getattr(batch.pipeline, name))[0]
-        for name in ("num_micro_batches", "num_chunks", "num_devices", "zero_bubble")
-    }
     stage = stage_times(batch)
-    present = batch.multiplicity > 0
-    once, t_max, slowest = pipeline_pace(stage.total, batch.multiplicity)
-    pace = _of_stage(slowest)
-    m = p["num_micro_batches"]
-    if np.count_nonzero(p["zero_bubble"]):
-        once = np.where(p["zero_bubble"] > 0, _zero_bubble(stage, batch, m, t_max), once)
+    end = end_of_step(batch, stage)
+    rows = _rows(batch, stage, end)
+    span = pipeline_span(rows)
+    waits = _waits(rows, span) if joined and span.seconds.size > 1 else 0.0
+    pace = _of_run(span.run)
+    num_devices, m = (
+        np.asarray(values)[0] for values in (batch.pipeline.num_devices, batch.pipeline.num_micro_batches)
+    )
     parts = {name: m * pace(value) for name, value in stage.parts.items()}
-    parts["bubble"] = once / p["num_chunks"]
-    sync, optimizer = (np.where(present, after, 0.0) for after in tail_times(batch, stage))
-    tail = sync + optimizer
-    latest = _of_stage(tail.argmax(0))
-    parts["data_comm"] = parts["data_comm"] + latest(sync)
-    parts["optimizer"] = latest(optimizer)
-    busy = m * t_max + parts["bubble"] + latest(tail)
-    doublings = np.maximum(0.0, np.log2(np.maximum(p["num_devices"], 1.0) / 8.0))
+    extra = np.ceil(m - 1e-9) - 1.0 + stage.last_share - m
+    parts["host"] = parts["host"] + pace(extra * (stage.forward + stage.backward))
+    parts["data_comm"] = parts["data_comm"] + span.data_s
+    busy = sum(parts.values())
+    parts["bubble"] = np.maximum(span.seconds - busy, 0.0) + waits
+    parts["optimizer"] = np.where(batch.multiplicity > 0, end.update, 0.0).max(0)
+    busy = busy + parts["bubble"] + parts["optimizer"]
+    doublings = np.maximum(0.0, np.log2(np.maximum(num_devices, 1.0) / 8.0))
     parts["straggler"] = batch.machine.constants.jitter * doublings * busy
-    return StepTimes(total=busy + parts["straggler"], parts=parts, stage=slowest)
+    return StepTimes(total=busy + parts["straggler"], parts=parts, stage=span.run)
+
+
+def _waits(rows: PipelineRows, span: PipelineSpan) -> np.ndarray:
+    """Return how long each pipeline has to wait for gradients of the others, seconds.
+
+    The first stages have theirs last, when the slowest pipeline ends its backwards.
+    """
+    last_s = pipeline_span(replace(rows, tail_s=np.zeros_like(rows.tail_s))).seconds.max()
+    return np.maximum(0.0, last_s + rows.tail_s[0] - span.seconds)
+
+
+def slowest_parts(step: StepTimes) -> dict[str, float]:
+    """Return the parts of the group that the others wait for.
+
+    Gradients join all groups, so every optimizer starts after the slowest group; the slowest of them ends
+    the step.
+    """
+    last = step.parts["optimizer"]
+    slowest = int((step.total - last).argmax())
+    parts = {name: float(step.parts[name][slowest]) for name in TIME_PARTS}
+    parts["bubble"] += float(last.max() - last[slowest])
+    return parts

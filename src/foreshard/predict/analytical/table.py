@@ -18,8 +18,9 @@ from foreshard.cost.memory import StageLoad, stage_peak_bytes
 from foreshard.errors import SpecError
 from foreshard.graph.shapes import RankShape, layer_shape
 from foreshard.predict.analytical.engine import step_times
-from foreshard.predict.batch import Batch
+from foreshard.predict.batch import Batch, Boundaries
 from foreshard.predict.machine import Machine
+from foreshard.predict.placement import domain_block
 from foreshard.predict.plan_table import Column, PlanTable
 from foreshard.predict.run_setup import RunSetup, nccl_channels
 from foreshard.predict.stage_rows import StageRows, recompute_columns, stage_rows_of
@@ -133,7 +134,7 @@ class TableStages:
     def __init__(self, setup: RunSetup, cluster: Cluster, table: PlanTable, rows: StageRows):
         self._setup, self._cluster, self._table, self.rows = setup, cluster, table, rows
         self._node = equal_nodes(cluster)
-        self._rank = _rank(setup, table)
+        self._rank = _rank(setup, table, domain_block(self._node))
         self._rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
 
     def batch(self, constants: TrainingConstants) -> Batch:
@@ -146,7 +147,8 @@ class TableStages:
         over = self._cluster.network.oversubscription
         fabric = _fabric(node, setup.nccl, setup.fidelity, over)
         width = table.tp * table.cp * table.dp
-        leaves = (table.pp > 1) & (width * table.pp > max(node.per_node, node.nvlink_domain))
+        domain = domain_block(node)
+        leaves = (table.pp > 1) & (width * table.pp > domain)
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
@@ -163,11 +165,13 @@ class TableStages:
             has_embedding=rows.has_embedding,
             has_head=rows.has_head,
             multiplicity=rows.multiplicity,
+            boundaries=_boundaries(table, rows, width, domain),
             pipeline=setup.pipeline(
                 num_micro_batches=_real(table.num_micro_batches),
                 num_stages=_real(table.pp),
                 num_chunks=_real(table.vpp),
                 zero_bubble=(table.schedule[None] == _ZERO_BUBBLE) * 1.0,
+                all_forward=(table.schedule[None] == _GPIPE) * 1.0,
                 crosses_node=leaves[None] * 1.0,
                 num_devices=_real(width * table.pp),
             ),
@@ -196,7 +200,7 @@ class TableStages:
         return TableMemory(peak_bytes=fullest, fits=fullest <= capacity, capacity_bytes=capacity)
 
 
-def _rank(setup: RunSetup, table: PlanTable) -> RankShape:
+def _rank(setup: RunSetup, table: PlanTable, domain: int) -> RankShape:
     tp, cp, dp = _real(table.tp), _real(table.cp), _real(table.dp)
     replicas = table.dp * table.cp
     shard = np.where(table.shard > 0, np.minimum(table.shard, replicas), replicas)
@@ -213,12 +217,85 @@ def _rank(setup: RunSetup, table: PlanTable) -> RankShape:
         micro_batch=_real(table.micro_batch),
         offload_optimizer=(table.offload[None] & 1) * 1.0 if offloads else 0.0,
         offload_activations=(table.offload[None] >= 2) * 1.0 if offloads else 0.0,
+        **_strides(table, domain),
     )
+
+
+def _strides(table: PlanTable, domain: int) -> dict[str, np.ndarray]:
+    """Return the strides of the communicators of a rank on link domains of so many devices.
+
+    As `predict.placement.stage_strides` finds them; those of ranks that follow each other where communicators
+    divide a domain or fill whole ones.
+    """
+    experts, width = table.ep * table.etp, table.tp * table.cp * table.dp
+    dense = _stride(table.cp * table.dp, table.tp, domain)
+    own_experts = _stride(np.maximum(width // experts, 1), experts, domain)
+    return {
+        "tp_stride": _stride(table.tp, np.ones_like(table.tp), domain),
+        "cp_stride": _stride(table.cp, table.tp, domain),
+        "ep_stride": _stride(table.ep, table.etp, domain),
+        "etp_stride": _stride(table.etp, np.ones_like(table.tp), domain),
+        "sync_stride": dense,
+        "own_stride": dense,
+        "expert_stride": own_experts,
+        "own_expert_stride": own_experts,
+    }
+
+
+def _stride(members: Column, apart: Column, domain: int) -> np.ndarray:
+    """Return the stride at which as many members share a domain as in the communicator that spreads widest.
+
+    Communicators of members so far apart follow each other, `apart` of them interwoven.
+    """
+    block = members * apart
+    aligned = (domain % block == 0) | ((block % domain == 0) & (domain % np.minimum(apart, domain) == 0))
+    first = np.minimum(domain - 1, domain - np.gcd(block, domain) + apart - 1)  # place in its domain, at most
+    widest = np.where(apart >= domain, members, (first + (members - 1) * apart) // domain + 1)
+    inside = -(-members // np.minimum(widest, members))
+    return np.where(aligned | (members == 1), apart, domain / inside * (1.0 - 1e-9))[None]
 
 
 @lru_cache(maxsize=64)
 def _fabric(node: NodeGroup, nccl: str, fidelity: str, oversubscription: float) -> Fabric:
     return fabric_of(node, nccl=nccl, fidelity=fidelity, oversubscription=oversubscription)
+
+
+def _boundaries(table: PlanTable, rows: StageRows, width: Column, domain: int) -> Boundaries:
+    """Return where the runs of stages lie, and which messages leave link domains of so many devices.
+
+    A message leaves where any rank and the one `width` further lie in different domains: over the boundary
+    after stage j where a domain ends after rank j * width and before rank (j + 2) * width.
+    """
+
+    def far_before(stage: np.ndarray) -> np.ndarray:
+        """Return how many boundaries before a stage are left."""
+        ends = np.maximum(stage * width, 0) // domain  # domains that end up to the stage's first rank
+        at_rank = ends // (width // np.gcd(width, domain))  # where a stage begins: one boundary, else two
+        partly = np.maximum((stage + 1) * width - 1, 0) // domain - ends
+        return np.minimum(2 * ends - at_rank + partly, np.maximum(stage, 0))
+
+    first = rows.first_stage.astype(np.int64)
+    last = first + np.maximum(rows.multiplicity.astype(np.int64) - 1, 0)
+    end = table.pp - 1
+    wraps = (table.vpp > 1) & (table.pp > 1) & (width * table.pp > domain)
+
+    def far(stage: np.ndarray) -> np.ndarray:
+        """Return whether the boundary after a stage is left; that after the last joins the ends."""
+        inner = far_before(np.minimum(stage, end - 1) + 1) - far_before(np.minimum(stage, end - 1))
+        return np.where(stage >= end, wraps, np.where(stage < 0, wraps, inner)) * 1.0
+
+    # Both boundaries of a stage are left where stages are wide, or domains end inside of them.
+    both = np.where((width >= domain) | (domain % np.minimum(width, domain) != 0), 2.0, 1.0)
+    inside = (far_before(last) - far_before(first)) * 1.0
+    outer = far(first - 1) + far(last)
+    each = np.where(
+        inside > 0,
+        np.maximum(both, far(first - 1)),
+        np.where(last > first, np.maximum(far(first - 1), far(last)), outer),
+    )
+    return Boundaries(
+        first=first * 1.0, far_inside=inside, far_first=far(first), far_last=far(last), far_each=each
+    )
 
 
 def _in_flight(table: PlanTable, stage: np.ndarray) -> np.ndarray:

@@ -8,13 +8,7 @@ import numpy as np
 
 from foreshard.predict.graph.prices import Units
 from foreshard.predict.machine import Machine
-from foreshard.predict.tasks.collectives import expert_replicas, sync_times
-from foreshard.spec.framework import Framework
-
-# Size of a gradient bucket: DistributedDataParallel's bucket_cap_mb, DeepSpeed's reduce_bucket_size
-# (runtime/zero/config.py), InternEvo's reduce_bucket_size (configs/7B_sft.py).
-_BUCKET_BYTES = {"ddp": 25 * 2**20}
-_BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 512 * 1024**2}
+from foreshard.predict.tasks.collectives import bucket_elements, expert_replicas, sync_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,11 +25,11 @@ def overlaps(machine: Machine) -> bool:
     return float(machine.traits.grad_overlap) > 0 or float(machine.traits.param_gather_overlap) > 0
 
 
-def chunk_buckets(units: Units, machine: Machine, framework: Framework, *, first: bool) -> Buckets:
+def chunk_buckets(units: Units, machine: Machine, *, first: bool) -> Buckets:
     """Cut the units of a chunk, in order of backward, into buckets and price them."""
     rank = machine.rank
     sizes = (units.params + units.expert_params)[::-1]
-    limit = _bucket_elements(framework, float(rank.dp * rank.cp), first=first)
+    limit = float(bucket_elements(machine.traits.bucket_elements, rank.dp * rank.cp, first))
     bounds, start, filled = [], 0, 0.0
     for i, size in enumerate(sizes.tolist()):
         filled += size
@@ -46,19 +40,6 @@ def chunk_buckets(units: Units, machine: Machine, framework: Framework, *, first
     expert = np.array([units.expert_params[::-1][a:b].sum() for a, b in bounds])
     reduce_s, gather_s = bucket_sync_s(dense, expert, machine)
     return Buckets(bounds=bounds, reduce_s=reduce_s, gather_s=gather_s)
-
-
-def _bucket_elements(framework: Framework, replicas: float, *, first: bool) -> float:
-    """Return the elements after which a bucket leaves.
-
-    Megatron has small ones only on the first stage's first chunk (megatron/training/training.py, ddp_config);
-    what is not known is taken as Megatron.
-    """
-    if framework.name in _BUCKET_BYTES:
-        return _BUCKET_BYTES[framework.name] / framework.grad_bytes
-    if framework.name in _BUCKET_ELEMENTS:
-        return _BUCKET_ELEMENTS[framework.name]
-    return max(40e6, 1e6 * replicas) if first else np.inf
 
 
 def slowdown_s(seconds: np.ndarray, moved: np.ndarray, contention: float) -> np.ndarray:

@@ -17,7 +17,6 @@ from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
 from foreshard.predict.tasks.collectives import contention
 from foreshard.sim import critical_path
-from foreshard.spec.framework import Framework
 from foreshard.spec.prediction import TIME_PARTS
 from foreshard.spec.timeline import Timeline
 
@@ -50,7 +49,7 @@ def graph_times(
     ------
     docs/derivations/step.md.
     """
-    run = _Run(case.framework, float(np.max(contention(batch.machine))), compiled)
+    run = _Run(float(np.max(contention(batch.machine))), compiled)
     prices = group_prices(case, batch)
     parts = run.parts(prices)
     makespan_s = sum(parts.values())
@@ -69,13 +68,12 @@ def graph_times(
 class _Run:
     """How programs are lowered and executed."""
 
-    framework: Framework
     contention: float
     compiled: bool
 
     def __call__(self, prices: list[GroupPrices]) -> tuple[Step, critical_path.TaskTimes]:
         """Return the program of a step and when its tasks run."""
-        step = lower(prices, self.framework, self.contention)
+        step = lower(prices, self.contention)
         return step, critical_path.run(step.program, compiled=self.compiled)
 
     def parts(self, prices: list[GroupPrices]) -> dict[str, float]:

@@ -15,10 +15,7 @@ from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.graph.schedules import Op
 from foreshard.predict.graph.buckets import Buckets, chunk_buckets, overlaps, slowdown_s
 from foreshard.predict.graph.prices import GroupPrices, Units
-from foreshard.spec.framework import Framework
 
-# The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
-_MESSAGES_IN_TURN = ("deepspeed", "megatron-deepspeed")
 _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
@@ -77,19 +74,17 @@ class _Cut:
     data_s: np.ndarray
 
 
-def lower(prices: list[GroupPrices], framework: Framework, contention: float) -> Step:
+def lower(prices: list[GroupPrices], contention: float) -> Step:
     """Return the program of one step of all distinct groups.
 
     Parameters
     ----------
     prices : list of GroupPrices
-    framework : Framework
-        Decides the buckets.
     contention : float
         Seconds that a second of overlapped collective adds to compute.
     """
     builder = ProgramBuilder()
-    lowerings = [_GroupLowering(builder, price, framework, contention) for price in prices]
+    lowerings = [_GroupLowering(builder, price, contention) for price in prices]
     for lowering in lowerings:
         lowering.add_pipeline()
     for lowering in lowerings:
@@ -148,7 +143,7 @@ def _add_end(builder: ProgramBuilder, lowerings: list[_GroupLowering]) -> None:
 class _GroupLowering:
     """Adds one group to a program."""
 
-    def __init__(self, builder: ProgramBuilder, prices: GroupPrices, framework: Framework, contention: float):
+    def __init__(self, builder: ProgramBuilder, prices: GroupPrices, contention: float):
         self.builder, self.prices, self.contention = builder, prices, contention
         self.index = prices.index
         self.traits = [machine.traits for machine in prices.machines]
@@ -160,9 +155,9 @@ class _GroupLowering:
             for c, units in enumerate(row):
                 key = id(units), id(machine), s == 0 and c == 0 and overlaps(machine)
                 if key not in known:
-                    known[key] = chunk_buckets(units, machine, framework, first=key[2])
+                    known[key] = chunk_buckets(units, machine, first=key[2])
                 self.buckets[s].append(known[key])
-        self.in_turn = framework.name in _MESSAGES_IN_TURN
+        self.in_turn = float(self.traits[0].p2p_in_turn) > 0
         self.first_task = 0
         self.data_s = np.zeros(0)
 
@@ -196,7 +191,7 @@ class _GroupLowering:
             place = first[cut.tasks][:, None] + np.arange(len(cut.shares))
             durations[place] *= cut.shares
             self.data_s[place] = cut.data_s
-        names = np.array([self.builder.resource(f"group{self.index}.{n}") for n in shape.resource_names])
+        names = np.array([self.builder.resource(name) for name in self._resources(shape)])
         tasks = self.builder.add_many(
             names[shape.resource[owner]],
             durations + self.data_s,
@@ -211,6 +206,19 @@ class _GroupLowering:
         self.builder.depend(first[shape.edge_task], last[shape.edge_before])
         self.lowered = LoweredGroup(prices=price, shape=shape, overlap_p2p=overlap, first=first, last=last)
         self.lowered.data = [[] for _ in range(price.num_stages)]
+
+    def _resources(self, shape: PipelineShape) -> list[str]:
+        """Return the resource of every stream of the pipeline.
+
+        Messages of a rank to both neighbours share its port to the network, or to its link domain.
+        """
+        names = [f"group{self.index}.{name}" for name in shape.resource_names]
+        count = self.prices.num_stages
+        for stage in range(count):
+            for stream, boundary in ((1, stage), (2, stage - 1)):
+                port = "network" if self.prices.crosses[boundary] else "link"
+                names[stream * count + stage] = f"group{self.index}.stage{stage}.send_{port}"
+        return names
 
     def _cuts(self, shape: PipelineShape) -> list[_Cut]:
         """Cut ops whose layers meet collectives: all of them when sharded, else the first and the last."""

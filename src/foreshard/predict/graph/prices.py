@@ -78,6 +78,7 @@ class GroupPrices:
     machines: list[Machine]
     send_forward_s: np.ndarray
     send_backward_s: np.ndarray
+    crosses: np.ndarray  # per boundary, the last joins the ends: whether messages leave a link domain
     optimizer_s: np.ndarray
     across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
     tied_s: float
@@ -228,7 +229,7 @@ class _GroupPricer:
                 if key not in known:
                     known[key] = self._unit_prices(s, c)
                 units[s].append(known[key])
-        forward_s, backward_s = self._sends()
+        crosses, send_s = self._sends()
         once_s, across_s = self._once_s(units)
         schedule = self.group.schedule
         if schedule == "interleaved" and self.num_chunks == 1:
@@ -242,8 +243,9 @@ class _GroupPricer:
             units=units,
             spans=self.spans,
             machines=self.machines,
-            send_forward_s=forward_s,
-            send_backward_s=backward_s,
+            send_forward_s=send_s,
+            send_backward_s=send_s,
+            crosses=crosses,
             optimizer_s=once_s,
             across_s=across_s,
             tied_s=self._tied_s(),
@@ -357,18 +359,16 @@ class _GroupPricer:
         )
 
     def _sends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a message over each boundary (the last joins the ends), forward and backward."""
+        """Whether messages over each boundary leave a link domain (the last joins the ends), and seconds."""
         stages = self.group.stages
         count = len(stages)
-        forward, backward = np.zeros(count), np.zeros(count)
+        crosses, send_s = np.zeros(count, dtype=bool), np.zeros(count)
         for i in range(count if count > 1 else 0):
             j = (i + 1) % count
-            crosses = crosses_node(stages[i], stages[j], self.domains)
-            here, there = (
-                float(message_s(self.pipeline["hidden"], crosses, self.machines[k])) for k in (i, j)
-            )
-            forward[i] = backward[i] = max(here, there)
-        return forward, backward
+            crosses[i] = crosses_node(stages[i], stages[j], self.domains)
+            hidden = self.pipeline["hidden"]
+            send_s[i] = max(float(message_s(hidden, crosses[i], self.machines[k])) for k in (i, j))
+        return crosses, send_s
 
     def _once_s(self, units: list[list[Units]]) -> tuple[np.ndarray, np.ndarray]:
         """Seconds on each stage of the optimizer, and of summing sharded gradients over the groups."""

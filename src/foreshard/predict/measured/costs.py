@@ -8,57 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.predict.measured.links import MeasuredLinks
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.codec import load_json
+from foreshard.spec.codec import Range, Size, invalid, load_written
 
-Line = tuple[float, float]
+Number = Annotated[float, Range(0.0)]
+Line = tuple[Number, Number]
 """(fixed seconds, seconds per sample)."""
-Sums = tuple[tuple[float, float], ...]
+Sums = tuple[tuple[Number, Number], ...]
 """(bytes per sample, which part of a ring) of each sum over the ranks that compute a layer together."""
-_LINES = ("forward_s", "backward_s", "backward_input_s")
-_NUMBERS = (
-    "optimizer_s",
-    "parameter_bytes",
-    "frozen_bytes",
-    "state_bytes",
-    "saved_bytes_per_sample",
-    "boundary_bytes_per_sample",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What a layer costs on the measured device.
+    """What a layer costs on the measured device."""
 
-    Attributes
-    ----------
-    forward_s, backward_s, backward_input_s : (fixed, per sample)
-        `backward_input_s` is the part of the backward that the layer before waits for.
-    optimizer_s : float
-    parameter_bytes, state_bytes : float
-        Trainable parameters (their gradients take as much), optimizer's states.
-    saved_bytes_per_sample, boundary_bytes_per_sample : float
-        Kept from forward to backward; handed to the next layer.
-    frozen_bytes : float
-    sums_forward, sums_backward : Sums
-        Of a rank's part of a layer.
-    """
-
+    # `backward_input_s` is the part of the backward that the layer before waits for
     forward_s: Line
     backward_s: Line
     backward_input_s: Line
-    optimizer_s: float
-    parameter_bytes: float
-    state_bytes: float
-    saved_bytes_per_sample: float
-    boundary_bytes_per_sample: float
-    frozen_bytes: float = 0.0
+    optimizer_s: Number
+    # trainable parameters (their gradients take as much), optimizer's states
+    parameter_bytes: Number
+    state_bytes: Number
+    # kept from forward to backward; handed to the next layer
+    saved_bytes_per_sample: Number
+    boundary_bytes_per_sample: Number
+    frozen_bytes: Number = 0.0
+    # of a rank's part of a layer
     sums_forward: Sums = ()
     sums_backward: Sums = ()
 
@@ -86,60 +68,35 @@ class LayerSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
-    """Calibrated costs of one model on the devices it was timed on.
+    """Calibrated costs of one model on the devices it was timed on."""
 
-    Attributes
-    ----------
-    layers : tuple of LayerCost
-        On the device that was measured first.
-    slow : mapping of device name to factor
-        How many times as long the work takes there; 1 for a measured device.
-    tables : mapping of device name to tuple of LayerCost
-        Devices that were measured themselves; `slow` refers to `layers` for all others.
-    spread : (float, float)
-        5th and 95th percentile of whole passes over their median: the noise of the machine.
-    clock : {'cpu', 'wall'}
-        What the seconds are of.
-    tokens_per_sample : float
-    path : str
-    links : MeasuredLinks
-        What is not in them the cluster says.
-    tied : tuple of (layers, bytes)
-        Parameters that several layers share: each of the layers counts it in its own bytes.
-    precision : str
-        That layers computed in.
-    largest : int
-        Samples of the largest micro-batch that was timed.
-    parts : mapping of device name to mapping of degree to tuple of LayerCost
-        A rank's part of the layers where so many compute them together; '' for those without a table.
-    """
-
-    layers: tuple[LayerCost, ...]
+    layers: tuple[LayerCost, ...]  # on the device that was measured first
+    # mapping of device name to factor: how many times as long the work takes there; 1 for a measured device
     slow: Mapping[str, float]
+    # 5th and 95th percentile of whole passes over their median: the noise of the machine
     spread: tuple[float, float]
-    clock: str
+    clock: str  # what the seconds are of (cpu, wall)
     tokens_per_sample: float
     path: str
-    links: MeasuredLinks = field(default_factory=MeasuredLinks)
+    links: MeasuredLinks = field(default_factory=MeasuredLinks)  # what is not in them the cluster says
+    # mapping of device name to tuple of LayerCost: devices that were measured themselves; `slow` refers to
+    # `layers` for all others
     tables: Mapping[str, tuple[LayerCost, ...]] = field(default_factory=dict)
     model: str = ""
     machine: str = ""
-    precision: str = "fp32"
-    largest: int = 8
+    precision: str = "fp32"  # that layers computed in
+    largest: int = 8  # samples of the largest micro-batch that was timed
+    # parameters that several layers share: each of the layers counts it in its own bytes
     tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    # mapping of device name to mapping of degree to tuple of LayerCost: a rank's part of the layers where so
+    # many compute them together; '' for those without a table
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
     _sums: dict[tuple[str, int], LayerSums] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 
     def slow_of(self, device: str) -> float:
-        """Return how slow a device is.
-
-        Raises
-        ------
-        SpecError
-            When it was not measured.
-        """
+        """Return how slow a device is."""
         if device not in self.slow:
             raise SpecError(
                 f"no measured costs of {device!r}",
@@ -152,13 +109,7 @@ class MeasuredCosts:
         return self.slow[device]
 
     def layers_on(self, device: str, tp: int = 1) -> tuple[LayerCost, ...]:
-        """Return the layers as measured on a device, or on the one that `slow_of` it refers to.
-
-        Raises
-        ------
-        SpecError
-            When a rank's part of them was not measured for so many ranks.
-        """
+        """Return the layers as measured on a device, or on the one that `slow_of` it refers to."""
         if tp == 1:
             return self.tables.get(device, self.layers)
         known = self.parts.get(device if device in self.tables else "", {})
@@ -194,13 +145,7 @@ class MeasuredCosts:
         return [*(((layer,), size) for layer, size in enumerate(own)), *self.tied]
 
     def work_s(self, device: str, span: tuple[int, int], name: str, samples: Any, tp: int = 1) -> Any:
-        """Return the seconds that a device needs for samples on layers [start, stop), or its part of them.
-
-        Parameters
-        ----------
-        name : {'forward_s', 'backward_s', 'backward_input_s'}
-        samples : int or ndarray
-        """
+        """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
         fixed, each = self.sums(device, tp).line(name, span)
         return self.slow_of(device) * (fixed + each * samples)
 
@@ -240,72 +185,68 @@ def _stated(cluster: Cluster, source: int, target: int) -> Line:
     return min(a.nic_bytes_per_s, b.nic_bytes_per_s), max(a.nic_latency_s, b.nic_latency_s)
 
 
+Layers = Annotated[tuple[LayerCost, ...], Size(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedLayers:
+    """Layers that share a parameter, and its bytes."""
+
+    layers: tuple[int, ...]
+    bytes: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostsFile:
+    """The file that `foreshard calibrate` writes, as far as predictions need it."""
+
+    kind: Literal["measured costs"]
+    schema_version: Literal[1]
+    layers: Layers
+    devices: Mapping[str, Annotated[float, Range(1e-9, 1e9)]]
+    spread: tuple[float, float]
+    clock: str
+    tokens_per_sample: float
+    samples: Annotated[tuple[int, ...], Size(1)]
+    links: MeasuredLinks | None = None
+    tables: Mapping[str, Layers] = field(default_factory=dict)
+    tensor: Mapping[str, Mapping[str, Layers]] = field(default_factory=dict)
+    tied: tuple[TiedLayers, ...] = ()
+    model: str = ""
+    machine: str = ""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+
 def load_costs(path: str) -> MeasuredCosts:
     """Return measured costs from the file that `foreshard calibrate` writes.
 
     Raises
     ------
     SpecError
+        For what is no such file, naming file and key.
     """
-    data = load_json(path, key="--costs", fix="Make it with foreshard profile and foreshard calibrate")
-    try:
-        return _parsed(data, path)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"no key {error}" if isinstance(error, KeyError) else str(error)
-        raise SpecError(
-            f"not measured costs: {what}",
-            file=path,
-            key="--costs",
-            rule="The file is what foreshard calibrate writes",
-            fix="Run foreshard calibrate again",
-        ) from None
-
-
-def _parsed(data: Any, path: str) -> MeasuredCosts:
-    if data["kind"] != "measured costs" or data["schema_version"] != 1:
-        raise ValueError("kind and schema_version")
-    tables = {str(name): _layers(rows) for name, rows in data.get("tables", {}).items()}
-    layers = _layers(data["layers"])
-    if any(len(table) != len(layers) for table in tables.values()):
-        raise ValueError("tables of as many layers")
-    slow = {str(name): float(factor) for name, factor in data["devices"].items()}
-    if not all(np.isfinite(factor) and factor > 0 for factor in slow.values()):
-        raise ValueError("devices with positive factors")
+    fix = "Make it with foreshard profile and foreshard calibrate"
+    file, _ = load_written(CostsFile, path, key="--costs", fix=fix)
+    for name, table in file.tables.items():
+        if len(table) != len(file.layers):
+            rule = f"A table has the {len(file.layers)} layers of the model"
+            raise invalid(len(table), rule, key=f"tables.{name}", fix=fix, file=path)
     return MeasuredCosts(
-        layers=layers,
-        tables=tables,
-        slow=slow,
-        spread=(float(data["spread"][0]), float(data["spread"][1])),
-        clock=str(data["clock"]),
-        tokens_per_sample=float(data["tokens_per_sample"]),
+        layers=file.layers,
+        tables=file.tables,
+        slow=file.devices,
+        spread=file.spread,
+        clock=file.clock,
+        tokens_per_sample=file.tokens_per_sample,
         path=path,
-        links=MeasuredLinks.parsed(data.get("links")),
-        model=str(data.get("model", "")),
-        machine=str(data.get("machine", "")),
-        precision=str(data.get("fingerprint", {}).get("precision", "fp32")),
-        largest=int(max(data["samples"])),
-        tied=tuple((tuple(map(int, tie["layers"])), float(tie["bytes"])) for tie in data.get("tied", [])),
+        links=file.links or MeasuredLinks(),
+        model=file.model,
+        machine=file.machine,
+        precision=file.fingerprint.get("precision", "fp32"),
+        largest=max(file.samples),
+        tied=tuple((tie.layers, tie.bytes) for tie in file.tied),
         parts={
-            str(name): {int(degree): _layers(rows) for degree, rows in by_degree.items()}
-            for name, by_degree in data.get("tensor", {}).items()
+            name: {int(degree): rows for degree, rows in by_degree.items()}
+            for name, by_degree in file.tensor.items()
         },
     )
-
-
-def _layers(rows: Any) -> tuple[LayerCost, ...]:
-    layers = []
-    for row in rows:
-        numbers: dict[str, Any] = {name: float(row[name]) for name in _NUMBERS}
-        lines: dict[str, Any] = {name: (float(row[name][0]), float(row[name][1])) for name in _LINES}
-        sums: dict[str, Any] = {
-            name: tuple((float(size), float(ring)) for size, ring in row.get(name, ()))
-            for name in ("sums_forward", "sums_backward")
-        }
-        pairs = (*lines.values(), *(pair for ring in sums.values() for pair in ring))
-        seen = np.array([*numbers.values(), *(v for pair in pairs for v in pair)])
-        if not (np.isfinite(seen) & (seen >= 0)).all():
-            raise ValueError("layers with finite seconds and bytes")
-        layers.append(LayerCost(**lines, **numbers, **sums))
-    if not layers:
-        raise ValueError("layers")
-    return tuple(layers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
-from foreshard.predict.measured.costs import LayerCost, MeasuredCosts, load_costs
+from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.lowering import MeasuredStep, lower_measured
 from foreshard.predict.measured.memory import measured_memory
 from foreshard.sim import critical_path
@@ -17,17 +17,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import number_of
 
-__all__ = [
-    "LayerCost",
-    "MeasuredCosts",
-    "RankTimes",
-    "load_costs",
-    "predict_measured",
-    "rank_times",
-    "step_seconds",
-]
-
-COVERAGE = 0.9
+COVERAGE = 0.9  # of the interval: passes between their 5th and 95th percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +39,8 @@ def predict_measured(
 ) -> Prediction:
     """Return the prediction of a step.
 
-    Parameters
-    ----------
-    costs : MeasuredCosts
-    cluster : Cluster
-        Whose devices were measured, or are stated to be slower by `costs.slow`.
-    plan : Plan
-        Over the layers 0 .. len(costs.layers), of data-parallel ranks only.
-    tokens : float, optional
-        Of the whole run.
-
-    Raises
-    ------
-    SpecError
+    The devices of the cluster were measured, or are stated to be slower by `costs.slow`; the plan cuts layers
+    0 to len(costs.layers). `tokens` are those of the whole run.
     """
     started = time.perf_counter()
     _check(costs, cluster, plan)
@@ -178,45 +157,30 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
 
 
 def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
-    layers = plan.groups[0].num_layers
-    if layers != len(costs.layers):
-        raise SpecError(
-            f"the plan splits {layers} layers, {len(costs.layers)} were measured",
-            file=costs.path,
-            key="groups.stages.layers",
-            value=layers,
-            rule="A plan holds every layer of the model",
-            fix=f"Cut 0..{len(costs.layers)}",
-        )
+    """Raise SpecError for a plan whose stages were not measured."""
+
+    def wrong(what: str, key: str, value: int, rule: str, fix: str | None = None) -> SpecError:
+        return SpecError(what, file=costs.path, key=key, value=value, rule=rule, fix=fix)
+
+    layers, measured, most = plan.groups[0].num_layers, len(costs.layers), max(plan.ranks)
+    if layers != measured:
+        what = f"the plan splits {layers} layers, {measured} were measured"
+        rule = "A plan holds every layer of the model"
+        raise wrong(what, "groups.stages.layers", layers, rule, f"Cut 0..{measured}")
     degrees = sorted({stage.tp for group in plan.groups for stage in group.stages} - {1})
     if len(degrees) > 1:
-        raise SpecError(
-            f"tp {' and '.join(map(str, degrees))} in one plan",
-            key="groups.stages.tp",
-            value=degrees[-1],
-            rule="Measured costs price stages of one tp above 1, beside stages of tp 1",
-        )
-    most = max(plan.ranks)
+        what = f"tp {' and '.join(map(str, degrees))} in one plan"
+        rule = "Measured costs price stages of one tp above 1, beside stages of tp 1"
+        raise wrong(what, "groups.stages.tp", degrees[-1], rule)
     if most >= cluster.num_devices:
-        raise SpecError(
-            f"the plan uses rank {most}, the cluster has {number_of(cluster.num_devices, 'device')}",
-            key="ranks",
-            value=most,
-            rule="Ranks are 0 to N - 1",
-        )
+        what = f"the plan uses rank {most}, the cluster has {number_of(cluster.num_devices, 'device')}"
+        raise wrong(what, "ranks", most, "Ranks are 0 to N - 1")
     for g, group in enumerate(plan.groups):
         for s, stage in enumerate(group.stages):
+            key = f"groups[{g}].stages[{s}]"
             if stage.cp * stage.ep > 1:
-                raise SpecError(
-                    "cp or ep above 1",
-                    key=f"groups[{g}].stages[{s}]",
-                    rule="Measured costs price stages of data- and tensor-parallel ranks",
-                )
+                rule = "Measured costs price stages of data- and tensor-parallel ranks"
+                raise wrong("cp or ep above 1", key, stage.cp * stage.ep, rule)
             if stage.zero >= 3 and stage.inner_dp > 1:
-                raise SpecError(
-                    "zero 3",
-                    key=f"groups[{g}].stages[{s}].zero",
-                    value=stage.zero,
-                    rule="Measured costs do not price the gathering of values",
-                    fix="Use zero 0, 1 or 2",
-                )
+                rule = "Measured costs do not price the gathering of values"
+                raise wrong("zero 3", f"{key}.zero", stage.zero, rule, "Use zero 0, 1 or 2")

@@ -21,24 +21,13 @@ from foreshard.spec.plan import Group, Plan, Stage
 
 @dataclass(slots=True, kw_only=True)
 class RankTasks:
-    """What a rank does in a step, and which tasks of the program that is.
-
-    Attributes
-    ----------
-    part : int
-        Of the layers that `stage.tp` ranks share out.
-    gradients : dict of int
-        The task of its stage that completes the gradients of each layer.
-    reduced : int or None
-        The last ring that the rank takes part in.
-    optimizer : int
-    """
+    """What a rank does in a step, and which tasks of the program that is."""
 
     stage: Stage
-    part: int
+    part: int  # of the layers that `stage.tp` ranks share out
     work: RankWork
-    gradients: dict[int, int]
-    reduced: int | None = None
+    gradients: dict[int, int]  # the task of its stage that completes the gradients of each layer
+    reduced: int | None = None  # the last ring that the rank takes part in
     optimizer: int = -1
 
     def holds(self, layers: Sequence[int], part: int | None) -> bool:

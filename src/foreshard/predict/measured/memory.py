@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from foreshard.cost.memory_activations import recompute_of
 from foreshard.graph.schedules import Op, stage_order
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.spec.cluster import Cluster
@@ -63,9 +64,7 @@ def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> t
     again = recomputed_share(stage)
     if not again:
         return saved, 0.0
-    _, _, rest = stage.recompute.partition(":")
-    kind, _, count = rest.partition(":")
-    size = int(count) if kind == "uniform" else 1
+    size = int(recompute_of(stage.recompute, len(layers)).unit)
     units = [layers[start : start + size] for start in range(0, len(layers), size)]
     most = max(sum(layer.saved_bytes_per_sample for layer in unit) for unit in units)
     return saved * (1 - again) + again * sum(unit[-1].boundary_bytes_per_sample for unit in units), most
@@ -92,12 +91,7 @@ def counts_of(stage: Stage, size: int) -> list[int]:
 
 
 def recomputed_share(stage: Stage) -> float:
-    """Return the part of the forward that runs again in the backward."""
-    head, _, rest = stage.recompute.partition(":")
-    layers = max(hi - lo for lo, hi in stage.layers)
-    if head == "none":
-        return 0.0
-    if head.startswith("every-"):
-        return (layers // int(head[6:])) / layers
-    kind, _, count = rest.partition(":")
-    return min(int(count), layers) / layers if kind == "block" else 1.0
+    """Return the part of the forward that runs again in the backward; the runtime recomputes whole layers."""
+    if stage.recompute.startswith("selective"):
+        return 1.0
+    return float(recompute_of(stage.recompute, max(hi - lo for lo, hi in stage.layers)).full)

@@ -25,21 +25,12 @@ from foreshard.predict.machine import Machine, kv_share, own_tokens, tokens_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTimes:
-    """Seconds of the collectives around one tensor-parallel region.
+    """Seconds of the collectives around one tensor-parallel region."""
 
-    Attributes
-    ----------
-    operands_s
-        Gathering the operand of a matrix product, cast to the width of the product before it is sent.
-    scatter_s
-        Scattering the sum of the outputs, or gathering them: the ring of both is the same.
-    whole_s
-        Summing the outputs on every rank, without sequence parallelism.
-    """
-
+    # gathering the operand of a matrix product, cast to the width of the product before it is sent
     operands_s: Any
-    scatter_s: Any
-    whole_s: Any
+    scatter_s: Any  # scattering the sum of the outputs, or gathering them: the ring of both is the same
+    whole_s: Any  # summing the outputs on every rank, without sequence parallelism
 
 
 def region_times(hidden: Any, machine: Machine) -> RegionTimes:
@@ -156,20 +147,11 @@ class ShardTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """The collectives over the ranks that share one kind of weights, dense or experts.
+    """The collectives over the ranks that share one kind of weights, dense or experts."""
 
-    Attributes
-    ----------
-    shard
-        Ranks over which the weights are cut.
-    cut
-        Gathers weights, or scatters gradients, over them.
-    replicas
-        Reduces a shard over its copies inside the group of the plan, None where there are none.
-    """
-
-    shard: Any
-    cut: Pipelined
+    shard: Any  # ranks over which the weights are cut
+    cut: Pipelined  # gathers weights, or scatters gradients, over them
+    # reduces a shard over its copies inside the group of the plan, None where there are none
     replicas: AllReduce | None
 
     def gather_s(self, params: Any, machine: Machine) -> Any:
@@ -248,10 +230,8 @@ def sharded_layer_s(
 ) -> tuple[Any, Any, Any]:
     """Return what keeping a layer's weights sharded adds to its busy seconds (ZeRO 3), 0 elsewhere.
 
-    Returns
-    -------
-    tuple
-        To its forward; to the half of backward that gathers weights, alone; to both halves of backward.
+    What is added to its forward; to the half of backward that gathers weights, alone; to both halves of
+    backward.
     """
     sharded = machine.rank.zero >= 3
     if not np.count_nonzero(sharded):
@@ -304,15 +284,8 @@ def sync_times(
 ) -> tuple[Any, Any]:
     """Return seconds of reducing gradients over replicas, and of gathering updated weights after.
 
-    Parameters
-    ----------
-    params : array_like
-        Trained parameters of this rank.
-    ranks, stride : array_like
-        Replicas, and their distance in cluster order.
-    machine : Machine
-    own_stride : array_like, optional
-        Distance of the replicas inside the own group of the plan, where it differs.
+    `params` are the trained parameters of this rank; `ranks` and `stride` its replicas and their distance in
+    cluster order, `own_stride` that inside the own group of the plan where it differs.
 
     Source
     ------
@@ -328,6 +301,15 @@ def sync_times(
     cut = all_gather(shard, near, machine.fabric)
     reduce = (cut.time_s(grads) + across) * factor
     return np.where(rank.zero == 2, 0.0, reduce), cut.time_s(traits.param_bytes * params) * factor
+
+
+def bucket_elements(own: Any, replicas: Any, first: Any) -> Any:
+    """Return the elements after which a bucket leaves.
+
+    Megatron has small ones only on the first stage's first chunk (megatron/training/training.py, ddp_config).
+    """
+    small = np.where(first, np.maximum(40e6, 1e6 * replicas), np.inf)
+    return np.where(np.asarray(own) > 0.0, own, small)
 
 
 def expert_replicas(rank: RankShape) -> Any:

@@ -96,20 +96,8 @@ def layer_times(
 ) -> LayerTimes:
     """Return the seconds of every task of one layer.
 
-    Parameters
-    ----------
-    layer : LayerShape
-    machine : Machine
-    recompute : Recompute
-    region : tuple, optional
-        :func:`region_times` of the layer's width, where the caller has it.
-    dense_sharing : Sharing, optional
-        :func:`sharing_of` dense weights, where the caller has it.
-
-    Returns
-    -------
-    LayerTimes
-        Fields broadcast to the batch.
+    `region` is :func:`region_times` of the layer's width and `dense_sharing` :func:`sharing_of` dense
+    weights, where the caller has them.
 
     Source
     ------

@@ -21,10 +21,10 @@ _NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
 # A norm behind a cast: the cast reads 2 and writes 4, the norm reads 4 and writes 2; backward runs both
 # again and its own kernels move fp32.
 _CAST_NORM, _CAST_NORM_BACK = 12.0, 30.0
-_DROPOUT = 5.0
+_DROPOUT = 5.0  # reads and writes 16 bit, writes a mask of one byte
 # SiLU and product apart read and write five times per output, fused three times.
 _SPLIT_GATE = 5.0 / 3.0 - 1.0
-_ROPE = 4.0
+_ROPE = 4.0  # reads and writes 16 bit
 
 
 def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
@@ -146,8 +146,8 @@ def adapter_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     up = gemm_s(tokens, h / tp, r, machine.kernels, sixteen_bit=True)
     add = stream_s(6.0 * tokens * h / tp, machine.kernels)
     count = layer.lora_attention + layer.lora_mlp
-    one = down + up + add
-    return count * one, 2.0 * count * one
+    adapter = down + up + add
+    return count * adapter, 2.0 * count * adapter
 
 
 def expert_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
