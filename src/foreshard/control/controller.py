@@ -271,7 +271,7 @@ class Controller:
             learning.rows(key, *rows)
         learning.saw(key, steps)
         if learning.due and self._fixed is None:
-            learning.place(self.queues, self.experts.inflation())
+            learning.place(self.queues, self.experts.common, self.experts.lateness())
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
@@ -280,6 +280,8 @@ class Controller:
         known = counted and self.learning.knows(state.key())
         if known:
             self._learn(state, steps)
+        if self.budgets and steps:
+            self._secure(state)
         try:
             why = self._follow_forecast(state, steps)
         except InfeasibleError as error:
@@ -295,6 +297,12 @@ class Controller:
         if self._fixed is not None:
             chosen = self._run_as(*self._fixed)
         return self._ordered(chosen, state, why)
+
+    def _secure(self, state: State) -> None:
+        """Let excess weigh as much as the present slot takes to keep the budgets."""
+        judged = [(rows[:, 0], rows[:, 1:])] if len(rows := self.experts.outcomes()) > 1 else None
+        ratio = self.experts.common * self.experts.lateness()
+        self.learning.secure(self.queues, state.key(), ratio, judged)
 
     def _follow_forecast(self, state: State, steps: int) -> str:
         """Make the plan of the forecast that of the state; return why it changed."""
@@ -349,7 +357,7 @@ class Controller:
         if self.experts.wants(self._weighed):
             self.experts.propose(self._proposals(self.estimates.seen()))
         if self._fixed is not None and self.budgets and self._options.learns_dual:
-            rows = np.array([self.experts.recent.rows[1], *(one.rows[2] for one in records.values())])
+            rows = self.experts.outcomes()
             self.learning.place_by(self.queues, [(rows[:, 0], rows[:, 1:])], [1.0])
         gains: dict[Fixed | None, float] = {None: 0.0}
         for fixed, record in records.items():
@@ -418,6 +426,7 @@ class Controller:
         queues, frame = self.queues, self._frames.steps
         left = self._horizon - queues.steps
         ends = self._options.plans_end and self.budgets and queues.steps and 0 < left <= _END_FRAMES * frame
+        ends = ends and not any(queues[one.name].conceded for one in self.budgets)
         is_open = self._frames.is_open(queues.steps)
         if not ends or not self._frames.may_last(left, queues.steps):
             return best if is_open or much else None, why
@@ -426,13 +435,17 @@ class Controller:
         objective = self._objective()
         running = self._shortlist.seen(state, self._forecast.structure, objective)
         time_s, costs = self._slots.rows(state)
-        at, _ = self._partner(running, left, time_s, costs)
+        found = self._partner(running, left, time_s, costs)
+        if found is None:
+            return best, why
+        at, _ = found
         other = self._shortlist.seen(state, self._slots.structure_at(state, at, running.structure), objective)
         if self._is_last(running, other, left, state):
             return other.structure, "from here to the end the budgets are spent by it"
         if best is not None:
             asked = self._shortlist.seen(state, best, objective)
-            if self._partner(running, left, *self._as_rows(asked))[1] >= min(frame, left):
+            found = self._partner(running, left, *self._as_rows(asked))
+            if found is None or found[1] >= min(frame, left):
                 return best, why
         return None, why
 
@@ -441,8 +454,8 @@ class Controller:
         return row[:1], row[None, 1:]
 
     def _partner(
-        self, running: Choice, steps: int, time_s: np.ndarray, costs: np.ndarray, change: float = 0.0
-    ) -> tuple[int, float]:
+        self, running: Choice, steps: int, time_s: np.ndarray, costs: np.ndarray
+    ) -> tuple[int, float] | None:
         """Return which of some plans shares the rest best with the running one, and for how many steps."""
         excess = self._excess(*self._as_rows(running))
         left, least = left_over(self.queues, self._horizon, excess[0])
@@ -450,7 +463,8 @@ class Controller:
 
     def _excess(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
         """Return costs of a step above what it is allowed."""
-        return np.asarray(costs - np.stack([allowances(one, time_s) for one in self.budgets], axis=1))
+        raised = [(1.0 + self.queues[one.name].conceded) * allowances(one, time_s) for one in self.budgets]
+        return np.asarray(costs - np.stack(raised, axis=1))
 
     def _is_last(self, running: Choice, other: Choice, left: int, state: State) -> bool:
         """Return whether it is time for the plan that runs to the end."""
@@ -461,7 +475,8 @@ class Controller:
         change_s, _ = self._change_of(running.structure, other.structure, state)
         if bool((rest >= -least).all()) and gain_s <= max(_FASTER * running.time_s, change_s / left):
             return False
-        return self._partner(running, left, *self._as_rows(other))[1] >= left - self._late - 0.5
+        found = self._partner(running, left, *self._as_rows(other))
+        return found is not None and found[1] >= left - self._late - 0.5
 
     def _change_of(self, old: Structure, new: Structure, state: State) -> tuple[float, dict[str, float]]:
         """Return the seconds of a change, and its costs."""

@@ -22,10 +22,8 @@ from foreshard.control.slots import Budget, Choice, State, Structure
 
 WINDOW = 200
 """Steps that experts are judged over: K of the guarantee in docs/controller.md."""
-MATURE = 60
-"""Steps that a plan is judged for before it may run, all of them after it was proposed."""
 REVIEW = 20
-"""Steps between reviews of the plans that stay."""
+"""Steps between reviews of the plans that stay, and that one is judged for before it may run (ablation)."""
 WRONG = 0.05
 """Part by which what was measured exceeds the forecasts before another plan than theirs runs."""
 PRICED = (0.0, 1.0, 4.0, 16.0, 256.0)
@@ -102,9 +100,10 @@ class Experts:
     def forget(self) -> None:
         """Begin anew: who is there has changed, and with it what plans can run."""
         self.recent = self._empty()
+        self._mature: dict[Fixed, Record] = {}
         self._proposed: dict[Fixed, Record] = {}
         self._mean_s = self._peak_s = np.zeros(0)
-        self._reviewed, self._asked = 0, -MATURE
+        self._reviewed, self._asked = 0, -REVIEW
 
     def _empty(self) -> Record:
         return Record(steps=0, weight=0.0, rows=np.zeros((3, self._size)))
@@ -128,11 +127,14 @@ class Experts:
             self._priced[key] = self._prices(state, structure, shares)
         return self._priced[key]
 
-    def inflation(self) -> np.ndarray:
-        """Return seconds and costs that following the forecasts came to, over those of the model."""
+    def lateness(self) -> np.ndarray:
+        """Return seconds and costs that following the forecasts came to, over those that were forecast."""
         forecast, real = self._whole
-        late = np.where(forecast > 0.0, real / np.where(forecast > 0.0, forecast, 1.0), 1.0)
-        return np.asarray(late * self.common)
+        return np.where(forecast > 0.0, real / np.where(forecast > 0.0, forecast, 1.0), 1.0)
+
+    def outcomes(self) -> np.ndarray:
+        """Return mean seconds and costs of late, of the forecast's plan and of those judged long enough."""
+        return np.array([self.recent.rows[1], *(one.rows[2] for one in self._mature.values())])
 
     def measured(self, state: State, ran: Choice, measured: np.ndarray, steps: int) -> None:
         """Take in what a plan took and cost, to know how far off the model is."""
@@ -171,7 +173,7 @@ class Experts:
 
     def wants(self, weigh: Weigh) -> bool:
         """Return whether forecasts were so wrong that plans that stay are worth judging from now on."""
-        if self.recent.steps < self._asked + MATURE or self.recent.error(weigh) <= WRONG:
+        if self.recent.steps < self._asked + REVIEW or self.recent.error(weigh) <= WRONG:
             return False
         self._asked = self.recent.steps
         return True
@@ -190,7 +192,7 @@ class Experts:
         stays : Fixed, optional
             That runs, which is not forgotten.
         """
-        old = {fixed: one for fixed, one in self._proposed.items() if one.steps >= MATURE or fixed == stays}
+        old = {fixed: one for fixed, one in self._proposed.items() if one.steps >= REVIEW or fixed == stays}
         for fixed, record in old.items():
             if fixed != stays and record.gain(weigh) <= 0.0:
                 del self._proposed[fixed]
@@ -198,7 +200,8 @@ class Experts:
         for fixed in worst[: max(len(self._proposed) - _MOST_PROPOSED, 0)]:
             if fixed != stays:
                 del self._proposed[fixed]
-        return {fixed: record for fixed, record in old.items() if fixed in self._proposed}
+        self._mature = {fixed: record for fixed, record in old.items() if fixed in self._proposed}
+        return self._mature
 
     def typical(self, now: State) -> tuple[State, State]:
         """Return the state of late by mean seconds, and the one of the most seconds."""

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from foreshard.control.budgets import dual
-from foreshard.control.budgets.dual_learning import (
-    MARGIN,
-    UNKEPT_GROWTH,
-    UNKEPT_WORTH,
-    DualLearning,
-    weight_for,
-)
+from foreshard.control.budgets.dual_learning import MARGIN, MOST_WORTH, DualLearning, weight_for
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.slots import Budget
 
@@ -27,7 +21,7 @@ def taught(limit=2.0, horizon=1000, steps=0, cost=2.0, weight=100.0, per="step")
     learning.rows(b"one", TIMES, COSTS)
     learning.saw(b"one", max(steps, 1))
     assert learning.due
-    learning.place(queues, np.ones(2))
+    learning.place(queues, np.ones(2), np.ones(2))
     return queues, learning
 
 
@@ -40,7 +34,7 @@ def test_a_queue_is_placed_at_the_weight_times_the_multiplier():
     assert queues["b"].backlog == pytest.approx(100.0 * multiplier * 2.0)
     time_weight, costs = queues.weights()
     assert costs["b"] / time_weight == pytest.approx(multiplier)
-    assert learning.feasible and not learning.due and queues.identity_error() < 1e-12
+    assert not queues["b"].conceded and not learning.due and queues.identity_error() < 1e-12
 
 
 @pytest.mark.parametrize(("cost", "more"), [(3.0, True), (1.0, False)])
@@ -53,32 +47,33 @@ def test_what_was_spent_too_much_is_worked_off(cost, more):
     assert found["b"].backlog == pytest.approx(max(first + gathered, 0.0), abs=1e-6) or not more
 
 
-def test_a_budget_that_no_state_can_keep_has_a_worth_to_start_with():
-    queues, learning = taught(limit=0.5)
-    assert not learning.feasible and queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH)
-
-
-def test_what_nothing_keeps_weighs_more_in_every_lesson_until_the_cheapest_is_best():
-    queues, learning = taught(limit=0.01)
-    for _ in range(4):
-        while not learning.due:
-            learning.saw(b"one", 1)
-        learning.place(queues, np.ones(2))
+def test_a_budget_that_no_state_can_keep_is_raised_by_the_least_part_and_the_cheapest_plan_is_best():
+    queues, _ = taught(limit=0.5, steps=100, cost=1.0)
+    assert queues["b"].conceded == pytest.approx(1.0, abs=1e-3), "the cheapest costs 1"
+    assert queues["b"].excess == pytest.approx(0.0, abs=0.1) and queues.identity_error() < 1e-12
+    assert queues["b"].backlog == pytest.approx(100.0 * MOST_WORTH, rel=0.01)
     time_weight, costs = queues.weights()
     assert int(np.argmin(time_weight * TIMES + costs["b"] * COSTS[:, 0])) == 2
-    assert queues["b"].backlog == pytest.approx(100.0 * UNKEPT_WORTH * UNKEPT_GROWTH**4)
 
 
-def test_a_budget_that_can_be_kept_gives_way_to_one_that_cannot():
-    budgets = (Budget(name="lost", kind="usd", limit=0.1), Budget(name="kept", kind="joule", limit=9.0))
-    queues, learning = Queues(budgets, weight=10.0, step_s=1.0), DualLearning(budgets, 1000)
-    learning.rows(b"one", TIMES, np.hstack([COSTS, COSTS[::-1]]))
-    for _ in range(3):
-        while not learning.due:
-            learning.saw(b"one", 1)
-        learning.place(queues, np.ones(3))
-    assert queues["lost"].backlog == pytest.approx(10.0 * UNKEPT_WORTH * UNKEPT_GROWTH**2)
-    assert queues["kept"].backlog == pytest.approx(10.0 * UNKEPT_WORTH)
+def test_what_was_conceded_is_taken_back_when_a_cheaper_plan_is_found():
+    queues, learning = taught(limit=0.5, steps=100, cost=1.0)
+    learning.rows(b"one", np.append(TIMES, 5.0), np.append(COSTS, [[0.4]], axis=0))
+    learning.place(queues, np.ones(2), np.ones(2))
+    assert queues["b"].conceded == 0.0 and queues["b"].excess == pytest.approx(100.0)
+    assert queues.identity_error() < 1e-12
+
+
+def test_an_excess_of_v_makes_the_slot_keep_the_budget_by_itself():
+    queues, learning = taught(limit=2.0, steps=200, cost=4.0)
+    assert queues["b"].excess > queues.weight
+    queues.place("b", 0.0)
+    learning.secure(queues, b"one", np.ones(2), None)
+    time_weight, costs = queues.weights()
+    assert COSTS[np.argmin(time_weight * TIMES + costs["b"] * COSTS[:, 0]), 0] < 2.0
+    # Plans that were judged count instead: none of these keeps the budget, and nothing is asked of them.
+    learning.secure(queues, b"one", np.ones(2), [(TIMES, COSTS + 5.0)])
+    assert queues["b"].least == 0.0
 
 
 def test_budgets_per_time_are_placed_by_the_mean_step():
@@ -113,7 +108,7 @@ def test_costs_that_are_measured_above_the_model_are_worth_more():
         queues, learning = Queues(budgets, weight=100.0, step_s=1.0), DualLearning(budgets, 1000)
         learning.rows(b"one", TIMES, COSTS)
         learning.saw(b"one", 1)
-        learning.place(queues, np.array([1.0, ratio]))
+        learning.place(queues, np.array([1.0, ratio]), np.ones(2))
         found.append(queues["b"].backlog)
     assert found[0] < found[1]
 
@@ -126,7 +121,7 @@ def test_updates_double_in_distance_until_a_run_has_forty_of_them(horizon, apart
         learning.saw(b"one", 1)
         seen += 1
         if learning.due:
-            learning.place(queues, np.ones(2))
+            learning.place(queues, np.ones(2), np.ones(2))
             at.append(seen)
     apart_now = np.diff(at)
     assert at[:3] == [1, 2, 16] and apart_now.max() == apart_now[-1] == apart

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from foreshard.control.search.pricing import evaluate
+from foreshard.control.search.pricing import StageArrays, evaluate, pace_of, period_s, sync_s
 from foreshard.control.slots import MP_OVER_DP, Structure, WorkerPipeline
 from foreshard.errors import SpecError
+from foreshard.graph.pace import pipeline_pace
 
 
 def one_group(*workers, cuts):
@@ -94,3 +95,23 @@ def test_one_stage_of_equal_workers_is_data_parallel_in_both_readings(cases):
     one = evaluate(chain, state, wide, (2, 2), micro_batch=4, batch=16)
     other = evaluate(chain, state, apart, (8, 8), micro_batch=2)
     assert one.time_s == pytest.approx(other.time_s) and dict(one.costs) == pytest.approx(dict(other.costs))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pipelines_go_at_the_pace_of_the_planner(cases, seed):
+    """Any mixture of pipelines of one to six stages: each alone, by the closed form of the planner."""
+    rng = np.random.default_rng(seed)
+    chain, state = cases.random_case(rng, 6, layers=7)
+    sizes = rng.multinomial(6, np.ones(3) / 3)
+    workers, groups = iter(rng.permutation(6).tolist()), []
+    for size in sizes[sizes > 0].tolist():
+        cuts = (0, *sorted(rng.choice(np.arange(1, 7), size - 1, replace=False).tolist()), 7)
+        groups.append(WorkerPipeline(workers=tuple(next(workers) for _ in range(size)), cuts=cuts))
+    structure = Structure(groups=tuple(groups))
+    stages, found = StageArrays.of(structure), pace_of(chain, state, structure, micro_batch=2)
+    period = period_s(chain, state, stages, 2)
+    sync = sync_s(chain, state, stages).max()
+    for group in range(len(groups)):
+        pace = pipeline_pace(period[stages.group == group])
+        end_s = found.start_s[group] + found.rate_s[group] * 10
+        assert end_s == pytest.approx(pace.fill_s + 5 * pace.period_s + sync, rel=1e-12)

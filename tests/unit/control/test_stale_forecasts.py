@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from foreshard.control.budgets.dual_learning import weight_for
 from foreshard.control.controller import Controller
 from foreshard.control.experts import WINDOW
 from foreshard.control.orders import shares_of, structure_of
@@ -102,6 +103,15 @@ def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kin
     mean_s, excess = played(truth, path, limit)
     assert excess <= EXCESS
     assert mean_s <= 1.05 * best_fixed(rows, limit, 0.02)
+
+
+def test_an_excess_stays_near_v_where_a_budget_leaves_next_to_nothing(cases):
+    """No plan keeps the budget in every window, and no forecast is worth anything."""
+    truth, steps = Truth(cases), 8000
+    path = PATHS["independent"](np.random.default_rng(0), steps)
+    rows = truth.fixed(path)
+    _, excess = played(truth, path, 1.05 * rows[:, :, 1].mean(1).min())
+    assert excess <= weight_for(0.01, steps) + WINDOW
 
 
 @pytest.mark.parametrize("steps", [2000, 20_000])

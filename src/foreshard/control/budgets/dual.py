@@ -155,20 +155,25 @@ def least_excess(
         0 and the dual of the budgets where they can be kept.
     """
 
-    def raised(part: float) -> Dual:
-        more = [replace(one, limit=one.limit * (1.0 + part)) for one in budgets]
-        return solve(table_of(rows, weight, more), more)
+    def raised(part: float) -> list[Budget]:
+        return [replace(one, limit=one.limit * (1.0 + part)) for one in budgets]
 
-    found = raised(0.0)
+    def is_too_little(part: float) -> bool:
+        return _is_separable(table_of(rows, weight, raised(part)))
+
+    found = solve(table_of(rows, weight, budgets), budgets)
     if found.feasible:
         return 0.0, found
     low, high = 0.0, 1.0
-    while not raised(high).feasible:
+    while is_too_little(high):
         low, high = high, 2.0 * high
     while high - low > _EXACT * (1.0 + low):
         middle = 0.5 * (low + high)
-        low, high = (low, middle) if raised(middle).feasible else (middle, high)
-    return high, raised(high)
+        low, high = (middle, high) if is_too_little(middle) else (low, middle)
+    # At the very edge multipliers have no bound.
+    while not (found := solve(table_of(rows, weight, raised(high)), raised(high))).feasible:
+        high += _EXACT * (1.0 + high)
+    return high, found
 
 
 def _ascend(table: DualTable, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:

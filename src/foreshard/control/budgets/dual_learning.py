@@ -28,10 +28,10 @@ Far from the budget the multipliers are known from few states.
 """
 MARGIN = 0.004
 """Part of the budget that is aimed to be left: what changes and late sight cost is not in what is learned."""
-MOST_WORTH, UNKEPT_WORTH = 20.0, 3.0
-"""Multipliers, in reference steps per budget of a step: the largest believed; where nothing is enough."""
-UNKEPT_GROWTH, MOST_UNKEPT = 4.0, 1e4
-"""What cannot be kept weighs so much more in every further update that says so, until time does not count."""
+MOST_WORTH = 20.0
+"""Largest multiplier that is believed, in reference steps per budget of a step."""
+SLACK = 0.02
+"""Part of the budget that a slot leaves which is to keep it by itself, so that the excess falls."""
 LEAST_WEIGHT = 100.0
 """V of short runs: smaller ones let a few steps above the budget outweigh what is known of it (ablation)."""
 MOST_WEIGHT = 1000.0
@@ -42,12 +42,16 @@ Rows = Sequence[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(slots=True, kw_only=True)
 class _Visited:
-    """A state: for how many steps it was seen, and what can run in it, on the corners only."""
+    """A state: for how many steps it was seen, and what can run in it, on the corners only.
+
+    `alone` is what budgets are worth where it is to keep them by itself, once that was asked.
+    """
 
     steps: float = 0.0
     visits: int = 0
     time_s: np.ndarray
     costs: np.ndarray
+    alone: np.ndarray | None = None
 
 
 class DualLearning:
@@ -67,9 +71,8 @@ class DualLearning:
 
     def __init__(self, budgets: Sequence[Budget], horizon: int):
         self.budgets, self.horizon = tuple(budgets), horizon
-        self.feasible = True
         self._visited: dict[bytes, _Visited] = {}
-        self._seen, self._next, self._unkept = 0, 1, 0
+        self._seen, self._next = 0, 1
         self._later = max(FIRST, min(LATER, horizon // UPDATES))
 
     def knows(self, key: bytes) -> bool:
@@ -105,25 +108,35 @@ class DualLearning:
         """Return whether an update is due."""
         return self._seen >= self._next and bool(self._visited)
 
-    def place(self, queues: Queues, ratio: np.ndarray) -> None:
+    def place(self, queues: Queues, ratio: np.ndarray, late: np.ndarray) -> None:
         """Move the place-holders of the queues to what the states seen so far make of them.
+
+        Budgets that cannot be kept together in these states are raised by the least part with which they can.
 
         Parameters
         ----------
         queues : Queues
         ratio : ndarray, shape (1 + budgets,)
             Seconds and costs that are measured over those of the model.
+        late : ndarray, shape (1 + budgets,)
+            Those of following the forecasts over those that were forecast.
         """
         self._next = max(min(2 * self._seen, self._seen + self._later), FIRST if self._seen > 1 else 2)
-        weight = [max(one.steps, 1e-9) for one in self._visited.values()]
-        states = [(one.time_s, one.costs) for one in self._visited.values()]
-        real = [(time_s * ratio[0], costs * ratio[1:]) for time_s, costs in states]
+        visited = list(self._visited.values())
+        weight = [max(one.steps, 1e-9) for one in visited]
+        states = [(one.time_s * ratio[0], one.costs * ratio[1:]) for one in visited]
+        part, _ = dual.least_excess(states, weight, self.budgets)
+        for one in self.budgets:
+            queues[one.name].concede(part)
+        for state in visited:
+            state.alone = None
+        real = [(time_s * late[0], costs * late[1:]) for time_s, costs in states]
         # Where only late forecasts break the budgets, queues do the rest.
-        self.place_by(queues, real, weight, otherwise=states)
+        left = self._left(queues)
+        is_kept = dual.solve(dual.table_of(real, weight, left), left).feasible
+        self.place_by(queues, real if is_kept else states, weight)
 
-    def place_by(
-        self, queues: Queues, rows: Rows, weight: Sequence[float], *, otherwise: Rows | None = None
-    ) -> None:
+    def place_by(self, queues: Queues, rows: Rows, weight: Sequence[float]) -> None:
         """Move the place-holders to the multipliers of states.
 
         Parameters
@@ -133,42 +146,67 @@ class DualLearning:
             Seconds and costs of what runs in each state.
         weight : sequence of float
             How often each is.
-        otherwise : as rows, optional
-            What counts where no budgets can be kept with `rows`.
         """
-        left = [self._left(queues, one) for one in self.budgets]
-        for tried in (rows, otherwise) if otherwise is not None else (rows,):
-            table = dual.table_of(tried, weight, left)
-            found = dual.solve(table, left)
-            if found.feasible:
-                break
-        self.feasible = found.feasible
-        self._unkept = 0 if found.feasible else self._unkept + 1
-        if not found.feasible:
-            self._give_up(queues, table)
-            return
-        for one, multiplier in zip(self.budgets, found.multipliers, strict=True):
-            worth = multiplier * queues[one.name].unit / queues.step_s
-            queues.place(one.name, queues.weight * min(worth, MOST_WORTH))
+        _, found = dual.least_excess(rows, weight, self._left(queues))
+        worth = self._worth(queues, found)
+        if any(queues[one.name].conceded for one in self.budgets):
+            # The least excess is as near as can be when time only decides between what costs the same.
+            worth = worth * (MOST_WORTH / max(float(worth.max()), 1e-300))
+        for one, each in zip(self.budgets, worth, strict=True):
+            queues.place(one.name, queues.weight * min(float(each), MOST_WORTH))
 
-    def _give_up(self, queues: Queues, table: dual.DualTable) -> None:
-        """Place the queues where nothing keeps the budgets: those that nothing keeps alone come first."""
-        least = table.weight @ np.minimum.reduceat(table.excess, table.starts, axis=0)
-        lost = least > 0.0 if (least > 0.0).any() else np.ones(len(least), bool)
-        grown = min(UNKEPT_WORTH * UNKEPT_GROWTH ** min(self._unkept - 1, 10), MOST_UNKEPT)
-        for one, alone in zip(self.budgets, lost, strict=True):
-            queues.place(one.name, queues.weight * (grown if alone else UNKEPT_WORTH))
+    def _worth(self, queues: Queues, found: dual.Dual) -> np.ndarray:
+        """Return multipliers in reference steps per budget of a step."""
+        units = np.array([queues[one.name].unit for one in self.budgets])
+        return np.array(found.multipliers) * units / queues.step_s
 
-    def _left(self, queues: Queues, budget: Budget) -> Budget:
-        """Return the budget less what was spent too much, spread over the steps that are left."""
-        queue, steps = queues[budget.name], queues.steps
-        if not steps:
-            return replace(budget, limit=budget.limit * (1.0 - MARGIN))
-        total = max(self.horizon, steps)
-        saved = (queue.allowed - queue.spent) / (queue.allowed / steps) - MARGIN * total
-        part = saved / max(total - steps, LAST_PART * total)
-        part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
-        return replace(budget, limit=budget.limit * (1.0 + part))
+    def secure(self, queues: Queues, key: bytes, ratio: np.ndarray, judged: Rows | None) -> None:
+        """Let every budget that is exceeded weigh so much that the present slot keeps all of them, if it can.
+
+        In proportion to the excess: as much as is needed when that is V, so that the excess stays near V.
+
+        Parameters
+        ----------
+        queues : Queues
+        key : bytes
+            Of the state.
+        ratio : ndarray, shape (1 + budgets,)
+            Seconds and costs that following the forecasts came to over those of the model.
+        judged : rows, optional
+            What plans came to that were judged because forecasts are wrong; they count instead of the model.
+        """
+        part = max(queues[one.name].excess for one in self.budgets) / queues.weight
+        alone = np.zeros(len(self.budgets))
+        visited = self._visited.get(key)
+        if part > 0.0 and judged is not None:
+            alone = self._alone(queues, judged)
+        elif part > 0.0 and visited is not None:
+            if visited.alone is None:
+                visited.alone = self._alone(queues, [(visited.time_s * ratio[0], visited.costs * ratio[1:])])
+            alone = visited.alone
+        for one, each in zip(self.budgets, alone, strict=True):
+            queues[one.name].least = queues.weight * min(float(each), MOST_WORTH) * part
+
+    def _alone(self, queues: Queues, rows: Rows) -> np.ndarray:
+        """Return what budgets are worth where one slot is to keep them by itself; 0 where it cannot."""
+        raised = [queues[one.name].conceded - SLACK for one in self.budgets]
+        left = [
+            replace(one, limit=one.limit * (1.0 + part))
+            for one, part in zip(self.budgets, raised, strict=True)
+        ]
+        return self._worth(queues, dual.solve(dual.table_of(rows, [1.0], left), left))
+
+    def _left(self, queues: Queues) -> list[Budget]:
+        """Return the budgets less what was spent too much, spread over the steps that are left."""
+        total, found = max(self.horizon, queues.steps), []
+        for one in self.budgets:
+            queue = queues[one.name]
+            mean = (1.0 + queue.conceded) * queue.allowed / queues.steps if queues.steps else 1.0
+            saved = -queue.excess * queue.unit / mean - MARGIN * total * (not queue.conceded)
+            part = saved / max(total - queues.steps, LAST_PART * total)
+            part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
+            found.append(replace(one, limit=one.limit * (1.0 + queue.conceded) * (1.0 + part)))
+        return found
 
 
 def weight_for(violation: float, horizon: float) -> float:

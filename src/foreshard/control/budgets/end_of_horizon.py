@@ -27,14 +27,15 @@ def left_over(queues: Queues, horizon: int, excess: np.ndarray) -> tuple[np.ndar
         Of a step of the plan, above the budgets.
     """
     known = [queues[one.name] for one in queues.budgets]
-    whole = np.array([queue.allowed / queues.steps * horizon for queue in known])
-    saved = np.array([queue.allowed - queue.spent for queue in known]) - _SPARE * whole
+    allowed = np.array([(1.0 + queue.conceded) * queue.allowed for queue in known])
+    whole = allowed / queues.steps * horizon
+    saved = allowed - np.array([queue.spent for queue in known]) - _SPARE * whole
     return saved - (horizon - queues.steps) * excess, _LEAST * whole
 
 
 def partner(
     left: np.ndarray, least: np.ndarray, steps: int, time_s: np.ndarray, excess: np.ndarray
-) -> tuple[int, float]:
+) -> tuple[int, float] | None:
     """Return which plan shares the rest best with the running one, and for how many steps it is to run.
 
     Parameters
@@ -48,9 +49,9 @@ def partner(
 
     Returns
     -------
-    int, float
-        Row, and steps: as many as can be paid for a faster plan, as many as are needed of a cheaper one.
-        Where no mixture keeps the budgets, the plan that is cheapest of the tightest.
+    (int, float) or None
+        Row, and steps: as many as can be paid for a faster plan, as many as are needed of a cheaper one. None
+        where no mixture keeps the budgets.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         needed = np.where((excess < 0.0) & (left < 0.0), left / excess, 0.0).max(1)
@@ -59,7 +60,6 @@ def partner(
     part = np.minimum(runs, steps)
     total_s = np.where((left - part[:, None] * excess >= -least).all(1), part * time_s, np.inf)
     if not np.isfinite(total_s).any():
-        row = int(excess[:, int((left / least).argmin())].argmin())
-        return row, float(steps)
+        return None
     row = int(total_s.argmin())
     return row, float(runs[row])

@@ -1,6 +1,8 @@
 """Virtual queues: what was spent above the budgets so far, and how much that makes cost weigh next.
 
 Queues grow by measured cost, never by predicted cost: a budget is kept whatever the forecasts were worth.
+Budgets that cannot be kept together are raised by the least part that they must be exceeded by: queues settle
+there too.
 """
 
 from __future__ import annotations
@@ -53,6 +55,10 @@ class Queue:
         What they were allowed to cost.
     unit : float
         Cost that counts as one.
+    conceded : float
+        Part of the budget by which it is raised because it cannot be kept.
+    least : float
+        Backlog that counts at least: with it the present slot keeps the budget, whatever others do.
     """
 
     budget: Budget
@@ -62,11 +68,13 @@ class Queue:
     reflected: float = 0.0
     spent: float = 0.0
     allowed: float = 0.0
+    conceded: float = 0.0
+    least: float = 0.0
 
     def record(self, time_s: float, cost: float, steps: int = 1) -> None:
         """Take in what a step took and cost, or the mean of several steps."""
         allowance, cost = steps * self.budget.allowance(time_s), steps * cost
-        level, cut = drift(self.backlog, (cost - allowance) / self.unit)
+        level, cut = drift(self.backlog, (cost - (1.0 + self.conceded) * allowance) / self.unit)
         self.backlog, self.reflected = float(level), self.reflected + float(cut)
         self.spent += cost
         self.allowed += allowance
@@ -76,15 +84,27 @@ class Queue:
         """Return by how much of the budget the mean cost is above it (below: negative)."""
         return self.spent / self.allowed - 1.0 if self.allowed else 0.0
 
+    @property
+    def excess(self) -> float:
+        """Return what was spent above the budget, less what was conceded, in budgets of a step."""
+        return (self.spent - (1.0 + self.conceded) * self.allowed) / self.unit
+
+    def concede(self, part: float) -> None:
+        """Raise the budget by a part, for the steps so far too."""
+        more = (self.conceded - part) * self.allowed / self.unit
+        self.conceded = part
+        self.backlog = max(self.backlog + more, 0.0)
+        self.first_backlog = self.backlog - self.reflected - self.excess
+
     def identity_error(self) -> float:
         """Return how far the books are from closing: 0 whatever the policy was.
 
         All excess ever is the growth of the backlog less what was cut off: (spent - allowed) / unit =
-        backlog - first_backlog - reflected.
+        backlog - first_backlog - reflected, with allowed raised by what is conceded.
         """
-        excess = (self.spent - self.allowed) / self.unit
+        excess = self.excess
         growth = self.backlog - self.first_backlog - self.reflected
-        scale = 1.0 + self.reflected + (self.spent + self.allowed) / self.unit
+        scale = 1.0 + self.reflected + (self.spent + (1.0 + self.conceded) * self.allowed) / self.unit
         return abs(excess - growth) / scale
 
 
@@ -159,9 +179,10 @@ class Queues:
         time_weight = self.weight / self.step_s
         costs = {}
         for name, queue in self._queues.items():
-            costs[name] = queue.backlog / queue.unit
+            costs[name] = max(queue.backlog, queue.least) / queue.unit
             if queue.budget.per != "step":
-                time_weight -= costs[name] * queue.budget.limit / SECONDS[queue.budget.per]
+                limit = (1.0 + queue.conceded) * queue.budget.limit
+                time_weight -= costs[name] * limit / SECONDS[queue.budget.per]
         return time_weight, costs
 
     def record(self, time_s: float, costs: Mapping[str, float], steps: int = 1) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from foreshard.control.search.costs import cost_table, slowest_link, stage_link
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError
+from foreshard.graph.pace import pipeline_pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,12 +160,14 @@ def pace_of(
     """
     stages = StageArrays.of(structure)
     period = period_s(chain, state, stages, micro_batch, splits)
-    starts = np.searchsorted(stages.group, np.arange(stages.group[-1] + 1))
-    slowest = np.maximum.reduceat(period, starts)
-    fill = np.add.reduceat(period, starts)
+    first = np.searchsorted(stages.group, stages.group)
+    place = np.arange(len(period)) - first
+    table = np.zeros((int(place.max()) + 1, int(stages.group[-1]) + 1))
+    table[place, stages.group] = period
+    pace = pipeline_pace(table)
     # A ring can begin when the last of its members has computed, whichever group that is in.
     sync = sync_s(chain, state, stages).max()
-    return GroupRate(start_s=fill - slowest + sync, rate_s=slowest / micro_batch)
+    return GroupRate(start_s=pace.fill_s + sync, rate_s=pace.period_s / micro_batch)
 
 
 def period_s(
