@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +18,9 @@ from small_plans import ALONE, PLANS
 
 from foreshard.graph.schedules import Op, stage_order
 from foreshard.runtime.engine.channels import channels_of
+from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.membership.fixed_membership import FixedMembership
+from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.state.layout import layout_of
 
 
@@ -50,6 +55,42 @@ def test_gradients_are_those_of_one_process_without_tags(plan: str) -> None:
         gpt(torch.float64), PLANS[plan], steps=1, after=gradients, ranks=range(4), membership=OwnDevices
     )
     assert worst_error(found, expected) <= 1e-14
+
+
+class DeviceClock(Clock):
+    """The clock of a device that works later: who asks it waits, and must be seen to wait."""
+
+    def __init__(self, waits: threading.local):
+        self._waits = waits
+        self.asked: list[bool] = []
+
+    def seconds(self, mark: Any) -> float:
+        self.asked.append(getattr(self._waits, "depth", 0) > 0)
+        return super().seconds(mark)
+
+
+@pytest.mark.parametrize("plan", ["four stages", "even replicas", "alone"])
+def test_who_waits_for_the_device_is_not_busy(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may wait for peers: a rank beside a slow one would be found to hang."""
+    waits, waiting = threading.local(), Progress.waiting
+
+    @contextmanager
+    def counted(progress: Progress, ranks: Sequence[int] = ()) -> Iterator[None]:
+        waits.depth = getattr(waits, "depth", 0) + 1
+        with waiting(progress, ranks):
+            yield
+        waits.depth -= 1
+
+    monkeypatch.setattr(Progress, "waiting", counted)
+    found = rehearse(
+        gpt(torch.float64),
+        {**PLANS, "alone": ALONE}[plan],
+        steps=2,
+        membership=OwnDevices,
+        clock=lambda: DeviceClock(waits),
+        after=lambda trainer: trainer.context.clock.asked,
+    )
+    assert all(len(asked) > 2 and all(asked) for _, asked in found.values()) or len(found) == 1
 
 
 SHAPES = [

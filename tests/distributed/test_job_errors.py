@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from command import pipeline, replicas, run
+from command import RANK, events, pipeline, replicas, run
 
 RAISES = """
 calls = []
@@ -67,3 +68,27 @@ def test_the_run_ends_with_the_error_and_its_place(tmp_path: Path, fault: str) -
     found = run(tmp_path, {part: text}, plan, "--steps", "8", within_s=120.0)
     assert found.code == 2, found.stderr
     assert says in found.stderr and "job.py" in found.stderr and "line" in found.stderr
+
+
+def test_several_readers_train_the_same_and_a_killed_one_is_named(tmp_path: Path) -> None:
+    slow = """
+import signal
+class Data:
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        if {0}: os.kill(os.getpid(), signal.SIGKILL)
+        return (torch.arange(4.0) + 4 * index) / 400 + torch.rand(4)
+def dataset(): return Data()
+"""
+    plain = run(tmp_path, {"dataset": slow.format("False")}, replicas(2), "--steps", "12", out="plain")
+    dies = f"{RANK} == 1 and index % 7 == 0 and not (Path('died').exists() or Path('died').touch())"
+    flags = ["--steps", "12", "--readers", "3", "--json"]
+    found = run(tmp_path, {"dataset": slow.format(dies)}, replicas(2), *flags)
+    assert plain.code == found.code == 0, found.stderr
+    assert (tmp_path / "died").exists()
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+    (lost,) = events(found, ["reader lost"])
+    assert "reader" in lost["text"] and "signal 9" in lost["text"]
+    assert "a process that read its samples died" in found.stderr
+    outcome = json.loads(found.stdout)
+    assert outcome["lost"] == outcome["repeated"] == outcome["misread"] == 0

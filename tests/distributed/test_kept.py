@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 from command import Command, Run, events, replicas, run
 
 from foreshard.runtime.checkpoint.folders import steps_in
+from foreshard.runtime.checkpoint.format import load
 
 SLOW = "def loss(output, batch): time.sleep(0.15); return output.square().sum(), len(output)"
 FULL = """
@@ -80,6 +82,7 @@ def test_a_checkpoint_that_fails_is_said_and_written_when_there_is_room(
     tmp_path: Path, first: int, last: int
 ) -> None:
     slow = FULL.format(first=first, last=last) + "from torch.utils.data import default_collate\n"
+    slow += "from foreshard.runtime.checkpoint import saving\nsaving._LAST_S = 5.0\n"  # of a minute
     slow += "def collate(samples): time.sleep(0.3); return default_collate(samples)"
     wide = "def model(): return [nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1)]"
     parts, flags = {"loss": slow, "model": wide}, ["--steps", "16", "--checkpoint-every", "8"]
@@ -130,3 +133,19 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_never_applied(tmp_pat
     assert saved(found)[0] == 4 and max(found.losses) == 4
     on = run(tmp_path, {"loss": BROKEN.format(6)}, replicas(2), *flags, "--no-stop-on-nan", out="on")
     assert on.code == 0 and max(on.losses) == 11
+
+
+def test_half_precision_skips_infinite_gradients_and_ends_after_twenty_in_a_row(tmp_path: Path) -> None:
+    """The gradient of steps 3 to 5 is infinite, then, from step 8 on, that of all."""
+    broken = BROKEN.replace("len(calls) >= {0}", "3 <= len(calls) - 1 <= 5 or len(calls) > 8")
+    plan = replace(replicas(2), precision="fp16")
+    found = run(tmp_path, {"loss": broken}, plan, "--steps", "40", "--checkpoint-every", "4")
+    assert found.code == 1 and "the gradient of step 27 is not finite" in found.stderr, found.stderr
+    skipped = [line["step"] for line in events(found, ["overflow"])]
+    assert skipped == [3, 4, 5, *range(8, 27)], "each of them updates nothing, and all is said"
+    assert saved(found)[0] == 24
+    on = run(tmp_path, {"loss": broken}, plan, "--steps", "40", "--no-stop-on-nan", out="on")
+    assert on.code == 0 and sorted(on.losses) == list(range(40)), on.stderr
+    assert len(events(on, ["overflow"])) == 3 + 32
+    left = {step: load(found.out / "ckpt", step) for step in (20, 24)}
+    assert all(torch.equal(left[20][key], left[24][key]) for key in left[20])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.profile.address import own_address
@@ -39,22 +40,15 @@ def launch(
     steps: int,
     out: str,
     seed: int = 0,
-    clip_norm: float | None = None,
-    checkpoint_every: int = 0,
-    save_last: bool = True,
-    keep: int = 2,
-    stop_on_nan: bool = True,
     resume: bool = False,
-    detect_s: float = 30.0,
-    progress_s: float = 60.0,
     interface: str | None = None,
     port: int = 0,
     secret_file: str | None = None,
     max_starts: int | None = None,
     max_starts_per_hour: int | None = None,
-    threads: int = 1,
     device: str = "auto",
     tensorboard: bool = False,
+    wandb: bool = False,
     trace: str | None = None,
     progress: Watch | None = None,
     emulation: Emulation | None = None,
@@ -64,8 +58,11 @@ def launch(
     costs: str | None = None,
     model: str | None = None,
     dtype: str | None = None,
+    **settings: Any,
 ) -> RunOutcome | None:
     """Train and return the outcome; None on ranks of torchrun other than the first.
+
+    `settings` are further fields of `RunSettings`.
 
     Raises
     ------
@@ -106,21 +103,14 @@ def launch(
         out=str(folder),
         steps=steps,
         seed=seed,
-        clip_norm=clip_norm,
-        checkpoint_every=checkpoint_every,
-        save_last=save_last,
-        keep=keep,
-        stop_on_nan=stop_on_nan,
         resume=resume,
         emulated=None if emulation is None else emulation.file,
-        detect_s=detect_s,
-        progress_s=progress_s,
         interface=interface,
-        threads=threads,
         device=device if emulation is None else "cpu",
-        tensorboard=tensorboard,
+        trackers=tuple(name for name, on in (("tensorboard", tensorboard), ("wandb", wandb)) if on),
         trace=trace is not None,
         double=dtype == "fp64",
+        **settings,
         policy=None if options is None else asdict(options),
     )
     agent = (

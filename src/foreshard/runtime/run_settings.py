@@ -13,6 +13,8 @@ JOB_FAULT = 2
 """Exit code of a rank that has reported an error of the job to its agent: a restart would not help."""
 HANGS = 3
 """Exit code of a rank that has made no progress: a restart may help."""
+READER_LOST = 4
+"""Exit code of a rank of which a process that reads samples has died."""
 REPORT_FD = "FORESHARD_REPORT_FD"
 """Variable with the pipe on which it reports: the disk may be the problem."""
 
@@ -31,6 +33,7 @@ class RunSettings:
     clip_norm: float | None = None
     checkpoint_every: int = 0
     save_last: bool = True
+    save_async: bool = False
     keep: int = 2
     stop_on_nan: bool = True
     resume: bool = False
@@ -38,7 +41,9 @@ class RunSettings:
     detect_s: float = 30.0
     progress_s: float = 60.0
     interface: str | None = None
-    tensorboard: bool = False
+    trackers: tuple[str, ...] = ()
+    eval_every: int = 0
+    readers: int = 0
     threads: int = 1
     device: str = "auto"
     trace: bool = False

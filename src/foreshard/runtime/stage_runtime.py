@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from foreshard.runtime.engine.channels import channels_of
 from foreshard.runtime.engine.exchange import Channel, Exchange
 from foreshard.runtime.engine.executor import Executor, StepSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
+from foreshard.runtime.engine.whole_model import WholeModel
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.user_code import in_file
 from foreshard.runtime.membership.peer_group import PeerGroup
@@ -74,6 +77,8 @@ class StageRuntime:
                 sums = self._executor.run(step)
         self.context.phase("all-reduce")
         self._sync.finish()
+        if self._executor is not None:
+            self._executor.await_device()
         return sums
 
     def trained_in(self, step: int) -> list[range] | None:
@@ -89,6 +94,30 @@ class StageRuntime:
         self._zero.after_update()
         state.held = whole
 
+    def evaluate(self, step: int) -> Mapping[str, float] | None:
+        """Evaluate on the first pipeline; return what the job gives on its lowest rank, None on others.
+
+        Raises
+        ------
+        PeerLost
+        """
+        executor, evaluate = self._executor, self.context.job.evaluate
+        if executor is None or executor.seat.group or evaluate is None:
+            return None
+        ranks = tuple(sorted(rank for stage in executor.group.stages for rank in stage.ranks))
+        group = self.context.membership.group(ranks, "evaluation") if len(ranks) > 1 else None
+        parts = [part for module in self._state.modules.values() for part in module.modules()]
+        modes = [part.training for part in parts]
+        try:
+            for part in parts:
+                part.training = False
+            with self.feed.paused(step):
+                found = evaluate(WholeModel(executor, group), step)
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
+        return found if executor.rank == ranks[0] else None
+
     def release(self) -> None:
         """Let go of all process groups."""
         if self._executor is not None:
@@ -99,7 +128,14 @@ class StageRuntime:
         if feed is not None and feed.global_batch == plan.global_batch:
             return feed
         job, seed = self.context.job, self.context.options.seed
-        return Feed(job.dataset, job.collate, global_batch=plan.global_batch, seed=seed, path=job.path)
+        return Feed(
+            job.dataset,
+            job.collate,
+            global_batch=plan.global_batch,
+            seed=seed,
+            path=job.path,
+            readers=self.context.readers,
+        )
 
     def _make_executor(self, world: WorldGroup) -> Executor:
         context, state = self.context, self._state

@@ -24,6 +24,7 @@ from foreshard.runtime.engine.update import Update
 from foreshard.runtime.engine.vote import Vote, cast
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.job.readers import Readers
 from foreshard.runtime.membership.fixed_membership import FixedMembership, Generation, GroupMembership
 from foreshard.runtime.membership.member import BOUNDARY
 from foreshard.runtime.membership.recovery import Recovery
@@ -73,9 +74,13 @@ class Trainer:
         Records which samples were trained.
     memory_bytes : float, optional
         Of this rank's device: ZeRO divides a stage's parameters in proportion to it.
+    readers : Readers, optional
+        Processes that read samples.
     before_step : callable of step, optional
     on_step : callable of StepDone, optional
         Called on the leader after every step.
+    on_evaluation : callable of (step, numbers by name), optional
+        Called on one rank after every evaluation.
     """
 
     def __init__(
@@ -93,8 +98,10 @@ class Trainer:
         on_event: OnEvent = lambda kind, text, **facts: None,
         ledger: Ledger | None = None,
         memory_bytes: float | None = None,
+        readers: Readers | None = None,
         before_step: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepDone], None] = lambda done: None,
+        on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
     ):
         context = self.context = TrainerContext(
             job=job,
@@ -108,8 +115,10 @@ class Trainer:
             on_event=on_event,
             ledger=ledger,
             memory_bytes=memory_bytes,
+            readers=readers,
             before_step=before_step,
             on_step=on_step,
+            on_evaluation=on_evaluation,
         )
         self.rank: int = context.membership.rank
         self.parameters = parameters_of(job)
@@ -121,6 +130,7 @@ class Trainer:
         self._probe = Probe(job, self.rank, context.clock, context.device)
         self._feed: Feed | None = None
         self._skipped, self._stopped = 0, False
+        self._evaluated = (-1, -1)
         self._memory_bytes: dict[int, float | None] = {}
         self._generation: Generation | None = None
         self._layout: RankLayout
@@ -155,6 +165,7 @@ class Trainer:
         context, progress = self.context, self._progress
         if self._generation is None:
             self.adopt(context.membership.generation)
+        self._evaluate()
         context.before_step(self.step)
         began_s = context.clock.now()
         progress.reduced = False
@@ -172,6 +183,7 @@ class Trainer:
         done = progress.done(context.clock.now() - began_s)
         self._report(done)
         self._after_step(done)
+        self._evaluate()
         return done
 
     def _cast_vote(self, sums: StepSums) -> Vote:
@@ -189,6 +201,7 @@ class Trainer:
             plan_number=self._world.newest_plan,
             saves=self._world.leads and self._checkpoints.may_retry(),
             stops=membership.stopping(),
+            written=self._checkpoints.is_written,
             work_s=sums.work_s,
             samples=float(sums.samples),
             traffic=self._link_traffic() if self.context.clock.virtual else None,
@@ -248,11 +261,25 @@ class Trainer:
         if self._world.is_new_plan(done.vote.plan_number):
             self._adopt_plan(done.vote.plan_number)
         self._stopped = done.vote.stops
-        if done.vote.boundary and not self._stopped:
+        leaves = done.vote.boundary and not self._stopped
+        if done.vote.written or leaves:
+            self._checkpoints.complete(self._world)
+        if leaves:
             self.release()
             self.adopt(self.context.membership.next_generation(BOUNDARY))
         if self._checkpoints.is_due(self.step, done.vote):
             self._save()
+
+    def _evaluate(self) -> None:
+        """Evaluate if it is due; again in a new generation, where ranks were cut off in it or are new."""
+        every, now = self.context.options.eval_every, (self._world.number, self.step)
+        if not every or not self.step or self.step % every or self._stopped or self._evaluated == now:
+            return
+        self._evaluated = now
+        self.context.phase("evaluation")
+        found = self._stage.evaluate(self.step)
+        if found is not None:
+            self.context.on_evaluation(self.step, found)
 
     def save_last(self) -> None:
         """Make sure that the checkpoint at the end of training is written.
@@ -263,6 +290,7 @@ class Trainer:
             When the disk does not accept it for a while.
         PeerLost
         """
+        self._evaluate()
         self._checkpoints.save_last(self._world, self.step, self._save)
 
     def propose(self, command: Command) -> None:
@@ -301,8 +329,19 @@ class Trainer:
         shards = self._sharding(self._layout).shards_by_rank(self._world.ranks)
         mine = shards[self.rank].difference(*(held for rank, held in shards.items() if rank < self.rank))
         self._checkpoints.save(
-            self._world, self.state, mine, plan=self.plan, step=self.step, scale=self.update.scale
+            self._world,
+            self.state,
+            mine,
+            plan=self.plan,
+            step=self.step,
+            scale=self.update.scale,
+            behind=self._saves_behind(),
         )
+
+    def _saves_behind(self) -> bool:
+        """Return whether training goes on while a checkpoint is written: not behind the last step."""
+        options = self.context.options
+        return options.save_async and not self._stopped and self.step != options.save_at
 
     # -- membership -----------------------------------------------------------------------------------------
 
@@ -316,6 +355,7 @@ class Trainer:
         """
         self.context.phase("rebuild")
         first, self._generation = self._generation is None, generation
+        self._checkpoints.drop()
         self._stopped = False  # a rank that is new has not heard of it: agree again
         world = self._world = WorldGroup(self.context.membership, generation)
         self._check(generation.plan)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from foreshard.errors import ForeshardError
+from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.heap import keep_heap
 from foreshard.runtime.adaptive.controller_config import PolicyOptions
 from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun
@@ -29,6 +29,7 @@ from foreshard.runtime.committed_step import StepDone
 from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import load_job
+from foreshard.runtime.job.readers import ReaderLost, Readers
 from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.membership.progress import Progress
@@ -39,7 +40,7 @@ from foreshard.runtime.records.ledger import Ledger
 from foreshard.runtime.records.ledger_backup import LedgerBackup
 from foreshard.runtime.records.metrics import Metrics
 from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
-from foreshard.runtime.run_settings import JOB_FAULT, REPORT_FD, RunSettings
+from foreshard.runtime.run_settings import JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
 from foreshard.runtime.trainer_context import Options
 from foreshard.spec.online import Command
@@ -61,13 +62,24 @@ class RankWorker:
         self.progress = Progress(work.progress_s)
         self.progress.arm()
         torch.set_num_threads(work.threads)
-        self.metrics = Metrics(self.out, rank, tensorboard=work.tensorboard)
+        self.metrics = Metrics(self.out, rank, trackers=work.trackers)
         hardware.use_device(
             work.device, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         )
         self.hardware, self.clock, self.device = hardware, hardware.clock, hardware.device
         job = load_job(work.job, seed=work.seed)
         self.job = job.in_double() if work.double else job
+        if work.eval_every and job.evaluate is None:
+            raise SpecError(
+                "no evaluate(model, step)",
+                file=work.job,
+                key="--eval-every",
+                value=work.eval_every,
+                rule="A job that is evaluated says how",
+                fix="Define it, or leave out --eval-every; see docs/runtime_jobs.md",
+            )
+        # before there are threads and connections: they are forked
+        self.readers = self._make_readers() if work.readers else None
         with self.progress.waiting():
             hardware.await_turn(self.out / "metrics.jsonl", work.steps)
         self._stragglers, self._stragglers_of = StragglerDetector(), -1
@@ -92,6 +104,10 @@ class RankWorker:
         self.ledger = self._make_ledger()
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
+
+    def _make_readers(self) -> Readers:
+        work, job = self.work, self.job
+        return Readers(job.dataset, work.readers, seed=work.seed, path=job.path)
 
     def _make_steering(self) -> Steering | None:
         work = self.work
@@ -143,9 +159,11 @@ class RankWorker:
                 clip_norm=work.clip_norm,
                 checkpoint_every=work.checkpoint_every,
                 save_at=work.steps if work.save_last else None,
+                save_async=work.save_async,
                 keep=work.keep,
                 stop_on_nan=work.stop_on_nan,
                 track_norm=True,
+                eval_every=work.eval_every,
                 probe_every=PROBE_EVERY if work.policy else 0,
             ),
             checkpoints=self.out / "ckpt",
@@ -154,8 +172,10 @@ class RankWorker:
             on_action=self.trace.add if self.trace is not None else None,
             ledger=self.ledger,
             memory_bytes=self.hardware.memory_bytes(),
+            readers=self.readers,
             before_step=self._before_step,
             on_step=self._report_step,
+            on_evaluation=self.metrics.evaluation,
         )
 
     # -- training -------------------------------------------------------------------------------------------
@@ -170,6 +190,7 @@ class RankWorker:
             if self.steering is not None:
                 self.steering.flush()
             if self.membership.finish():
+                self.metrics.close()
                 return
             self._rebuild("a peer has to finish its step")
 
@@ -267,7 +288,7 @@ class RankWorker:
                 )
             )
             more |= self.steering.metrics(plan)
-        self.metrics.step(
+        line = self.metrics.step(
             step=done.step,
             loss=done.loss,
             count=done.count,
@@ -280,6 +301,8 @@ class RankWorker:
             work_s_by_rank={str(r): w for r, w in done.vote.work_s.items()},
             **more,
         )
+        if self.job.on_step is not None:
+            self.job.on_step(done.step, line)
 
     def _report_stragglers(self, done: StepDone) -> None:
         """Log which ranks have become slow, and which have recovered."""
@@ -371,6 +394,11 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
         RankWorker(work, rank, (host, int(port)), secret, hardware_of(work, rank)).run()
     except SystemExit:
         return 0  # the others have done all steps without this rank
+    except ReaderLost as error:
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            Metrics(Path(work.out), rank).event("reader lost", f"rank {rank}: {error.what}")
+        return READER_LOST
     except ForeshardError as error:
         _report_fault(error)
         return JOB_FAULT

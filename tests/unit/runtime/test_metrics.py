@@ -8,6 +8,7 @@ import pytest
 
 from foreshard.errors import ExtraMissingError
 from foreshard.runtime.records import metrics as module
+from foreshard.runtime.records import trackers
 from foreshard.runtime.records.metrics import Metrics
 
 TORCHTITAN = {
@@ -123,13 +124,13 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
         def flush(self):
             told.append("flush")
 
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "_board", lambda folder: made.append(folder) or Board())
-    leads = Metrics(tmp_path, 0, tensorboard=True)
-    Metrics(tmp_path, 1, tensorboard=True)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    monkeypatch.setattr(trackers.TensorBoard, "_opened", lambda board: made.append(board) or Board())
+    leads = Metrics(tmp_path, 0, trackers=["tensorboard"])
+    Metrics(tmp_path, 1, trackers=["tensorboard"])
     assert made == []
     write(leads, 4)
-    assert made == [tmp_path / "tensorboard"]
+    assert len(made) == 1
     assert ("loss_metrics/global_avg_loss", 2.5, 4) in told and told[-1] == "flush"
     assert not [item for item in told if item[0] in ("clock", "time", "step")]
 
@@ -137,7 +138,7 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
 @pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed here")
 def test_tensorboard_that_is_not_installed_is_named(tmp_path):
     with pytest.raises(ExtraMissingError, match="pip install tensorboard"):
-        Metrics(tmp_path, 0, tensorboard=True)
+        Metrics(tmp_path, 0, trackers=["tensorboard"])
 
 
 def test_a_loss_that_is_no_number_is_null_in_json_and_one_event_each_time(tmp_path):

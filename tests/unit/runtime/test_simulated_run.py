@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from foreshard.lab.lab import load_lab
 from foreshard.lab.simulated_run import simulate_lab
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import rank_times, step_seconds
+from foreshard.predict.measured.memory import measured_memory
+from foreshard.runtime.adaptive.controller_config import ControllerConfig
 from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.state.migration import moves_of
 from foreshard.spec.plan_file import load_plan
@@ -248,3 +251,45 @@ def test_where_everybody_of_the_plan_is_lost_an_idle_rank_takes_over_as_in_a_run
     assert last.ranks == (lost,) and lost not in at[5].ranks
     assert at[5] == repaired(taken_over(last, left), left)
     assert np.isfinite(found.time_s).all() and len(found.time_s) == 10
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_steered_run_is_ever_on_more_memory_than_a_rank_has(files, seed):
+    """Random memories, from what one sample of the whole model takes to what the first plan takes."""
+    rng, asked = (
+        np.random.default_rng(seed),
+        files(change(8, rank=0, slow=4.0) + change(20, rank=2, slow=3.0)),
+    )
+    costs, plan = load_costs(asked["costs"]), load_plan(asked["plan"])
+    lab = Path(asked["lab"])
+    raw = json.loads(Path(asked["plan"]).read_text())
+    raw["groups"] = [group | {"micro_batch": 1} for group in raw["groups"]]
+    Path(asked["plan"]).write_text(json.dumps(raw))
+    cluster = load_lab(str(lab)).cluster()
+    least, most = (
+        measured_memory(costs, cluster, one).peak_bytes for one in (load_plan(asked["plan"]), plan)
+    )
+    limits = [f"count = 2\nmemory = '{bytes_} B'\n" for bytes_ in rng.uniform(least, 1.1 * most, 2)]
+    first, *parts = lab.read_text().split("count = 2\n")
+    lab.write_text(first + "".join(limit + part for limit, part in zip(limits, parts, strict=True)))
+    for run in simulate_lab(**asked, steps=40, policies=("lyapunov", "lb-bsp")).values():
+        cluster = load_lab(str(lab)).cluster()
+        assert all(measured_memory(costs, cluster, one).fits for _, one in run.plans)
+        assert run.refused == 0, "nothing is ordered that does not fit"
+
+
+def test_an_order_that_does_not_fit_is_refused_and_counted(files, monkeypatch):
+    asked = files(change(8, rank=0, slow=4.0))
+    costs, plan, lab = load_costs(asked["costs"]), load_plan(asked["plan"]), Path(asked["lab"])
+    need = measured_memory(costs, load_lab(str(lab)).cluster(), plan).peak_bytes
+    lab.write_text(lab.read_text().replace("count = 2\n", f"count = 2\nmemory = '{1.01 * need} B'\n"))
+    as_run = ControllerConfig.as_run
+
+    def larger(self, plan, known):
+        made = as_run(self, plan, known)
+        return replace(made, groups=tuple(replace(one, micro_batch=one.share) for one in made.groups))
+
+    monkeypatch.setattr(ControllerConfig, "as_run", larger)
+    found = simulate_lab(**asked, steps=30)["lyapunov"]
+    assert found.refused > 0 and found.to_dict()["refused"] == found.refused
+    assert [one for _, one in found.plans] == [plan]

@@ -1,5 +1,7 @@
 """The rendezvous: keys, waits, one answer per question, a server that comes back, and torch on top of it."""
 
+import itertools
+import random
 import socket
 import threading
 import time
@@ -97,22 +99,40 @@ def test_a_client_goes_on_with_a_server_that_came_back(server):
     again[0].close()
 
 
-def test_a_wait_that_lost_its_keys_with_the_server_is_given_up(server):
-    store = RankStore(Client((server.address, server.port), SECRET, patience_s=10), timeout_s=30)
-    again = []
+def test_what_a_client_has_set_is_there_again_when_the_server_comes_back(server):
+    """Keys are lost with the server at a random moment: between a wait and its get, or long after."""
+    draw, servers, over = random.Random(0), [server], threading.Event()
+    clients = [Client(("127.0.0.1", server.port), SECRET, patience_s=20) for _ in range(3)]
+    stores = [RankStore(client, timeout_s=20) for client in clients]
+
+    def beat(client):  # as the heartbeat of a rank, whose main thread may ask for nothing
+        while not over.wait(0.02):
+            client.ask({"ask": "count"})
 
     def restart():
-        server.close()
-        again.append(StoreServer("127.0.0.1", server.port, SECRET))
+        while not over.wait(draw.uniform(0.05, 0.4)):
+            servers.pop().close()
+            servers.append(StoreServer("127.0.0.1", server.port, SECRET))
 
-    back = threading.Timer(0.4, restart)
-    back.start()
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="restarted"):
-        store.get("never")
-    assert time.monotonic() - began < 10
-    back.join()
-    again[0].close()
+    threads = [threading.Thread(target=beat, args=(client,)) for client in clients]
+    threads.append(threading.Thread(target=restart))
+    for thread in threads:
+        thread.start()
+    try:
+        until = time.monotonic() + 4
+        for turn in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
+            for rank, store in enumerate(stores):
+                store.set(f"g{turn}/{rank}", f"{turn} of {rank}")
+            for rank in range(3):
+                found = [store.get(f"g{turn}/{rank}") for store in stores]
+                assert found == [f"{turn} of {rank}".encode()] * 3
+            for client in clients:
+                client.forget(f"g{turn}/")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        servers.pop().close()
 
 
 def test_nobody_answering_is_an_error_after_the_patience():

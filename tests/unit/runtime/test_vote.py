@@ -59,7 +59,7 @@ def test_the_links_that_carried_most_are_told():
 def test_nothing_is_told_where_nothing_is_timed():
     kept = Kept()
     vote = cast(kept, (0, 1), 0, **SAID)
-    assert vote.links == {} and len(kept.ballot) == 11 and Clock().link_traffic() == {}
+    assert vote.links == {} and len(kept.ballot) == 12 and Clock().link_traffic() == {}
 
 
 def test_a_clock_tells_what_links_carried_once():

@@ -8,6 +8,7 @@ import numpy as np
 
 from foreshard.control.search.pricing import StageArrays, hop_s, largest_micro_batch, sync_s
 from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure, WorkerPipeline
+from foreshard.graph.pace import pipeline_pace
 from foreshard.runtime.adaptive.layer_times import PassTimes
 
 
@@ -48,7 +49,8 @@ class StepTiming:
             ]
             periods.append(max(passing) + message_s)
         sums = float(sync_s(self._chain, state, stages).max())
-        return sum(periods) + (self._batch / self._most - 1.0) * max(periods) + sums
+        pace = pipeline_pace(np.array(periods))
+        return float(pace.fill_s + self._batch / self._most * pace.period_s) + sums
 
     def _group_s(self, state: State, group: WorkerPipeline, share: int) -> float:
         """Return when a pipeline has passed its share: fill, then the slowest stage again and again."""
@@ -57,9 +59,9 @@ class StepTiming:
         most = largest_micro_batch(self._chain, group, share, self._most)
         size = self._passes.best_size(stages, share, most)
         whole, rest = divmod(share, size)
-        first = self._periods(state, stages, size)
+        pace = pipeline_pace(self._periods(state, stages, size))
         last = float(self._periods(state, stages, rest).max()) if rest else 0.0
-        return float(first.sum() + (whole - 1) * first.max()) + last
+        return float(pace.fill_s + whole * pace.period_s) + last
 
     def _periods(self, state: State, stages: Sequence[tuple[int, tuple[int, int]]], size: int) -> np.ndarray:
         passes, found = self._passes, np.zeros(len(stages))

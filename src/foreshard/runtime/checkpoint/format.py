@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -73,7 +74,20 @@ def save(
     lead: bool = True,
     before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a rank's tensors of a step; returns when the checkpoint is complete.
+    """Write a rank's tensors of a step; returns when the checkpoint is complete. See `Attempt`.
+
+    Raises
+    ------
+    CheckpointFault
+    PeerLost
+    """
+    attempt = Attempt(folder, step=step, tensors=tensors, meta=meta, rank=rank, group=group, lead=lead)
+    attempt.write(before)
+    attempt.finish()
+
+
+class Attempt:
+    """An attempt of all ranks to write a checkpoint: made, written and finished by all of them.
 
     Parameters
     ----------
@@ -91,35 +105,92 @@ def save(
         All ranks that write.
     lead : bool
         Whether this rank names the folder; exactly one does.
-    before : callable
-        Called before anything is written; its OSError fails the checkpoint.
 
     Raises
     ------
-    CheckpointFault
-        On every rank, when one rank could not write; nothing is left behind.
     PeerLost
     """
-    part, final = folder / f"{step_name(step)}{PARTIAL}", folder / step_name(step)
-    name, num_bytes = f"rank-{rank}", sum(t.numel() * t.element_size() for t in tensors.values())
-    # files of an attempt that was cut off must not become part of this one
-    faults = [_fault_of(_clear, part) if lead else None]
-    _sums(group, 0.0)
-    faults.append(_fault_of(before) or _fault_of(_write_part, part, name, tensors))
-    failed, all_bytes = _sums(group, float(any(faults)), float(num_bytes))
-    if not failed and lead:
-        faults.append(_fault_of(_name_folder, part, final, {"step": step, **meta}))
-    failed += _sums(group, float(any(faults[2:])))[0]
-    if not failed:
-        return
-    for place in (part / FILE.format(part=name), part / SUM.format(part=name)):
-        place.unlink(missing_ok=True)
-    _sums(group, 0.0)  # free space is only known when all ranks have removed their files
-    if lead:
-        shutil.rmtree(part, ignore_errors=True)
-    reason = next(filter(None, faults), "another rank could not write")
-    shortage = _shortage(folder, int(all_bytes or num_bytes))
-    raise CheckpointFault(f"step {step} is not saved: {reason}{shortage}", int(all_bytes or num_bytes))
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        rank: int,
+        group: Any,
+        lead: bool,
+    ):
+        self.step, self._tensors = step, tensors
+        self._folder, self._group, self._lead = folder, group, lead
+        self._part, self._final = folder / f"{step_name(step)}{PARTIAL}", folder / step_name(step)
+        self._meta, self._name = {"step": step, **meta}, f"rank-{rank}"
+        self._num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        self._thread: threading.Thread | None = None
+        # files of an attempt that was cut off must not become part of this one
+        self._faults = [_fault_of(_clear, self._part) if lead else None]
+        _sums(group, 0.0)
+
+    def write(self, before: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's tensors.
+
+        Parameters
+        ----------
+        before : callable
+            Called before anything is written; its OSError fails the checkpoint.
+        """
+        self._faults.append(_fault_of(before) or self._fault_of_write())
+
+    def write_behind(self, before: Callable[[], None] = lambda: None) -> None:
+        """Copy this rank's tensors to host memory, and write the copies while training goes on."""
+        fault = _fault_of(before)
+        self._tensors = {name: t.detach().to("cpu", copy=True) for name, t in self._tensors.items()}
+
+        def write() -> None:
+            self._faults.append(fault or self._fault_of_write())
+
+        self._thread = threading.Thread(target=write, daemon=True, name="checkpoint")
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written, be it in vain."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until this rank has written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Name the folder when all ranks have written: then the checkpoint is complete.
+
+        Raises
+        ------
+        CheckpointFault
+            On every rank, when one rank could not write; nothing is left behind.
+        PeerLost
+        """
+        self.wait()
+        failed, all_bytes = _sums(self._group, float(any(self._faults)), float(self._num_bytes))
+        if not failed and self._lead:
+            self._faults.append(_fault_of(_name_folder, self._part, self._final, self._meta))
+        failed += _sums(self._group, float(any(self._faults[2:])))[0]
+        if not failed:
+            return
+        for place in (self._part / FILE.format(part=self._name), self._part / SUM.format(part=self._name)):
+            place.unlink(missing_ok=True)
+        _sums(self._group, 0.0)  # free space is only known when all ranks have removed their files
+        if self._lead:
+            shutil.rmtree(self._part, ignore_errors=True)
+        reason = next(filter(None, self._faults), "another rank could not write")
+        shortage = _shortage(self._folder, int(all_bytes or self._num_bytes))
+        text = f"step {self.step} is not saved: {reason}{shortage}"
+        raise CheckpointFault(text, int(all_bytes or self._num_bytes))
+
+    def _fault_of_write(self) -> str | None:
+        return _fault_of(_write_part, self._part, self._name, self._tensors)
 
 
 def _clear(part: Path) -> None:

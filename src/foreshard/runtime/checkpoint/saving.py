@@ -9,8 +9,7 @@ from typing import Any
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.checkpoint.folders import latest, prune, steps_in
-from foreshard.runtime.checkpoint.format import CheckpointFault, damage_of, load, read_meta
-from foreshard.runtime.checkpoint.format import save as save_files
+from foreshard.runtime.checkpoint.format import Attempt, CheckpointFault, damage_of, load, read_meta
 from foreshard.runtime.engine.loss_scale import LossScale, parse_scale
 from foreshard.runtime.engine.vote import Vote
 from foreshard.runtime.job.data import size_of
@@ -37,6 +36,8 @@ class Checkpoints:
         self._fault: CheckpointFault | None = None
         self._retry_at_s = 0.0
         self._bad: set[int] = set()
+        self._attempt: Attempt | None = None
+        self._is_open = False
 
     def is_due(self, step: int, vote: Vote) -> bool:
         """Return whether a checkpoint is to be written before this step, and has not been."""
@@ -102,6 +103,7 @@ class Checkpoints:
         plan: Plan,
         step: int,
         scale: LossScale | None,
+        behind: bool = False,
     ) -> None:
         """Write a checkpoint together with all ranks.
 
@@ -115,9 +117,12 @@ class Checkpoints:
         step : int
             That is trained next.
         scale : LossScale or None
+        behind : bool
+            Whether training goes on while it is written, from a copy; `complete` ends it.
         """
         context = self._context
         context.phase("checkpoint")
+        self.complete(world)
         state.keep_optimizer_state()
         tensors = {
             tensor_name(*key): tensor for shard in sorted(mine) for key, tensor in state.tensors_of(shard)
@@ -134,23 +139,54 @@ class Checkpoints:
             "loss_scale": None if scale is None else scale.to_json(),
         }
         assert self._folder is not None
+        if self._attempt is not None:
+            self._attempt.wait()  # it was dropped, and writes files of the same names
+        self._attempt = Attempt(
+            self._folder,
+            step=step,
+            tensors=tensors,
+            meta=meta,
+            rank=world.rank,
+            group=world.group,
+            lead=world.leads,
+        )
+        self._is_open = True
+        (self._attempt.write_behind if behind else self._attempt.write)(
+            context.ledger.flush if context.ledger is not None else lambda: None
+        )
+        if not behind:
+            self.complete(world)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written a checkpoint that is to be completed."""
+        return self._is_open and self._attempt is not None and self._attempt.is_written
+
+    def drop(self) -> None:
+        """Give up a checkpoint that is under way: ranks that write it are gone."""
+        self._is_open = False
+
+    def complete(self, world: WorldGroup) -> None:
+        """Complete a checkpoint that is under way, together with all ranks.
+
+        Raises
+        ------
+        PeerLost
+        """
+        context, attempt = self._context, self._attempt
+        if attempt is None or not self._is_open or self._folder is None:
+            return
+        step, self._is_open = attempt.step, False
         try:
-            save_files(
-                self._folder,
-                step=step,
-                tensors=tensors,
-                meta=meta,
-                rank=world.rank,
-                group=world.group,
-                lead=world.leads,
-                before=context.ledger.flush if context.ledger is not None else lambda: None,
-            )
+            attempt.finish()
         except CheckpointFault as fault:
             self._fault, self._retry_at_s = fault, time.monotonic() + _RETRY_S
             if world.leads:
                 text = f"checkpoint failed: {fault}; it is tried again when there is room"
                 context.on_event("checkpoint failed", text, step=step)
             return
+        finally:
+            self._attempt = None
         late, self._fault, self._saved = self._fault is not None, None, step
         self._bad.discard(step)
         if world.leads:
@@ -168,6 +204,7 @@ class Checkpoints:
         ForeshardError
             When the disk does not accept it.
         """
+        self.complete(world)
         until_s = time.monotonic() + _LAST_S
         while self._folder is not None and self._fault is not None and self._saved != step:
             if world.any(world.leads and time.monotonic() > until_s):

@@ -8,6 +8,7 @@ announced once for each number of samples, or with every message where shapes ch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,11 @@ class Exchange:
             return parts[0]
         return [_joined(rows) for rows in zip(*parts, strict=True)]
 
+    def waiting_in_device(self) -> AbstractContextManager[None]:
+        """Note that the rank waits in the body for its device, where peers are waited for there (NCCL)."""
+        inside = self._channels is not None and self._group is not None
+        return self._group.waiting_in_device() if inside else nullcontext()
+
     def wait_for_sends(self) -> None:
         """Wait until everything sent has left."""
         for work, _ in self._pending:
@@ -161,7 +167,7 @@ class Exchange:
         self._sent_shapes[key] = shapes
         size = sum(row.numel() * row.element_size() for row in rows)
         arrival_s = self._clock.sent(size, self._rank, target)
-        self._isend(self._group, _header(shapes, arrival_s), self._place[target], _message(tag, 0))
+        self._isend(self._group, header_of(shapes, arrival_s), self._place[target], _message(tag, 0))
 
     def _receive_part(
         self, source: int, count: int, route: int, tag: int, device: torch.device
@@ -170,7 +176,7 @@ class Exchange:
         if not self._fixed or key not in self._known_shapes:
             header = torch.empty(_HEADER, dtype=torch.int64)
             self._group.recv([header], self._place[source], _message(tag, 0)).wait()
-            self._known_shapes[key], arrival_s = _parse_header(header)
+            self._known_shapes[key], arrival_s = parse_header(header)
             self._clock.advance_to(arrival_s)
         tensors = []
         for number, (dtype, shape) in enumerate(self._known_shapes[key]):
@@ -233,7 +239,8 @@ def _named(value: Any) -> str:
     return _text(((value.dtype, tuple(value.shape)),)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _header(shapes: Shapes, arrival_s: float) -> Tensor:
+def header_of(shapes: Shapes, arrival_s: float) -> Tensor:
+    """Return a message that announces tensors, of a size that does not depend on them."""
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[0] = len(shapes)
     header[1:2] = torch.tensor([arrival_s], dtype=torch.float64).view(torch.int64)
@@ -244,7 +251,8 @@ def _header(shapes: Shapes, arrival_s: float) -> Tensor:
     return header
 
 
-def _parse_header(header: Tensor) -> tuple[Shapes, float]:
+def parse_header(header: Tensor) -> tuple[Shapes, float]:
+    """Return the shapes in a header, and when the tensors arrive."""
     values = header.tolist()
     shapes = []
     for number in range(values[0]):

@@ -204,10 +204,16 @@ class Executor:
             sums.count += float(count)
         return sums
 
+    def await_device(self) -> None:
+        """Wait until the device has done what was begun, such as sums with peers."""
+        with self.exchange.waiting_in_device():
+            self.clock.seconds(self.clock.mark())
+
     def _read_clock(self, sums: StepSums) -> None:
         """Add up the time of the actions, and report them."""
         for action in self._done:
-            began_s, ended_s = self.clock.seconds(action.began), self.clock.seconds(action.ended)
+            with self.exchange.waiting_in_device():  # each action that has ended shows progress
+                began_s, ended_s = self.clock.seconds(action.began), self.clock.seconds(action.ended)
             sums.work_s += ended_s - began_s
             if self.on_action is not None:
                 self.on_action(action.name, action.chunk, action.batch, began_s, ended_s)
@@ -274,10 +280,25 @@ class Executor:
             else:
                 _run_backward(*delayed)
 
-    def _run_layers(self, step: int, chunk: int, inputs: list[Tensor], positions: range) -> list[Tensor]:
+    def infer(self, chunk: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Return what a chunk gives for whole samples, without gradients."""
+        self.clock.begin()
+        if self.zero is not None:
+            self.zero.before(chunk)
+        with torch.no_grad():
+            outputs = self._run_layers(0, chunk, inputs, range(len(inputs[0])), whole=True)
+        if self.zero is not None:
+            self.zero.after(chunk, summed=False)
+        self.clock.end("evaluation", len(inputs[0]), len(self._layers(chunk)))
+        self.tensor.advance_clock(self.clock)
+        return outputs
+
+    def _run_layers(
+        self, step: int, chunk: int, inputs: list[Tensor], positions: range, *, whole: bool = False
+    ) -> list[Tensor]:
         layers = self._layers(chunk)
         values: Any = tuple(inputs)
-        if self._cuts_sequence_at(chunk, -1):
+        if self._cuts_sequence_at(chunk, -1, whole=whole):
             values = (self.tensor.scatter_sequence(values[0]), *values[1:])
         for lo, hi, again in _recomputed(self.stage.recompute, layers.start, layers.stop):
 
@@ -303,7 +324,7 @@ class Executor:
                     if again
                     else block(*values)
                 )
-        if self._cuts_sequence_at(chunk, 1):
+        if self._cuts_sequence_at(chunk, 1, whole=whole):
             values = (self.tensor.gather_sequence(values[0]), *values[1:])
         return list(values)
 
@@ -368,10 +389,11 @@ class Executor:
             )
         ]
 
-    def _cuts_sequence_at(self, chunk: int, side: int) -> bool:
+    def _cuts_sequence_at(self, chunk: int, side: int, *, whole: bool) -> bool:
         """Return whether the sequence is whole in messages on a side of a chunk, but cut inside the chunk."""
         beside = self._virtual(chunk) + side
-        return self.tensor.sequence and 0 <= beside < self.num_virtual and not self._sends_parts(beside)
+        is_inside = self.tensor.sequence and 0 <= beside < self.num_virtual
+        return is_inside and (whole or not self._sends_parts(beside))
 
     def _sends_parts(self, virtual: int) -> bool:
         """Return whether messages to and from a virtual stage are parts of the sequence."""

@@ -33,8 +33,9 @@ class Vote:
         Whether a rank wants the membership to change before the next step.
     plan_number : int
         Of the plan to adopt before the next step; 0 for none.
-    saves, stops : bool
-        Whether a checkpoint follows the step; whether training ends with it.
+    saves, stops, written : bool
+        Whether a checkpoint follows the step; whether training ends with it; whether all ranks have written
+        the checkpoint that is under way.
     work_s, samples : dict of rank
         Own work in the step and the samples it was done for.
     links : dict of (source, target) to (bytes, seconds)
@@ -48,6 +49,7 @@ class Vote:
     plan_number: int = 0
     saves: bool = False
     stops: bool = False
+    written: bool = False
     work_s: dict[int, float] = field(default_factory=dict)
     samples: dict[int, float] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
@@ -78,6 +80,7 @@ def cast(
     samples: float,
     saves: bool = False,
     stops: bool = False,
+    written: bool = False,
     traffic: Mapping[int, tuple[float, float, float]] | None = None,
 ) -> Vote:
     """Return the sums over all ranks; `group` is None for a single rank.
@@ -95,6 +98,7 @@ def cast(
     place, size = list(ranks).index(rank), len(ranks)
     width = MAX_LINKS * _LINK_FIELDS if traffic is not None else 0
     said = [loss, count, square_norm, float(boundary), float(plan_number), float(saves), float(stops)]
+    said.append(float(written))
     head = len(said)
     ballot = torch.zeros(head + (2 + width) * size, dtype=torch.float64)
     ballot[:head] = torch.tensor(said, dtype=torch.float64)
@@ -112,6 +116,7 @@ def cast(
         plan_number=round(values[4]),
         saves=values[5] > 0,
         stops=values[6] > 0,
+        written=round(values[7]) == size,
         work_s=dict(zip(ranks, values[head : head + size], strict=True)),
         samples=dict(zip(ranks, values[head + size : head + 2 * size], strict=True)),
         links=_read_links(ranks, values[head + 2 * size :], width),

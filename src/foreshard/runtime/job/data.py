@@ -7,7 +7,6 @@ too.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.counter_rng import key_of
 from foreshard.runtime.job.layer_builders import SEEDING
+from foreshard.runtime.job.readers import Readers
+from foreshard.runtime.job.seeding import generators_kept, seed_generators
 from foreshard.runtime.job.user_code import user_code
 
 _KEPT_STEPS = 4
@@ -68,6 +67,8 @@ class Feed:
         Batches to read ahead in another thread; 0 for none.
     path : str, optional
         File of the job, for errors.
+    readers : Readers, optional
+        Processes that read the samples.
 
     Raises
     ------
@@ -84,7 +85,9 @@ class Feed:
         seed: int = 0,
         prefetch: int = 2,
         path: str | None = None,
+        readers: Readers | None = None,
     ):
+        self.readers = readers
         self.dataset, self.collate, self.global_batch, self.seed = dataset, collate, global_batch, seed
         self._path, self._depth = path, prefetch
         self._size = size_of(dataset, path)
@@ -138,6 +141,13 @@ class Feed:
         self._coming = deque(p for p in coming if p not in self._ahead)
         self._read_ahead()
 
+    @contextmanager
+    def paused(self, step: int) -> Iterator[None]:
+        """Let the body draw random numbers that depend on the step alone: nothing is read meanwhile."""
+        with self._lock, generators_kept():
+            seed_generators(self.seed, step, 2)
+            yield
+
     def close(self) -> None:
         """Stop reading ahead."""
         self._coming.clear()
@@ -152,17 +162,21 @@ class Feed:
             self._ahead[positions] = self._pool.submit(self._read, positions)
 
     def _read(self, positions: range) -> Any:
-        with self._lock, SEEDING, _generators_kept():
+        with self._lock, SEEDING, generators_kept():
             with user_code("dataset", self._path, rule="Every sample can be read at any time"):
-                samples = [self._sample(position) for position in positions]
+                samples = (
+                    [self._sample(position) for position in positions]
+                    if self.readers is None
+                    else self.readers.samples([(position, self.index(position)) for position in positions])
+                )
             with user_code("collate", self._path, rule="It makes a batch of a list of samples"):
-                _seed_generators(self.seed, positions.start, 1)
+                seed_generators(self.seed, positions.start, 1)
                 return self.collate(samples)
 
     def _sample(self, position: int) -> Any:
         if self._size is None:
             return self._streamed(position)
-        _seed_generators(self.seed, position, 0)
+        seed_generators(self.seed, position, 0)
         return self.dataset[self.index(position)]
 
     def _streamed(self, position: int) -> Any:
@@ -173,7 +187,7 @@ class Feed:
             self._stream, self._next = self._forever(), 0
             self._kept.clear()
         while self._next <= position:
-            _seed_generators(self.seed, self._next, 0)
+            seed_generators(self.seed, self._next, 0)
             self._kept[self._next] = next(self._stream)
             self._next += 1
             while len(self._kept) > _KEPT_STEPS * self.global_batch:
@@ -220,23 +234,3 @@ def size_of(dataset: Any, path: str | None) -> int | None:
             fix="Return an object whose __iter__ restarts",
         )
     return None
-
-
-def _seed_generators(seed: int, position: int, use: int) -> None:
-    """Seed the process's generators by the position; `use` is 0 for a sample, 1 for a collation."""
-    value = key_of(seed, position, use)
-    torch.default_generator.manual_seed(value >> 1)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)  # datasets may use numpy's global generator
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the process's generators after the body."""
-    kept = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])

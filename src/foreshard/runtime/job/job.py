@@ -30,7 +30,7 @@ from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of
 from foreshard.runtime.job.user_code import USER_RULE, user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
-OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan")
+OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan", "on_step", "evaluate")
 _INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
 _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
 _LR_RULE = "It returns the factor on the learning rate, a number"
@@ -65,6 +65,10 @@ class Job:
     tensor_plan : mapping of module name to role
         Which weights tensor-parallel ranks hold in parts, in layers without a plan of their own.
     path : str or None
+    on_step : callable of (step, metrics), optional
+        Called on the leader after every step, with its line of metrics.jsonl.
+    evaluate : callable of (model, step), optional
+        Returns named numbers; `model` is the whole model, see `WholeModel`.
     names : mapping of (layer, name) to name
         Names of parameters and buffers in the whole model, where it is one of transformers.
     config : mapping, optional
@@ -82,6 +86,8 @@ class Job:
     tied: Tied = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     path: str | None = None
+    on_step: Callable[[int, Mapping[str, Any]], Any] | None = None
+    evaluate: Callable[[Any, int], Mapping[str, float]] | None = None
     names: Mapping[Key, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
 
@@ -144,12 +150,14 @@ class Job:
             more["names"] = _whole_names(model, layers)
             more["config"] = json.loads(model.config.to_json_string(use_diff=False))
             more["config"]["architectures"] = [type(model).__name__]
-        for name in ("collate", "inputs"):
+        for name in ("collate", "inputs", "on_step"):
             if more.get(name) is not None:
                 more[name] = _guarded(more[name], name, path)
         if more.get("lr") is not None:
             given_lr = more["lr"]
             more["lr"] = _guarded(lambda step: float(given_lr(step)), "lr", path, rule=_LR_RULE)
+        if more.get("evaluate") is not None:
+            more["evaluate"] = _guarded_evaluation(more["evaluate"], path)
         more["optimizer"] = _guarded_optimizer(optimizer, path)
         loss = _guarded_loss(loss, path)
         return cls(builders=builders, dataset=_readable(dataset, path), loss=loss, tied=found, **more)
@@ -299,6 +307,23 @@ def _guarded_loss(function: Any, path: str | None) -> Any:
                 fix="Return (sum, number of targets); 0 where a micro-batch has none",
             )
         return total, count
+
+    return guarded
+
+
+def _guarded_evaluation(function: Any, path: str | None) -> Any:
+    """Return the evaluation with a check that it gives named numbers."""
+    evaluate = _guarded(function, "evaluate", path)
+
+    def guarded(model: Any, step: int) -> dict[str, float]:
+        found = evaluate(model, step)
+        if isinstance(found, Mapping) and all(
+            isinstance(v, Real) or hasattr(v, "item") for v in found.values()
+        ):
+            return {str(name): float(value) for name, value in found.items()}
+        what = f"evaluate gave {type(found).__name__}"
+        rule = "It returns numbers by name"
+        raise SpecError(what, file=path, key="evaluate", rule=rule, fix='Return {"loss": total / count}')
 
     return guarded
 

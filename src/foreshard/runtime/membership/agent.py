@@ -30,7 +30,7 @@ from foreshard.runtime.membership.leader_failover import (
 )
 from foreshard.runtime.membership.processes import Process, is_free, is_stopped, start, start_supervisor
 from foreshard.runtime.membership.store import Client
-from foreshard.runtime.run_settings import JOB_FAULT, RunSettings
+from foreshard.runtime.run_settings import JOB_FAULT, READER_LOST, RunSettings
 from foreshard.spec.plan import Plan
 
 WORKER = "foreshard.runtime.worker"
@@ -254,6 +254,8 @@ class Agent:
                     self._client.ask({"ask": "agent", "fault": fault.to_dict()}, patience_s=_GRACE_S)
             raise fault
         reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        if code == READER_LOST:
+            reason = f"a process that read its samples died; see logs/rank-{number}.log"
         if code == 1 and _ended_by_timer(self._log(f"rank-{number}")):
             reason = f"it hung; its stack is in logs/rank-{number}.log"
         self._died.append((number, rank.process.pid, reason))

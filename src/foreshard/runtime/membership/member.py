@@ -106,10 +106,11 @@ class Membership:
         key = (tuple(ranks), name)
         if key not in self._groups:
             prefix = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
-            store = dist.PrefixStore(prefix, self.store)
+            store, on_device = dist.PrefixStore(prefix, self.store), name.partition("-")[0] in DEVICE_GROUPS
+            on_device = on_device and self.owns_devices()  # here: only this thread notes that it waits
             try:
                 with self.progress.waiting(ranks):
-                    made = self._unless_abandoned(lambda: self._make(store, list(ranks), name))
+                    made = self._unless_abandoned(lambda: self._make(store, list(ranks), on_device))
             except PeerLost:
                 self._unconnected = not self._abandoned()
                 raise
@@ -154,9 +155,9 @@ class Membership:
             raise faults.pop()
         return made.pop()
 
-    def _make(self, store: dist.Store, ranks: list[int], name: str) -> Any:
+    def _make(self, store: dist.Store, ranks: list[int], on_device: bool) -> Any:
         place = ranks.index(self.rank)
-        if self.owns_devices() and name.partition("-")[0] in DEVICE_GROUPS:
+        if on_device:
             return _nccl(store, place, len(ranks), self._device)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _GROUP_TIMEOUT
@@ -194,6 +195,7 @@ class Membership:
             self._done.set()
             raise SystemExit(0)
         found = answer["generation"]
+        self.client.forget("g")  # keys of generations before
         self._broken_number, self._number = -1, found["number"]
         self._wanted.clear()
         return Generation(

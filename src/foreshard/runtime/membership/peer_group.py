@@ -98,6 +98,10 @@ class PeerGroup:
         with communicating():
             return Pending(begin(*given), self._others if peers is None else peers, self._progress)
 
+    def waiting_in_device(self) -> contextlib.AbstractContextManager[None]:
+        """Note that the rank waits in the body for its device, which may itself wait for the others."""
+        return self._progress.waiting()
+
     def cut(self) -> None:
         """Break all connections: a thread that waits on one gets its error.
 

@@ -50,9 +50,11 @@ class RankStore(dist.Store):
         PeerLost
             When it is not set in time.
         """
-        self.wait([key])
-        value = self._client.ask({"ask": "get", "key": key})["value"]
-        return base64.b64decode(value or "")
+        value = None
+        while value is None:  # a rendezvous that is restarted in between gets its keys again
+            self.wait([key])
+            value = self._client.ask({"ask": "get", "key": key})["value"]
+        return base64.b64decode(value)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number and return it."""
@@ -80,11 +82,10 @@ class RankStore(dist.Store):
         Raises
         ------
         PeerLost
-            When they are not set in time, or will not be: a peer has left, or the rendezvous was restarted
-            and has lost them.
+            When they are not set in time, or will not be: a peer has left.
         """
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        until, boot = time.monotonic() + seconds, None
+        until = time.monotonic() + seconds
         while True:
             left = min(until - time.monotonic(), 0.25)
             answer = self._client.ask({"ask": "wait", "keys": list(keys), "timeout_s": max(left, 0.0)})
@@ -92,9 +93,6 @@ class RankStore(dist.Store):
                 return
             if self._abandoned():
                 raise PeerLost(f"a peer left while waiting for {', '.join(keys)}")
-            if boot not in (None, answer["boot"]):
-                raise PeerLost(f"the rendezvous was restarted while waiting for {', '.join(keys)}")
-            boot = answer["boot"]
             if time.monotonic() >= until:
                 raise PeerLost(f"waited {seconds:.0f} s for {', '.join(keys)}")
 

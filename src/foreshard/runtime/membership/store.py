@@ -109,7 +109,7 @@ class StoreServer:
                 with self._changed:
                     self._links.add(link)
                 while True:
-                    send_message(link, self._answer_once(receive_message(link)))
+                    send_message(link, {**self._answer_once(receive_message(link)), "boot": self._boot})
             except (OSError, ValueError, struct.error, RecursionError):
                 return  # a stranger, or a rank that is gone: the supervisor misses its heartbeat
             finally:
@@ -188,7 +188,7 @@ class StoreServer:
     def _wait(self, keys: list[str], timeout_s: float) -> dict[str, Any]:
         with self._changed:
             there = self._changed.wait_for(lambda: all(k in self._values for k in keys), timeout_s)
-            return {"value": there, "boot": self._boot}
+            return {"value": there}
 
 
 def _shut(link: socket.socket) -> None:
@@ -222,6 +222,9 @@ class _Connection:
 class Client:
     """Asks a StoreServer questions; each thread has its own connection, which is made again when it breaks.
 
+    A server that was restarted has lost its keys: the next answer to any thread shows it, and the client sets
+    again what it had set.
+
     Parameters
     ----------
     address : (host, port)
@@ -245,6 +248,9 @@ class Client:
         self._local = threading.local()
         self._name = uuid.uuid4().hex
         self._asked = itertools.count()
+        self._set: dict[str, Mapping[str, Any]] = {}
+        self._setting = threading.RLock()
+        self._boot: str | None = None
 
     def once(self) -> str:
         """Return a name for a question that must take effect once, however often it is sent."""
@@ -262,12 +268,25 @@ class Client:
         RuntimeError
             When it answers with an error.
         """
+        if message["ask"] not in ("set", "delete"):
+            return self._asked_until_answered(message, patience_s)
+        with self._setting:
+            self._set.pop(message["key"], None)
+            if message["ask"] == "set":
+                self._set[message["key"]] = message
+            return self._asked_until_answered(message, patience_s)
+
+    def forget(self, prefix: str) -> None:
+        """Do not set keys with a prefix again: nobody asks for them any more."""
+        with self._setting:
+            self._set = {key: message for key, message in self._set.items() if not key.startswith(prefix)}
+
+    def _asked_until_answered(self, message: Mapping[str, Any], patience_s: float | None) -> dict[str, Any]:
         until = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
         while True:
             try:
-                link = self._link()
-                send_message(link, message)
-                reply = receive_message(link)
+                reply = self._asked_once(message)
+                self._set_again(reply.pop("boot", None))
             except Refused:
                 raise
             except (OSError, ValueError) as error:
@@ -280,6 +299,20 @@ class Client:
             if "error" in reply:
                 raise RuntimeError(str(reply["error"]))
             return reply
+
+    def _asked_once(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        link = self._link()
+        send_message(link, message)
+        return receive_message(link)
+
+    def _set_again(self, boot: str | None) -> None:
+        """Set all keys of this client again if the server is another one than before."""
+        if boot == self._boot:
+            return
+        with self._setting:
+            for message in self._set.values() if self._boot is not None else ():
+                self._asked_once(message)
+            self._boot = boot
 
     def close(self) -> None:
         """Close this thread's connection."""

@@ -149,26 +149,17 @@ class Supervisor:
     def _beat(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note a heartbeat; answer whether a rank waits to join, and whether the generation is of any use."""
         with self._changed:
-            rank, number = int(message["rank"]), self.state.number
-            live = self._heard(rank, int(message["pid"]), int(message.get("number", -1)))
-            if live is None:
-                return {
-                    "wanted": False,
-                    "broken": False,
-                    "stuck": False,
-                    "number": number,
-                    "longest_s": {},
-                    "stop": False,
-                }
-            self._note_progress(live, message)
+            live = self._heard(int(message["rank"]), int(message["pid"]), int(message.get("number", -1)))
+            if live is not None:
+                self._note_progress(live, message)
             joins = any(
                 other.waits and r not in self.state.ranks and not self._is_excluded(r)
                 for r, other in self._live.items()
             )
             return {
-                "wanted": joins,
-                "broken": self._is_broken(),
-                "stuck": self._is_stuck(),
+                "wanted": live is not None and joins,
+                "broken": live is not None and self._is_broken(),
+                "stuck": live is not None and self._is_stuck(),
                 "number": self.state.number,
                 "longest_s": self._longest_s,
                 "stop": self._stop,

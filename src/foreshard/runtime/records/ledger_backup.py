@@ -17,14 +17,15 @@ class LedgerBackup:
 
     def __init__(self, client: Client, rank: int):
         self._client, self._prefix = client, f"ledger/{rank}"
-        self._kept: list[int] = []
+        self._count, self._kept = 0, list[int]()
 
     def keep(self, data: bytes) -> None:
         """Keep a line."""
         with contextlib.suppress(RuntimeError):
-            once = self._client.once()
-            number = int(self._ask("add", "count", value=1, once=once))
-            self._ask("set", str(number), value=base64.b64encode(data).decode())
+            number = self._count + 1
+            for key, value in ((str(number), data), ("count", str(number).encode())):
+                self._ask("set", key, value=base64.b64encode(value).decode())
+            self._count = number
             self._kept.append(number)
 
     def clear(self) -> None:
@@ -39,13 +40,14 @@ class LedgerBackup:
         found = []
         with contextlib.suppress(RuntimeError):
             count = self._ask("get", "count")
-            for number in range(1, int(base64.b64decode(count)) + 1 if count else 1):
+            self._count = int(base64.b64decode(count)) if count else 0
+            for number in range(1, self._count + 1):
                 data = self._ask("get", str(number))
                 if data is not None:
                     self._kept.append(number)
                     found.append(base64.b64decode(data))
         return found
 
-    def _ask(self, ask: str, key: str, **more: str | int) -> Any:
+    def _ask(self, ask: str, key: str, **more: str) -> Any:
         question = {"ask": ask, "key": f"{self._prefix}/{key}", **more}
         return self._client.ask(question, patience_s=_PATIENCE_S).get("value")

@@ -7,44 +7,41 @@ discarded and counted in the log: metrics never stop a run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import time
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreshard.errors import ExtraMissingError
 from foreshard.runtime.records.durable_jsonl import DurableJsonl, whole_lines
+from foreshard.runtime.records.trackers import TRACKERS
 
 GIB = 2**30
 KEPT_BYTES = 16 * 2**20
-"""Of lines that wait for a disk, in each of the two files."""
+"""Of lines that wait for a disk, in each of the files."""
 
 
 class Metrics:
-    """Writes `metrics.jsonl` and `events.jsonl` of a run, and TensorBoard's files if asked.
+    """Writes `metrics.jsonl`, `evaluations.jsonl` and `events.jsonl` of a run, and the files of trackers.
 
     Raises
     ------
     ExtraMissingError
-        When TensorBoard is asked for and not installed.
+        When a tracker is asked for and not installed.
     """
 
-    def __init__(self, out: Path, rank: int, *, tensorboard: bool = False):
+    def __init__(self, out: Path, rank: int, *, trackers: Sequence[str] = ()):
         out.mkdir(parents=True, exist_ok=True)
         self._events = DurableJsonl(out / "events.jsonl", self.event)
         self._metrics = DurableJsonl(out / "metrics.jsonl", self.event)
-        self._rank, self._board_folder = rank, out / "tensorboard" if tensorboard else None
-        self._board: Any = None
+        self._evaluations = DurableJsonl(out / "evaluations.jsonl", self.event)
+        self._rank, self._trackers = rank, [TRACKERS[name](out) for name in trackers]
         self._tokens: dict[int, float] = {}
         self._size_bytes = -1
         self._missed = 0
         self._lost_loss = False
-        if tensorboard and find_spec("tensorboard") is None:
-            raise ExtraMissingError(
-                "tensorboard is not installed", key="--tensorboard", fix="pip install tensorboard"
-            )
 
     def step(
         self,
@@ -58,8 +55,8 @@ class Metrics:
         devices: int,
         samples: int,
         **more: Any,
-    ) -> None:
-        """Write a step's line.
+    ) -> dict[str, Any]:
+        """Write a step's line, and return it.
 
         Parameters
         ----------
@@ -96,7 +93,8 @@ class Metrics:
         self._warn_of_loss(step, loss)
         if not self._metrics.waiting:
             self._size_bytes = self._metrics.path.stat().st_size
-        self._show(line)
+        self._show(step, line)
+        return line
 
     def event(self, kind: str, text: str, **facts: Any) -> None:
         """Write a line of the operator's log."""
@@ -111,6 +109,7 @@ class Metrics:
     def flush(self) -> None:
         """Write the waiting lines that the disk accepts; events last, since they report on the other file."""
         self._metrics.flush()
+        self._evaluations.flush()
         self._events.flush()
 
     def _warn_of_loss(self, step: int, loss: float) -> None:
@@ -139,20 +138,26 @@ class Metrics:
         self._tokens = {step: base + count}
         return base + count
 
-    def _show(self, line: dict[str, Any]) -> None:
-        if self._board_folder is None:
-            return
-        try:
-            if self._board is None:
-                self._board = _board(self._board_folder)
-            for name, value in line.items():
-                if isinstance(value, float) and name != "time":
-                    self._board.add_scalar(name, value, line["step"])
-            self._board.flush()
-        except OSError as error:
-            self._board_folder = None
-            reason = error.strerror or error
-            self.event("board given up", f"TensorBoard's files end here: {reason}", step=line["step"])
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what an evaluation after so many steps gave."""
+        line = {f"eval/{name}": _finite(value) for name, value in values.items()}
+        self._add(self._evaluations, {"step": step, **line, "time": time.time()})
+        self._show(step, line)
+
+    def _show(self, step: int, line: Mapping[str, Any]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(step, {k: v for k, v in line.items() if isinstance(v, float) and k != "time"})
+            except OSError as error:
+                self._trackers.remove(tracker)
+                text = f"the files of {tracker.name} end here: {error.strerror or error}"
+                self.event("tracker given up", text, step=step)
+
+    def close(self) -> None:
+        """Let trackers write what they hold."""
+        for tracker in self._trackers:
+            with contextlib.suppress(OSError):
+                tracker.close()
 
 
 def _finite(value: float | None) -> float | None:
@@ -176,9 +181,3 @@ def _memory() -> dict[str, float]:
             "memory/max_reserved(GiB)": stats.get("reserved_bytes.all.peak", 0) / GIB,
         }
     return {"memory/max_reserved(GiB)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 / GIB}
-
-
-def _board(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder))
