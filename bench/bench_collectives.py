@@ -9,6 +9,7 @@ import numpy as np
 from foreshard.catalog.fabrics import link_constants
 from foreshard.comm import collectives
 from foreshard.comm.fabric import Fabric, fabric_from
+from foreshard.predict.run_setup import stacked
 
 ROWS = 1000
 RUNS = 50
@@ -31,7 +32,7 @@ def h100_nodes() -> Fabric:
 
 def main() -> None:
     """Print the least and the median time of each collective."""
-    rows = Fabric.stack([h100_nodes()] * ROWS)
+    rows = stacked([h100_nodes()] * ROWS, Fabric)
     sizes, ranks = np.full(ROWS, 1e8), np.full(ROWS, 16.0)
     for name in NAMES:
         call, times = getattr(collectives, name), []

@@ -1,10 +1,12 @@
 """Proven gap and seconds of the mixed planner on seeded instances: 256 and 512 devices of two or three kinds.
 
-    python bench/bench_plan_instances.py [--devices 256] [--only 13] [--budget-s 10] [--processor]
+    python bench/bench_plan_instances.py [--devices 256] [--only 13] [--budget-s 10] [--processor] [--busy]
+    python bench/bench_plan_instances.py --markdown
 
 Every instance draws its node kinds, how many of each, a model of 80 blocks, batch and sequence from its seed.
 The gap is that of the plan as the analytical engine times it, over a bound on all plans of the space. With
-`--processor` the budget is in seconds of the processor, which a busy machine does not shorten.
+`--processor` budgets are seconds of the processor, which a busy machine does not shorten, with `--busy` half
+of them, as a busy process on the same core leaves. `--markdown` prints the table of bench/README.md.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import time
 
 import numpy as np
+from clock import use_processor_clock
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
@@ -38,6 +41,34 @@ def instance(seed: int, devices: int) -> tuple[str, str, int, int]:
     return str(rng.choice(MODELS)), cluster, int(rng.choice(BATCHES)), int(rng.choice(SEQUENCES))
 
 
+def gap_of(seed: int, devices: int, budget_s: float) -> float:
+    """Return the gap of an instance, infinite where no plan is found."""
+    model, cluster, batch, seq = instance(seed, devices)
+    found = plan(load_model(model), load_cluster(cluster), global_batch=batch, seq_len=seq, budget_s=budget_s)
+    return found.gap if found.plans else float("inf")
+
+
+def markdown(instances: int) -> None:
+    """Print gaps after the budgets of the goals, on an idle core and beside a busy process."""
+    use_processor_clock()
+    gap_of(0, 256, 2.0)  # loads the compiled loops
+    print(f"| devices | seconds | core | gap: median of {instances} | worst | within the goal |")
+    print("|---|---|---|---|---|---|")
+    for devices, budget_s, goal in ((256, 10.0, 0.015), (512, 20.0, 0.02)):
+        for busy in (False, True):
+            use_processor_clock(int(busy))
+            gaps = [gap_of(seed, devices, budget_s) for seed in range(instances)]
+            cells = (
+                str(devices),
+                f"{budget_s:g}",
+                "shared" if busy else "idle",
+                f"{statistics.median(gaps) * 100:.1f} %",
+                f"{max(gaps) * 100:.1f} %",
+                f"{sum(gap <= goal for gap in gaps)} of {instances} at {goal * 100:g} %",
+            )
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Plan every instance and print a row each, then medians and worst."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -46,9 +77,14 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=0.0, help="default 10 s a 256 devices")
     parser.add_argument("--only", type=int, nargs="+", help="instances to plan instead")
     parser.add_argument("--processor", action="store_true", help="budgets in seconds of the processor")
+    parser.add_argument("--busy", action="store_true", help="as on a core that a busy process shares")
+    parser.add_argument("--markdown", action="store_true", help="a row for each size, idle and busy")
     asked = parser.parse_args()
-    if asked.processor:
-        time.perf_counter = time.process_time
+    if asked.markdown:
+        markdown(asked.instances)
+        return
+    if asked.processor or asked.busy:
+        use_processor_clock(int(asked.busy))
     for devices in asked.devices:
         gaps, seconds = [], []
         for seed in asked.only or range(asked.instances):

@@ -1,8 +1,9 @@
-"""The runtime against torch's own on even plans, and against the ideal of its plan; ratios of one run.
+"""`foreshard run` against plain torch loops on even plans, and the runtime against the ideal of its plan.
 
-Two ranks train the same small GPT for the same samples: two replicas against DistributedDataParallel and
-FSDP2, two stages against torch.distributed.pipelining. Rounds alternate, so that other load on the machine
-affects all alike; each number is a median of rounds. Wall time; one thread a rank.
+Two ranks train the same small GPT for the same samples with the same optimizer, gradient norm and clipping:
+the command as users start it, with all its records, then the loop that a user would write with
+DistributedDataParallel, FSDP2 or torch.distributed.pipelining, and again. Both note each step in the job's
+`lr(step)`: wall time, processor time and peak memory of the rank. One thread a rank.
 """
 
 from __future__ import annotations
@@ -10,20 +11,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "jobs"))
-RANKS, BATCH, MICRO = 2, 32, 4
+JOBS = Path(__file__).parents[1] / "examples" / "jobs"
+sys.path.insert(0, str(JOBS))
+RANKS, BATCH, MICRO, CLIP_NORM = 2, 32, 4, 1.0
+WARM = 4
+"""Steps that are not counted: memory is touched and code loaded in them."""
+LOOPS = {"replicas": "DDP", "sharded": "FSDP2", "pipeline": "torch.distributed.pipelining"}
+MIB = 2**20
+MARKED_JOB = '''
+"""The example's GPT, which notes every step of a rank."""
+import os, resource, sys, time
+sys.path.insert(0, {jobs!r})
+from gpt_job import *
+RANK = os.environ.get("FORESHARD_RANK") or os.environ["RANK"]
+MARKS = open(os.environ["BENCH_MARKS"] + "-" + RANK, "w")
+
+def lr(step):
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(time.perf_counter(), time.process_time(), peak, file=MARKS, flush=True)
+    return 1.0
+'''
 
 
 def even(kind: str, layers: int):
@@ -60,33 +85,24 @@ def even(kind: str, layers: int):
     return parse_plan({"global_batch": BATCH, "seq_len": 64, "precision": "fp32", "groups": groups})
 
 
-def ours(kind: str, store, rank: int):
-    """A step of the runtime under an even plan."""
-    from foreshard.runtime.job.job import load_job
-    from foreshard.runtime.membership.fixed_membership import FixedMembership
-    from foreshard.runtime.trainer import Trainer
-
-    job = load_job(str(Path(__file__).parents[1] / "examples" / "jobs" / "gpt_job.py"))
-    plan = even(kind, job.num_layers)
-    membership = FixedMembership(dist.PrefixStore(f"ours/{kind}", store), rank, plan, range(RANKS))
-    trainer = Trainer(job, membership=membership)
-    return trainer.train_step
+Norm = Callable[[list[nn.Parameter]], Any]
 
 
-def batches(rank: int, count: int):
+def batches(rank: int, count: int, step: int) -> Tensor:
     """The samples of a step, collated."""
     import gpt_job
 
     data = gpt_job.dataset()
-    return torch.stack([data[(rank * count + i) % len(data)] for i in range(count)])
+    return torch.stack([data[(step * BATCH + rank * count + i) % len(data)] for i in range(count)])
 
 
-def replicas(rank: int, *, sharded: bool):
-    """A step of DistributedDataParallel or of FSDP2, on the same model and samples, reading data as we do."""
+def replicas(rank: int, *, sharded: bool) -> tuple[nn.Module, Callable[[int], float], Norm]:
+    """DistributedDataParallel or FSDP2: module, forward and backward, and the clipped gradient's norm."""
     import gpt_job
 
     torch.manual_seed(0)
     model = nn.Sequential(*[build() for build in gpt_job.model()])
+    wrapped: Any
     if sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -96,21 +112,22 @@ def replicas(rank: int, *, sharded: bool):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         wrapped = fully_shard(model, mesh=mesh, reshard_after_forward=True)
     else:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = gpt_job.optimizer(wrapped.parameters())
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def step() -> None:
-        batch = batches(rank, BATCH // RANKS)
-        optimizer.zero_grad()
+    def passes(step: int) -> float:
+        batch = batches(rank, BATCH // RANKS, step)
         total, count = gpt_job.loss(wrapped(gpt_job.inputs(batch)), batch)
         (total / count).backward()
-        optimizer.step()
+        return float(total.detach()) / count / RANKS
 
-    return step
+    def clipped(parameters: list[nn.Parameter]) -> Any:
+        return nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+
+    return wrapped, passes, clipped
 
 
-def pipelined(rank: int):
-    """A step of torch.distributed.pipelining's 1F1B on two stages."""
+def pipelined(rank: int) -> tuple[nn.Module, Callable[[int], float], Norm]:
+    """The same of torch.distributed.pipelining's 1F1B on two stages."""
     import gpt_job
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -118,25 +135,130 @@ def pipelined(rank: int):
     layers = [build() for build in gpt_job.model()]
     half = len(layers) // 2
     module = nn.Sequential(*(layers[:half] if rank == 0 else layers[half:]))
-    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
+    del layers
     schedule = Schedule1F1B(
-        stage,
+        PipelineStage(module, rank, RANKS, torch.device("cpu")),
         BATCH // MICRO,
-        loss_fn=lambda out, batch: gpt_job.loss(out, batch)[0] / (BATCH * 64),
+        loss_fn=lambda out, batch: gpt_job.loss(out, batch)[0] / (BATCH * gpt_job.SEQUENCE),
         scale_grads=False,
     )
-    optimizer = gpt_job.optimizer(module.parameters())
 
-    def step() -> None:
-        batch = batches(0, BATCH)
-        optimizer.zero_grad()
+    def passes(step: int) -> float:
+        batch, losses = batches(0, BATCH, step), []
         if rank == 0:
             schedule.step(gpt_job.inputs(batch))
         else:
-            schedule.step(target=batch)
-        optimizer.step()
+            schedule.step(target=batch, losses=losses)
+        return float(sum(loss.detach() for loss in losses))
 
-    return step
+    def clipped(parameters: list[nn.Parameter]) -> Any:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        square = nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(parameters, CLIP_NORM, square.sqrt())
+        return square.sqrt()
+
+    return module, passes, clipped
+
+
+def loop_main(rank: int, folder: str, kind: str, steps: int) -> None:
+    """Train as a rank of a plain torch loop that prints loss and norm."""
+    os.environ["RANK"] = str(rank)
+    torch.set_num_threads(1)
+    sys.path.insert(0, folder)
+    import job
+
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    module, passes, clipped = (
+        pipelined(rank) if kind == "pipeline" else replicas(rank, sharded=kind == "sharded")
+    )
+    parameters = list(module.parameters())
+    optimizer = job.optimizer(parameters)
+    with Path(folder, f"loop-{rank}.log").open("a") as log:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = torch.tensor(passes(step))
+            norm = clipped(parameters)
+            dist.all_reduce(loss)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            print(step, float(loss), float(norm), file=log, flush=True)
+            job.lr(step)
+            optimizer.step()
+    dist.barrier()
+    os._exit(0)
+
+
+@dataclass
+class Measured:
+    """Of one process: seconds and processor seconds of its steps, and its peak memory."""
+
+    step_s: list[float]
+    work_s: list[float]
+    peak_mib: float
+
+
+def measured(folder: Path, name: str) -> list[Measured]:
+    """What the ranks of a program have noted."""
+    found = []
+    for rank in range(RANKS):
+        lines = [line.split() for line in Path(folder, f"{name}-{rank}").read_text().splitlines()]
+        at = [(float(wall), float(work)) for wall, work, _ in lines][WARM - 1 :]
+        pairs = list(pairwise(at))
+        step_s, work_s = ([after[i] - before[i] for before, after in pairs] for i in (0, 1))
+        found.append(Measured(step_s, work_s, int(lines[-1][2]) * 1024 / MIB))
+    return found
+
+
+def run_command(folder: Path, kind: str, steps: int) -> list[Measured]:
+    """Train by `foreshard run` with everything that is on by default."""
+    words = f"run {folder}/job.py --plan {folder}/{kind}.json --local {RANKS} --out {folder}/run"
+    environment = {**os.environ, "BENCH_MARKS": str(folder / "command")}
+    command = [sys.executable, "-m", "foreshard", *words.split(), "--steps", str(steps)]
+    subprocess.run(
+        [*command, "--clip-norm", str(CLIP_NORM)], check=True, capture_output=True, env=environment
+    )
+    shutil.rmtree(folder / "run")
+    return measured(folder, "command")
+
+
+def run_loop(folder: Path, kind: str, steps: int) -> list[Measured]:
+    """Train by torch."""
+    os.environ["BENCH_MARKS"] = str(folder / "loop")
+    (folder / "store").unlink(missing_ok=True)
+    mp.spawn(loop_main, (str(folder), kind, steps), RANKS)
+    return measured(folder, "loop")
+
+
+def compare(kind: str, pairs: int, steps: int) -> None:
+    """Print the ratios of the command over the loop, of pairs that follow each other, in turned order."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.py").write_text(MARKED_JOB.format(jobs=str(JOBS)))
+        import gpt_job
+
+        (folder / f"{kind}.json").write_text(json.dumps(even(kind, gpt_job.BLOCKS + 2).to_dict()))
+        rows = []
+        for turn in range(pairs):
+            programs = [run_command, run_loop] if turn % 2 == 0 else [run_loop, run_command]
+            both = {program: program(folder, kind, steps) for program in programs}
+            rows.append((both[run_command], both[run_loop]))
+
+    def ratio(name: str, value: Callable[[list[Measured]], float], unit: float) -> str:
+        ours, torchs = ([value(row[i]) for row in rows] for i in (0, 1))
+        ratios = [a / b for a, b in zip(ours, torchs, strict=True)]
+        each = ", ".join(f"{r:.3f}" for r in ratios)
+        mine, other = statistics.median(ours) * unit, statistics.median(torchs) * unit
+        values = f"{mine:.0f} against {other:.0f}"
+        return f"  {name}: {values}, ratio {statistics.median(ratios):.3f} (pairs {each})"
+
+    def work_s(rank: Measured) -> float:
+        return statistics.median(rank.work_s)
+
+    print(f"{kind}: foreshard run against {LOOPS[kind]}, {pairs} pairs of {steps - WARM} steps")
+    print(ratio("median step, ms", lambda ranks: statistics.median(ranks[0].step_s), 1e3))
+    print(ratio("processor time of a step, both ranks, ms", lambda ranks: sum(map(work_s, ranks)), 1e3))
+    print(ratio("peak memory of the larger rank, MiB", lambda ranks: max(r.peak_mib for r in ranks), 1.0))
 
 
 def overhead(store, rank: int, rounds: int) -> tuple[float, float]:
@@ -209,61 +331,40 @@ def recut(store, rank: int, rounds: int) -> tuple[float, float]:
     return statistics.median(changes[1:]), statistics.median(steps[1:])
 
 
-def rank_main(rank: int, folder: str, rounds: int) -> None:
-    """Time all in turn."""
+def runtime_main(rank: int, folder: str, rounds: int) -> None:
+    """Measure what the runtime adds to its own actions, and a change of cuts."""
     torch.set_num_threads(1)
     file = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=dist.PrefixStore("torch", file), rank=rank, world_size=RANKS)
-    steps = {
-        "replicas": ours("replicas", file, rank),
-        "DDP": replicas(rank, sharded=False),
-        "sharded": ours("sharded", file, rank),
-        "FSDP2": replicas(rank, sharded=True),
-        "pipeline": ours("pipeline", file, rank),
-        "torch.distributed.pipelining": pipelined(rank),
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 3):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            dist.barrier()
-            if turn >= 3:
-                times[name].append(time.perf_counter() - began)
-    extra = torch.tensor([*overhead(file, rank, rounds), *recut(file, rank, 10)])
-    dist.all_reduce(extra, dist.ReduceOp.MAX)
+    found = torch.tensor([*overhead(file, rank, rounds), *recut(file, rank, 10)])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
     if rank == 0:
-        Path(folder, "times.json").write_text(json.dumps({"times": times, "extra": extra.tolist()}))
+        Path(folder, "found.json").write_text(json.dumps(found.tolist()))
     dist.barrier()
     os._exit(0)
 
 
 def main() -> None:
-    """Print a line per pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
+    """Print the ratios, and what the runtime adds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="steps in which the runtime's own part is measured"
+    )
+    parser.add_argument("--kinds", nargs="*", default=[*LOOPS], choices=LOOPS)
     args = parser.parse_args()
     os.environ.setdefault("GPT_WIDTH", "256")
+    print(f"two ranks, GPT of width {os.environ['GPT_WIDTH']}, {BATCH} samples a step")
+    for kind in args.kinds:
+        compare(kind, args.pairs, args.steps)
+    if not args.rounds:
+        return
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, args.rounds), RANKS)
-        measured = json.loads(Path(folder, "times.json").read_text())
-    times = measured["times"]
-    width = os.environ["GPT_WIDTH"]
-    print(f"two ranks, GPT of width {width}, {BATCH} samples a step, {args.rounds} rounds, wall time")
-    for mine, other in (
-        ("replicas", "DDP"),
-        ("sharded", "FSDP2"),
-        ("pipeline", "torch.distributed.pipelining"),
-    ):
-        ratios = [a / b for a, b in zip(times[mine], times[other], strict=True)]
-        mine_s, other_s = statistics.median(times[mine]), statistics.median(times[other])
-        print(
-            f"{mine:9} {1e3 * mine_s:7.1f} ms, {other} {1e3 * other_s:7.1f} ms: "
-            f"ratio of medians {mine_s / other_s:.3f}, "
-            f"median of paired ratios {statistics.median(ratios):.3f}"
-        )
-    over, marks, change_s, step_s = measured["extra"]
+        mp.spawn(runtime_main, (folder, args.rounds), RANKS)
+        over, marks, change_s, step_s = json.loads(Path(folder, "found.json").read_text())
     print(f"processor time of a step over that of its actions, worse of two ranks: {over:.3f}")
     print(f"of it to record when each action began and ended: {100 * marks:.3f} %")
     spent = f"{1e3 * change_s:.1f} ms, {change_s / step_s:.2f} of a step"

@@ -15,6 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent / "sailor"))
 import judge
 import plans
+from clock import use_processor_clock
 from judge import Group
 from search import Found, find
 from theirs import Theirs
@@ -52,7 +53,11 @@ def main() -> None:
     parser.add_argument("--sailor", type=Path, help="checkout of https://github.com/eth-easl/sailor")
     parser.add_argument("--budget-s", type=float, default=8.0, help="search per cluster")
     parser.add_argument("--only", help="one cluster, such as 32+96")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/sailor.md alone")
     arguments = parser.parse_args()
+    if arguments.markdown:
+        markdown(arguments.budget_s)
+        return
     theirs = Theirs(arguments.sailor) if arguments.sailor else None
     compare_theirs(theirs)
     if theirs:
@@ -72,6 +77,26 @@ def main() -> None:
         print(f"\n{name}: {judge.samples(result.groups)} places for 1024 samples")
         print("\n".join(describe(group) for group in result.groups))
         print(f"  all-reduce {judge.sync_seconds(result.groups):.4f} s")
+
+
+def markdown(budget_s: float) -> None:
+    """Print iterations a second on an idle core and on one shared with a busy process, by processor time."""
+    find((8, 0), 0.5)
+    print("| A100+V100 | Sailor | to beat | ours | bound | gap | equal cuts | busy: ours | bound | gap |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for cluster in CLUSTERS:
+        told, _ = plans.their_plans()[cluster.name]
+        cells = [cluster.name, f"{told:.4f}", f"{cluster.target:.4f}"]
+        for busy in (0, 1):
+            use_processor_clock(busy)
+            found = find((cluster.a100, cluster.v100), budget_s)
+            cells += [
+                f"**{1 / found.step_time_s:.4f}**",
+                f"{1 / found.lower_bound_s:.4f}",
+                f"{found.gap:.1%}",
+            ]
+            cells += [] if busy else [f"{1 / found.alike_s:.4f}" if found.alike else ""]
+        print(f"| {' | '.join(cells)} |".replace("%", " %"), flush=True)
 
 
 def row(cluster: Cluster, result: Found, theirs: Theirs | None) -> str:

@@ -138,6 +138,27 @@ def _print(row: dict[str, Any]) -> None:
     )
 
 
+def markdown() -> None:
+    """Print the searches as a table, in seconds of the processor."""
+    time.perf_counter = time.process_time
+    search(CASES[-1])  # loads the compiled loops
+    print("| model | cluster | global batch | considered | timed | s | considered/s | gap |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in CASES[:-1]:
+        row = search(case)
+        cells = (
+            row["model"],
+            row["cluster"],
+            f"{row['global_batch']:,}",
+            f"{row['considered']:,}",
+            f"{row['timed']:,}",
+            f"{row['cpu_s']:.1f}",
+            f"{row['considered_per_s']:,.0f}",
+            f"{row['gap'] * 100:.1f} %",
+        )
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -145,7 +166,11 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--exhaustive", action="store_true", help="time every plan of small spaces too")
+    parser.add_argument("--markdown", action="store_true", help="the table of bench/README.md alone")
     arguments = parser.parse_args()
+    if arguments.markdown:
+        markdown()
+        return
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     result: dict[str, Any] = {"search": [], "widened": [], "timed": [], "exhaustive": []}

@@ -29,6 +29,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from verbs import foreshard
+
 from foreshard.lab.lab import Lab, load_lab
 from foreshard.lab.simulated_run import simulate_lab
 from foreshard.predict.measured.costs import load_costs
@@ -73,20 +75,6 @@ class Ran:
     def apart(self, other: Ran) -> float:
         """Return the largest relative difference of losses."""
         return max(abs(a - b) / b for a, b in zip(self.losses, other.losses, strict=True))
-
-
-def foreshard(*words: str) -> dict[str, Any]:
-    """Run a verb and return its object."""
-    done = subprocess.run(
-        [sys.executable, "-m", "foreshard", *words, "--json"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | SETTINGS,
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return dict(json.loads(done.stdout))
 
 
 class Bench:
