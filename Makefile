@@ -87,8 +87,10 @@ picture: $(VENV)/.installed
 	    -o demo/picture_plan.json --json > demo/picture.json
 	$(BIN)/python scripts/readme_picture.py demo/picture.json demo/picture_plan.json $(PICTURE_CLUSTER) docs/plan.svg
 
+# Benches, and their tables in the documents: those that have not run on this state of the code, or `make bench
+# BENCH="search planner-rules"`. Interrupted, it goes on where it stopped. Their names: scripts/doc_tables.py --list.
 bench: $(VENV)/.tested
-	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	$(BIN)/python scripts/doc_tables.py $(BENCH)
 
 # Ten minutes of seeded faults on four local ranks: no sample lost or trained twice, parameters as if in peace.
 # Then small clusters at random: no plan made by hand beats the planner's by a percent, or its bound.

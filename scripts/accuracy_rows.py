@@ -15,16 +15,16 @@ from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.predict import predict
 from foreshard.spec.prediction import Prediction
-from foreshard.validation.families import TRIO
 from foreshard.validation.mixed_rows import mixed_rows
-from foreshard.validation.rows import Skipped, TrainingRow, read_training_rows
+from foreshard.validation.rows import Skipped, TrainingRow, table_rows
 from foreshard.validation.scoring import APART, RowOutcome
-from foreshard.validation.tables import read_table
+from foreshard.validation.tables import TRAINING, read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTANTS = ROOT / "src/foreshard/catalog/data/training_constants.json"
 SIBLING = {"megatronbridge_memory": "megatronbridge"}  # same code and machines: leaves with the trio
 SEALED = "llm_torchtitan_2024.csv"
+TRIO = ("dgxc", "megatronbridge", "nemo_docs")  # share code and configurations: they leave together
 MIXED = ("hetero_sailor_validation.csv", "hetero_amp_trials.csv")
 
 
@@ -40,11 +40,11 @@ class Run:
 def read_all(folder: Path, open_sealed: bool) -> tuple[list[TrainingRow], list[Skipped]]:
     """Return the training rows and those of mixed clusters, and what is not predicted."""
     paths = sorted(p for p in folder.glob("llm_*.csv*") if open_sealed or p.name != SEALED)
-    rows, skipped = read_training_rows(paths)
-    for name in MIXED:
-        if (folder / name).exists():
-            more, less = mixed_rows(read_table(folder / name))
-            rows, skipped = rows + more, skipped + less
+    rows, skipped = [], []
+    for path in (*paths, *(folder / name for name in MIXED if (folder / name).exists())):
+        table = read_table(path)
+        more, less = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
+        rows, skipped = rows + more, skipped + less
     return rows, skipped
 
 

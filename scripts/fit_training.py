@@ -29,8 +29,8 @@ from foreshard.catalog.training import TrainingConstants, term_metadata
 from foreshard.errors import ForeshardError
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Batch, Case, build_batch, with_constants
-from foreshard.validation.rows import TrainingRow, read_training_rows
-from foreshard.validation.tables import measured_folder
+from foreshard.validation.rows import TrainingRow, table_rows
+from foreshard.validation.tables import measured_folder, read_table
 
 OUT = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/training_constants.json"
 SEALED = "llm_torchtitan_2024.csv"
@@ -101,7 +101,7 @@ def takes_part(row: TrainingRow) -> bool:
 def load_runs(paths: Sequence[Path]) -> Runs:
     """Return every timed run once; equal inputs are one row with the median time."""
     groups: dict[tuple, list[TrainingRow]] = {}
-    for row in read_training_rows(paths)[0]:
+    for row in (row for path in paths for row in table_rows(read_table(path))[0]):
         if takes_part(row):
             groups.setdefault((row.family, *row.config_key), []).append(row)
     firsts = tuple(rows[0] for rows in groups.values())

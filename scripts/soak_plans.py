@@ -1,6 +1,6 @@
 """Search for plans that the planner misses, and for bounds that a plan breaks: small clusters at random.
 
-    python scripts/soak_plans.py [--cases 2000] [--seed 0] [--budget-s 2]
+    python scripts/soak_plans.py [--cases 2000] [--seed 0] [--budget-s 1]
 
 Every case is a cluster of 2 to 5 devices of 1 to 3 kinds with random links, and a model of few layers. Plans
 are made here by hand, drawn at random and then improved a layer, sample, micro-batch or rule at a time. The
@@ -269,7 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget-s", type=float, default=2.0)
+    parser.add_argument("--budget-s", type=float, default=1.0)
     asked = parser.parse_args()
     time.perf_counter = time.process_time
     bad, worst, better, started = 0, 0.0, 0, time.perf_counter()

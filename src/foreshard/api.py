@@ -316,7 +316,7 @@ def calibrate(
         Whose seconds; the lab's, else the wall's.
     """
     from foreshard.profile.calibration import calibrate as fitted
-    from foreshard.profile.calibration import load_profile
+    from foreshard.profile.profile_file import load_profile
 
     (name, first), *others = profiles.items()
     slow, table_s = dict(devices or {}) | ({name: 1.0} if name else {}), None
@@ -349,15 +349,16 @@ def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | No
     plan : Plan
     tokens : float, optional
     """
-    from foreshard.predict.measured import engine
+    from foreshard.predict.measured.costs import load_costs
+    from foreshard.predict.measured.engine import predict_measured as predicted
 
-    return engine.predict_measured(engine.load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens)
+    return predicted(load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens)
 
 
 def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, Cluster]:
     """Return the best plans by measured costs, and the cluster: `planner.measured.plans.plan_measured`."""
     from foreshard.planner.measured.plans import plan_measured as planned
-    from foreshard.predict.measured.engine import load_costs
+    from foreshard.predict.measured.costs import load_costs
 
     target = _lab_or_cluster(cluster)
     return planned(load_costs(costs), target, **asked), target

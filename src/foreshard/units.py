@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
+from typing import NamedTuple
 
 from foreshard.errors import SpecError
 
@@ -18,30 +19,6 @@ _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}
 _TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME |= {"d": 86400.0}
-_EXAMPLE = {
-    "bytes": "80 GiB",
-    "bytes_per_s": "400 Gb/s",
-    "s": "5 us",
-    "flops": "6 TFLOP",
-    "flops_per_s": "312 TFLOP/s",
-    "w": "700 W",
-    "j": "3.6 MJ",
-    "hz": "1980 MHz",
-    "usd": "20 USD",
-    "usd_per_h": "98.32 USD/h",
-}
-_WHAT = {
-    "bytes": "A size",
-    "bytes_per_s": "A rate",
-    "s": "A time",
-    "flops": "A number of operations",
-    "flops_per_s": "A rate of operations",
-    "w": "A power",
-    "j": "An energy",
-    "hz": "A frequency",
-    "usd": "A price",
-    "usd_per_h": "A price per hour",
-}
 _QUANTITY = re.compile(
     r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL
 )
@@ -53,27 +30,33 @@ def _scaled(prefixes: Mapping[str, float], *units: str) -> dict[str, float]:
     return {prefix + unit: scale for unit in units for prefix, scale in prefixes.items()}
 
 
+class _Dimension(NamedTuple):
+    what: str
+    example: str
+    units: Mapping[str, float]  # as written -> factor to SI
+
+
 @cache
-def _units_of(dimension: str) -> Mapping[str, float]:
-    """Return {unit as written: factor to SI} of one dimension."""
+def _dimensions() -> Mapping[str, _Dimension]:
     sizes = _scaled(_DECIMAL | _BINARY, "B")
     bits = _scaled(_DECIMAL | _BINARY, "b", "bit")
     rates = {unit + "/s": scale for unit, scale in sizes.items()}
     rates |= {unit + "/s": scale / 8 for unit, scale in bits.items()}
     rates |= {unit: scale / 8 for unit, scale in _scaled(_DECIMAL, "bps").items()}
-    tables: dict[str, Mapping[str, float]] = {
-        "bytes": sizes,
-        "bytes_per_s": rates,
-        "s": _TIME,
-        "flops": _scaled(_DECIMAL, "FLOP"),
-        "flops_per_s": _scaled(_DECIMAL, "FLOP/s", "FLOPS"),
-        "w": _scaled(_DECIMAL, "W"),
-        "j": _scaled(_DECIMAL, "J") | {"Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9},
-        "hz": _scaled(_DECIMAL, "Hz"),
-        "usd": {"USD": 1.0, "$": 1.0},
-        "usd_per_h": {"USD/h": 1.0, "$/h": 1.0},
+    joules = _scaled(_DECIMAL, "J") | {"Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9}
+    flop_rates = _scaled(_DECIMAL, "FLOP/s", "FLOPS")
+    return {
+        "bytes": _Dimension("A size", "80 GiB", sizes),
+        "bytes_per_s": _Dimension("A rate", "400 Gb/s", rates),
+        "s": _Dimension("A time", "5 us", _TIME),
+        "flops": _Dimension("A number of operations", "6 TFLOP", _scaled(_DECIMAL, "FLOP")),
+        "flops_per_s": _Dimension("A rate of operations", "312 TFLOP/s", flop_rates),
+        "w": _Dimension("A power", "700 W", _scaled(_DECIMAL, "W")),
+        "j": _Dimension("An energy", "3.6 MJ", joules),
+        "hz": _Dimension("A frequency", "1980 MHz", _scaled(_DECIMAL, "Hz")),
+        "usd": _Dimension("A price", "20 USD", {"USD": 1.0, "$": 1.0}),
+        "usd_per_h": _Dimension("A price per hour", "98.32 USD/h", {"USD/h": 1.0, "$/h": 1.0}),
     }
-    return tables[dimension]
 
 
 def parse(text: object, dimension: str) -> float:
@@ -106,8 +89,9 @@ def parse(text: object, dimension: str) -> float:
     >>> parse("2 KiB", "bytes")
     2048.0
     """
-    rule = f"{_WHAT[dimension]} is a non-negative number with a unit"
-    fix = f"Write it like '{_EXAMPLE[dimension]}'"
+    kind = _dimensions()[dimension]
+    rule = f"{kind.what} is a non-negative number with a unit"
+    fix = f"Write it like '{kind.example}'"
     if not isinstance(text, str):
         raise SpecError(f"{text!r:.{_MAX_CHARS}} has no unit", value=text, rule=rule, fix=fix)
     match = _QUANTITY.fullmatch(text) if len(text) <= _MAX_CHARS else None
@@ -116,20 +100,20 @@ def parse(text: object, dimension: str) -> float:
     number, unit = match.groups()
     if unit is None:
         raise SpecError(f"'{text.strip()}' has no unit", value=text, rule=rule, fix=fix)
-    scale = _units_of(dimension).get(unit)
+    scale = kind.units.get(unit)
     if scale is None:
-        raise SpecError(f"unknown unit '{unit}'", value=text, rule=rule, fix=_unit_fix(unit, dimension))
+        raise SpecError(f"unknown unit '{unit}'", value=text, rule=rule, fix=_unit_fix(unit, kind))
     value = float(number) * scale
     if not math.isfinite(value) or value < 0:
         raise SpecError(f"'{text.strip()}' is out of range", value=text, rule=rule, fix=fix)
     return value
 
 
-def _unit_fix(unit: str, dimension: str) -> str:
-    known = _units_of(dimension)
-    near = [name for name in known if name.lower() == unit.lower()] or get_close_matches(unit, known, n=2)
+def _unit_fix(unit: str, kind: _Dimension) -> str:
+    near = [name for name in kind.units if name.lower() == unit.lower()]
+    near = near or get_close_matches(unit, kind.units, n=2)
     meant = " or ".join(f"'{name}'" for name in near[:2])
-    return f"Did you mean {meant}?" if near else f"Write it like '{_EXAMPLE[dimension]}'"
+    return f"Did you mean {meant}?" if near else f"Write it like '{kind.example}'"
 
 
 def number_of(number: int, noun: str) -> str:

@@ -10,8 +10,8 @@ import pytest
 from foreshard.predict.batch import Case
 from foreshard.predict.memory import plan_memory
 from foreshard.spec.prediction import Memory
-from foreshard.validation.rows import TrainingRow, read_training_rows
-from foreshard.validation.tables import measured_folder
+from foreshard.validation.rows import TrainingRow, table_rows
+from foreshard.validation.tables import measured_folder, read_table
 
 TABLES = (
     "simumax_b200",
@@ -31,7 +31,7 @@ def cases_of(table: str) -> tuple[tuple[TrainingRow, Memory], ...]:
     path = measured_folder() / f"llm_{table}.csv"
     if not path.exists():
         pytest.skip(f"{path.name} is not here; set FORESHARD_MEASURED")
-    rows = read_training_rows([path])[0]
+    rows = table_rows(read_table(path))[0]
     cases = [Case(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
     return tuple((row, plan_memory(case)[0]) for row, case in zip(rows, cases, strict=True))
 

@@ -17,9 +17,9 @@ from foreshard.spec.prediction import Prediction
 
 # Least gain of throughput reported: the predictor does not resolve less between plans.
 MIN_GAIN = 0.01
-TOP = 5
+TOP = 5  # changes reported; further ones win little
 # Largest context and expert degree tried; more has not been trained.
-_MAX_DEGREE = 64
+MAX_DEGREE = 64
 # Of the changes of one kind only the best is reported.
 _KINDS = {"tp": "split", "pp": "split", "cp": "split", "ep": "experts", "etp": "experts", "vpp": "schedule"}
 
@@ -27,17 +27,7 @@ _KINDS = {"tp": "split", "pp": "split", "cp": "split", "ep": "experts", "etp": "
 def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple[Effect, ...]:
     """Return up to `top` changes that fit and win at least a hundredth of the throughput, one of a kind.
 
-    Parameters
-    ----------
-    request : Request
-    base : Prediction
-        The prediction of the request itself.
-    top : int
-
-    Returns
-    -------
-    tuple of Effect
-        Best first, gains under the engine of `base`.
+    `base` is the prediction of the request itself; gains are under its engine, best first.
     """
     larger: list[str] = []
     if request.plan is None:
@@ -48,24 +38,25 @@ def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple
     tried = (*larger, *_time_changes(request, base.plan), *better_shares(request, base.plan))
     changes = dict.fromkeys(tried)
     effects = [effect(request, reference, change, engine="analytical") for change in changes]
-    good = _one_of_a_kind([one for one in rank(effects) if _gains(one)])[: top + 2]
+    good = _one_of_a_kind([found for found in rank(effects) if _gains(found)])[: top + 2]
     if base.engine != "analytical":
-        good = [one for one in rank([effect(request, base, one.change) for one in good]) if _gains(one)]
+        again = rank([effect(request, base, found.change) for found in good])
+        good = [found for found in again if _gains(found)]
     return tuple(good[:top])
 
 
-def _gains(one: Effect) -> bool:
-    if one.prediction is None or one.gain is None:
+def _gains(found: Effect) -> bool:
+    if found.prediction is None or found.gain is None:
         return False
-    return one.prediction.memory.fits and one.gain >= MIN_GAIN
+    return found.prediction.memory.fits and found.gain >= MIN_GAIN
 
 
 def _one_of_a_kind(ranked: Sequence[Effect]) -> list[Effect]:
     """Return the best change of each kind, in their order."""
     best: dict[str, Effect] = {}
-    for one in ranked:
-        key = one.change.partition("=")[0]
-        best.setdefault(_KINDS.get(key, key), one)
+    for found in ranked:
+        key = found.change.partition("=")[0]
+        best.setdefault(_KINDS.get(key, key), found)
     return list(best.values())
 
 
@@ -167,7 +158,7 @@ def splits(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
     if "cp" in offers.degrees:
         if now["cp"] > 1:
             yield f"cp={now['cp'] // 2},dp={now['dp'] * 2}"
-        if now["cp"] < _MAX_DEGREE and now["dp"] % 2 == 0:
+        if now["cp"] < MAX_DEGREE and now["dp"] % 2 == 0:
             yield f"cp={now['cp'] * 2},dp={now['dp'] // 2}"
 
 
@@ -180,7 +171,7 @@ def expert_changes(request: Request, plan: Plan, offers: Offers) -> Iterator[str
     for etp in dict.fromkeys((now["etp"], 1, now["tp"])):
         if etp > 1 and "etp" not in offers.degrees:
             continue
-        for ep in _powers(min(experts, _MAX_DEGREE)):
+        for ep in _powers(min(experts, MAX_DEGREE)):
             if (ep, etp) != (now["ep"], now["etp"]):
                 yield f"ep={ep},etp={etp}" if etp != now["etp"] else f"ep={ep}"
 

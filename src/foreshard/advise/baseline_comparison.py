@@ -13,27 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlanner:
-    """The best plan of another planner.
-
-    Attributes
-    ----------
-    name : str
-    step_time_s : float or None
-    ratio : float or None
-        Its step time over ours.
-    gap : float or None
-        (its step time - bound) / bound.
-    wall_s : float
-    note : str
-        Why it has no plan.
-    """
+    """The best plan of another planner."""
 
     name: str
     step_time_s: float | None
-    ratio: float | None
-    gap: float | None
+    ratio: float | None  # its step time over ours
+    gap: float | None  # (its step time - bound) / bound
     wall_s: float
-    note: str
+    note: str  # why it has no plan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --compare-with --json`` prints for one planner."""

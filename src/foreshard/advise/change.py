@@ -173,7 +173,7 @@ def _predicted(request: Request, changed: Request, engine: str | None) -> Predic
     """Return the prediction of the changed run; what one measured step taught holds for it too."""
     if request.observed_step_s is None:
         return changed.predict(engine)
-    before, after = (replace(one, observed_step_s=None).predict(engine) for one in (request, changed))
+    before, after = (replace(asked, observed_step_s=None).predict(engine) for asked in (request, changed))
     ratio = request.observed_step_s / before.step_time_s
     made = replace(changed, observed_step_s=ratio * after.step_time_s).predict(engine)
     scaled = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
@@ -183,10 +183,10 @@ def _predicted(request: Request, changed: Request, engine: str | None) -> Predic
 def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:
     """Return the effects, best first: what fits by gain, then what does not fit, then what is invalid."""
 
-    def order(one: Effect) -> tuple[int, float]:
-        if one.prediction is None or one.gain is None:
+    def order(found: Effect) -> tuple[int, float]:
+        if found.prediction is None or found.gain is None:
             return 2, 0.0
-        return (0 if one.prediction.memory.fits else 1), -one.gain
+        return (0 if found.prediction.memory.fits else 1), -found.gain
 
     return tuple(sorted(effects, key=order))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from foreshard import quantity
-from foreshard.advise.advice import expert_changes, offered, partial_blocks, splits
+from foreshard.advise.advice import MAX_DEGREE, expert_changes, offered, partial_blocks, splits
 from foreshard.advise.change import Effect, effect, rank
 from foreshard.advise.request import Request, stated_degrees
 from foreshard.catalog.offers import Offers
@@ -18,9 +18,8 @@ from foreshard.planner.nearest_change import shorter_sequences, smaller_optimize
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import MEMORY_LABELS, Memory, Prediction
 
-_MAX_DEGREE = 64
-_MAX_NODES = 4096
-_SAID = 3
+_MAX_NODES = 4096  # 32,768 devices in nodes of eight: above them other changes are nearer
+_SAID = 3  # changes named; the nearest and what else would do
 _TRAINING = 2  # the tier that is tried even where an earlier one fits: a shorter sequence is often the answer
 _MILDEST_FIRST = ("seq", "nodes", "optimizer", "offload")  # of these the first that fits is the least change
 
@@ -68,26 +67,26 @@ class _Trial:
             kind = change.partition("=")[0]
             if kind in best and kind in _MILDEST_FIRST:
                 continue
-            one = self._fitting(change)
-            if one is not None and (kind not in best or (one.gain or 0) > (best[kind].gain or 0)):
-                best[kind] = one
+            found = self._fitting(change)
+            if found is not None and (kind not in best or (found.gain or 0) > (best[kind].gain or 0)):
+                best[kind] = found
         return list(best.values())
 
     def _fitting(self, change: str) -> Effect | None:
         if change in self.tried:
             return None
-        one = effect(self.request, self.reference, change, engine="analytical")
-        if one.prediction is None:
+        found = effect(self.request, self.reference, change, engine="analytical")
+        if found.prediction is None:
             return None
         self.tried.add(change)
-        return one if one.prediction.memory.fits else None
+        return found if found.prediction.memory.fits else None
 
 
 def _tiers(request: Request, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:
     """Yield the tiers of candidates, from what changes least."""
     group = plan.groups[0]
     levels = [level for level in offers.levels(len(group.stages)) if level > group.stages[0].zero]
-    savers = [*_recompute_rules(plan, offers), *_smaller_passes(plan), *(f"zero={one}" for one in levels)]
+    savers = [*_recompute_rules(plan, offers), *_smaller_passes(plan), *(f"zero={level}" for level in levels)]
     layouts = []
     if request.plan is None:
         layouts = [*_wider(request, plan, offers)]
@@ -127,7 +126,7 @@ def _wider(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
     now = stated_degrees(plan)
     widest = max(node.per_node for node in request.cluster.nodes)
     for name in ("tp", "pp", "cp"):
-        factor, most = 4, widest if name == "tp" else _MAX_DEGREE
+        factor, most = 4, widest if name == "tp" else MAX_DEGREE
         while name in offers.degrees and now["dp"] % factor == 0 and now[name] * factor <= most:
             yield f"{name}={now[name] * factor},dp={now['dp'] // factor}"
             factor *= 2
@@ -146,8 +145,8 @@ def _strongest(plan: Plan, offers: Offers) -> list[str]:
 
 def _joined(changes: list[str]) -> Iterator[str]:
     """Yield the changes two by two, then all together."""
-    for i, one in enumerate(changes):
-        yield from (f"{one},{other}" for other in changes[i + 1 :])
+    for i, change in enumerate(changes):
+        yield from (f"{change},{other}" for other in changes[i + 1 :])
     if len(changes) > 2:
         yield ",".join(changes)
 
@@ -207,19 +206,19 @@ def verdict(prediction: Prediction, fit: Fit) -> str:
             f"{text}None of {fit.num_tried} changes tried fits (recompute, micro-batch, sharding, degrees, "
             "optimizer, sequence, nodes, offload)."
         )
-    nearest, *others = (_priced(one, prediction) for one in fit.effects)
+    nearest, *others = (_priced(found, prediction) for found in fit.effects)
     also = f" Also: {'; '.join(others)}." if others else ""
     return f"{text}Nearest change that fits: {nearest}.{also}"
 
 
-def _priced(one: Effect, base: Prediction) -> str:
+def _priced(found: Effect, base: Prediction) -> str:
     """Return a change with its peak and its speed against the run as asked, if that fitted."""
-    assert one.prediction is not None and one.gain is not None
-    peak = quantity.gib(one.prediction.memory.peak_bytes)
-    more = len(one.prediction.plan.ranks) / len(base.plan.ranks)
-    gain = (1 + one.gain) / more - 1
+    assert found.prediction is not None and found.gain is not None
+    peak = quantity.gib(found.prediction.memory.peak_bytes)
+    more = len(found.prediction.plan.ranks) / len(base.plan.ranks)
+    gain = (1 + found.gain) / more - 1
     side = "faster" if gain >= 0 else "slower"
     cost = f"{abs(100 * gain):.1f} % {side}" + (" per device" if more != 1 else "")
-    if "offload" in one.change:
+    if "offload" in found.change:
         cost += ", the transfers not counted"
-    return f"{one.change} (peak {peak} GiB, {cost})"
+    return f"{found.change} (peak {peak} GiB, {cost})"

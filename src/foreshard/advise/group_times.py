@@ -66,7 +66,7 @@ def _moved(group: Group, cluster: Cluster) -> Group:
 
 def uneven(times: Sequence[GroupTime]) -> bool:
     """Return whether some group waits for more than a hundredth or two of its work."""
-    return any(one.wait_s > UNEVEN * (one.wait_s + one.work_s) for one in times)
+    return any(group.wait_s > UNEVEN * (group.wait_s + group.work_s) for group in times)
 
 
 def better_shares(request: Request, plan: Plan) -> Iterator[str]:
@@ -76,10 +76,10 @@ def better_shares(request: Request, plan: Plan) -> Iterator[str]:
     times = group_times(request, plan)
     if not uneven(times):
         return
-    speeds = [one.share / one.work_s for one in times]
+    speeds = [group.share / group.work_s for group in times]
     for unit in dict.fromkeys((_unit(plan), 1)):
         shares = apportioned(speeds, plan.global_batch, unit)
-        if shares is not None and shares != [one.share for one in times]:
+        if shares is not None and shares != [group.share for group in times]:
             yield "shares=" + ":".join(map(str, shares))
 
 

@@ -21,20 +21,11 @@ _FASTER_NIC = 2.0  # the step between generations of networks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """One change of the cluster, the best step found with it, and what that gains.
-
-    Attributes
-    ----------
-    change : str
-    step_time_s : float or None
-        None where nothing fits.
-    gain : float or None
-        Tokens per second more, as a fraction. A change never takes the present plan away, so 0 is the least.
-    note : str
-    """
+    """One change of the cluster, the best step found with it, and what that gains."""
 
     change: str
-    step_time_s: float | None
+    step_time_s: float | None  # none where nothing fits
+    # tokens per second more, as a fraction. A change never takes the present plan away, so 0 is the least
     gain: float | None
     note: str = ""
 
@@ -46,16 +37,11 @@ class Gain:
 def sensitivity(search: Search, cluster: Cluster, base: PlanResult) -> tuple[Gain, ...]:
     """Return what each change of the cluster gains, the most first.
 
-    Parameters
-    ----------
-    search : callable
-        The search with everything but the cluster fixed; its budget should be short.
-    cluster : Cluster
-    base : PlanResult
-        Of the cluster as it is, with at least one plan.
+    `search` has everything but the cluster fixed, its budget should be short; `base` is its result on the
+    cluster as it is, with at least one plan.
     """
     found = [_gain(search, change, changed, base) for change, changed in changes(cluster)]
-    return tuple(sorted(found, key=lambda one: -1.0 if one.gain is None else one.gain, reverse=True))
+    return tuple(sorted(found, key=lambda gain: -1.0 if gain.gain is None else gain.gain, reverse=True))
 
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

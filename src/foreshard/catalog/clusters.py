@@ -22,7 +22,7 @@ from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, Network, NodeGroup
 from foreshard.spec.device import Device
 
-_MAX_SHORTHAND_CHARS = 4096
+_MAX_SHORTHAND_CHARS = 4096  # about 200 terms; more nodes than that differ in a file
 
 # Chips that share one ICI network at most: a pod (Google Cloud TPU documentation, recalled).
 _TPU_POD = {"tpu-v2": 256, "tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256}
@@ -32,17 +32,14 @@ _TPU_POD |= {"tpu-v7x": 9216}
 def load_cluster(text: str | Path) -> Cluster:
     """Return the cluster that a catalog name, a shorthand or a TOML file describes.
 
+    Every default taken from the catalog is among its `assumptions`.
+
     Parameters
     ----------
     text : str or Path
         ``aws-p5.48xlarge``, ``4xaws-p5.48xlarge``; ``8x8xh100-sxm``,
         ``2x4xa100-sxm-40gb+2x4xv100-sxm-16gb@100Gb/s`` (nodes x devices per node x device, and the NIC rate
         of every node); or the path of a TOML file.
-
-    Returns
-    -------
-    Cluster
-        With every default taken from the catalog listed in `assumptions`.
 
     Raises
     ------

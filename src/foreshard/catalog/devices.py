@@ -36,7 +36,7 @@ _BARE_MEMORY = re.compile(r"(?:12|16|24|32|40|48|64|80|94|96|128|141|144|180|186
 _MEMORY_TYPE = re.compile(r"hbm[0-9]?e?|gddr[0-9]x?")
 # Parts in brackets that name a system or a power limit: "(DGX A100)", "(400W)", "(lower TDP)" stays.
 _BRACKETS = re.compile(r"\((?:[^()]*\b(?:dgx|hgx|aws|azure|gcp)\b[^()]*|[0-9]+\s*w)\)")
-_MAX_CHARS = 200
+_MAX_CHARS = 200  # of a name; longer text is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

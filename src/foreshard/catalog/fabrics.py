@@ -16,67 +16,32 @@ from foreshard.errors import unknown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConstants:
-    """How a collective library uses one generation of scale-up link.
+    """How a collective library uses one generation of scale-up link; fields are floats, or arrays of rows."""
 
-    Parameters
-    ----------
-    launch_s
-        Time of the smallest collective before its first hop.
-    hop_s
-        One more rank on the ring, smallest message.
-    exchange_launch_s, exchange_hop_s
-        The same for send/receive patterns (all-to-all, point to point).
-    switch_launch_s
-        Smallest all-reduce through in-switch reduction.
-    ring_eff, gather_eff, exchange_eff, switch_eff
-        Fraction of the datasheet bandwidth that ring all-reduce, ring all-gather or reduce-scatter,
-        all-to-all and in-switch reduction reach on large messages.
-    ramp, exchange_ramp, switch_ramp
-        Multiplier of the pipeline term 2 sqrt(latency * transfer): 1 is ideal chunking.
-    copy, exchange_copy
-        Extra wire-equivalent bytes of a rank's own block, as a fraction of the block.
-    scaling, exchange_scaling
-        For rings and for all-to-all, the exponent of (ranks / reference) in the bandwidth: 0 behind a
-        switch, positive in a mesh (more peers, more links), negative where ranks share one bus.
-    reference
-        Ranks at which ``scaling`` counts 1; 0 means the whole domain.
-    """
-
-    launch_s: float
-    hop_s: float
-    exchange_launch_s: float
-    exchange_hop_s: float
-    switch_launch_s: float
-    ring_eff: float
-    gather_eff: float
-    exchange_eff: float
-    switch_eff: float
-    ramp: float
-    exchange_ramp: float
-    switch_ramp: float
-    copy: float
-    exchange_copy: float
-    scaling: float
-    exchange_scaling: float
-    reference: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkConstants:
-    """How a collective library uses the NICs.
-
-    Parameters
-    ----------
-    ring_eff, tree_eff, exchange_eff
-        Fraction of the datasheet NIC rate that rings, trees and direct sends reach.
-    launch_s
-        Software time of a collective that leaves the domain, once (proxy thread, GPU to NIC handshake).
-    """
-
-    ring_eff: float
-    tree_eff: float
-    exchange_eff: float
-    launch_s: float
+    launch_s: Any  # time of the smallest collective before its first hop
+    hop_s: Any  # one more rank on the ring, smallest message
+    # the same for send/receive patterns (all-to-all, point to point)
+    exchange_launch_s: Any
+    exchange_hop_s: Any
+    switch_launch_s: Any  # smallest all-reduce through in-switch reduction
+    # fraction of the datasheet bandwidth that ring all-reduce, ring all-gather or reduce-scatter, all-to-all
+    # and in-switch reduction reach on large messages
+    ring_eff: Any
+    gather_eff: Any
+    exchange_eff: Any
+    switch_eff: Any
+    # multiplier of the pipeline term 2 sqrt(latency * transfer): 1 is ideal chunking
+    ramp: Any
+    exchange_ramp: Any
+    switch_ramp: Any
+    # extra wire-equivalent bytes of a rank's own block, as a fraction of the block
+    copy: Any
+    exchange_copy: Any
+    # for rings and for all-to-all, the exponent of (ranks / reference) in the bandwidth: 0 behind a switch,
+    # positive in a mesh (more peers, more links), negative where ranks share one bus
+    scaling: Any
+    exchange_scaling: Any
+    reference: Any  # ranks at which ``scaling`` counts 1; 0 means the whole domain
 
 
 def comm_constants() -> dict[str, Any]:
@@ -113,18 +78,8 @@ def link_generation(arch: str, link: str | None, *, name: str = "") -> str:
 def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") -> LinkConstants:
     """Return the constants of one generation, with the latencies of a library era.
 
-    Parameters
-    ----------
-    generation, nccl
-        Row and era.
-    exclude
-        Family of measured rows that the constants must not have seen (the ``system`` column, or ``gpu`` of
-        the Sailor profiles). A family that no constant rests on changes nothing.
-
-    Raises
-    ------
-    SpecError
-        The generation or the era is not in the table.
+    `exclude` is a family of measured rows that the constants must not have seen: the ``system`` column, or
+    ``gpu`` of the Sailor profiles. A family that no constant rests on changes nothing.
     """
     table = comm_constants()
     if generation not in table["links"]:
@@ -137,9 +92,3 @@ def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") ->
     row = {key: value for key, value in fitted.items() if key in names}
     era = changed["eras"].get(nccl, table["eras"][nccl])
     return LinkConstants(**{key: value * era.get(key, 1.0) for key, value in row.items()})
-
-
-def network_constants() -> NetworkConstants:
-    """Return the constants of the scale-out network."""
-    names = {field.name for field in fields(NetworkConstants)}
-    return NetworkConstants(**{k: v for k, v in comm_constants()["network"].items() if k in names})

@@ -43,15 +43,9 @@ _MEANT = {
 _SEE = "See 'foreshard schema frameworks'"
 
 
-def parse_frameworks(text: str, *, file: str = "frameworks.toml") -> tuple[Framework, ...]:
-    """Return the frameworks that a TOML text describes, in its order.
-
-    Raises
-    ------
-    SpecError
-        On an unknown key, base or choice, or an entry without source.
-    """
-    names = {field.name for field in fields(Framework)}
+def parse_frameworks(text: str) -> tuple[Framework, ...]:
+    """Return the frameworks that a TOML text describes, in its order."""
+    names, file = {field.name for field in fields(Framework)}, "frameworks.toml"
     known: dict[str, dict[str, Any]] = {}
     table = []
     for entry in tomllib.loads(text).get("framework", []):
@@ -84,11 +78,6 @@ def frameworks() -> tuple[Framework, ...]:
 @cache
 def load_framework(label: str) -> Framework:
     """Return the framework that `name` or `name@release` stands for; a blank release is the newest.
-
-    Parameters
-    ----------
-    label : str
-        As `--framework` takes it.
 
     Raises
     ------

@@ -19,35 +19,18 @@ DEFAULT_NIC_LATENCY_S = 5e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One instance type as its provider sells it.
+    """One instance type as its provider sells it."""
 
-    Attributes
-    ----------
-    name : str
-        ``provider-type``, lower case.
-    device : str
-        Canonical device name.
-    per_node : int
-    nic_bytes_per_s : float or None
-        Whole node, one direction; None when the source does not say.
-    network, intra_link : str
-        Kind of network between nodes and of links inside a node, as the source writes them.
-    usd_per_h : float or None
-        On-demand, whole node; None when no source was found.
-    price_region, price_source, spec_source, notes : str
-    price_date : str or None
-        As the source writes it: a day, a quarter or a year.
-    """
-
-    name: str
-    device: str
+    name: str  # ``provider-type``, lower case
+    device: str  # canonical device name
     per_node: int
-    nic_bytes_per_s: float | None
+    nic_bytes_per_s: float | None  # whole node, one direction; None when the source does not say
+    # kind of network between nodes and of links inside a node, as the source writes them
     network: str
     intra_link: str
-    usd_per_h: float | None
+    usd_per_h: float | None  # on-demand, whole node; None when no source was found
     price_region: str
-    price_date: str | None
+    price_date: str | None  # as the source writes it: a day, a quarter or a year
     price_source: str
     spec_source: str
     notes: str

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import unknown
 
@@ -38,7 +36,7 @@ _CURVE = {
 class KernelModel:
     """What one device achieves, for one precision of its matrix products.
 
-    Every field is a float, or an ndarray that broadcasts to the rows of a batch (see :meth:`stack`).
+    Every field is a float, or an ndarray that broadcasts to the rows of a batch.
     `gemm_*` is the curve of the matrix precision. Attention and the head run in 16 bit beside 8 or 4-bit
     matrices: `bf16_peak_flops_per_s` and `gemm16_*`; beside wider ones the two are equal.
     """
@@ -82,17 +80,6 @@ class KernelModel:
     grouped_eff: Any
     """Speed of a grouped matrix product over one batched product of equal shape."""
 
-    @classmethod
-    def stack(cls, models: Sequence[KernelModel]) -> KernelModel:
-        """Return one model whose fields are arrays of shape (len(models),)."""
-        return cls(
-            **{f.name: np.array([getattr(m, f.name) for m in models], dtype=np.float64) for f in fields(cls)}
-        )
-
-    def take(self, index: Any) -> KernelModel:
-        """Return the model with every field of a stacked model gathered at `index`."""
-        return type(self)(**{f.name: np.asarray(getattr(self, f.name))[index] for f in fields(self)})
-
 
 def kernel_constants() -> dict[str, Any]:
     """Return the shipped constants: section -> device, architecture or ``generic`` -> values."""
@@ -113,11 +100,8 @@ def _find(section: dict[str, Any], device: Device) -> tuple[dict[str, float], st
 def kernel_evidence(device: Device, precision: str) -> str:
     """Return what the matrix-product curve rests on.
 
-    Returns
-    -------
-    str
-        ``fitted`` on kernels of this device, ``architecture`` on others of its architecture, or
-        ``datasheet``: no measurement of the architecture, generic shares of the datasheet values.
+    ``fitted`` on kernels of this device, ``architecture`` on others of its architecture, or ``datasheet``: no
+    measurement of the architecture, generic shares of the datasheet values.
     """
     _check("precision", precision, tuple(_CURVE))
     return _find(kernel_constants()["gemm"][_CURVE[precision]], device)[1]

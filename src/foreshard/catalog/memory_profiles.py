@@ -74,20 +74,9 @@ class MemoryProfile:
     source: str = ""
 
 
-def memory_profile_names() -> tuple[str, ...]:
-    """Return the names of the memory profiles, in the order of the file."""
-    return tuple(shipped("memory_profiles.toml"))
-
-
 @cache
 def memory_profile(name: str) -> MemoryProfile:
-    """Return the memory profile of that name.
-
-    Raises
-    ------
-    SpecError
-        If no profile has that name.
-    """
+    """Return the memory profile of that name."""
     table: dict[str, dict[str, Any]] = shipped("memory_profiles.toml")
     if name not in table:
         raise unknown("memory profile", name, table, key="memory", rule="Profiles are")

@@ -9,7 +9,7 @@ from typing import Any
 from foreshard.errors import SpecError
 from foreshard.spec.model import Block, Model, decoder
 
-DEFAULT_SEQ_LEN = 2048
+DEFAULT_SEQ_LEN = 2048  # tokens; of GPT-3 and of Llama 1, where nothing is stated
 
 
 @functools.cache

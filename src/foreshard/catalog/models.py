@@ -22,6 +22,7 @@ from foreshard.catalog.torch_module import model_from_module
 from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
 from foreshard.spec.model import Model
 
+_RULE = "A model is a catalog name, a config.json or module.py:factory"
 _FACTORY = "The factory is a function without arguments in that file"
 
 
@@ -48,10 +49,7 @@ def _not_modelled() -> dict[str, str]:
 def find_model(name: str) -> Model | None:
     """Return the catalog model of this name or alias, or None.
 
-    Raises
-    ------
-    SpecError
-        For a model that is known and not modelled.
+    A model that is known and not modelled is an error.
     """
     why = _not_modelled().get(_key(name))
     if why:
@@ -101,10 +99,10 @@ def load_model(text: str | Path) -> Model:
     if colon and module.endswith(".py"):
         return _from_factory(Path(module), factory)
     if text.endswith(".py") and os.path.exists(text):
-        what = "a Python file without the name of a factory"
-        rule = "A model is a catalog name, a config.json or module.py:factory; a job is measured first"
         fix = f"Write {text}:FACTORY; of a job give --costs, made with foreshard profile and calibrate"
-        raise SpecError(what, file=text, key="model", value=text, rule=rule, fix=fix)
+        error = _wrong("a Python file without the name of a factory", text, fix, "; a job is measured first")
+        error.file = text
+        raise error
     model = find_model(text)
     if model:
         return model
@@ -114,9 +112,12 @@ def load_model(text: str | Path) -> Model:
     if text.endswith(".json") or "/" in text or os.path.exists(text):
         return model_from_config(read_config(text), name=_config_name(Path(text)), file=text)
     near = difflib.get_close_matches(text.lower()[:100], models(), n=3, cutoff=0.5)
-    rule = "A model is a catalog name, a config.json or module.py:factory"
     fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'"
-    raise SpecError(f"unknown model {text[:100]!r}", key="model", value=text[:100], rule=rule, fix=fix)
+    raise _wrong(f"unknown model {text[:100]!r}", text, fix)
+
+
+def _wrong(what: str, text: str, fix: str, more: str = "") -> SpecError:
+    return SpecError(what, key="model", value=text[:100], rule=_RULE + more, fix=fix)
 
 
 def _refuse_hub_name(text: str, tail: str) -> None:
@@ -124,9 +125,7 @@ def _refuse_hub_name(text: str, tail: str) -> None:
     known = find_model(tail)
     near = [known.name] if known else difflib.get_close_matches(tail.lower()[:100], models(), n=1, cutoff=0.6)
     if near:
-        rule = "A model is a catalog name, a config.json or module.py:factory; nothing is downloaded"
-        fix = f"Did you mean {near[0]!r}?"
-        raise SpecError(f"no file {text[:100]!r}", key="model", value=text[:100], rule=rule, fix=fix)
+        raise _wrong(f"no file {text[:100]!r}", text, f"Did you mean {near[0]!r}?", "; nothing is downloaded")
 
 
 def _config_name(path: Path) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from foreshard.catalog.model_dims import DEFAULT_SEQ_LEN
 from foreshard.errors import SpecError
 from foreshard.spec.model import Block, Model, decoder
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads")
 LENGTHS = ("max_seq_len", "max_seq_length", "block_size", "context_length", "seq_len")
-DEFAULT_LENGTH = 2048
 RULE = "A module is read when it is a stack of equal attention and MLP blocks between an embedding and a head"
 FIX = "Return a foreshard Model or a Hugging Face config dict from the factory"
 
@@ -177,7 +177,7 @@ def _ends(module: Any, outside: dict[int, Any], blocks: tuple[Block, ...], where
         blocks=blocks,
         vocab=tokens.num_embeddings,
         tied_embeddings=head[-1].weight is tokens.weight,
-        max_seq_len=positions or (stated[0] if stated else DEFAULT_LENGTH),
+        max_seq_len=positions or (stated[0] if stated else DEFAULT_SEQ_LEN),
         learned_positions=positions,
         final_norm=norm,
         source=where,

@@ -47,9 +47,7 @@ class TrainingConstants:
     tensor_comm: float = _term(1.0, 0.7, 1.6, "tensor-parallel collectives in training over isolated")
     tensor_hidden: float = _term(0.85, 0.3, 1.0, "share of tensor-parallel time hidden when overlap is on")
     pipeline_comm: float = _term(1.0, 0.4, 2.5, "stage-to-stage messages in training over isolated")
-    pipeline_hidden: float = _term(0.7, 0.0, 1.0, "share of interleaved stage messages hidden")
     data_comm: float = _term(1.1, 0.7, 2.0, "gradient collectives in training over isolated")
-    data_hidden: float = _term(0.7, 0.0, 1.0, "largest share of gradient collectives that overlap hides")
     fsdp_contention: float = _term(0.35, 0.0, 0.6, "slowdown per second of overlapped gather or scatter")
     expert_comm: float = _term(1.2, 0.7, 3.0, "expert all-to-all in training over isolated")
     expert_hidden: float = _term(0.5, 0.0, 1.0, "share of expert all-to-all hidden when overlap is on")
@@ -91,13 +89,7 @@ def term_metadata() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def training_constants(exclude: str | None = None) -> TrainingConstants:
-    """Return the shipped constants, or those fitted without one family.
-
-    Raises
-    ------
-    SpecError
-        When no constants were fitted without that family.
-    """
+    """Return the shipped constants, or those fitted without one family."""
     data = shipped("training_constants.json")
     if exclude is None:
         return TrainingConstants(**data["all"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def command(**values: Any) -> None:
     """Predict the same run under every engine and cost source, side by side."""
     predictions = to_request(values).compare()
-    data = {"schema_version": 1, "predictions": [one.to_dict() for one in predictions]}
+    data = {"schema_version": 1, "predictions": [prediction.to_dict() for prediction in predictions]}
     give(data, lambda: _screen(predictions))
 
 
@@ -30,19 +30,24 @@ def _screen(predictions: tuple[Prediction, ...]) -> Screen:
 
     first = predictions[0]
     numbers: dict[str, Callable[[Prediction], str]] = {
-        "step": lambda one: quantity.seconds(one.step_time_s),
-        "interval": lambda one: quantity.seconds_range(*one.step_time_interval_s),
-        "MFU": lambda one: quantity.percent(one.mfu),
-        "peak GiB": lambda one: quantity.gib(one.memory.peak_bytes),
-        "predicted in": lambda one: quantity.seconds(one.predict_s),
+        "step": lambda prediction: quantity.seconds(prediction.step_time_s),
+        "interval": lambda prediction: quantity.seconds_range(*prediction.step_time_interval_s),
+        "MFU": lambda prediction: quantity.percent(prediction.mfu),
+        "peak GiB": lambda prediction: quantity.gib(prediction.memory.peak_bytes),
+        "predicted in": lambda prediction: quantity.seconds(prediction.predict_s),
     }
-    parts = [part for part in TIME_LABELS if any(one.time_breakdown_s[part] for one in predictions)]
+    parts = [
+        part for part in TIME_LABELS if any(prediction.time_breakdown_s[part] for prediction in predictions)
+    ]
     headline = [_folded(name, map(write, predictions)) for name, write in numbers.items()]
     times = [
-        _folded(TIME_LABELS[part], (quantity.seconds(one.time_breakdown_s[part]) for one in predictions))
+        _folded(
+            TIME_LABELS[part],
+            (quantity.seconds(prediction.time_breakdown_s[part]) for prediction in predictions),
+        )
         for part in parts
     ]
-    columns = ("", *(f">{one.engine}/{one.costs}" for one in predictions))
+    columns = ("", *(f">{prediction.engine}/{prediction.costs}" for prediction in predictions))
     return Screen(
         header=(f"{first.model} on {first.cluster}", plan_line(first.plan)),
         tables=(table("", columns, headline), table("Where the time goes", columns, times)),

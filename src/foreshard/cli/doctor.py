@@ -24,7 +24,7 @@ _EXTRAS = {
     "transformers": ("models", "check parameter counts against transformers"),
     "ray": ("sweep", "searches in tasks of Ray"),
 }
-FAULT = 1
+FAULT = 1  # exit code where something needed is broken
 
 
 @verb_command("doctor")
@@ -35,7 +35,7 @@ def command(ctx: click.Context) -> None:
         _python(),
         *(_library(name) for name in required()),
         *_catalogs(),
-        _one_prediction(),
+        _tried("prediction", _one_prediction),
         _measurements(),
     ]
     checks += [_extra(name, *about) for name, about in _EXTRAS.items()]
@@ -89,8 +89,8 @@ def _catalogs() -> list[dict[str, str]]:
     def devices() -> str:
         from foreshard.catalog.devices import devices
 
-        found = devices()
-        return f"{len(found)} devices, {sum(not one.verified for one in found.values())} unverified"
+        unverified = sum(not device.verified for device in devices().values())
+        return f"{len(devices())} devices, {unverified} unverified"
 
     def models() -> str:
         from foreshard.catalog.models import models
@@ -100,8 +100,8 @@ def _catalogs() -> list[dict[str, str]]:
     def prices() -> str:
         from foreshard.catalog.instances import instances, is_old
 
-        priced = [one for one in instances().values() if one.usd_per_h is not None]
-        old = sum(is_old(one.price_date) for one in priced)
+        priced = [instance for instance in instances().values() if instance.usd_per_h is not None]
+        old = sum(is_old(instance.price_date) for instance in priced)
         return f"{len(priced)} prices, {old} older than a year"
 
     def frameworks() -> str:
@@ -109,21 +109,17 @@ def _catalogs() -> list[dict[str, str]]:
 
         return f"{len(frameworks())} frameworks and releases"
 
-    looks = {"devices": devices, "models": models, "prices": prices, "frameworks": frameworks}
-    return [_tried(name, look) for name, look in looks.items()]
+    return [_tried(look.__name__, look) for look in (devices, models, prices, frameworks)]
 
 
-def _one_prediction() -> dict[str, str]:
-    def look() -> str:
-        from foreshard import api, quantity
+def _one_prediction() -> str:
+    from foreshard import api, quantity
 
-        made = api.predict(api.load_model("llama3-8b"), api.load_cluster("1x8xh100-sxm"), tp=2)
-        parts = sum(made.time_breakdown_s.values())
-        if abs(parts - made.step_time_s) > 1e-9 * made.step_time_s:
-            raise ValueError(f"time parts sum to {parts}, the step is {made.step_time_s}")
-        return f"llama3-8b on 1x8xh100-sxm: {quantity.seconds(made.step_time_s)} a step"
-
-    return _tried("prediction", look)
+    made = api.predict(api.load_model("llama3-8b"), api.load_cluster("1x8xh100-sxm"), tp=2)
+    parts = sum(made.time_breakdown_s.values())
+    if abs(parts - made.step_time_s) > 1e-9 * made.step_time_s:
+        raise ValueError(f"time parts sum to {parts}, the step is {made.step_time_s}")
+    return f"llama3-8b on 1x8xh100-sxm: {quantity.seconds(made.step_time_s)} a step"
 
 
 def _measurements() -> dict[str, str]:
@@ -137,7 +133,7 @@ def _measurements() -> dict[str, str]:
 
 
 def _screen(checks: list[dict[str, Any]]) -> Screen:
-    rows = [(one["check"], one["status"], one["detail"]) for one in checks]
+    rows = [(check["check"], check["status"], check["detail"]) for check in checks]
     return Screen(
         header=(f"foreshard {__version__}",), tables=(table("", ("check", "status", "detail"), rows),)
     )

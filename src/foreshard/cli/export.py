@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,16 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option("-o", "--output", metavar="DIR", help="Write the files there instead of printing them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
-    plan: str,
-    model: str | None,
-    cluster: str | None,
-    target: str,
-    step: int | None,
-    tokens: float | None,
-    output: str | None,
-    as_json: bool,
-) -> None:
+def command(plan: str, model: str | None, cluster: str | None, target: str, **options: Any) -> None:
     """Write the plan file PLAN for another tool, or what a run has trained (PLAN is its folder then).
 
     What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the
@@ -58,7 +49,7 @@ def command(
     foreshard export plan.json llama3-8b 2x8xh100-sxm --to slurm --tokens 1e12 -o launch
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     if os.path.isdir(plan) or target in FORMATS:
-        _export_run(plan, target, output, step)
+        _export_run(plan, target, options["output"], options["step"])
         return
     from foreshard import api
 
@@ -67,11 +58,11 @@ def command(
         target,
         model=api.load_model(model) if model else None,
         cluster=api.load_cluster(cluster) if cluster else None,
-        tokens=tokens,
+        tokens=options["tokens"],
         plan_file=plan,
     )
-    path = _write(made, output) if output else ""
-    if as_json:
+    path = _write(made, options["output"]) if options["output"] else ""
+    if options["as_json"]:
         click.echo(dump(made.to_dict()))
     else:
         click.echo(path or made.text, nl=bool(path))

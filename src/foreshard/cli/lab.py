@@ -24,6 +24,7 @@ _LIKE_RUN = (
     "clip_norm",
     "checkpoint_every",
     "save_last",
+    "save_async",
     "keep",
     "stop_on_nan",
     "resume",
@@ -33,6 +34,7 @@ _LIKE_RUN = (
     "max_starts_per_hour",
     "threads",
     "tensorboard",
+    "wandb",
     "trace",
     "costs",
 )

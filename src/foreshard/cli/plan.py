@@ -92,7 +92,7 @@ def _vendors() -> tuple[str, ...]:
     help="Communication options the search may set (default framework: none).",
 )
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
-@click.option("--engine", type=Word("analytical", "graph"), help="Default analytical.")
+@click.option("--engine", type=Word("analytical", "graph"), help="Times the best plans found; default graph.")
 @click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
 @click.option("--budget-s", type=Amount(), help="Seconds to search (default 60).")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="Where to search (default local).")

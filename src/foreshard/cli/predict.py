@@ -84,9 +84,9 @@ def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] |
     if fit is not None:
         memory = prediction.memory
         changes = [
-            {"change": one.change, "gain": one.gain, "peak_bytes": one.prediction.memory.peak_bytes}
-            for one in fit.effects
-            if one.prediction
+            {"change": effect.change, "gain": effect.gain, "peak_bytes": effect.prediction.memory.peak_bytes}
+            for effect in fit.effects
+            if effect.prediction
         ]
         data["infeasible"] = {
             "binding": "memory",

@@ -19,7 +19,7 @@ from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import ForeshardError, SpecError, unknown
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 
 
 class _Verbs(click.Group):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from foreshard.cli.options.values import Amount
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.report.screen import Screen
 
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # between two looks at the events
 
 
 @verb_command("replan")
@@ -32,16 +30,14 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
     \b
     foreshard replan run plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard.report.run_progress import Follow
     from foreshard.runtime.membership.replanning import request_plan
 
+    events = Path(run) / "events.jsonl"
+    follow, until = Follow(events), time.monotonic() + wait_s
     number = request_plan(Path(run), plan_file)
-    events, until = Path(run) / "events.jsonl", time.monotonic() + wait_s
-    seen = os.path.getsize(events) if events.exists() else 0
     while time.monotonic() < until:
-        with events.open("rb") if events.exists() else open(os.devnull, "rb") as file:
-            file.seek(seen)
-            lines = [json.loads(line) for line in file.read().splitlines() if line.endswith(b"}")]
-        answer = next((line for line in lines if line.get("request") == number), None)
+        answer = next((line for line in follow.lines(events) if line.get("request") == number), None)
         if answer is not None and answer["kind"] == "request refused":
             raise SpecError(answer["text"], file=plan_file, key="PLAN")
         if answer is not None:

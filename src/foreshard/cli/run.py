@@ -52,6 +52,9 @@ SEED = Count(-(2**63), 2**63 - 1)
     show_default=True,
     help="A checkpoint at the end, and on SIGTERM after the present step.",
 )
+@click.option(
+    "--save-async", is_flag=True, help="Train on while a checkpoint is written, from a copy in host memory."
+)
 @click.option("--keep", type=Count(1), default=2, show_default=True, help="Checkpoints to keep.")
 @click.option(
     "--stop-on-nan/--no-stop-on-nan",
@@ -97,7 +100,18 @@ SEED = Count(-(2**63), 2**63 - 1)
     help="Where ranks compute; auto takes GPUs if there are any.",
 )
 @click.option("--threads", type=Count(), default=1, show_default=True, help="Threads of torch in a rank.")
+@click.option(
+    "--eval-every", type=Count(0), default=0, show_default=True, help="Steps between calls of evaluate()."
+)
+@click.option(
+    "--readers",
+    type=Count(0, 256),
+    default=0,
+    show_default=True,
+    help="Processes of a rank that read samples; 0 for a thread.",
+)
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
+@click.option("--wandb", is_flag=True, help="Also write a run of Weights & Biases, offline.")
 @click.option(
     "--costs", metavar="FILE", help="Measured costs: what a policy starts from, and a predicted step."
 )

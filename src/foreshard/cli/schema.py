@@ -31,7 +31,7 @@ _SOURCES = "Flags win over FORESHARD_* environment variables, these over --confi
 def command(name: str | None) -> None:
     """Describe a file format (cluster, plan, prediction, scenario, lab, config), or list the frameworks."""
     if name is None:
-        formats = [(one, read(one)["title"]) for one in NAMES]
+        formats = [(known, read(known)["title"]) for known in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}
         give(
             data,
@@ -63,10 +63,15 @@ def _config() -> dict[str, Any]:
     """Return the options of each verb as the keys of a config file."""
     sections: dict[str, dict[str, Any]] = {}
     for name in VERBS:
-        options = [one for one in verb(name).params if isinstance(one, click.Option) and not one.is_eager]
+        options = [
+            option for option in verb(name).params if isinstance(option, click.Option) and not option.is_eager
+        ]
         sections[name] = {
-            max(one.opts, key=len).lstrip("-"): {"type": one.type.name.lower(), "doc": one.help or ""}
-            for one in options
+            max(option.opts, key=len).lstrip("-"): {
+                "type": option.type.name.lower(),
+                "doc": option.help or "",
+            }
+            for option in options
         }
     doc = f"Options by the names of their flags, for all verbs or in a table of one verb. {_SOURCES}"
     return {"title": "Config file (TOML, --config)", "doc": doc, "keys": sections}
@@ -78,11 +83,11 @@ def _frameworks() -> dict[str, Any]:
     from foreshard.catalog.offers import offers_of
 
     keys = {}
-    for one in frameworks():
-        releases = [other.release for other in frameworks() if other.name == one.name and other.release]
-        newest = next(other for other in reversed(frameworks()) if other.name == one.name)
+    for framework in frameworks():
+        releases = [other.release for other in frameworks() if other.name == framework.name and other.release]
+        newest = next(other for other in reversed(frameworks()) if other.name == framework.name)
         zero = "/".join(map(str, offers_of(newest).zero))
-        keys[one.name] = {
+        keys[framework.name] = {
             "type": "framework",
             "default": f"zero {newest.default_zero}",
             "doc": f"{', '.join(releases) or 'one entry'}; zero {zero}{_FSDP.get(newest.fsdp, '')}",
@@ -107,6 +112,6 @@ def _row(key: str, about: dict[str, Any]) -> tuple[str, ...]:
 def _screen(found: dict[str, Any]) -> Screen:
     tables = []
     for section, keys in found["keys"].items():
-        rows = [_row(key, one) for key, one in keys.items()]
+        rows = [_row(key, about) for key, about in keys.items()]
         tables.append(table(section, ("key", "type", "unit", "default", "meaning"), rows))
     return Screen(header=(found["title"], *found["doc"].splitlines()), tables=tuple(tables))

@@ -86,8 +86,8 @@ def _budgeted(file: str, budgets: tuple[str, ...]) -> Scenario:
     from foreshard.spec.scenario import budget_table, load_scenario
 
     scenario = load_scenario(file)
-    more = {one.name: one for one in map(budget_table, budgets)}
-    kept = tuple(one for one in scenario.budget if one.name not in more)
+    more = {budget.name: budget for budget in map(budget_table, budgets)}
+    kept = tuple(budget for budget in scenario.budget if budget.name not in more)
     return replace(scenario, budget=(*kept, *more.values()))
 
 
@@ -109,7 +109,7 @@ def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) 
         policies=options["policy"] or POLICIES,
         budgets=budgets,
     )
-    policies = {name: one.to_dict() for name, one in found.items()}
+    policies = {name: run.to_dict() for name, run in found.items()}
     give(
         {"schema_version": 1, "lab": file, "policies": policies}, lambda: simulated_lab_screen(file, policies)
     )

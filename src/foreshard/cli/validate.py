@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,7 @@ _SCORES = (
     "--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this."
 )
 @click.pass_context
-def command(
-    ctx: click.Context,
-    files: tuple[str, ...],
-    engine: str,
-    costs: str,
-    exclude_calibration: str | None,
-    max_mape: float | None,
-) -> None:
+def command(ctx: click.Context, files: tuple[str, ...], max_mape: float | None, **options: Any) -> None:
     """Predict every row of tables of measurements (.csv, .csv.gz) and score the predictions.
 
     A bare file name that is not here is looked for in FORESHARD_MEASURED (default ../shared/measured/dev).
@@ -52,8 +46,7 @@ def command(
     from foreshard import api
     from foreshard.validation.validate import check_mape
 
-    found = [find(name) for name in files]
-    result = api.validate(found, engine=engine, costs=costs, exclude_calibration=exclude_calibration)
+    result = api.validate(map(find, files), **options)
     give({"schema_version": 1} | result, lambda: _screen(result))
     if max_mape is not None:
         try:
@@ -73,26 +66,20 @@ def find(name: str) -> str:
     return str(known) if known.exists() else name
 
 
-def _screen(result: dict[str, Any]) -> Screen:
-    def row(name: str, scores: dict[str, Any]) -> list[str]:
-        cells = [name]
-        for key in _SCORES:
-            value = scores.get(key)
-            if value is None or key in ("rows", "skipped"):
-                cells.append(quantity.UNKNOWN if value is None else str(value))
-            else:
-                cells.append(f"{value:.2f}" if key == "kendall_tau" else quantity.percent(value))
-        return cells
+def _cell(scores: dict[str, Any], key: str) -> str | None:
+    value = scores.get(key)
+    if value is None or key in ("rows", "skipped"):
+        return None if value is None else str(value)
+    return f"{value:.2f}" if key == "kendall_tau" else quantity.percent(value)
 
+
+def _screen(result: dict[str, Any]) -> Screen:
     summary = result["summary"]
-    rows = [row(name, scores) for name, scores in sorted(summary["by_family"].items())]
-    columns = ("family", *(f">{key.replace('_', ' ')}" for key in _SCORES))
-    reasons: dict[str, int] = {}
-    for one in result["rows"]:
-        if one["status"] == "skipped":
-            reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
-    skipped = sorted(reasons.items(), key=lambda item: -item[1])
-    tables = [table("", columns, [*rows, row("all", summary["overall"])])]
-    if skipped:
-        tables.append(table("Skipped", (">rows", "reason"), [(count, reason) for reason, count in skipped]))
+    families = [*sorted(summary["by_family"].items()), ("all", summary["overall"])]
+    rows = [(name, *(_cell(scores, key) for key in _SCORES)) for name, scores in families]
+    tables = [table("", ("family", *(f">{key.replace('_', ' ')}" for key in _SCORES)), rows)]
+    reasons = Counter(outcome["reason"] for outcome in result["rows"] if outcome["status"] == "skipped")
+    if reasons:
+        skipped = [(count, reason) for reason, count in reasons.most_common()]
+        tables.append(table("Skipped", (">rows", "reason"), skipped))
     return Screen(tables=tuple(tables))

@@ -30,7 +30,7 @@ def command(changes: tuple[str, ...], **values: Any) -> None:
     from foreshard.advise.change import effects_of
 
     base, effects = effects_of(to_request(values), changes)
-    data = {"schema_version": 1, "base": base.to_dict(), "effects": [effect_dict(one) for one in effects]}
+    data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
     give(data, lambda: _screen(base, effects))
 
 
@@ -66,7 +66,7 @@ def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
 
     columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
     rows = [_row("(now)", "", base), *map(_effect_row, effects)]
-    gains = [one.gain or 0.0 for one in effects if one.prediction and one.prediction.memory.fits]
+    gains = [effect.gain or 0.0 for effect in effects if effect.prediction and effect.prediction.memory.fits]
     notes = () if any(gain > 0 for gain in gains) else ("No change gives more tokens per second.",)
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
@@ -78,7 +78,7 @@ def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
 def _batches(base: Prediction, effects: tuple[Effect, ...]) -> tuple[str, ...]:
     """Say where a step holds other samples than now: its seconds then do not compare."""
     now = base.plan.global_batch
-    found = [(one.change, one.prediction.plan.global_batch) for one in effects if one.prediction]
+    found = [(effect.change, effect.prediction.plan.global_batch) for effect in effects if effect.prediction]
     said = ", ".join(f"{change} {batch}" for change, batch in found if batch != now)
     if not said:
         return ()

@@ -54,26 +54,13 @@ def _finish(time_s: Any, num_bytes: Any, ranks: Any) -> Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """A collective that passes chunks on while more arrive: its seconds as a function of its bytes.
+    """A collective that passes chunks on while more arrive: its seconds as a function of its bytes."""
 
-    Attributes
-    ----------
-    start_s
-        Before the first byte; infinite where the collective cannot run this way.
-    fill_s
-        Latency that filling the pipeline costs again.
-    per_byte_s
-    ramp
-        See :func:`_ramp_s`.
-    moves
-        Whether there is more than one rank.
-    """
-
-    start_s: Any
-    fill_s: Any
+    start_s: Any  # before the first byte; infinite where the collective cannot run this way
+    fill_s: Any  # latency that filling the pipeline costs again
     per_byte_s: Any
-    ramp: Any
-    moves: Any
+    ramp: Any  # see :func:`_ramp_s`
+    moves: Any  # whether there is more than one rank
 
     def time_s(self, num_bytes: Any) -> Times:
         """Return the time for ``num_bytes``, 0 where nothing moves."""
@@ -104,7 +91,7 @@ def _ring(spread: tuple[Any, Any, Any], fabric: Fabric, *, passes: float, eff: A
     """Return ``passes`` trips of the ring: 2 for all-reduce, 1 for gather, scatter."""
     ranks, inside, domains = spread
     link = fabric.intra_bytes_per_s * eff * _scale(inside, fabric.scaling, fabric)
-    hop_s = passes * fabric.intra_latency_s
+    hop_s = passes * fabric.hop_s
     fill = fabric.launch_s + (inside - 1.0) * hop_s
     crosses = domains > 1.0
     bus, start = link, fill
@@ -132,7 +119,7 @@ def _tree(spread: tuple[Any, Any, Any], fabric: Fabric) -> Pipelined:
     # In the switch: own buffer out once, own share of the sum once. Along a chain: up, then down.
     link = fabric.intra_bytes_per_s * _scale(inside, fabric.scaling, fabric)
     per_byte: Any = 2.0 / fabric.ring_eff
-    fill = fabric.launch_s + (inside - 1.0) * (2.0 * fabric.intra_latency_s)
+    fill = fabric.launch_s + (inside - 1.0) * (2.0 * fabric.hop_s)
     ramp = fabric.ramp
     if np.count_nonzero(switched):
         per_byte = np.where(switched, (1.0 + 1.0 / inside) / fabric.switch_eff, per_byte)
@@ -216,10 +203,8 @@ def broadcast_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, f
     crosses = domains > 1.0
     link = fabric.intra_bytes_per_s * fabric.gather_eff * _scale(inside, fabric.scaling, fabric)
     transfer = num_bytes / _edge(link, inside, crosses, fabric)
-    fill = fabric.launch_s + (inside - 1.0) * fabric.intra_latency_s
-    outside = (ranks - inside - domains + 1.0) * fabric.intra_latency_s + (
-        domains - 1.0
-    ) * fabric.nic_latency_s
+    fill = fabric.launch_s + (inside - 1.0) * fabric.hop_s
+    outside = (ranks - inside - domains + 1.0) * fabric.hop_s + (domains - 1.0) * fabric.nic_latency_s
     outside = outside + crosses * fabric.nic_launch_s
     return _finish(fill + outside + transfer + _ramp_s(fill, transfer, fabric.ramp), num_bytes, ranks)
 

@@ -3,141 +3,57 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from foreshard.catalog.fabrics import LinkConstants, link_constants, link_generation, network_constants
+from foreshard.catalog.fabrics import LinkConstants, comm_constants, link_constants, link_generation
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster, NodeGroup
 
 _IN_NETWORK = ("hopper", "blackwell", "rubin")
-_NCCL_ROWS = {
-    "pascal": 0,
-    "volta": 0,
-    "turing": 0,
-    "ampere": 1,
-    "ada": 1,
-    "hopper": 2,
-    "blackwell": 3,
-    "rubin": 3,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fabric:
-    """Bandwidths, latencies and efficiencies of a cluster; every field a float or an array (rows).
+class Fabric(LinkConstants):
+    """Bandwidths, latencies and efficiencies of a cluster; every field a float or an array (rows)."""
 
-    Parameters
-    ----------
-    intra_bytes_per_s
-        Per device, one direction, inside the scale-up domain (datasheet).
-    intra_latency_s
-        One hop of a ring inside the domain, smallest message.
-    domain
-        Devices in one scale-up domain.
-    per_node, nic_bytes_per_s, nic_latency_s
-        Devices of a node; NIC rate of the whole node, one direction; latency of one crossing.
-    in_network
-        1 where the switch can reduce (NVLS), else 0.
-    nccl_row
-        Row of NCCL's own tables: 0 Volta, 1 Ampere, 2 Hopper, 3 Blackwell; plus 10 over PCIe.
-
-    The others are ``LinkConstants`` and ``NetworkConstants`` of ``foreshard.catalog.fabrics``.
-    """
-
-    intra_bytes_per_s: Any
-    intra_latency_s: Any
-    domain: Any
+    intra_bytes_per_s: Any  # per device, one direction, inside the scale-up domain (datasheet)
+    domain: Any  # devices in one scale-up domain
+    # devices of a node; NIC rate of the whole node, one direction; latency of one crossing
     per_node: Any
     nic_bytes_per_s: Any
     nic_latency_s: Any
-    in_network: Any
-    launch_s: Any
-    exchange_launch_s: Any
-    exchange_hop_s: Any
-    switch_launch_s: Any
-    ring_eff: Any
-    gather_eff: Any
-    exchange_eff: Any
-    switch_eff: Any
-    ramp: Any
-    exchange_ramp: Any
-    switch_ramp: Any
-    copy: Any
-    exchange_copy: Any
-    scaling: Any
-    exchange_scaling: Any
-    reference: Any
+    in_network: Any  # 1 where the switch can reduce (NVLS), else 0
+    # fraction of the datasheet NIC rate that rings, trees and direct sends reach
     nic_ring_eff: Any
     nic_tree_eff: Any
     nic_exchange_eff: Any
+    # software time of a collective that leaves the domain, once (proxy thread, GPU to NIC handshake)
     nic_launch_s: Any
-    nccl_row: Any
-
-    @staticmethod
-    def stack(fabrics: Sequence[Fabric]) -> Fabric:
-        """Return one fabric whose fields are arrays, one row per given fabric."""
-        return Fabric(
-            **{f.name: np.array([getattr(x, f.name) for x in fabrics], dtype=float) for f in fields(Fabric)}
-        )
-
-    def take(self, index: Any) -> Fabric:
-        """Return the rows at ``index``; scalar fields stay scalars."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Fabric(
-            **{k: v[index] if isinstance(v, np.ndarray) and v.ndim else v for k, v in values.items()}
-        )
 
 
-def fabric_from(
-    constants: LinkConstants,
-    *,
-    intra_bytes_per_s: float,
-    domain: float,
-    per_node: float,
-    nic_bytes_per_s: float,
-    nic_latency_s: float,
-    in_network: bool,
-    ideal: bool = False,
-    nccl_row: int = 1,
-) -> Fabric:
-    """Join datasheet values of a cluster with the constants of its link generation.
+def fabric_from(constants: LinkConstants, *, ideal: bool = False, **nodes: float) -> Fabric:
+    """Join datasheet values of nodes with the constants of their link generation and of the network.
 
-    ``ideal`` sets every efficiency to 1 and every ramp and copy to 0 (fidelity ``datasheet``).
+    Parameters
+    ----------
+    constants : LinkConstants
+    ideal : bool
+        Set every efficiency to 1 and every ramp and copy to 0 (fidelity ``datasheet``).
+    **nodes
+        intra_bytes_per_s, domain, per_node, nic_bytes_per_s, nic_latency_s and in_network of `Fabric`.
     """
-    network = network_constants()
-    values = {f.name: getattr(constants, f.name) for f in fields(LinkConstants) if f.name != "hop_s"}
-    net = {
-        "nic_ring_eff": network.ring_eff,
-        "nic_tree_eff": network.tree_eff,
-        "nic_exchange_eff": network.exchange_eff,
-    }
-    if not values["reference"]:
-        values["reference"] = float(domain)
+    network = comm_constants()["network"]
+    values = asdict(constants) | {f"nic_{name}": value for name, value in network.items()}
+    values["reference"] = values["reference"] or float(nodes["domain"])
     if ideal:
-        values = {
-            k: 1.0 if k.endswith("_eff") else v if k.endswith(("_s", "reference")) else 0.0
-            for k, v in values.items()
-        }
-        net = dict.fromkeys(net, 1.0)
-    return Fabric(
-        intra_bytes_per_s=float(intra_bytes_per_s),
-        intra_latency_s=constants.hop_s,
-        domain=float(domain),
-        per_node=float(per_node),
-        nic_bytes_per_s=float(nic_bytes_per_s),
-        nic_latency_s=float(nic_latency_s),
-        nic_launch_s=network.launch_s,
-        in_network=float(in_network),
-        nccl_row=float(nccl_row),
-        **values,
-        **net,
-    )
+        kept = {name: value for name, value in values.items() if name.endswith(("_s", "reference"))}
+        values = {name: float(name.endswith("_eff")) for name in values} | kept
+    return Fabric(**values, **{name: float(value) for name, value in nodes.items()})
 
 
 def fabric_of(
@@ -200,7 +116,6 @@ def fabric_of(
         nic_latency_s=group.nic_latency_s,
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
-        nccl_row=_NCCL_ROWS.get(family, 1) + (10 if pcie else 0),
     )
 
 
@@ -249,11 +164,22 @@ def fabric_between(
     """
     wanted = sorted({int(rank) for rank in ranks})
     touched, start = [], 0
-    for group in cluster.nodes:
+    for g, group in enumerate(cluster.nodes):
         first = bisect_left(wanted, start)
         if first < len(wanted) and wanted[first] < start + group.num_devices:
-            touched.append(group)
+            touched.append(g)
         start += group.num_devices
+    # How many ranks there are matters to links between racks alone.
+    devices = len(wanted) if cluster.links and len(touched) > 1 else 0
+    return _between(cluster, tuple(touched), devices, nccl, fidelity, concurrent if devices else 1)
+
+
+@lru_cache(maxsize=1024)
+def _between(
+    cluster: Cluster, use: tuple[int, ...], devices: int, nccl: str, fidelity: str, concurrent: int
+) -> Fabric:
+    """Return the fabric of so many ranks on some node groups."""
+    touched = [cluster.nodes[g] for g in use]
     over = cluster.network.oversubscription
     fabric = slowest(fabric_of(g, nccl=nccl, fidelity=fidelity, oversubscription=over) for g in touched)
     if len(touched) > 1:
@@ -263,7 +189,7 @@ def fabric_between(
     for link in cluster.links:
         if len(racks) > 1 and set(link.between) <= racks:
             # Spread over the devices of one domain, which drive the link together.
-            share = link.bandwidth_bytes_per_s / concurrent / min(len(wanted), fabric.domain)
+            share = link.bandwidth_bytes_per_s / concurrent / min(devices, fabric.domain)
             fabric = replace(
                 fabric,
                 nic_bytes_per_s=min(fabric.nic_bytes_per_s, share * fabric.per_node),

@@ -13,11 +13,7 @@ BUSY_PARTS = ("compute", "recompute", "optimizer")
 def energy_j(watts: float, time_breakdown_s: Mapping[str, float]) -> float:
     """Return the joules of all devices in one step; hosts, switches and cooling are not counted.
 
-    Parameters
-    ----------
-    watts : float
-        Power limits of all devices together.
-    time_breakdown_s : mapping of part to seconds
+    `watts` are the power limits of all devices together.
     """
     busy = sum(time_breakdown_s[part] for part in BUSY_PARTS)
     waiting = sum(time_breakdown_s.values()) - busy

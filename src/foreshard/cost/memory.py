@@ -119,11 +119,6 @@ class MemoryParts:
 def optimizer_state_bytes(optimizer: str, moment_bytes: float = 4.0) -> float:
     """Return the bytes of optimizer moments per parameter; the master weight is not among them.
 
-    Parameters
-    ----------
-    optimizer : str, one of `spec.plan.OPTIMIZERS`
-    moment_bytes : float, bytes of one Adam moment
-
     Source
     ------
     AdamW keeps two moments; bitsandbytes' 8-bit Adam keeps two bytes and two fp32 scales per block of 256
@@ -144,14 +139,6 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
     The peak is the largest of three moments: the start of the first backward of the fullest pipeline (all
     activations, no lazy gradients), the end of a backward (one micro-batch less, all gradients), and the
     optimizer step.
-
-    Parameters
-    ----------
-    load : StageLoad
-        Rows to price.
-    framework : Framework
-    profile : MemoryProfile, optional
-        Default: the one the framework names.
 
     Source
     ------
@@ -213,19 +200,16 @@ def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile
     return profile.context_bytes + nccl + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
 
 
-def communicator_bytes(num_ranks: Any, channels: Any = CHANNELS) -> Any:
-    """Return the device bytes of one communicator; nothing for a single rank.
+def communicators_bytes(sizes: Iterable[tuple[float, Any]], channels: Any = CHANNELS) -> Any:
+    """Return the device bytes of `count` communicators of each number of ranks; nothing for a single rank.
+
+    From three ranks on, a rank has half a neighbour more.
 
     Examples
     --------
-    >>> [float(communicator_bytes(ranks)) / 2**20 for ranks in (1, 2, 4)]
+    >>> [float(communicators_bytes([(1, ranks)])) / 2**20 for ranks in (1, 2, 4)]
     [0.0, 544.0, 688.0]
     """
-    return _communicators(((1.0, num_ranks),), channels)
-
-
-def _communicators(sizes: Iterable[tuple[float, Any]], channels: Any) -> Any:
-    """Return the bytes of `count` communicators of each size; from three ranks on, half a neighbour more."""
     some: Any = 0.0
     wide: Any = 0.0
     for count, size in sizes:
@@ -247,7 +231,7 @@ def _communicators_bytes(load: StageLoad, profile: MemoryProfile) -> Any:
         sizes.append((1.0, replica * load.dp))
     if profile.pair_communicators:
         sizes += [(2.0, np.minimum(stages, 2.0)), (1.0, replica)]
-    return _communicators(sizes, load.channels)
+    return communicators_bytes(sizes, load.channels)
 
 
 def _userbuffer_bytes(load: StageLoad) -> Any:

@@ -46,12 +46,7 @@ NO_RECOMPUTE = Recompute()
 def recompute_of(text: str, num_layers: int) -> Recompute:
     """Return the numbers of a recompute rule as a plan writes it.
 
-    Parameters
-    ----------
-    text : str
-        `none`, `full[:uniform:N|:block:N]`, `selective[:MODULE(+MODULE)*]` or `every-N`.
-    num_layers : int
-        Blocks of one chunk of the stage: `block:N` and `every-N` count in it.
+    `num_layers` are the blocks of one chunk of the stage: `block:N` and `every-N` count in it.
     """
     text = check_recompute(text)
     head, _, rest = text.partition(":")

@@ -16,20 +16,8 @@ def money(
 ) -> Money:
     """Return what the time of all nodes costs; a whole cluster is paid, idle devices too.
 
-    Parameters
-    ----------
-    cluster : Cluster
-    step_time_s : float, seconds
-    tokens_per_step : float
-    tokens : float, optional
-        Tokens of the whole run; without it there is no total.
-    usd_per_device_hour : float, optional
-        Overrides the prices of the cluster.
-
-    Returns
-    -------
-    Money
-        None where a price is missing.
+    `tokens` are those of the whole run, without them there is no total; `usd_per_device_hour` stands in for
+    the prices of the cluster. What lacks a price is None.
     """
     rate = cluster.usd_per_h
     date = min((group.price_date for group in cluster.nodes if group.price_date), default=None)

@@ -1,11 +1,13 @@
-"""The time of a pipeline without its schedule: the slowest stage sets the pace, the others are passed once.
+"""The time of a pipeline without its schedule: the longest of the paths through its graph of tasks.
 
-Every closed form of a step is this one: `fill_s + passes * period_s`, plus what follows the last micro-batch
-(gradient collectives, the optimizer). The schedule itself is lowered by `graph.pipeline`.
+`pipeline_pace` is the shortest form: `fill_s + passes * period_s`, exact for equal stages. `pipeline_span`
+follows every stage through warm-up, steady state and flush, so that it holds for unequal stages and slow
+messages too. The schedule itself is lowered by `graph.pipeline`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,3 +53,208 @@ def pipeline_pace(stage_s: np.ndarray, count: Any = None) -> PipelinePace:
     period_s = present.max(0)
     whole_s = (stage_s if count is None else stage_s * count).sum(0)
     return PipelinePace(fill_s=whole_s - period_s, period_s=period_s, slowest=present.argmax(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRows:
+    """Pipelines as runs of equal stages: what `pipeline_span` goes through, shape (runs, pipelines) each.
+
+    Seconds are those of one chunk of layers and one micro-batch.
+
+    Attributes
+    ----------
+    count
+        Stages of the run, 0 where a pipeline has fewer runs.
+    forward_s, backward_s
+    inside_s
+        Messages one way over all boundaries between stages of the run.
+    after_s
+        Message one way from the run's last stage to the stage after it, 0 after the last stage.
+    wrap_s
+        Message from the last stage back to the first, shape (pipelines,).
+    beside_s
+        Messages that hold a stage beside each op outside the steady state.
+    period_s
+        A forward and a backward in the steady state, with the messages that hold the stage.
+    call_first_s, call_s
+        Message that holds the run's first stage, and its last, between forward and backward.
+    late_s
+        Part of the period that stage i puts off by i micro-batches.
+    warm_up
+        Ops in one direction before the steady state on the run's first stage, and on each stage after it
+        `per_stage` fewer.
+    ready_s, tail_s
+        From the begin of the step to the first forward; from the last backward of a stage until its
+        gradients are ready.
+    last_share
+        Time of the last micro-batch over that of the others: it may have fewer samples.
+    rounds
+        Forwards of a stage in a step, shape (pipelines,), as `chunks` and `stages`.
+    """
+
+    count: np.ndarray
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    inside_s: np.ndarray
+    after_s: np.ndarray
+    wrap_s: np.ndarray
+    beside_s: np.ndarray
+    period_s: np.ndarray
+    call_first_s: np.ndarray
+    call_s: np.ndarray
+    late_s: np.ndarray
+    warm_up: np.ndarray
+    per_stage: np.ndarray
+    ready_s: np.ndarray
+    tail_s: np.ndarray
+    last_share: np.ndarray
+    rounds: np.ndarray
+    chunks: np.ndarray
+    stages: np.ndarray
+
+    @property
+    def around_s(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a forward, and of a backward, through a chunk of every stage and back to the first."""
+        forward_s, backward_s = ((self.count * op_s).sum(0) for op_s in (self.forward_s, self.backward_s))
+        messages_s = np.where(self.count > 0, self.inside_s + self.after_s, 0.0).sum(0) + self.wrap_s
+        return forward_s + messages_s, backward_s + messages_s
+
+
+class PipelineSpan(NamedTuple):
+    """The longest path through each pipeline, shape (pipelines,).
+
+    Attributes
+    ----------
+    seconds
+        From the begin of the step until all gradients are ready.
+    run
+        Run of stages on which the path spends the steady state.
+    data_s
+        Seconds of the path before the first forward and after the last backward.
+    """
+
+    seconds: np.ndarray
+    run: np.ndarray
+    data_s: np.ndarray
+
+
+def pipeline_span(rows: PipelineRows) -> PipelineSpan:
+    """Return the longest path through pipelines, over all stages that may set the pace.
+
+    A path goes down the stages, stays on one for the steady state and comes up again. Each of the two ways is
+    the longest of: the ops of that stage alone, and a passage of the stages behind it. What lies inside a run
+    is linear in the stage, so its first and its last stage are enough.
+
+    Source
+    ------
+    docs/derivations/step.md.
+    """
+    places = _ways_from_first(rows)
+    rounds = rows.rounds
+    around = rows.around_s
+    around_f, around_b = ((rows.chunks - 1.0) * seconds for seconds in around)
+    # Where messages run beside the work, a round through all stages takes a period a stage: a chunk of layers
+    # goes back to the first stage, but for the last chunk; zero-bubble pipelines go down and up again.
+    is_cut = rows.chunks > 1.0
+    round_s = np.where(is_cut, np.maximum(*around), np.add(*around)) / rows.stages
+    part = np.where(is_cut, 1.0 - 1.0 / rows.chunks, (rows.late_s > 0.0).any(0))
+    period_s = rows.period_s + part * np.maximum(round_s - rows.period_s, 0.0)
+    none = _pair(np.full_like(rounds, -np.inf))
+    start, end, best, run = none, none, none, np.zeros(rounds.shape, dtype=int)
+    is_deepest = np.ones(rounds.shape, dtype=bool)
+    for place in reversed(places):
+        r, present = place.run, place.present
+        f, b, kept = rows.forward_s[r], rows.backward_s[r], rows.last_share[r]
+        steady = rounds - 1.0 - place.warm_up
+        round_trip_f = np.where(is_deepest, around_f, -np.inf)
+        round_trip_b = np.where(is_deepest, around_b, -np.inf)
+        own_f = _later(place.down_busy, place.down + _pair(f + round_trip_f))
+        own_b = _later(place.up_busy, place.up + _pair(kept * (b + round_trip_b)))
+        here_start = _later(own_f, start)
+        here_end = _later(own_b, np.where(steady > 0.0, end, -np.inf))
+        # A last forward that is short ends the steady state.
+        whole = here_start + here_end
+        whole[0] += steady * period_s[r] - place.call_s - np.where(steady > 0.0, (1.0 - kept) * f, 0.0)
+        whole[0] += rows.late_s[r] * (np.maximum(rounds - 1.0 - place.stage, 0.0) - steady)
+        better = present & (whole[0] > best[0])
+        best, run = np.where(better, whole, best), np.where(better, r, run)
+        steps, message = place.steps_above, place.message_above
+        start = np.where(present, here_start + _pair(steps * b + message), start)
+        end = np.where(present, here_end + _pair(steps * kept * f + message), end)
+        is_deepest &= ~present
+    return PipelineSpan(seconds=best[0], run=run, data_s=best[1])
+
+
+class _Place(NamedTuple):
+    """First or last stage of a run, and the ways to it from the first stage, as pairs of seconds.
+
+    Of a pair the second is the part before the first forward or after the last backward. `down` and `up` are
+    the ways before its first forward and after its last backward; `down_busy` and `up_busy` add its own ops
+    outside the steady state. The place before is `steps_above` stages and `message_above` seconds away.
+    """
+
+    run: int
+    stage: np.ndarray
+    present: np.ndarray
+    warm_up: np.ndarray
+    call_s: np.ndarray
+    down: np.ndarray
+    up: np.ndarray
+    down_busy: np.ndarray
+    up_busy: np.ndarray
+    steps_above: np.ndarray
+    message_above: np.ndarray
+
+
+def _ways_from_first(rows: PipelineRows) -> list[_Place]:
+    """Return the first and the last stage of every run, in order, with the ways to them."""
+    rounds = rows.rounds
+    places: list[_Place] = []
+    none = np.zeros_like(rounds)
+    down = up = _pair(none)
+    slow_f = slow_b = after_s = before = none
+    for r, count in enumerate(rows.count):
+        present, more = count > 0, np.maximum(count - 1.0, 0.0)
+        f, b, beside = rows.forward_s[r], rows.backward_s[r], rows.beside_s[r]
+        kept = rows.last_share[r]
+        slow_f = np.where(present, np.maximum(slow_f, f + beside), slow_f)
+        slow_b = np.where(present, np.maximum(slow_b, b + beside), slow_b)
+        gate, tail = _pair(rows.ready_s[r], data=True), _pair(rows.tail_s[r], data=True)
+        here_down, here_up = down, up
+        for is_last in (False, True):
+            steps, message = (more, rows.inside_s[r]) if is_last else (none, none)
+            here_down = _later(here_down + _pair(steps * f + message), gate)
+            here_up = _later(here_up + _pair(steps * kept * b + message), tail)
+            call = rows.call_s[r] if is_last else rows.call_first_s[r]
+            warm_up = np.clip(rows.warm_up[r] - steps * rows.per_stage[r], 0.0, rounds - 1.0)
+            first = np.where(warm_up == rounds - 1.0, kept, 1.0)
+            places.append(
+                _Place(
+                    run=r,
+                    stage=before + steps,
+                    present=present & (more > 0) if is_last else present,
+                    warm_up=warm_up,
+                    call_s=call,
+                    down=here_down,
+                    up=here_up,
+                    down_busy=here_down + _pair(first * f + warm_up * slow_f + call),
+                    up_busy=here_up + _pair(kept * b + warm_up * slow_b + call),
+                    steps_above=steps if is_last else none + 1.0,
+                    message_above=message if is_last else after_s,
+                )
+            )
+        before = before + count
+        after_s = np.where(present, rows.after_s[r], after_s)
+        down = np.where(present, here_down + _pair(f + rows.after_s[r]), down)
+        up = np.where(present, here_up + _pair(kept * b + rows.after_s[r]), up)
+    return places
+
+
+def _pair(seconds: np.ndarray, *, data: bool = False) -> np.ndarray:
+    """Return seconds of a path beside those of them that gradients and weights take."""
+    return np.stack([seconds, seconds if data else np.zeros_like(seconds)])
+
+
+def _later(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the longer of two ways."""
+    return np.where(one[0] >= other[0], one, other)

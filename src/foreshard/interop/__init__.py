@@ -9,7 +9,7 @@ notes come out. A new exporter is one file and an entry of ``TARGETS`` below. Re
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from foreshard.errors import unknown
 
@@ -20,14 +20,35 @@ if TYPE_CHECKING:
     from foreshard.spec.plan import Plan
     from foreshard.spec.prediction import Prediction
 
+
+class Target(NamedTuple):
+    """One file of one tool; `frameworks` are the beginnings of those whose plans it runs as predicted."""
+
+    module: str
+    tool: str
+    version: str
+    file: str
+    function: str = "export"
+    frameworks: tuple[str, ...] = ("",)
+
+
+_MEGATRON, _TITAN = ("megatron", "nemo", "mlperf"), ("torchtitan",)
 TARGETS = {
-    "megatron": ("megatron", "export"),
-    "torchtitan@0.2": ("torchtitan", "export_toml"),
-    "torchtitan@0.3": ("torchtitan", "export_recipe"),
-    "deepspeed": ("deepspeed", "export"),
-    "fsdp": ("fsdp", "export"),
-    "slurm": ("slurm", "export"),
-    "skypilot": ("skypilot", "export"),
+    "megatron": Target(
+        "megatron", "Megatron", "Megatron-LM core_v0.19.0", "megatron_args.sh", frameworks=_MEGATRON
+    ),
+    "torchtitan@0.2": Target(
+        "torchtitan", "torchtitan", "torchtitan 0.2.2", "train.toml", "export_toml", _TITAN
+    ),
+    "torchtitan@0.3": Target(
+        "torchtitan", "torchtitan", "torchtitan 0.3.0", "foreshard_recipe.py", "export_recipe", _TITAN
+    ),
+    "deepspeed": Target(
+        "deepspeed", "DeepSpeed", "DeepSpeed 0.19.8", "ds_config.json", frameworks=("deepspeed",)
+    ),
+    "fsdp": Target("fsdp", "accelerate", "accelerate 1.15.0.dev0", "accelerate.json"),
+    "slurm": Target("slurm", "Slurm", "Slurm 25.05", "train.sbatch"),
+    "skypilot": Target("skypilot", "SkyPilot", "SkyPilot 0.14", "task.yaml"),
 }
 
 
@@ -39,18 +60,21 @@ def export(
     cluster: Cluster | None = None,
     prediction: Prediction | None = None,
 ) -> Exported:
-    """Return the plan as a file of another tool, as `api.export`; slurm and skypilot state a prediction.
-
-    Raises
-    ------
-    SpecError
-        When the target cannot express the plan, with every reason, or lacks the model or cluster.
-    """
+    """Return the plan as a file of another tool, as `api.export`; slurm and skypilot state a prediction."""
     if target not in TARGETS:
         raise unknown("target", target, TARGETS, key="--to", rule="Targets are")
-    module, name = TARGETS[target]
-    from foreshard.interop.exported import ExportRequest
+    from foreshard.interop.exported import Exported, ExportRequest
+    from foreshard.interop.uniform import other_framework_note, placement_note
 
-    request = ExportRequest(plan=plan, model=model, cluster=cluster, prediction=prediction)
-    made: Exported = getattr(import_module(f"foreshard.interop.{module}"), name)(request)
-    return made
+    tool = TARGETS[target]
+    request = ExportRequest(
+        plan=plan, target=target, version=tool.version, model=model, cluster=cluster, prediction=prediction
+    )
+    text, notes = getattr(import_module(f"foreshard.interop.{tool.module}"), tool.function)(request)
+    return Exported(
+        target=target,
+        version=tool.version,
+        name=tool.file,
+        text=text,
+        notes=(*placement_note(plan), *notes, *other_framework_note(plan, tool.frameworks, tool.tool)),
+    )

@@ -9,26 +9,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.interop.exported import Exported, ExportRequest, reject_if
-from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
+from foreshard.interop.exported import ExportRequest
+from foreshard.interop.uniform import Uniform, required_uniform
 from foreshard.spec.plan import Plan
 
-TARGET = "deepspeed"
-VERSION = "DeepSpeed 0.19.8"
 
-
-def export(request: ExportRequest) -> Exported:
+def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``ds_config.json``; pipelines and experts live in DeepSpeed user code, so they are rejected."""
+    degrees = required_uniform(request, _gaps)
+    return json.dumps(_config(request.plan, degrees), indent=2) + "\n", _notes(degrees)
+
+
+def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan = request.plan
-    degrees = required_uniform(plan, TARGET)
-    reject_if(TARGET, _gaps(plan, degrees))
-    text = json.dumps(_config(plan, degrees), indent=2) + "\n"
-    return Exported(
-        target=TARGET, version=VERSION, name="ds_config.json", text=text, notes=_notes(plan, degrees)
-    )
-
-
-def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
     for name, value in (("pp", degrees.pp), ("cp", degrees.cp), ("ep", degrees.ep), ("tp", degrees.tp)):
         if value > 1:
             yield f"{name} {value} (its file states data parallelism only; the rest is model code)"
@@ -69,11 +62,10 @@ def _zero(plan: Plan, degrees: Uniform) -> dict[str, Any]:
     return made
 
 
-def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
-    notes = list(placement_note(degrees.ranks))
+def _notes(degrees: Uniform) -> list[str]:
+    notes = []
     if degrees.recompute != "none":
         notes.append(
             f"recompute {degrees.recompute} is model code (gradient_checkpointing_enable() in transformers)."
         )
-    notes.append("The learning rate is a placeholder; sequence length and data are the script's.")
-    return (*notes, *other_framework_note(plan, ("deepspeed",), "DeepSpeed"))
+    return [*notes, "The learning rate is a placeholder; sequence length and data are the script's."]

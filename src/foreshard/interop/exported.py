@@ -18,6 +18,8 @@ class ExportRequest:
     """A plan to export, and what the caller knows beside it."""
 
     plan: Plan
+    target: str
+    version: str
     model: Model | None = None
     cluster: Cluster | None = None
     prediction: Prediction | None = None
@@ -47,10 +49,7 @@ class Exported:
 def reject_if(target: str, reasons: Iterable[str]) -> None:
     """Raise if there are reasons why the target would not train as the plan says.
 
-    Raises
-    ------
-    SpecError
-        With every reason, so that the plan is corrected once.
+    The error has every reason, so that the plan is corrected once.
     """
     found = tuple(dict.fromkeys(reasons))
     if found:

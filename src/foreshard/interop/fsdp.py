@@ -10,32 +10,23 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.interop.exported import Exported, ExportRequest, reject_if
-from foreshard.interop.uniform import Uniform, placement_note, required_uniform
+from foreshard.interop.exported import ExportRequest
+from foreshard.interop.uniform import Uniform, required_uniform
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 
-TARGET = "fsdp"
-VERSION = "accelerate 1.15.0.dev0"
 _PRECISIONS = {"fp32": "no", "tf32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
 
-def export(request: ExportRequest) -> Exported:
+def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``accelerate.json`` for ``accelerate launch --config_file accelerate.json``."""
     plan, cluster = request.plan, request.cluster
-    degrees = required_uniform(plan, TARGET)
-    reject_if(TARGET, _gaps(plan, degrees))
-    text = json.dumps(_config(plan, degrees, cluster), indent=2) + "\n"
-    return Exported(
-        target=TARGET,
-        version=VERSION,
-        name="accelerate.json",
-        text=text,
-        notes=_notes(plan, degrees, cluster),
-    )
+    degrees = required_uniform(request, _gaps)
+    return json.dumps(_config(plan, degrees, cluster), indent=2) + "\n", _notes(plan, degrees, cluster)
 
 
-def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    plan = request.plan
     for name, value in (("pp", degrees.pp), ("ep", degrees.ep), ("etp", degrees.etp)):
         if value > 1:
             yield f"{name} {value}"
@@ -83,8 +74,8 @@ def _config(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> dict[str, 
     return made
 
 
-def _notes(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> tuple[str, ...]:
-    notes = list(placement_note(degrees.ranks))
+def _notes(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> list[str]:
+    notes = []
     if cluster is None:
         notes.append("No CLUSTER was given: add num_machines, and on each machine machine_rank.")
     notes.append(
@@ -92,4 +83,4 @@ def _notes(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> tuple[str, 
         f"of batch size {degrees.micro_batch} per rank and sequences of {plan.seq_len}, optimizer "
         f"{plan.optimizer}."
     )
-    return tuple(notes)
+    return notes

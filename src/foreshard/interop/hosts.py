@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from foreshard.errors import SpecError
-from foreshard.interop.uniform import placement_note, uniform
-from foreshard.spec.cluster import Cluster
+from foreshard.interop.exported import ExportRequest
+from foreshard.interop.uniform import uniform
 from foreshard.spec.plan import Plan
 
 
@@ -21,8 +21,13 @@ class Hosts:
     per_node: int
 
 
-def hosts(plan: Plan, cluster: Cluster) -> tuple[Hosts, ...]:
+def hosts(request: ExportRequest) -> tuple[Hosts, ...]:
     """Return the nodes with a rank of the plan, in cluster order, equal neighbours together."""
+    plan, cluster = request.plan, request.cluster
+    if cluster is None:
+        rule = "A launcher asks for nodes and devices by number and name"
+        fix = "Give MODEL and CLUSTER after the plan"
+        raise SpecError(f"{request.target} needs the cluster", key="CLUSTER", rule=rule, fix=fix)
     used = Counter(cluster.node_of(rank) for rank in plan.ranks)
     device = {cluster.node_of(rank): cluster.device_of(rank).name for rank in plan.ranks}
     alike = groupby(sorted(used), key=lambda node: (device[node], used[node]))
@@ -31,19 +36,8 @@ def hosts(plan: Plan, cluster: Cluster) -> tuple[Hosts, ...]:
     )
 
 
-def need_cluster(cluster: Cluster | None, target: str) -> Cluster:
-    """Return the cluster, or say that the target needs one."""
-    if cluster is None:
-        rule = "A launcher asks for nodes and devices by number and name"
-        fix = "Give MODEL and CLUSTER after the plan"
-        raise SpecError(f"{target} needs the cluster", key="CLUSTER", rule=rule, fix=fix)
-    return cluster
-
-
-def launch_notes(plan: Plan, *more: str) -> tuple[str, ...]:
-    """Return what a launch script cannot state of the plan, with `more` of one launcher in between."""
-    degrees, _ = uniform(plan)
-    notes = (*placement_note(degrees.ranks if degrees else plan.ranks), *more)
-    if degrees is None:
-        notes += ("The plan is uneven: the training script must read it; most frameworks cannot.",)
-    return notes
+def uneven_note(plan: Plan) -> tuple[str, ...]:
+    """Return what a launch script cannot state of a plan whose ranks do not all do the same."""
+    if uniform(plan)[0] is not None:
+        return ()
+    return ("The plan is uneven: the training script must read it; most frameworks cannot.",)

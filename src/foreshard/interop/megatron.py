@@ -11,14 +11,12 @@ from itertools import groupby
 from shlex import quote
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import Exported, ExportRequest, reject_if
+from foreshard.interop.exported import ExportRequest
 from foreshard.interop.megatron_model import model_flags, model_gaps
-from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
+from foreshard.interop.uniform import Uniform, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
-TARGET = "megatron"
-VERSION = "Megatron-LM core_v0.19.0"
 Flag = tuple[str, ...]
 
 _SCHEDULES = ("1f1b", "interleaved")
@@ -35,27 +33,13 @@ _PRECISIONS: dict[str, tuple[Flag, ...]] = {
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def export(request: ExportRequest) -> Exported:
-    """Return ``megatron_args.sh``, which fills the bash array MEGATRON_ARGS.
-
-    Raises
-    ------
-    SpecError
-        With all that Megatron cannot express of the plan or the model.
-    """
+def export(request: ExportRequest) -> tuple[str, list[str]]:
+    """Return ``megatron_args.sh``, which fills the bash array MEGATRON_ARGS."""
     plan, model = request.plan, request.model
-    degrees = required_uniform(plan, TARGET)
-    of_model = (*model_gaps(model), *_module_gaps(degrees, model)) if model else ()
-    reject_if(TARGET, (*_gaps(plan, degrees), *_expert_gaps(plan, degrees, model), *of_model))
+    degrees = required_uniform(request, _gaps, _expert_gaps, _model_gaps)
     flags = [*_degree_flags(degrees, model), *_batch_flags(plan, degrees), *_option_flags(plan, degrees)]
     flags += model_flags(model) if model else []
-    return Exported(
-        target=TARGET,
-        version=VERSION,
-        name="megatron_args.sh",
-        text=_script(plan, degrees, flags),
-        notes=_notes(plan, degrees, model),
-    )
+    return _script(request.version, degrees, flags), _notes(plan, degrees, model)
 
 
 def overlaps(plan: Plan) -> dict[str, bool]:
@@ -65,7 +49,8 @@ def overlaps(plan: Plan) -> dict[str, bool]:
     return {name: bool(plan.comm.get(name, getattr(framework, name))) for name in (*names, "context_gather")}
 
 
-def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    plan = request.plan
     if degrees.schedule not in _SCHEDULES:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:
@@ -92,8 +77,9 @@ def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
         yield f"recompute of {' and '.join(again)} with fp8 (its scaling is delayed; mxfp8 can)"
 
 
-def _expert_gaps(plan: Plan, degrees: Uniform, model: Model | None) -> Iterator[str]:
+def _expert_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     """Yield what forbids to overlap the messages of experts (transformer_config.py, __post_init__)."""
+    plan, model = request.plan, request.model
     if degrees.ep == 1 or not overlaps(plan)["expert_overlap"]:
         return
     if degrees.pp > 1 and degrees.vpp == 1:
@@ -106,8 +92,12 @@ def _expert_gaps(plan: Plan, degrees: Uniform, model: Model | None) -> Iterator[
         yield f"expert_overlap with {model.num_next_token} next-token layers"
 
 
-def _module_gaps(degrees: Uniform, model: Model) -> Iterator[str]:
-    """Yield recomputed modules that the model does not have."""
+def _model_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    """Yield what no flag says of the model, and recomputed modules that it does not have."""
+    model = request.model
+    if model is None:
+        return
+    yield from model_gaps(model)
     kinds = [block for block, _ in model.block_kinds()]
     has = {
         "mla_up_proj": any(block.kv_lora for block in kinds),
@@ -217,15 +207,14 @@ def _overlap_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
     return [flag for on, flag in wanted if on]
 
 
-def _script(plan: Plan, degrees: Uniform, flags: list[Flag]) -> str:
-    world = len(plan.ranks)
+def _script(version: str, degrees: Uniform, flags: list[Flag]) -> str:
     connections = (
         "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
         if degrees.zero > 1
         else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # orders tensor-parallel collectives before Blackwell"
     )
     lines = [
-        f"# {VERSION}, world size {world} = "
+        f"# {version}, world size {len(degrees.ranks)} = "
         f"tp {degrees.tp} x cp {degrees.cp} x dp {degrees.dp} x pp {degrees.pp}",
         '# source this; torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" (data, tokenizer, rate)',
         connections,
@@ -236,8 +225,8 @@ def _script(plan: Plan, degrees: Uniform, flags: list[Flag]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> tuple[str, ...]:
-    notes = list(placement_note(degrees.ranks))
+def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> list[str]:
+    notes = []
     if model is None:
         notes.append(
             "No MODEL was given: the flags of its sizes are yours to add, --num-layers and the rest."
@@ -253,4 +242,4 @@ def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> tuple[str, ...]
         notes.append(
             "p2p_overlap acts on virtual stages only; without them Megatron waits for each transfer."
         )
-    return (*notes, *other_framework_note(plan, ("megatron", "nemo", "mlperf"), "Megatron"))
+    return notes

@@ -60,8 +60,8 @@ def _mlp(block: Block) -> tuple[object, ...]:
 def model_flags(model: Model) -> list[Flag]:
     """Return the flags of the model's sizes."""
     block = model.blocks[0]
-    dense = next((one for one in model.blocks if one.ffn and not one.num_experts), None)
-    expert = next((one for one in model.blocks if one.num_experts), None)
+    dense = next((kind for kind in model.blocks if kind.ffn and not kind.num_experts), None)
+    expert = next((kind for kind in model.blocks if kind.num_experts), None)
     ffn = (dense or block).ffn or block.expert_ffn
     flags: list[Flag] = [
         ("--num-layers", str(model.num_layers)),

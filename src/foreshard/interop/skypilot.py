@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 
-from foreshard.interop.exported import Exported, ExportRequest, reject_if
-from foreshard.interop.hosts import hosts, launch_notes, need_cluster
-from foreshard.spec.plan import Plan
+from foreshard.interop.exported import ExportRequest, reject_if
+from foreshard.interop.hosts import hosts, uneven_note
 from foreshard.spec.prediction import Prediction
 
-TARGET = "skypilot"
-VERSION = "SkyPilot 0.14"
 ACCELERATORS = {
     "a10": "A10",
     "a10g": "A10G",
@@ -36,13 +33,12 @@ ACCELERATORS = {
 }
 
 
-def export(request: ExportRequest) -> Exported:
+def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``task.yaml`` for ``sky launch task.yaml --env TRAIN='script.py flags'``."""
-    plan, prediction = request.plan, request.prediction
-    nodes = hosts(plan, need_cluster(request.cluster, TARGET))
-    unnamed = sorted({one.device for one in nodes} - set(ACCELERATORS))
+    nodes, prediction = hosts(request), request.prediction
+    unnamed = sorted({node.device for node in nodes} - set(ACCELERATORS))
     reject_if(
-        TARGET,
+        request.target,
         (
             *([f"{len(nodes)} kinds of nodes (a task has equal nodes)"] if len(nodes) > 1 else []),
             *(f"device {name} (not in its catalog)" for name in unnamed),
@@ -64,13 +60,8 @@ def export(request: ExportRequest) -> Exported:
         "    --node-rank=$SKYPILOT_NODE_RANK --rdzv-backend=static --master-port=29500 \\",
         '    --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) $TRAIN',
     ]
-    return Exported(
-        target=TARGET,
-        version=VERSION,
-        name="task.yaml",
-        text="\n".join(lines) + "\n",
-        notes=_notes(plan, only.device, accelerator, prediction),
-    )
+    notes = _notes(only.device, accelerator, prediction)
+    return "\n".join(lines) + "\n", [*notes, *uneven_note(request.plan)]
 
 
 def _estimate(prediction: Prediction | None) -> tuple[str, ...]:
@@ -85,7 +76,7 @@ def _estimate(prediction: Prediction | None) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _notes(plan: Plan, device: str, accelerator: str, prediction: Prediction | None) -> tuple[str, ...]:
+def _notes(device: str, accelerator: str, prediction: Prediction | None) -> list[str]:
     notes = []
     if prediction is None or prediction.run_time_s is None:
         notes.append("No estimate of the whole run: it takes MODEL, CLUSTER and --tokens.")
@@ -94,4 +85,4 @@ def _notes(plan: Plan, device: str, accelerator: str, prediction: Prediction | N
     )
     if form:
         notes.append(f"{accelerator} also names the {form} form: pin instance_type or infra to get {device}.")
-    return launch_notes(plan, *notes)
+    return notes

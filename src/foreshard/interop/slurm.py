@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import math
 
-from foreshard.interop.exported import Exported, ExportRequest
-from foreshard.interop.hosts import Hosts, hosts, launch_notes, need_cluster
-from foreshard.spec.plan import Plan
+from foreshard.interop.exported import ExportRequest
+from foreshard.interop.hosts import Hosts, hosts, uneven_note
 from foreshard.spec.prediction import Prediction
 
-TARGET = "slurm"
-VERSION = "Slurm 25.05"
 MARGIN = 1.25  # the limit over the upper end of the predicted run: start-up, checkpoints, evaluation
 
 
-def export(request: ExportRequest) -> Exported:
+def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``train.sbatch``; its arguments are the training script and its flags."""
-    plan = request.plan
-    nodes = hosts(plan, need_cluster(request.cluster, TARGET))
-    seconds = _limit_s(request.prediction)
-    return Exported(
-        target=TARGET,
-        version=VERSION,
-        name="train.sbatch",
-        text=_script(plan, nodes, seconds),
-        notes=_notes(plan, nodes, seconds),
-    )
+    nodes, seconds = hosts(request), _limit_s(request.prediction)
+    return _script(nodes, seconds), [*_notes(nodes, seconds), *uneven_note(request.plan)]
 
 
 def _limit_s(prediction: Prediction | None) -> float | None:
@@ -45,7 +34,7 @@ def _clock(seconds: float) -> str:
     return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
 
 
-def _script(plan: Plan, nodes: tuple[Hosts, ...], seconds: float | None) -> str:
+def _script(nodes: tuple[Hosts, ...], seconds: float | None) -> str:
     lines = ["#!/bin/bash", "#SBATCH --job-name=foreshard", "#SBATCH --output=%x-%j.out"]
     if seconds is not None:
         lines.append(f"#SBATCH --time={_clock(seconds)}")
@@ -78,7 +67,7 @@ def _launch(nodes: tuple[Hosts, ...]) -> list[str]:
     ]
 
 
-def _notes(plan: Plan, nodes: tuple[Hosts, ...], seconds: float | None) -> tuple[str, ...]:
+def _notes(nodes: tuple[Hosts, ...], seconds: float | None) -> list[str]:
     notes = []
     if seconds is None:
         notes.append("No time limit: with MODEL, CLUSTER and --tokens it is the predicted run time.")
@@ -87,4 +76,4 @@ def _notes(plan: Plan, nodes: tuple[Hosts, ...], seconds: float | None) -> tuple
             "A heterogeneous job: name each group's nodes with --partition or --constraint of your site; "
             "--gpus-per-node does not say which device."
         )
-    return launch_notes(plan, *notes)
+    return notes

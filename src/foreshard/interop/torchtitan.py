@@ -12,12 +12,12 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError
-from foreshard.interop.exported import Exported, ExportRequest, reject_if
-from foreshard.interop.uniform import Uniform, other_framework_note, placement_note, required_uniform
+from foreshard.interop.exported import ExportRequest
+from foreshard.interop.uniform import Gaps, Uniform, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
-V02, V03 = "torchtitan 0.2.2", "torchtitan 0.3.0"
+_NOTES = ["Yours to add: data, tokenizer assets, learning rate, steps."]
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 # Blocks, hidden, heads, key-value heads, vocabulary -> family, flavor; models/llama3 and models/qwen3.
 _LLAMA = {
@@ -37,31 +37,18 @@ _QWEN = {
 }
 
 
-def export_toml(request: ExportRequest) -> Exported:
+def export_toml(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``train.toml`` for ``torchtitan.train --job.config_file train.toml`` of releases up to 0.2.2."""
-    plan = request.plan
-    degrees, family, flavor = _known(plan, request.model, "torchtitan@0.2", _gaps_02)
-    sections = _sections_02(plan, degrees, family, flavor)
-    return Exported(
-        target="torchtitan@0.2",
-        version=V02,
-        name="train.toml",
-        text=_toml(plan, degrees, sections),
-        notes=_notes(plan, degrees),
-    )
+    degrees, family, flavor = _known(request, _gaps_02)
+    lines = [f"# {request.version}, {len(degrees.ranks)} ranks; add data, tokenizer, learning rate and steps"]
+    for name, values in _sections_02(request.plan, degrees, family, flavor).items():
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n", _NOTES
 
 
-def export_recipe(request: ExportRequest) -> Exported:
+def export_recipe(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``foreshard_recipe.py`` for ``--module foreshard_recipe --config planned`` of torchtitan 0.3."""
-    plan = request.plan
-    degrees, family, flavor = _known(plan, request.model, "torchtitan@0.3", _gaps_03)
-    return Exported(
-        target="torchtitan@0.3",
-        version=V03,
-        name="foreshard_recipe.py",
-        text=_recipe(plan, degrees, family, flavor),
-        notes=_notes(plan, degrees),
-    )
+    return _recipe(request, *_known(request, _gaps_03)), _NOTES
 
 
 def flavor_of(model: Model) -> tuple[str, str] | None:
@@ -74,20 +61,25 @@ def flavor_of(model: Model) -> tuple[str, str] | None:
     return None
 
 
-def _known(plan: Plan, model: Model | None, target: str, gaps: Any) -> tuple[Uniform, str, str]:
-    if model is None:
+def _known(request: ExportRequest, gaps: Gaps) -> tuple[Uniform, str, str]:
+    if request.model is None:
         rule = "torchtitan trains models it ships, by family and flavor"
-        raise SpecError(f"{target} needs the model", key="MODEL", rule=rule, fix="Give MODEL after the plan")
-    degrees = required_uniform(plan, target)
-    named = flavor_of(model)
-    shipped = [] if named else [f"{model.name} (it ships Llama 3 and Qwen 3)"]
-    reject_if(target, (*shipped, *_gaps(plan, degrees), *gaps(plan, degrees)))
+        fix = "Give MODEL after the plan"
+        raise SpecError(f"{request.target} needs the model", key="MODEL", rule=rule, fix=fix)
+    degrees = required_uniform(request, _model_gaps, _gaps, gaps)
+    named = flavor_of(request.model)
     assert named is not None
     return degrees, *named
 
 
-def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+def _model_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    if request.model is not None and flavor_of(request.model) is None:
+        yield f"{request.model.name} (it ships Llama 3 and Qwen 3)"
+
+
+def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     """Yield what neither release can say."""
+    plan = request.plan
     if degrees.schedule not in _SCHEDULES:
         yield f"schedule {degrees.schedule} as it is modelled (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer != "adamw":
@@ -111,14 +103,14 @@ def _gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
         yield f"recompute {degrees.recompute} (its selective rule is selective:op)"
 
 
-def _gaps_02(plan: Plan, degrees: Uniform) -> Iterator[str]:
+def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if degrees.tp > 1 and not degrees.sp:
         yield "tensor parallelism without sequence parallelism"
     if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
         yield f"etp {degrees.etp} (it has 1 or tp)"
 
 
-def _gaps_03(plan: Plan, degrees: Uniform) -> Iterator[str]:
+def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if degrees.etp > 1:
         yield f"etp {degrees.etp} (experts are not cut)"
     if degrees.recompute.startswith("every-"):
@@ -202,14 +194,8 @@ def _checkpoint_02(rule: str) -> dict[str, str]:
     return {"mode": rule}
 
 
-def _toml(plan: Plan, degrees: Uniform, sections: dict[str, dict[str, Any]]) -> str:
-    lines = [f"# {V02}, {len(degrees.ranks)} ranks; add data, tokenizer, learning rate and steps"]
-    for name, values in sections.items():
-        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:
+def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) -> str:
+    plan = request.plan
     parallelism = _parallelism(plan, degrees, "lm_head") | {"enable_sequence_parallel": degrees.sp}
     training = _training(plan, degrees) | {"disable_cuda_graphs": not _graphs(plan, degrees)}
     checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
@@ -245,9 +231,8 @@ def _recipe(plan: Plan, degrees: Uniform, family: str, flavor: str) -> str:
         f"        compile=CompileConfig(enable={compiled}, enable_async_tensor_parallel={compiled}),",
         "    )",
     ]
-    title = (
-        f'"""{V03}: {family} {flavor} on {len(degrees.ranks)} ranks. Set assets, data and learning rate."""'
-    )
+    run = f"{request.version}: {family} {flavor} on {len(degrees.ranks)} ranks"
+    title = f'"""{run}. Set assets, data and learning rate."""'
     head = [title, "", *imports, "", "", "def planned() -> Trainer.Config:"]
     return "\n".join([*head, *body]) + "\n"
 
@@ -260,8 +245,3 @@ def _graphs(plan: Plan, degrees: Uniform) -> bool:
 def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
     inside = [f"            {key}={value!r}," for key, value in values.items()]
     return [f"        {name}={kind}(", *inside, "        ),"]
-
-
-def _notes(plan: Plan, degrees: Uniform) -> tuple[str, ...]:
-    notes = [*placement_note(degrees.ranks), "Yours to add: data, tokenizer assets, learning rate, steps."]
-    return (*notes, *other_framework_note(plan, ("torchtitan",), "torchtitan"))

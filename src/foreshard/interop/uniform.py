@@ -7,11 +7,12 @@ all that is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import reject_if
+from foreshard.interop.exported import ExportRequest, reject_if
 from foreshard.spec.plan import Group, Plan
 
 Span = tuple[int, int]
@@ -19,23 +20,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform:
-    """Degrees and options that hold for every replica.
-
-    Attributes
-    ----------
-    dp, tp, pp, cp, ep, etp, vpp : int
-    micro_batch : int, samples
-        Per data-parallel rank and pass.
-    num_micro_batches : int
-    spans : tuple
-        Layers [stage][virtual stage], half open, 0 the embedding.
-    zero : int
-        0 where a plan asks for sharding over one rank.
-    shard_size : int
-        Ranks of dp x cp that share one copy of what `zero` shards.
-    ranks : tuple of int
-        Device of each rank, in the order of frameworks: pp slowest, then dp, cp, tp.
-    """
+    """Degrees and options that hold for every replica."""
 
     dp: int
     tp: int
@@ -44,16 +29,16 @@ class Uniform:
     ep: int
     etp: int
     vpp: int
-    micro_batch: int
+    micro_batch: int  # per data-parallel rank and pass
     num_micro_batches: int
-    spans: tuple[tuple[Span, ...], ...]
-    zero: int
-    shard_size: int
+    spans: tuple[tuple[Span, ...], ...]  # layers [stage][virtual stage], half open, 0 the embedding
+    zero: int  # 0 where a plan asks for sharding over one rank
+    shard_size: int  # ranks of dp x cp that share one copy of what `zero` shards
     recompute: str
     offload: str
     schedule: str
     sp: bool
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # device of each rank, in the order of frameworks: pp slowest, then dp, cp, tp
 
     @property
     def num_blocks(self) -> int:
@@ -75,17 +60,22 @@ class Uniform:
         return len({min(stop, last) - max(start, 1) for start, stop in self.chunks()}) == 1
 
 
+Gaps = Callable[[ExportRequest, Uniform], Iterable[str]]
+"""Reasons why a target would not train as the plan says."""
+
+
 def uniform(plan: Plan) -> tuple[Uniform | None, tuple[str, ...]]:
     """Return the plan's degrees, or None and the reasons why one set of degrees does not describe it."""
     reasons = tuple(dict.fromkeys((*_groups_alike(plan), *_stages_alike(plan), *_samples_divide(plan))))
     return (None, reasons) if reasons else (_degrees(plan), ())
 
 
-def required_uniform(plan: Plan, target: str) -> Uniform:
-    """Return the plan's degrees, or raise SpecError for a target that needs one set of them."""
-    degrees, reasons = uniform(plan)
-    reject_if(target, reasons)
+def required_uniform(request: ExportRequest, *gaps: Gaps) -> Uniform:
+    """Return the plan's degrees; raise SpecError where it has not one set of them, or for what gaps yield."""
+    degrees, reasons = uniform(request.plan)
+    reject_if(request.target, reasons)
     assert degrees is not None
+    reject_if(request.target, (reason for gap in gaps for reason in gap(request, degrees)))
     return degrees
 
 
@@ -156,7 +146,7 @@ def _degrees(plan: Plan) -> Uniform:
         vpp=group.num_chunks,
         micro_batch=group.micro_batch // stage.inner_dp,
         num_micro_batches=group.num_micro_batches,
-        spans=tuple(one.layers for one in group.stages),
+        spans=tuple(stage.layers for stage in group.stages),
         zero=stage.zero if shard_size > 1 else 0,
         shard_size=shard_size,
         recompute=stage.recompute,
@@ -164,13 +154,18 @@ def _degrees(plan: Plan) -> Uniform:
         schedule=group.schedule,
         sp=group.sp,
         ranks=tuple(
-            rank for s in range(len(group.stages)) for one in plan.groups for rank in one.stages[s].ranks
+            rank
+            for s in range(len(group.stages))
+            for replica in plan.groups
+            for rank in replica.stages[s].ranks
         ),
     )
 
 
-def placement_note(ranks: tuple[int, ...]) -> tuple[str, ...]:
+def placement_note(plan: Plan) -> tuple[str, ...]:
     """Return what to do where the plan's devices are not in the order in which launchers number ranks."""
+    degrees, _ = uniform(plan)
+    ranks = degrees.ranks if degrees else plan.ranks
     if ranks == tuple(range(len(ranks))):
         return ()
     if sorted(ranks) == list(range(len(ranks))):

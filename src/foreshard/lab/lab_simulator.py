@@ -9,6 +9,7 @@ from itertools import product
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.engine import rank_times
+from foreshard.predict.measured.memory import measured_memory
 from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
 from foreshard.runtime.adaptive.steering import PROBE_EVERY
 from foreshard.spec.cluster import Cluster
@@ -48,6 +49,10 @@ class LabSimulator:
             replace(self._costs, slow=slow, tables=tables),
             replace(self.cluster, nodes=tuple(nodes)),
         )
+
+    def holds(self, plan: Plan) -> bool:
+        """Return whether every rank of a plan has memory for its part, as it runs."""
+        return measured_memory(self._costs, self.cluster, plan).fits
 
     def move_s(self, step: int, old: Plan, new: Plan) -> float:
         """Return the seconds in which ranks get what they lack, from who is there, over the links then."""

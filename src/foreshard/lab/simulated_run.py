@@ -1,7 +1,8 @@
 """A run in a lab, simulated: policies meet its changes, steps are timed by measured costs.
 
 The policy is that of a run, behind the same `Steering`; a plan that is ordered after a step runs two steps
-later, as in a run. Nothing is trained, and seconds are those that `predict --costs` gives.
+later, as in a run, if every rank has memory for its part. Nothing is trained, and seconds are those that
+`predict --costs` gives.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class SimulatedRun:
     budgets : tuple of Budget
     reconfigurations, reshares : int
         Changes of layers or groups, and of shares alone; a lost rank's are among the first.
+    refused : int
+        Orders that did not fit in the memory of some rank: the plan before ran on.
     plans : sequence of (step, Plan)
         Each plan with the first step that runs it.
     """
@@ -56,6 +59,7 @@ class SimulatedRun:
     budgets: tuple[Budget, ...]
     reconfigurations: int
     reshares: int
+    refused: int
     plans: Sequence[tuple[int, Plan]]
 
     @property
@@ -74,6 +78,7 @@ class SimulatedRun:
             "violation": self.violation,
             "reconfigurations": self.reconfigurations,
             "reshares": self.reshares,
+            "refused": self.refused,
             "change_share": float(self.change_s.sum() / self.time_s.sum()),
             "steps": len(self.time_s),
             "series": {"step_time_s": [float(seconds) for seconds in self.time_s]},
@@ -137,6 +142,7 @@ class _Play:
         self._orders: list[Plan] = []
         self._steering = Steering(config, lambda command: self._ordered(command.plan)) if steered else None
         self._due: dict[int, Plan] = {}
+        self._refused = 0
         self._decided, self._number, self._there = config.plan, 0, tuple(range(len(world.lab.slow)))
 
     def _ordered(self, plan: Plan | None) -> None:
@@ -172,7 +178,13 @@ class _Play:
                 costs[budget.name][step] = spent(budget, self._state, running, float(time_s[step]), work_s)
             self._tell(step, float(time_s[step] - change_s[step]), clock_s, running, ranks)
         return SimulatedRun(
-            time_s=time_s, change_s=change_s, spent=costs, budgets=budgets, plans=plans, **counts
+            time_s=time_s,
+            change_s=change_s,
+            spent=costs,
+            budgets=budgets,
+            plans=plans,
+            refused=self._refused,
+            **counts,
         )
 
     def _change_s(self, step: int, running: Plan, now: Plan, lost: frozenset[int]) -> float:
@@ -186,8 +198,10 @@ class _Play:
         if not there:
             raise InfeasibleError(f"at step {step} no rank is there", rule="A step needs a rank")
         due = self._due.pop(step, None)
-        if due is not None:
+        if due is not None and self._world.holds(due):
             running = self._decided = due
+        elif due is not None:
+            self._refused += 1
         if there != self._there:
             # A new generation: what was announced is forgotten, the last plan adopted is repaired.
             self._there, self._number = there, self._number + 1

@@ -9,35 +9,9 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.profile.link_fit import fitted_links
-from foreshard.profile.profile_rules import Rules
-from foreshard.spec.codec import load_json
 
 _COLUMN = {"cpu": 0, "wall": 1}
 _PHASES = ("forward", "backward", "backward_input")
-
-
-def load_profile(path: str) -> dict[str, Any]:
-    """Return a profile that is complete."""
-    data = load_json(path, key="--profile", fix="Make it with foreshard profile")
-    if not isinstance(data, dict) or data.get("kind") != "profile":
-        rule = "The file is what foreshard profile writes"
-        fix = "Run foreshard profile"
-        raise SpecError("is not a profile", file=path, key="--profile", rule=rule, fix=fix)
-    if data.get("schema_version") != 1 or not data.get("fingerprint"):
-        raise SpecError(
-            "is not a profile of this version",
-            file=path,
-            key="--profile",
-            value=data.get("schema_version"),
-            rule="schema_version is 1",
-            fix="Run foreshard profile again",
-        )
-    if not data.get("complete"):
-        raise SpecError(
-            "is not complete", file=path, key="--profile", fix="Run foreshard profile again: it goes on"
-        )
-    Rules(path).check(data)
-    return data
 
 
 def calibrate(

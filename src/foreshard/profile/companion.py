@@ -24,13 +24,7 @@ run(sys.argv[1:])
 def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[None]:
     """Keep so many other ranks busy in the body.
 
-    Parameters
-    ----------
-    job : str
-    count : int
-    samples : str
-        As ``foreshard profile --samples`` takes them; small ones would leave the caches to who is timed.
-    threads : int
+    `samples` are as ``--samples`` takes them; small ones would leave the caches to who is timed.
     """
     asked = ["--samples", samples, "--threads", str(threads), "--repeats", str(_ENDLESS)]
     with tempfile.TemporaryDirectory() as folder:

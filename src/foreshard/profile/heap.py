@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of parameters in malloc.h
 _NEVER = -1
 _MOST_MMAP_BYTES = 32 << 20
 """The largest threshold that glibc takes; larger blocks are mapped apart."""

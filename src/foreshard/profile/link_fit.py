@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,14 @@ def _fitted(links: Mapping[str, Any], apart: bool) -> dict[str, float] | None:
         return None
     floor_s, rate, error = floor_and_rate(messages)
     hop_s, ring_rate, ring_error = floor_and_rate(sums or messages)
-    return LinkCost(
+    fitted = LinkCost(
         floor_s=floor_s,
         bytes_per_s=rate,
         hop_s=hop_s,
         ring_bytes_per_s=ring_rate,
         relative_error=max(error, ring_error),
-    ).to_dict()
+    )
+    return asdict(fitted)
 
 
 def floor_and_rate(timed: Sequence[tuple[float, float, Sequence[float]]]) -> tuple[float, float, float]:

@@ -42,15 +42,7 @@ Tell = Callable[[str], None]
 class TimedRanks:
     """The ranks at hand, as one of them sees them.
 
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        Where they meet.
-    rank, size : int
-    device : torch.device
-        Tensors are there; NCCL joins GPUs, gloo the rest.
-    address : str
-        Of this host, where the others reach this rank.
+    They meet at `store`; `address` is that of this host, where the others reach this rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, address: str):
@@ -84,14 +76,7 @@ def time_links(
 ) -> dict[str, Any]:
     """Return the seconds of messages and sums between the ranks; all of them call it and get the same.
 
-    Parameters
-    ----------
-    ranks : TimedRanks
-    repeats : int
-        Of each small message.
-    sizes : sequence of int, bytes
-    tell : callable
-        Progress.
+    Small messages are repeated `repeats` times, larger ones less.
     """
     world = ranks.group(range(ranks.size), "world")
     found: dict[str, Any] = {
@@ -204,13 +189,7 @@ def _wait(device: torch.device) -> None:
 
 
 def local_links(count: int, device: str, *, repeats: int, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """Return what `time_links` finds between so many ranks of this machine, started and ended for it.
-
-    Raises
-    ------
-    SpecError
-        For more ranks than GPUs.
-    """
+    """Return what `time_links` finds between so many ranks of this machine, started and ended for it."""
     if device == "cuda" and count > torch.cuda.device_count():
         what = f"{count} ranks on {torch.cuda.device_count()} GPUs"
         fix = "Give --local the number of GPUs"

@@ -38,30 +38,10 @@ def record(
     """Measure a job here, or as one rank of torchrun, and return the profile, None for ranks that write none.
 
     Under torchrun all ranks time the layers at once, as they will train; the first of each host writes what
-    it has seen, the first of all to `out` and the others beside it.
-
-    Parameters
-    ----------
-    job : Trainable
-    out : Path
-    through : callable
-        How the runtime runs a layer.
-    device : {'cpu', 'cuda'}
-    samples : sequence of int
-        Micro-batches to time.
-    repeats : int
-    local : int
-        Ranks that will share this machine: it is kept as busy, and links are timed between as many.
-    links : bool
-        Whether to time links where there is more than one rank.
-    threads : int
-        Of torch.
-    tell : callable
-        Progress.
-    parts : mapping of degree to callable, optional
-        Degrees of tensor parallelism to time as well, and what makes a rank's part of the layers.
-    dtype : {'fp32', 'bf16', 'fp16'}
-        Precision of the run, by autocast.
+    it has seen, the first of all to `out` and the others beside it. `through` is how the runtime runs a
+    layer, `samples` are micro-batches to time, `parts` makes a rank's part of the layers for degrees of
+    tensor parallelism that are timed as well. `local` ranks will share this machine: it is kept as busy, and
+    `links` are timed between as many. `dtype` is fp32, bf16 or fp16, by autocast.
     """
     if device == "cuda" and not torch.cuda.is_available():
         rule = "The device is on this machine"

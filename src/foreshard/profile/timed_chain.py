@@ -95,15 +95,7 @@ class TimedChain:
         self.update = _Update(job, modules)
 
     def timed(self, number: int, repeats: int) -> tuple[dict[str, Any], float]:
-        """Return the passes with so many samples, and what the loss counts of each sample.
-
-        Parameters
-        ----------
-        number : int
-            Samples of the micro-batch.
-        repeats : int
-            Passes that count.
-        """
+        """Return the passes with so many samples, and what the loss counts of each sample."""
         batch = self._batch(number)
         sizes = self._sizes(batch, number)
         with computing_in(self.precision, self.device):

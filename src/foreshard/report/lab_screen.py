@@ -51,7 +51,7 @@ def _stated(write: Callable[[float], str], value: float | None) -> str | None:
 
 def simulated_lab_screen(name: str, policies: Mapping[str, Mapping[str, Any]]) -> Screen:
     """Return what `foreshard simulate LAB.toml` shows: policies within budget first, fastest first."""
-    steps = max(one["steps"] for one in policies.values())
+    steps = max(policy["steps"] for policy in policies.values())
     order = sorted(
         policies.items(), key=lambda item: (item[1]["violation"] > KEPT, item[1]["mean_step_time_s"])
     )

@@ -19,8 +19,8 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
     passes, kept = profile["passes"][most], profile["passes"][most]["saved_bytes"]
     rows = []
     for layer, held in enumerate(profile["bytes"]):
-        times = [median(one[layer][1] for one in passes[phase]) for phase in ("forward", "backward")]
-        update = median(one[1] for one in profile["optimizer"][layer]["seconds"])
+        times = [median(row[layer][1] for row in passes[phase]) for phase in ("forward", "backward")]
+        update = median(row[1] for row in profile["optimizer"][layer]["seconds"])
         sizes = (memory(held["parameter_bytes"]), memory(kept[layer] / int(most)))
         rows.append((layer, *map(seconds, times), seconds(update), *sizes))
     title = f"layers, {number_of(int(most), 'sample')}, wall time"
@@ -36,12 +36,12 @@ def profile_screen(profile: Mapping[str, Any], path: str) -> Screen:
 
 
 def _links_table(links: Mapping[str, Any]) -> Table:
-    sizes = sorted({one["bytes"] for one in links["messages"]})
+    sizes = sorted({timed["bytes"] for timed in links["messages"]})
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for kind in ("messages", "sums"):
-        for one in links[kind]:
-            key = (kind[:-1], " ".join(map(str, one["ranks"])))
-            rows.setdefault(key, {})[one["bytes"]] = seconds(median(one["seconds"]))
+        for timed in links[kind]:
+            key = (kind[:-1], " ".join(map(str, timed["ranks"])))
+            rows.setdefault(key, {})[timed["bytes"]] = seconds(median(timed["seconds"]))
     columns = ("what", "ranks", *(f">{_size(size)}" for size in sizes))
     title = f"links, {links['backend']}; a launch takes {seconds(links['launch_s'])}"
     return table(title, columns, [(*key, *(row.get(size) for size in sizes)) for key, row in rows.items()])
@@ -55,7 +55,7 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
         times = (seconds(fixed), seconds(each), seconds(cost["optimizer_s"]))
         rows.append((layer, *times, percent(cost["relative_error"])))
     low, high = costs["spread"]
-    devices = ", ".join(_device(*one) for one in costs["devices"].items())
+    devices = ", ".join(_device(*device) for device in costs["devices"].items())
     written = f"Written to {path}." if path else "Not written: give -o FILE."
     notes = [
         "A layer takes its fixed time plus a time per sample; the error is the largest at a measured size.",

@@ -64,20 +64,22 @@ def plan_screen(
 
 def ranked_table(plans: Sequence[Ranked]) -> Table:
     """Return one row per plan, best first; the chosen one carries the mark in the first column."""
-    unit = quantity.memory_unit(max((one.prediction.memory.peak_bytes for one in plans), default=0.0))
-    price = ">per 1B tokens" if all(one.prediction.cost.usd_total is None for one in plans) else ">price"
-    names = iter(distinct_names([one.plan for one in plans]))
+    unit = quantity.memory_unit(max((ranked.prediction.memory.peak_bytes for ranked in plans), default=0.0))
+    whole_run = any(ranked.prediction.cost.usd_total is not None for ranked in plans)
+    price = ">price" if whole_run else ">per 1B tokens"
+    names = iter(distinct_names([ranked.plan for ranked in plans]))
     columns: dict[str, Callable[[Ranked], object]] = {
-        "chosen": lambda one: "yes ->" if one is plans[0] else "",
-        "plan": lambda one: next(names),
-        ">devices": lambda one: len(one.plan.ranks),
-        ">step": lambda one: quantity.seconds(one.prediction.step_time_s),
-        ">tokens/s": lambda one: quantity.count(one.prediction.tokens_per_s),
-        ">MFU": lambda one: quantity.percent(one.prediction.mfu or None),  # 0: of devices without a peak
-        f">peak {unit}": lambda one: quantity.memory_in(unit, one.prediction.memory.peak_bytes),
-        ">run": lambda one: quantity.seconds(one.prediction.run_time_s),
-        price: lambda one: quantity.usd(_price(one.prediction.cost)),
-        "why": lambda one: one.why.removeprefix("chosen: "),  # the first column says so
+        "chosen": lambda ranked: "yes ->" if ranked is plans[0] else "",
+        "plan": lambda ranked: next(names),
+        ">devices": lambda ranked: len(ranked.plan.ranks),
+        ">step": lambda ranked: quantity.seconds(ranked.prediction.step_time_s),
+        ">tokens/s": lambda ranked: quantity.count(ranked.prediction.tokens_per_s),
+        # 0 where devices have no peak
+        ">MFU": lambda ranked: quantity.percent(ranked.prediction.mfu or None),
+        f">peak {unit}": lambda ranked: quantity.memory_in(unit, ranked.prediction.memory.peak_bytes),
+        ">run": lambda ranked: quantity.seconds(ranked.prediction.run_time_s),
+        price: lambda ranked: quantity.usd(_price(ranked.prediction.cost)),
+        "why": lambda ranked: ranked.why.removeprefix("chosen: "),  # the first column says so
     }
     spare = (">MFU", ">tokens/s", f">peak {unit}", ">devices", ">run")
     return without_empty(listing("Plans, best first", plans, columns, spare=spare))
@@ -149,12 +151,12 @@ def _rank_words(ranks: list[tuple[int, ...]]) -> str:
 def front_table(plans: Sequence[Ranked]) -> Table:
     """Return the plans that no other beats in time, cost or energy without losing in another."""
     columns: dict[str, Callable[[Ranked], object]] = {
-        "plan": lambda one: degrees(one.plan),
-        ">devices": lambda one: len(one.plan.ranks),
-        ">step": lambda one: quantity.seconds(one.prediction.step_time_s),
-        ">1B tokens": lambda one: quantity.usd(one.prediction.cost.usd_per_1b_tokens),
-        ">energy per step": lambda one: quantity.joules(one.prediction.energy_j_per_step),
-        "against the fastest": lambda one: one.why,
+        "plan": lambda ranked: degrees(ranked.plan),
+        ">devices": lambda ranked: len(ranked.plan.ranks),
+        ">step": lambda ranked: quantity.seconds(ranked.prediction.step_time_s),
+        ">1B tokens": lambda ranked: quantity.usd(ranked.prediction.cost.usd_per_1b_tokens),
+        ">energy per step": lambda ranked: quantity.joules(ranked.prediction.energy_j_per_step),
+        "against the fastest": lambda ranked: ranked.why,
     }
     spare = (">energy per step", "against the fastest")
     return without_empty(listing("The trade-off", plans, columns, spare=spare))
@@ -163,12 +165,12 @@ def front_table(plans: Sequence[Ranked]) -> Table:
 def others_table(others: Sequence[ComparedPlanner]) -> Table:
     """Return other planners, their plans timed by the same engine."""
     columns: dict[str, Callable[[ComparedPlanner], object]] = {
-        "planner": lambda one: one.name,
-        ">step": lambda one: quantity.seconds(one.step_time_s),
-        ">over ours": lambda one: None if one.ratio is None else f"{one.ratio:.2f}x",
-        ">above the bound": lambda one: quantity.percent(one.gap),
-        ">took": lambda one: quantity.seconds(one.wall_s),
-        "note": lambda one: one.note,
+        "planner": lambda planner: planner.name,
+        ">step": lambda planner: quantity.seconds(planner.step_time_s),
+        ">over ours": lambda planner: None if planner.ratio is None else f"{planner.ratio:.2f}x",
+        ">above the bound": lambda planner: quantity.percent(planner.gap),
+        ">took": lambda planner: quantity.seconds(planner.wall_s),
+        "note": lambda planner: planner.note,
     }
     return without_empty(listing("Other planners, timed by the same engine", others, columns))
 
@@ -176,10 +178,10 @@ def others_table(others: Sequence[ComparedPlanner]) -> Table:
 def gains_table(gains: Sequence[Gain]) -> Table:
     """Return what other hardware would gain, most first."""
     columns: dict[str, Callable[[Gain], object]] = {
-        "change": lambda one: one.change,
-        ">tokens/s": lambda one: quantity.gain(one.gain),
-        ">step": lambda one: quantity.seconds(one.step_time_s),
-        "note": lambda one: one.note,
+        "change": lambda gain: gain.change,
+        ">tokens/s": lambda gain: quantity.gain(gain.gain),
+        ">step": lambda gain: quantity.seconds(gain.step_time_s),
+        "note": lambda gain: gain.note,
     }
     return without_empty(listing("What other hardware would gain", gains, columns))
 
@@ -191,13 +193,20 @@ def step_box(prediction: Prediction) -> Box:
     return Box(title="Step", value=quantity.seconds(prediction.step_time_s), note=note)
 
 
+_BOUNDS = {
+    "time": ("No plan is faster than", quantity.seconds),
+    "cost": ("No step costs less than", quantity.usd),
+    "energy": ("No step takes less than", quantity.joules),
+}
+
+
 def bound_box(result: PlanResult) -> Box:
-    """Return the bound and the gap."""
-    return Box(
-        title="No plan is faster than",
-        value=quantity.seconds(result.lower_bound_step_time_s),
-        note=f"gap {quantity.percent(result.gap)}",
-    )
+    """Return the bound in the objective and the gap to it."""
+    title, words = _BOUNDS[result.objective]
+    bound, gap = result.proof, result.gap_to_bound
+    if bound is None or gap is None:
+        return Box(title=title, value="not known", note="")
+    return Box(title=title, value=words(bound.value), note=f"gap {quantity.percent(gap)}")
 
 
 def searched_box(result: PlanResult | RentResult) -> Box:
@@ -217,10 +226,10 @@ def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -
     several = len(cluster.nodes) > 1
     if several and result.plans and (idle := idle_words(result.plans[0].plan, cluster)):
         notes.append(f"Not used: {idle}.")
-    if len(result.ladder) > 1:
+    if len(result.ladder) > 1 and result.bounds_time:
         steps = ", ".join(f"{name} {quantity.seconds(value)}" for name, value in result.ladder.items())
         notes.append(f"Bounds, the simplest first: {steps}.")
-    notes += [one if one.endswith(".") else f"{one}." for one in result.notes]
+    notes += [note if note.endswith(".") else f"{note}." for note in result.notes]
     if pressed:
         so_far = "the best plan so far; the bound still holds"
         notes.append(f"Interrupted: {so_far}." if result.plans else "Interrupted before a plan was found.")

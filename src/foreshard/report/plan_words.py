@@ -107,10 +107,12 @@ def degrees(plan: Plan) -> str:
 def _cut(group: Group) -> str:
     """Return how a group is cut over its ranks."""
     stages = group.stages
-    words = [f"tp {_values(one.tp for one in stages)}", f"pp {len(stages)}"]
-    words.append(f"dp {_values(one.inner_dp for one in stages)}")
+    words = [f"tp {_values(stage.tp for stage in stages)}", f"pp {len(stages)}"]
+    words.append(f"dp {_values(stage.inner_dp for stage in stages)}")
     words += [
-        f"{name} {value}" for name in RARER if (value := _values(getattr(one, name) for one in stages)) != "1"
+        f"{name} {value}"
+        for name in RARER
+        if (value := _values(getattr(stage, name) for stage in stages)) != "1"
     ]
     words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
     return " ".join(words)
@@ -125,11 +127,11 @@ def _options(group: Group) -> tuple[str, ...]:
     stages = group.stages
     return (
         rank_samples(group),
-        _values(one.zero for one in stages),
-        _values(one.shard_size for one in stages if one.shard_size is not None) or "all",
+        _values(stage.zero for stage in stages),
+        _values(stage.shard_size for stage in stages if stage.shard_size is not None) or "all",
         "1f1b" if group.schedule == "interleaved" else group.schedule,
-        _values(one.recompute for one in stages),
-        _values(one.offload for one in stages),
+        _values(stage.recompute for stage in stages),
+        _values(stage.offload for stage in stages),
     )
 
 

@@ -24,13 +24,7 @@ def shown_loss(line: Mapping[str, Any]) -> str:
 
 
 class Board:
-    """State of the board, from the lines of the metrics.
-
-    Parameters
-    ----------
-    steps : int
-        Of the whole run.
-    """
+    """State of the board, from the lines of the metrics."""
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -84,12 +78,12 @@ class Board:
         return [
             (
                 name,
-                f"{one['limit']:.4g}",
-                f"{one['mean']:.4g}",
-                f"{100 * one['over']:+.1f} %",
-                f"{one['backlog']:8.3g} {_bar(one['backlog'], self._most_backlog[name])}",
+                f"{numbers['limit']:.4g}",
+                f"{numbers['mean']:.4g}",
+                f"{100 * numbers['over']:+.1f} %",
+                f"{numbers['backlog']:8.3g} {_bar(numbers['backlog'], self._most_backlog[name])}",
             )
-            for name, one in self._budgets()
+            for name, numbers in self._budgets()
         ]
 
     def foot(self) -> str:
@@ -129,7 +123,7 @@ def sparks(times: Sequence[float]) -> str:
     longest = max(times, default=0.0)
     if longest <= 0.0:
         return ""
-    return "".join(_BARS[min(int(8 * one / longest), 7)] for one in times)
+    return "".join(_BARS[min(int(8 * time_s / longest), 7)] for time_s in times)
 
 
 def _bar(value: float, most: float) -> str:

@@ -44,13 +44,7 @@ class Follow:
 
 
 class News:
-    """What happens in a run, in words, for the terminal: losses and returns of ranks, faults of the disk.
-
-    Parameters
-    ----------
-    folder : Path
-        Of the run.
-    """
+    """What happens in a run, in words, for the terminal: losses and returns of ranks, faults of the disk."""
 
     def __init__(self, folder: Path) -> None:
         self._follow = {path: Follow(path) for path in (folder / name for name in _NEWS)}
@@ -76,13 +70,6 @@ def progress(steps: int, predicted_s: float | None = None) -> Iterator[Callable[
     """Run the body with what draws the progress of a run from its metrics, or None without a terminal.
 
     However the body ends, the rest is drawn and the terminal is as before: the next line starts on its own.
-
-    Parameters
-    ----------
-    steps : int
-        Of the whole run.
-    predicted_s : float, optional
-        Of a step.
     """
     if not sys.stderr.isatty():
         yield None

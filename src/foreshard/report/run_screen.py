@@ -16,7 +16,7 @@ _BROKEN = (
     "The loss became NaN or infinite and training continued; events.jsonl says from which step. Check the "
     "data, lower the learning rate, or clip gradients with --clip-norm."
 )
-_LOSS_DIGITS = 5
+_LOSS_DIGITS = 5  # of a loss: the first and the last of a short run differ late
 _UNDISTURBED = "The prediction is for the lab's initial state, without its changes."
 
 
@@ -35,12 +35,7 @@ def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
 def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
     """Return the screen of a run that has ended, its step beside the predicted one where there is one.
 
-    Parameters
-    ----------
-    outcome : RunOutcome
-    predicted_s : float, optional
-    changes : bool
-        Whether the lab changed during the run; the prediction does not include changes.
+    `changes`: the lab changed during the run, which the prediction does not include.
     """
     against = ""
     if predicted_s is not None and outcome.median_step_s:

@@ -32,7 +32,7 @@ def online_screen(found: Evaluation) -> Screen:
 
 def _boxes(found: Evaluation) -> tuple[Box, ...]:
     bound = found.times("bound")
-    excess = max(one.bound.least_excess for one in found.rounds)
+    excess = max(played.bound.least_excess for played in found.rounds)
     note = f"clairvoyant, {excess:.1%} above the budgets: none keeps them" if excess else "clairvoyant"
     boxes = [Box(title="bound", value=f"{quantity.seconds(float(bound.mean()))} a batch", note=note)]
     if "lyapunov" in found.policies:
@@ -103,7 +103,7 @@ def policies_table(found: Evaluation) -> Table:
         return float(found.violations(name).max())
 
     def mean(name: str, of: Callable[[Any], float]) -> float:
-        return sum(of(one.runs[name]) for one in found.rounds) / len(found.rounds)
+        return sum(of(played.runs[name]) for played in found.rounds) / len(found.rounds)
 
     def spread(name: str) -> str:
         width = half_width(found.times(name))  # one path has none
@@ -136,8 +136,8 @@ def _notes(found: Evaluation) -> tuple[str, ...]:
     ]
     if STAGES in found.policies:
         notes.append(f"{STAGES} also cuts layers between devices, so the bound does not hold for it.")
-    for i, one in enumerate(found.scenario.budget):
+    for i, budget in enumerate(found.scenario.budget):
         limit = sum(part.budgets[i].limit for part in found.rounds) / len(found.rounds)
-        of = f", {one.share:g} of what {one.of} spends" if one.of else ""
-        notes.append(f"Budget {one.name}: {quantity.digits(limit)} {one.kind} per {one.per}{of}.")
+        of = f", {budget.share:g} of what {budget.of} spends" if budget.of else ""
+        notes.append(f"Budget {budget.name}: {quantity.digits(limit)} {budget.kind} per {budget.per}{of}.")
     return tuple(notes)

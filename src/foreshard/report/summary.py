@@ -64,16 +64,16 @@ def run_line(prediction: Prediction) -> str:
 def groups_table(groups: Sequence[GroupTime]) -> Table:
     """Return how long each group works on its share and waits for the slowest, equal groups once."""
     rows: dict[tuple[str, ...], list[int]] = {}
-    for one in groups:
-        step_s = one.work_s + one.wait_s
+    for group in groups:
+        step_s = group.work_s + group.wait_s
         cells = (
-            one.devices,
-            str(one.share),
-            quantity.seconds(one.work_s),
-            quantity.seconds(one.wait_s),
-            quantity.percent(one.wait_s / step_s),
+            group.devices,
+            str(group.share),
+            quantity.seconds(group.work_s),
+            quantity.seconds(group.wait_s),
+            quantity.percent(group.wait_s / step_s),
         )
-        rows.setdefault(cells, []).append(one.group)
+        rows.setdefault(cells, []).append(group.group)
     return Table(
         title="Groups: work on their shares, and waiting for the slowest",
         columns=("group", "devices", ">share", ">works", ">waits", ">idle"),
@@ -120,10 +120,11 @@ def _parts_table(
 def advice_table(advice: Sequence[Effect]) -> Table:
     """Return what would help, best first."""
     rows = []
-    for one in advice:
-        assert one.prediction is not None and one.gain is not None
-        step, peak = one.prediction.step_time_s, one.prediction.memory.peak_bytes
-        rows.append((one.change, quantity.gain(one.gain), quantity.seconds(step), quantity.memory(peak)))
+    for effect in advice:
+        assert effect.prediction is not None and effect.gain is not None
+        step, peak = effect.prediction.step_time_s, effect.prediction.memory.peak_bytes
+        cells = (quantity.gain(effect.gain), quantity.seconds(step), quantity.memory(peak))
+        rows.append((effect.change, *cells))
     return table("What would help (predicted)", ("change", ">tokens/s", ">step", ">peak"), rows)
 
 
@@ -163,15 +164,8 @@ def prediction_screen(
 ) -> Screen:
     """Return the first screen of a prediction.
 
-    Parameters
-    ----------
-    prediction : Prediction
-    advice : sequence of Effect, optional
-        What would help, best first; empty says that nothing tried does.
-    explained : mapping, optional
-        Formula and source by the name of each number; shown with every assumption.
-    groups : sequence of GroupTime
-        Shown when some group waits.
+    `advice` is what would help, best first; empty says that nothing tried does. `explained` has formula and
+    source by the name of each number and brings every assumption. `groups` are shown when some group waits.
     """
     tables = [time_table(prediction), memory_table(prediction.memory)]
     if uneven(groups):

@@ -39,12 +39,7 @@ def trace_object(
 ) -> dict[str, Any]:
     """Return the trace as the object its JSON holds.
 
-    Parameters
-    ----------
-    prediction : Prediction
-    timeline : Timeline
-    max_events : int
-        Tasks beyond this number, the latest, are left out; `otherData` says how many.
+    Tasks beyond `max_events`, the latest, are left out; `otherData` says how many.
     """
     kept = [event for event in timeline.events if event.end_s > event.start_s][:max_events]
     omitted = max(0, len(timeline.events) - max_events)

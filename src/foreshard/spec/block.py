@@ -73,8 +73,8 @@ class Block:
         ) * self.hidden * self.query_width
         nope_and_value = self.num_heads * (self.head_dim - self.rope_head_dim + self.value_head_dim)
         latent = query + self.hidden * (self.kv_lora + self.rope_head_dim) + self.kv_lora * nope_and_value
-        one = out + (self.kv_lora == 0) * plain + (self.kv_lora > 0) * latent
-        return one * (1 + self.cross_attention)
+        weights = out + (self.kv_lora == 0) * plain + (self.kv_lora > 0) * latent
+        return weights * (1 + self.cross_attention)
 
     @property
     def attention_params(self) -> int:

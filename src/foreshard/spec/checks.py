@@ -30,11 +30,7 @@ MODELLED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 def check_plan(plan: Plan, model: Model, cluster: Cluster, *, file: str | None = None) -> None:
     """Raise SpecError at the first rule that the plan breaks on this model and cluster.
 
-    Parameters
-    ----------
-    plan, model, cluster
-    file : str, optional
-        Where the plan was read; the error then names the key in the file, else the flag.
+    `file` is where the plan was read: the error names the key in it, else the flag.
     """
     _check(_OF_PLAN, _Case(plan=plan, model=model, cluster=cluster, file=file))
 

@@ -11,39 +11,25 @@ from foreshard.spec.device import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Equal nodes in a row.
+    """Equal nodes in a row."""
 
-    Attributes
-    ----------
-    count, per_node : int
-        Nodes, and devices in each.
-    nic_bytes_per_s, nic_latency_s : float
-        Whole node, one direction; one-way latency of a message between nodes.
-    usd_per_h : float or None
-        Per node; None when no price is known.
-    price_date : str or None
-        Date of a catalog price as its source writes it; None for a price the user gave, or no price.
-    rack : str or None
-    busy_w, idle_w : float or None
-        Power of a device while it computes and while it waits; None: see `device_power_w`.
-    carbon_kg_per_kwh : float or None
-        Of the electricity; None when not stated.
-    nvlink_domain : int
-        Largest number of consecutive devices that share the device links (NVLink, xGMI, ICI): `per_node`
-        on boards with such links, 72 on nvl72 across nodes, 1 when devices meet only over PCIe.
-    """
-
+    # nodes, and devices in each
     count: int
     device: Device
     per_node: int
+    # whole node, one direction; one-way latency of a message between nodes
     nic_bytes_per_s: float
     nic_latency_s: float
-    usd_per_h: float | None = None
+    usd_per_h: float | None = None  # per node; None when no price is known
+    # date of a catalog price as its source writes it; None for a price the user gave, or no price
     price_date: str | None = None
     rack: str | None = None
+    # power of a device while it computes and while it waits; None: see `device_power_w`
     busy_w: float | None = None
     idle_w: float | None = None
-    carbon_kg_per_kwh: float | None = None
+    carbon_kg_per_kwh: float | None = None  # of the electricity; None when not stated
+    # largest number of consecutive devices that share the device links (NVLink, xGMI, ICI): `per_node` on
+    # boards with such links, 72 on nvl72 across nodes, 1 when devices meet only over PCIe
     nvlink_domain: int
 
     @property

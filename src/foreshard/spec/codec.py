@@ -37,7 +37,7 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 64 * 2**20
 # Longer values are cut in messages.
 _MAX_CHARS = 64
-_MAX_WHY = 80
+_MAX_WHY = 80  # of what a parser says
 _SEE_SCHEMA = "See 'foreshard schema'"
 
 
@@ -112,12 +112,9 @@ def whole(
 def one_of(value: Any, known: Sequence[Any], *, key: str, name: str = "", file: str | None = None) -> Any:
     """Return the value if it is one of the known ones, most often words.
 
-    Raises
-    ------
-    SpecError
-        With the nearest word as the fix.
+    The error has the nearest word as its fix.
     """
-    if any(type(value) is type(one) and value == one for one in known):
+    if any(type(value) is type(word) and value == word for word in known):
         return value
     fix = did_you_mean(value[:_MAX_CHARS], known) if isinstance(value, str) else None
     listed = ", ".join(map(str, known))
@@ -175,21 +172,17 @@ def parse_json(text: str, *, file: str | None = None) -> Any:
         raise SpecError(what, file=file, rule="The file must be JSON (RFC 8259)", fix=fix) from None
 
 
-def load_json(path: str | Path, *, key: str, fix: str) -> Any:
-    """Return the value of a JSON file that a program has written.
+def load_written(cls: type[T], path: str | Path, *, key: str, fix: str) -> tuple[T, Any]:
+    """Return a JSON file that a program has written, as an instance of a dataclass and as it is.
 
-    Parameters
-    ----------
-    path : str or Path
-    key : str
-        The option that names the file.
-    fix : str
-        Which program writes such files.
+    Keys that the dataclass lacks are left alone: a later release may write more. `key` is the option that
+    names the file, `fix` says which program writes such files.
     """
     try:
-        return parse_json(read_text(path), file=str(path))
+        data = parse_json(read_text(path), file=str(path))
+        return _Decoder(str(path), strict=False).value(cls, data, ""), data
     except SpecError as error:
-        error.key, error.fix = key, fix
+        error.key, error.fix = error.key or key, fix
         raise
 
 
@@ -209,21 +202,8 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def decode(cls: type[T], data: Any, *, file: str | None = None, key: str = "") -> T:
     """Return plain TOML or JSON data as an instance of a dataclass.
 
-    Parameters
-    ----------
-    cls : dataclass type
-        Its fields, types, markers and defaults are the schema; unknown keys are errors.
-    data : Any
-        What `parse_toml` or `parse_json` returned.
-    file : str, optional
-        Name used in errors.
-    key : str, optional
-        Dotted key of `data` inside the file, used in errors.
-
-    Raises
-    ------
-    SpecError
-        With file, exact dotted key, value, rule and fix.
+    Fields, types, markers and defaults of the dataclass are the schema; unknown keys are errors. `key` is the
+    dotted key of `data` inside the file.
     """
     return _Decoder(file).value(cls, data, key)
 
@@ -262,10 +242,10 @@ _SCALARS: Mapping[type, str] = {
 
 
 class _Decoder:
-    """Walks a type and a value together; holds the file name for errors."""
+    """Walks a type and a value together; `strict`: unknown keys are errors, which name the file."""
 
-    def __init__(self, file: str | None):
-        self.file = file
+    def __init__(self, file: str | None, *, strict: bool = True):
+        self.file, self.strict = file, strict
 
     def wrong(self, key: str, value: Any, expected: str) -> SpecError:
         return invalid(value, f"Must be {expected}", key=key, fix=_SEE_SCHEMA, file=self.file)
@@ -347,13 +327,13 @@ class _Decoder:
             raise self.wrong(key, data, "a list")
         kinds: Sequence[Any] = args
         if origin is not tuple or args[1:] == (Ellipsis,):
-            if _all_whole(args[0], data):
+            if _all_plain(args[0], data):
                 return list(data) if origin is list else tuple(data)
             kinds = args[:1] * len(data)
         if len(data) != len(kinds):
             raise self.wrong(key, data, f"a list of {len(kinds)}")
         pairs = enumerate(zip(kinds, data, strict=True))
-        made = (self.value(kind, one, f"{key}[{i}]") for i, (kind, one) in pairs)
+        made = (self.value(kind, item, f"{key}[{i}]") for i, (kind, item) in pairs)
         return list(made) if origin is list else tuple(made)
 
     def mapping(self, name_kind: Any, kind: Any, data: Any, key: str) -> Mapping[str, Any]:
@@ -364,14 +344,14 @@ class _Decoder:
             if known is not None and name not in known:
                 raise self.unknown(name, known, key)
         names = {name: self.value(name_kind, name, _join(key, name)) for name in data}
-        return {names[name]: self.value(kind, one, _join(key, name)) for name, one in data.items()}
+        return {names[name]: self.value(kind, item, _join(key, name)) for name, item in data.items()}
 
     def table(self, cls: Any, data: Any, key: str) -> Any:
         if not isinstance(data, dict):
             raise self.wrong(key, data, "a table (in JSON an object)")
         known = {field.name: field for field in fields(cls) if field.init}
         for name in data:
-            if name not in known:
+            if name not in known and self.strict:
                 raise self.unknown(name, tuple(known), key)
         hints, made = _hints(cls), {}
         for name, field in known.items():
@@ -389,14 +369,16 @@ class _Decoder:
         return unknown("key", text, known, key=where, file=self.file, rule="Known keys:", otherwise=leave)
 
 
-def _all_whole(kind: Any, data: Sequence[Any]) -> bool:
-    """Return whether all are whole numbers in the range of the type: lists of ranks are long."""
+def _all_plain(kind: Any, data: Sequence[Any]) -> bool:
+    """Return whether all are numbers of the type, in its range: lists of ranks and of seconds are long."""
     low, high = -math.inf, math.inf
     if get_origin(kind) is Annotated:
         kind, *markers = get_args(kind)
         if len(markers) == 1 and isinstance(markers[0], Range):
             low, high = markers[0].low, markers[0].high
-    return kind is int and all(type(one) is int and low <= one <= high for one in data)
+    return kind in (int, float) and all(
+        type(number) is kind and low <= number <= high and abs(number) < math.inf for number in data
+    )
 
 
 def _join(key: str, name: Any) -> str:

@@ -19,56 +19,31 @@ _NVFP4_ARCHS = ("blackwell", "rubin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator as a framework sees it.
+    """One accelerator as a framework sees it."""
 
-    Attributes
-    ----------
-    name : str
-        Canonical lower-case name, with form and memory where it matters.
-    vendor, arch, form : str
-        Lower case: ``nvidia``, ``hopper``, ``sxm``.
-    year : int
-    peak_flops_per_s : mapping
-        Dense peaks by type: fp64 fp32 tf32 fp16 bf16 fp8 fp4 int8. A missing key means not supported
-        or not published. With tensor cores, the matrix rate.
-    memory_bytes : float
-        Datasheet memory; "80 GB" there is 80 GiB.
-    capacity_bytes : float
-        What the driver reports to a process where known, else `memory_bytes`.
-    memory_bytes_per_s : float
-    num_sms : int
-        Streaming multiprocessors, compute units or cores; 0 when not published.
-    clock_hz, l2_bytes : float
-        Boost clock and last private cache; 0 when not published.
-    link : str
-        Name of the device-to-device link, empty when none.
-    link_bytes_per_s : float
-        Per device, one direction, all links together; 0 when none.
-    pcie_bytes_per_s, tdp_w : float
-        One direction to the host; board power. 0 when not published.
-    source : str
-    verified : bool
-        False when the values were recalled from a datasheet and not checked against a second source.
-    notes : str
-    """
-
-    name: str
+    name: str  # canonical lower-case name, with form and memory where it matters
+    # lower case: ``nvidia``, ``hopper``, ``sxm``
     vendor: str = "unknown"
     arch: str = "unknown"
     form: str = "custom"
     year: int = 0
+    # dense peaks by type: fp64 fp32 tf32 fp16 bf16 fp8 fp4 int8. A missing key means not supported or not
+    # published. With tensor cores, the matrix rate
     peak_flops_per_s: Mapping[str, float] = field(hash=False)
-    memory_bytes: float
-    capacity_bytes: float
+    memory_bytes: float  # datasheet memory; "80 GB" there is 80 GiB
+    capacity_bytes: float  # what the driver reports to a process where known, else `memory_bytes`
     memory_bytes_per_s: float = 0.0
-    num_sms: int = 0
+    num_sms: int = 0  # streaming multiprocessors, compute units or cores; 0 when not published
+    # boost clock and last private cache; 0 when not published
     clock_hz: float = 0.0
     l2_bytes: float = 0.0
-    link: str = ""
-    link_bytes_per_s: float = 0.0
+    link: str = ""  # name of the device-to-device link, empty when none
+    link_bytes_per_s: float = 0.0  # per device, one direction, all links together; 0 when none
+    # one direction to the host; board power. 0 when not published
     pcie_bytes_per_s: float = 0.0
     tdp_w: float = 0.0
     source: str
+    # false when the values were recalled from a datasheet and not checked against a second source
     verified: bool = True
     notes: str = ""
 
@@ -82,15 +57,6 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """Return the dense peak of matrix products in a training precision.
-
-        Parameters
-        ----------
-        precision : str
-            One of `PRECISIONS`.
-
-        Returns
-        -------
-        float, FLOP/s
 
         Raises
         ------

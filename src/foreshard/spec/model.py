@@ -111,14 +111,9 @@ class Model:
 
         Six per active matrix parameter (head included, embedding look-up not) plus the attention products:
         12*L*h*s for full attention, half of it when causal; windows count only what they reach. Frozen
-        weights cost four, and nothing backward below the first trainable layer. In an encoder-decoder a
-        token stands for one position of each side.
-
-        Parameters
-        ----------
-        seq_len : int, tokens
-        causal : bool
-            Count what a causal kernel needs; False is the convention of MFU.
+        weights cost four, and nothing backward below the first trainable layer. In an encoder-decoder a token
+        stands for one position of each side. With `causal` only what a causal kernel needs counts; without
+        it, as in MFU, all pairs.
         """
         flops = self.forward_flops_per_token(seq_len, causal)
         gradient_flows = not self.embedding_frozen
@@ -138,14 +133,7 @@ class Model:
 
 
 def lora(model: Model, rank: int, targets: Iterable[str] = ("q", "k", "v", "o")) -> Model:
-    """Return the model with all weights frozen and a low-rank adapter on each target matrix of each block.
-
-    Parameters
-    ----------
-    model : Model
-    rank : int, >= 1
-    targets : iterable of q, k, v, o, gate, up, down
-    """
+    """Return the model with all weights frozen and a low-rank adapter on each target matrix of each block."""
     targets = tuple(targets)
     unknown = sorted(set(targets) - set(LORA_TARGETS))
     if unknown or not targets:

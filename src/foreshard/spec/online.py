@@ -15,31 +15,18 @@ from foreshard.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured:
-    """A step ended, or several in a row that were alike.
+    """A step ended, or several in a row that were alike."""
 
-    Attributes
-    ----------
-    step : int
-        The last one.
-    time_s : float
-        Of the step, as the slowest rank saw it; of several the mean, as all else here.
-    steps : int
-        How many.
-    relative_speed : mapping of rank to float
-        Nominal seconds over measured seconds of a rank's own forward and backward passes; ranks that did
-        nothing are absent.
-    link_s : mapping of (source, target) to (bytes, seconds)
-        The mean transfer seen between two ranks in the step.
-    costs : mapping of budget name to cost
-        What the step cost of every budget, measured: dollars, joules, bytes.
-    """
-
-    step: int
-    time_s: float
+    step: int  # the last one
+    time_s: float  # of the step, as the slowest rank saw it; of several the mean, as all else here
+    # mapping of rank to float: nominal seconds over measured seconds of a rank's own forward and backward
+    # passes; ranks that did nothing are absent
     relative_speed: Mapping[int, float] = field(default_factory=dict)
+    # mapping of (source, target) to (bytes, seconds): the mean transfer seen between two ranks in the step
     link_s: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    # mapping of budget name to cost: what the step cost of every budget, measured: dollars, joules, bytes
     costs: Mapping[str, float] = field(default_factory=dict)
-    steps: int = 1
+    steps: int = 1  # how many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,22 +91,13 @@ Event = Fact | Together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What to do at the next step boundary.
+    """What to do at the next step boundary."""
 
-    Attributes
-    ----------
-    kind : {'keep', 're-share', 're-cut', 'regroup', 'idle', 'activate'}
-        The largest change that the plan makes: shares only, layers, groups or order, ranks left out, ranks
-        taken in.
-    plan : Plan or None
-        The plan of the next step; None for 'keep'.
-    reason : str
-        One line for the operator's log.
-    """
-
+    # the largest change that the plan makes: shares only, layers, groups or order, ranks left out, ranks
+    # taken in (keep, re-share, re-cut, regroup, idle, activate)
     kind: str
-    plan: Plan | None = None
-    reason: str = ""
+    plan: Plan | None = None  # the plan of the next step; None for 'keep'
+    reason: str = ""  # one line for the operator's log
 
 
 class Policy(Protocol):

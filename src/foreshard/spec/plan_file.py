@@ -103,24 +103,12 @@ class PlanFile:
 
 
 def parse_plan(data: Any, *, file: str | None = None) -> Plan:
-    """Return the Plan that parsed JSON describes.
-
-    Raises
-    ------
-    SpecError
-        Naming file, key, value, rule and fix.
-    """
+    """Return the Plan that parsed JSON describes."""
     table = decode(PlanFile, data, file=file)
-    defaults = _stated(table.defaults, GroupOptions)
-    return Plan(
-        global_batch=table.global_batch,
-        seq_len=table.seq_len,
-        precision=table.precision,
-        optimizer=table.optimizer,
-        framework=table.framework,
-        groups=tuple(_group(group, defaults) for group in table.groups),
-        comm={name: on for name, on in table.comm.items()},
-    )
+    stated = _stated(table)
+    defaults = _stated(stated.pop("defaults"))
+    groups = tuple(_group(group, defaults) for group in table.groups)
+    return Plan(**stated | {"groups": groups, "comm": dict(table.comm)})
 
 
 def load_plan(path: str) -> Plan:
@@ -135,26 +123,15 @@ def load_plan(path: str) -> Plan:
 
 
 def _group(table: GroupEntry, defaults: Mapping[str, Any]) -> Group:
-    options = {**defaults, **_stated(table, GroupOptions)}
-    of_stages = {one.name: options.pop(one.name) for one in fields(StageOptions) if one.name in options}
-    stages = tuple(_stage(stage, of_stages) for stage in table.stages)
-    return Group(share=table.share, stages=stages, **options)
+    options = {**defaults, **_stated(table)}
+    of_stages = {
+        option.name: options.pop(option.name) for option in fields(StageOptions) if option.name in options
+    }
+    stages = tuple(Stage(**{**of_stages, **_stated(stage)}) for stage in table.stages)
+    return Group(**options | {"stages": stages})
 
 
-def _stage(table: StageEntry, inherited: Mapping[str, Any]) -> Stage:
-    return Stage(
-        ranks=table.ranks,
-        layers=table.layers,
-        tp=table.tp,
-        cp=table.cp,
-        ep=table.ep,
-        etp=table.etp,
-        rank_shares=table.rank_shares,
-        **{**inherited, **_stated(table, StageOptions)},
-    )
-
-
-def _stated(table: Any, options: type) -> dict[str, Any]:
-    """Return the options that a table states; `Group` and `Stage` have the defaults of the others."""
-    values = ((one.name, getattr(table, one.name)) for one in fields(options))
+def _stated(table: Any) -> dict[str, Any]:
+    """Return the keys that a table states; `Group` and `Stage` have the defaults of the others."""
+    values = ((option.name, getattr(table, option.name)) for option in fields(table))
     return {name: value for name, value in values if value is not _UNSTATED}

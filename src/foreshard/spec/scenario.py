@@ -109,13 +109,7 @@ class Scenario:
 
 
 def load_scenario(path: str | Path) -> Scenario:
-    """Return the scenario of a TOML file.
-
-    Raises
-    ------
-    SpecError
-        With file, key, value, rule and fix.
-    """
+    """Return the scenario of a TOML file."""
     file = str(path)
     data = codec.parse_toml(codec.read_text(path), file=file)
     if "file" in data:
@@ -125,7 +119,7 @@ def load_scenario(path: str | Path) -> Scenario:
         _check_process(process, file, f"process[{index}]")
     for index, budget in enumerate(found.budget):
         _check_budget(budget, file, f"budget[{index}]")
-    names = [one.name for one in found.budget]
+    names = [budget.name for budget in found.budget]
     for index, name in enumerate(names):
         if name in names[:index]:
             what = f"two budgets are named {name!r}"

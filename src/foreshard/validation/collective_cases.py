@@ -49,6 +49,14 @@ class TimedCase:
     reason: str | None = None
 
 
+NOT_MODELLED = "not modelled"
+
+
+def reason_of(error: SpecError) -> str:
+    """Return why a row is not predicted; an error that says nothing else is its own reason."""
+    return str(error) if error.rule or error.fix else error.what
+
+
 def era_of(library: str, system: str) -> str:
     """Return the NCCL era of a row: 2.10 and before, and servers profiled then, are old."""
     version = re.search(r"\b2\.(\d+)", library)
@@ -82,8 +90,19 @@ def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str, ex
     return fabric_of(cluster.nodes[0], nccl=_known_era(era), exclude=exclude)
 
 
-def _measured_s(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float) -> float | None:
+def _sizes(row: Mapping[str, str]) -> tuple[int, float]:
+    """Return the ranks and the bytes of a row."""
+    megabytes = number(row, "data_size_mb") if "data_size_mb" in row else None
+    num_bytes = megabytes * 1e6 if megabytes is not None else number(row, "size_bytes") or 0.0
+    ranks = integer(row, "num_gpus")
+    if ranks is None or num_bytes <= 0:
+        raise SpecError("size or number of devices not stated")
+    return ranks, num_bytes
+
+
+def _measured_s(row: Mapping[str, str]) -> float | None:
     """Return the out-of-place time, or the one the row's bandwidth implies."""
+    ranks, num_bytes = _sizes(row)
     if "time_ms" in row:
         value = number(row, "time_ms")
         return None if not value else value * 1e-3
@@ -94,7 +113,7 @@ def _measured_s(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float)
     if algorithm:
         return num_bytes / (algorithm * 1e9)
     if bus and ranks > 1:
-        passes = 2.0 if kind == "all_reduce" else 1.0
+        passes = 2.0 if _kind(row["collective"]) == "all_reduce" else 1.0
         return num_bytes * passes * (ranks - 1) / ranks / (bus * 1e9)
     return None
 
@@ -105,46 +124,35 @@ def _kind(text: str) -> str:
     return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
 
 
-def _case(index: int, row: Mapping[str, str], exclude: str) -> TimedCase:
-    kind = _kind(row["collective"])
-    megabytes = number(row, "data_size_mb") if "data_size_mb" in row else None
-    num_bytes = megabytes * 1e6 if megabytes is not None else number(row, "size_bytes") or 0.0
-    ranks = integer(row, "num_gpus")
-    if ranks is None or num_bytes <= 0:
-        return TimedCase(index=index, measured_s=None, reason="size or number of devices not stated")
-    measured = _measured_s(row, kind, ranks, num_bytes)
-    if kind not in _TIMES and kind != "p2p":
-        return TimedCase(index=index, measured_s=measured, reason="not modelled")
-    if re.search("gloo|neuron", row.get("library", "").lower()):
-        return TimedCase(index=index, measured_s=measured, reason="not modelled")
+def _predicted_s(row: Mapping[str, str], exclude: str) -> float:
+    kind, library = _kind(row["collective"]), row.get("library", "")
+    if (kind not in _TIMES and kind != "p2p") or re.search("gloo|neuron", library.lower()):
+        raise SpecError(NOT_MODELLED)
+    ranks, num_bytes = _sizes(row)
     nodes = integer(row, "num_nodes") or 1
-    era = era_of(row.get("library", ""), row.get("system", ""))
+    era = era_of(library, row.get("system", ""))
     fabric = _fabric(row["gpu"], ranks, nodes, row.get("inter_network", ""), era, exclude)
     if kind == "p2p":
-        predicted = send_s(num_bytes, nodes > 1, fabric)
-    else:
-        predicted = _TIMES[kind](num_bytes, ranks, 1, fabric)
-    if measured is None:
-        return TimedCase(index=index, measured_s=None, reason="no time or bandwidth stated")
-    return TimedCase(index=index, measured_s=measured, predicted_s=float(predicted))
+        return float(send_s(num_bytes, nodes > 1, fabric))
+    return float(_TIMES[kind](num_bytes, ranks, 1, fabric))
 
 
-def _guarded(index: int, row: Mapping[str, str], exclude: str) -> TimedCase:
+def _case(index: int, row: Mapping[str, str], exclude: str) -> TimedCase:
+    measured = None
     try:
-        case = _case(index, row, exclude)
+        measured = _measured_s(row)
+        predicted = _predicted_s(row, exclude)
     except SpecError as error:
-        return TimedCase(index=index, measured_s=None, reason=str(error))
-    if case.predicted_s is not None and not np.isfinite(case.predicted_s):
-        return TimedCase(index=index, measured_s=case.measured_s, reason="the prediction is not finite")
-    return case
+        return TimedCase(index=index, measured_s=measured, reason=reason_of(error))
+    if measured is None or not np.isfinite(predicted):
+        reason = "no time or bandwidth stated" if measured is None else "the prediction is not finite"
+        return TimedCase(index=index, measured_s=measured, reason=reason)
+    return TimedCase(index=index, measured_s=measured, predicted_s=predicted)
 
 
 def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[TimedCase]:
     """Return one case per row of a table of collectives.
 
-    Parameters
-    ----------
-    exclude : str
-        A family of measured rows that the constants must not have seen.
+    `exclude` is a family of measured rows that the constants must not have seen.
     """
-    return [_guarded(index, row, exclude) for index, row in enumerate(table.rows)]
+    return [_case(index, row, exclude) for index, row in enumerate(table.rows)]

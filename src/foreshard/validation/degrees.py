@@ -71,10 +71,7 @@ class ModelSize:
 def degrees(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
     """Return tp, pp, cp, ep and dp of a row; blank ones are filled and said.
 
-    Raises
-    ------
-    SpecError
-        Where the stated degrees need more devices than there are.
+    More stated degrees than devices are an error.
     """
     out = _filled(row, gpus, size)
     out["ep"] = row.whole("ep") or 1

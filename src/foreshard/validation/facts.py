@@ -36,13 +36,7 @@ _MOST = 2**31
 
 
 def number(raw: Mapping[str, str], key: str) -> float | None:
-    """Return a cell as a float, None when blank.
-
-    Raises
-    ------
-    SpecError
-        When the cell is not a finite number.
-    """
+    """Return a cell as a float, None when blank."""
     text = (raw.get(key) or "").strip()
     if not text:
         return None

@@ -17,7 +17,6 @@ from foreshard.catalog.shipped import shipped
 from foreshard.spec.framework import Framework
 
 GIB = 2.0**30
-TRIO = ("dgxc", "megatronbridge", "nemo_docs")  # share code and configurations: they leave together
 _PAPERS = (
     ("korthikanti", "korthikanti"),
     ("sc21", "sc21"),

@@ -18,7 +18,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
-from foreshard.validation.collective_cases import TimedCase
+from foreshard.validation.collective_cases import NOT_MODELLED, TimedCase, reason_of
 from foreshard.validation.tables import MeasuredTable
 
 Rows = list[Mapping[str, str]]
@@ -51,7 +51,7 @@ def _gemm(rows: Rows) -> NDArray[np.float64]:
     dtype = rows[0]["dtype"].lower()
     precision = _SPELLED.get(dtype, dtype)
     if precision not in _BYTES:
-        raise SpecError("not modelled", key="dtype", value=dtype)
+        raise SpecError(NOT_MODELLED, key="dtype", value=dtype)
     kernels = _kernels(rows[0]["device"], precision)
     batch: Any = 1.0
     if "b" in rows[0]:  # NeuSight times calls from the host
@@ -89,10 +89,10 @@ def _elementwise(rows: Rows) -> NDArray[np.float64]:
 def _deepbench(rows: Rows) -> NDArray[np.float64]:
     sheet = rows[0]["sheet_precision"]
     if rows[0]["section"] != "Dense Matrix Multiplication" or "FP32" not in sheet:
-        raise SpecError("not modelled", key="section", value=rows[0]["section"])
+        raise SpecError(NOT_MODELLED, key="section", value=rows[0]["section"])
     found = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", row["params"]) for row in rows]
     if not all(found):
-        raise SpecError("not modelled", key="params")
+        raise SpecError(NOT_MODELLED, key="params")
     m, n, k = np.array([[float(part) for part in match.groups()] for match in found if match]).T
     kernels = _kernels(rows[0]["device"].replace("_", " ").replace("NV ", ""), "fp32")
     return gemm_s(m, n, k, kernels, bytes_per_element=4)
@@ -109,15 +109,16 @@ def _grouped(rows: Rows) -> NDArray[np.float64]:
     return first + grouped_gemm_s(tokens, experts, hidden, inner, kernels) + stream_s(moved, kernels)
 
 
-# layout -> (columns that a vectorised call shares, seconds of rows, column of the time, its unit)
-_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Rows], NDArray[np.float64]], str, float]] = {
-    "gemm": (("device", "dtype"), _gemm, "latency_ms", 1e-3),
-    "op-gemm": (("device", "dtype", "op"), _gemm, "latency_ms", 1e-3),
-    "attention": (("device", "framework"), _attention, "latency_ms", 1e-3),
-    "grouped-gemm": (("device",), _grouped, "latency_ms", 1e-3),
-    "elementwise": (("device", "dtype"), _elementwise, "latency_ms", 1e-3),
-    "deepbench": (("device", "section", "sheet_precision"), _deepbench, "time_ms", 1e-3),
+# layout -> (columns that a vectorised call shares, seconds of rows)
+_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Rows], NDArray[np.float64]]]] = {
+    "gemm": (("device", "dtype"), _gemm),
+    "op-gemm": (("device", "dtype", "op"), _gemm),
+    "attention": (("device", "framework"), _attention),
+    "grouped-gemm": (("device",), _grouped),
+    "elementwise": (("device", "dtype"), _elementwise),
+    "deepbench": (("device", "section", "sheet_precision"), _deepbench),
 }
+# Columns of a measured time, the first that a table has, and their units.
 _TIME_COLUMNS = {
     "latency_ms": 1e-3,
     "measured_e2e_ms": 1e-3,
@@ -131,34 +132,35 @@ _TIME_COLUMNS = {
 }
 
 
-def stated_s(row: Mapping[str, str], column: str, unit: float) -> float | None:
-    """Return a positive measured time of a cell in seconds, None when blank, zero or not a number."""
+def _stated_s(row: Mapping[str, str]) -> float | None:
+    """Return a positive measured time in seconds, None when blank, zero or not a number."""
+    column = next((name for name in _TIME_COLUMNS if name in row), "")
     try:
-        value = float(row.get(column, "")) * unit
-    except ValueError:
+        value = float(row[column]) * _TIME_COLUMNS[column]
+    except (KeyError, ValueError):
         return None
     return value if 0.0 < value < float("inf") else None
 
 
 def not_modelled(table: MeasuredTable) -> list[TimedCase]:
     """Return a skipped case per row of a kind that has no model yet."""
-    column = next((name for name in _TIME_COLUMNS if name in table.rows[0]), "")
-    times = [stated_s(row, column, _TIME_COLUMNS.get(column, 1.0)) for row in table.rows]
-    return [TimedCase(index=i, measured_s=time, reason="not modelled") for i, time in enumerate(times)]
+    return [
+        TimedCase(index=i, measured_s=_stated_s(row), reason=NOT_MODELLED) for i, row in enumerate(table.rows)
+    ]
 
 
 def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     """Return one case per row of a table of kernels; layouts without a cost are `not modelled`."""
     if table.layout not in _LAYOUTS:
         return not_modelled(table)
-    shared, seconds, column, unit = _LAYOUTS[table.layout]
+    shared, seconds = _LAYOUTS[table.layout]
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):
         groups.setdefault(tuple(row[key] for key in shared), []).append(index)
     cases: dict[int, TimedCase] = {}
     for indices in groups.values():
         rows = [table.rows[i] for i in indices]
-        measured = [stated_s(row, column, unit) for row in rows]
+        measured = [_stated_s(row) for row in rows]
         predicted, reasons = _predicted(rows, seconds)
         for place, (index, row, time_s, value) in enumerate(
             zip(indices, rows, measured, predicted, strict=True)
@@ -183,7 +185,7 @@ def _predicted(
                 values[left] = seconds([rows[i] for i in left])
             break
         except SpecError as error:
-            text = error.what if error.what == "not modelled" else str(error)
+            text = reason_of(error)
             key = error.key or ""
             bad = {i for i in left if key in rows[i] and not _is_number(rows[i][key])}
             if not error.what.endswith("is not a number") or not bad:

@@ -19,6 +19,7 @@ from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.validation.collective_cases import NOT_MODELLED
 from foreshard.validation.facts import integer
 from foreshard.validation.row_cluster import usual_node_size
 from foreshard.validation.row_model import resolve_row_model
@@ -104,7 +105,7 @@ def _plan(batch: int, seq_len: int, group: Group, precision: str) -> Plan:
 def _amp_model(raw: Mapping[str, str]) -> tuple[Model, int]:
     found = re.fullmatch(r"gpt2 (\d+)L h(\d+) s(\d+) v(\d+)", raw["model"])
     if found is None:
-        raise SpecError("not modelled", key="model", value=raw["model"])
+        raise SpecError(NOT_MODELLED, key="model", value=raw["model"])
     layers, hidden, seq_len, vocab = (int(part) for part in found.groups())
     cells: dict[str, Any] = dict.fromkeys(("n_experts", "topk", "notes", "in_other", "source"), "")
     cells |= {"model": "GPT", "n_layers": str(layers), "hidden": str(hidden), "ffn_hidden": str(4 * hidden)}
@@ -116,7 +117,7 @@ def _amp_model(raw: Mapping[str, str]) -> tuple[Model, int]:
 def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ...]]:
     model, seq_len = _amp_model(raw)
     if raw["experiment"] not in _AMP_CLUSTERS:
-        raise SpecError("not modelled", key="experiment", value=raw["experiment"])
+        raise SpecError(NOT_MODELLED, key="experiment", value=raw["experiment"])
     cluster = _joined(_AMP_CLUSTERS[raw["experiment"]], raw["experiment"])
     tp, dp, pp = (integer(raw, key) or 1 for key in ("tp", "dp", "pp"))
     cuts = json.loads(raw["partition"])
@@ -135,16 +136,16 @@ def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ...]]
     return model, cluster, _plan(batch, seq_len, group, "fp16"), AMP
 
 
-_LAYOUTS = {"sailor-runs": (_sailor, "measured_iter_s"), "amp-trials": (_amp, "measured_s")}
-_INPUTS = {
-    "sailor-runs": ("model", "gpu_mix", "global_batch"),
-    "amp-trials": ("model", "experiment", "num_gpus", "global_batch"),
+# layout -> (reader, column of the time, columns that rows compared by rank share)
+_LAYOUTS = {
+    "sailor-runs": (_sailor, "measured_iter_s", ("model", "gpu_mix", "global_batch")),
+    "amp-trials": (_amp, "measured_s", ("model", "experiment", "num_gpus", "global_batch")),
 }
 
 
 def _case(table: MeasuredTable, index: int) -> TrainingRow:
     raw = table.rows[index]
-    build, column = _LAYOUTS[table.layout]
+    build, column, compared = _LAYOUTS[table.layout]
     measured = float(raw[column]) if raw[column] else None
     failed = measured == float("inf")
     model, cluster, plan, notes = build(raw)
@@ -167,7 +168,7 @@ def _case(table: MeasuredTable, index: int) -> TrainingRow:
         memory_kind="unknown" if peak else "",
         oom=False,
         config_key=(table.stem, *inputs),
-        rank_key=(table.families[index], *(raw[key] for key in _INPUTS[table.layout])),
+        rank_key=(table.families[index], *(raw[key] for key in compared)),
         assumptions=(*notes, *cluster.assumptions, *model.assumptions),
         remark="failed trial, cause unknown" if failed else "",
     )
@@ -178,26 +179,16 @@ def mixed_rows(table: MeasuredTable) -> tuple[list[TrainingRow], list[Skipped]]:
 
     A trial that failed for an unknown cause states no time and labels no memory; its remark says so.
     """
-    if table.layout not in _LAYOUTS:
-        skipped = [
-            Skipped(id=row_id, family=family, measured_s=None, reason="not modelled")
-            for row_id, family in zip(table.ids, table.families, strict=True)
-        ]
-        return [], skipped
     rows, skipped = [], []
-    column = _LAYOUTS[table.layout][1]
-    for index, raw in enumerate(table.rows):
-        try:
-            rows.append(_case(table, index))
-        except (SpecError, ValueError, KeyError, IndexError, TypeError) as error:
-            stated = re.fullmatch(r"[0-9.]+(?:e[+-]?\d+)?", raw[column])
-            reason = error.what if isinstance(error, SpecError) else f"a cell does not parse: {error}"
-            skipped.append(
-                Skipped(
-                    id=table.ids[index],
-                    family=table.families[index],
-                    measured_s=float(raw[column]) if stated else None,
-                    reason=reason,
-                )
-            )
+    for index, (row_id, family, raw) in enumerate(zip(table.ids, table.families, table.rows, strict=True)):
+        measured, reason = None, NOT_MODELLED
+        if table.layout in _LAYOUTS:
+            try:
+                rows.append(_case(table, index))
+                continue
+            except (SpecError, ValueError, KeyError, IndexError, TypeError) as error:
+                stated = raw[_LAYOUTS[table.layout][1]]
+                measured = float(stated) if re.fullmatch(r"[0-9.]+(?:e[+-]?\d+)?", stated) else None
+                reason = error.what if isinstance(error, SpecError) else f"a cell does not parse: {error}"
+        skipped.append(Skipped(id=row_id, family=family, measured_s=measured, reason=reason))
     return rows, skipped

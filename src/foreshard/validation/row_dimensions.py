@@ -40,20 +40,8 @@ def last_of_each(model: Model) -> tuple[Block, Block]:
 def model_of_columns(row: Mapping[str, str], stated: str, seq_len: int, known: Model | None = None) -> Model:
     """Return the model of a row's dimensions; blank ones are the catalog's, else usual, and said.
 
-    Parameters
-    ----------
-    row : mapping
-    stated : str
-        Its name.
-    seq_len : int, tokens
-        0 where the row states none.
-    known : Model or None
-        What the catalog has under the name, with other dimensions.
-
-    Raises
-    ------
-    SpecError
-        For a hybrid, and where too much is blank.
+    `stated` is the name in the row, `seq_len` 0 where it states none, `known` what the catalog has under the
+    name with other dimensions. A hybrid, and too many blanks, are errors.
     """
     stated_sizes: Sizes = {column: integer(row, column) for column in DIMENSIONS}
     if known is not None and any(block.scan_state for block in known.blocks):

@@ -22,17 +22,6 @@ def resolve_row_model(row: Mapping[str, str]) -> Model:
     The catalog answers when it knows the name and agrees with every dimension the row states; fewer layers
     make a slice of it. Otherwise the model is built from the row's dimensions, blank ones as the catalog has
     them; a name that says only a size stands for a decoder of usual proportions.
-
-    Parameters
-    ----------
-    row : mapping
-        Columns model, n_layers, hidden, ffn_hidden, n_heads, n_kv_heads, vocab, seq_len, n_experts, topk,
-        gated_mlp, notes, in_other; blank where the source is silent.
-
-    Raises
-    ------
-    SpecError
-        If the model is not modelled, or neither the catalog nor the row gives its dimensions.
     """
     stated = row.get("model", "").strip()
     known = find_model(stated) or find_model(_plain_name(stated)) or _spelled(stated)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from foreshard.catalog.devices import device_assumption, resolve_device
 from foreshard.errors import SpecError
@@ -19,7 +18,7 @@ from foreshard.validation.families import Family, families, family_of, framework
 from foreshard.validation.row_cluster import Reading, row_cluster
 from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.row_plan import device_count, row_plan
-from foreshard.validation.tables import TRAINING, MeasuredTable, read_table
+from foreshard.validation.tables import MeasuredTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +127,7 @@ def rank_key(raw: Mapping[str, str], family: str) -> tuple[str, ...]:
 
 
 def read_row(raw: Mapping[str, str], table: str) -> TrainingRow:
-    """Return one training row as a case.
-
-    Raises
-    ------
-    SpecError
-        When the row does not state enough, or states what is not modelled.
-    """
+    """Return one training row as a case."""
     raw = cleaned(raw)
     name = family_of(raw["id"], raw["source"])
     family = families().get(name, Family())
@@ -196,26 +189,4 @@ def table_rows(table: MeasuredTable) -> tuple[list[TrainingRow], list[Skipped]]:
             if raw["notes"].startswith("OOM:"):
                 measured = None
             skipped.append(Skipped(id=row_id, family=name, measured_s=measured, reason=str(error)))
-    return rows, skipped
-
-
-def read_training_rows(paths: Iterable[str | Path]) -> tuple[list[TrainingRow], list[Skipped]]:
-    """Return the cases of training tables, in file order, and the rows that cannot be predicted.
-
-    Raises
-    ------
-    SpecError
-        For a file that is not a readable training table.
-    """
-    rows: list[TrainingRow] = []
-    skipped: list[Skipped] = []
-    for path in paths:
-        table = read_table(path)
-        if table.kind != TRAINING:
-            raise SpecError(
-                "not a table of training runs", file=str(path), rule="Training tables have n_layers, dp, tp"
-            )
-        more, less = table_rows(table)
-        rows += more
-        skipped += less
     return rows, skipped

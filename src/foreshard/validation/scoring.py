@@ -87,10 +87,6 @@ def distinct(outcomes: Iterable[RowOutcome]) -> list[RowOutcome]:
 def kendall_tau_b(first: ArrayLike, second: ArrayLike) -> float | None:
     """Return Kendall's tau-b of two sequences, None when either is constant.
 
-    Parameters
-    ----------
-    first, second : array, shape (n,)
-
     Source
     ------
     Kendall 1945, "The treatment of ties in ranking problems"; tested against scipy.stats.kendalltau.
@@ -170,16 +166,8 @@ def _interval_scores(rows: Sequence[RowOutcome]) -> tuple[float | None, float | 
 def summarise(outcomes: Sequence[RowOutcome], *, order: Sequence[RowOutcome] | None = None) -> dict[str, Any]:
     """Return the summary of some rows, in the shape of `validate --json`.
 
-    Parameters
-    ----------
-    outcomes : sequence of RowOutcome
-    order : sequence of RowOutcome or None
-        Rows that Kendall's tau and regret look at; all of them when None.
-
-    Returns
-    -------
-    dict
-        Scores are None where no row allows them. `rows` counts all rows, skipped ones too.
+    `order` are the rows that Kendall's tau and regret look at, all of them by default. Scores are None where
+    no row allows them; `rows` counts skipped ones too.
     """
     merged = distinct(outcomes)
     timed = [row for row in merged if row.measured_s and row.predicted_s and not row.oom]

@@ -17,7 +17,7 @@ from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 
 TRAINING, COLLECTIVE, KERNEL, CLASSIC, MIXED = "training", "collective", "kernel", "classic", "mixed"
-MAX_CELL_CHARS = 1_000_000
+MAX_CELL_CHARS = 1_000_000  # csv stops at 131,072, which a cell of notes may pass
 _FAMILY_COLUMNS = ("system", "device", "gpu")
 
 
@@ -67,13 +67,7 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
 
 
 def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, str]:
-    """Return (kind, layout) of a table with these columns.
-
-    Raises
-    ------
-    SpecError
-        For tables that are not measurements, and for columns that fit no known table.
-    """
+    """Return (kind, layout) of a table with these columns."""
     have = set(columns)
     known = shipped("tables.toml", "foreshard.validation")
     for table in known["tables"]:

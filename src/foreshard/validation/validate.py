@@ -129,11 +129,6 @@ def validate(
 
     `engine`, `costs` and `exclude_calibration` are what the predictor was built with; kernels and collectives
     have closed formulas only.
-
-    Raises
-    ------
-    SpecError
-        For a file that is no table of measurements.
     """
     outcomes: list[RowOutcome] = []
     for path in files:
@@ -149,6 +144,3 @@ def check_mape(report: dict[str, Any], limit: float) -> None:
     if found is not None and not found <= limit:
         what = f"mean error {found:.3f} over all rows is above {limit:g}"
         raise AccuracyError(what, key="--max-mape", value=limit, rule="A skipped row counts 1.0")
-
-
-__all__ = ["Predicted", "Predictor", "check_mape", "table_outcomes", "validate"]

@@ -27,7 +27,7 @@ def test_the_object_of_the_contract(shell):
 def test_the_plan_file_predicts_the_step_that_was_promised(shell, tmp_path, run):
     path = tmp_path / "plan.json"
     promised = shell(*run, "--json", "-o", path).json["plans"][0]
-    again = shell("predict", *run[1:3], "--plan", path, "--engine", "analytical", "--json")
+    again = shell("predict", *run[1:3], "--plan", path, "--json")
     assert json.loads(path.read_text()) == promised["plan"]
     assert again.json["step_time_s"] == pytest.approx(promised["prediction"]["step_time_s"], rel=1e-9)
 

@@ -13,6 +13,7 @@ from foreshard.comm.collectives import (
     send_s,
 )
 from foreshard.comm.fabric import Fabric, fabric_from
+from foreshard.predict.run_setup import stacked
 
 GB = 1e9
 COLLECTIVES = (all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s, broadcast_s)
@@ -46,7 +47,7 @@ def test_nothing_to_move_takes_no_time(collective):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_rows_equal_scalars_and_are_float64(collective):
     sizes, ranks, strides = np.array([1e3, 1e6, 1e9]), np.array([2, 8, 64]), np.array([1, 1, 8])
-    rows = collective(sizes, ranks, strides, Fabric.stack([fabric()] * 3))
+    rows = collective(sizes, ranks, strides, stacked([fabric()] * 3, Fabric))
     assert rows.dtype == np.float64
     singles = [float(collective(*args, fabric())) for args in zip(sizes, ranks, strides, strict=True)]
     assert rows.tolist() == pytest.approx(singles, rel=1e-12)
@@ -55,8 +56,8 @@ def test_rows_equal_scalars_and_are_float64(collective):
 def test_ideal_ring_is_the_textbook_time():
     f = fabric(ideal=True, switch=False)
     wire_s = 2 * 7 / 8 * 1e9 / 450e9
-    assert all_reduce_s(1e9, 8, 1, f) == pytest.approx(f.launch_s + 14 * f.intra_latency_s + wire_s)
-    assert all_gather_s(1e9, 8, 1, f) == pytest.approx(f.launch_s + 7 * f.intra_latency_s + wire_s / 2)
+    assert all_reduce_s(1e9, 8, 1, f) == pytest.approx(f.launch_s + 14 * f.hop_s + wire_s)
+    assert all_gather_s(1e9, 8, 1, f) == pytest.approx(f.launch_s + 7 * f.hop_s + wire_s / 2)
 
 
 def test_ideal_groups_side_by_side_share_the_nic():

@@ -1,13 +1,12 @@
 """What collectives see of a cluster."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from foreshard.catalog.fabrics import comm_constants, link_constants, link_generation
 from foreshard.comm.collectives import all_reduce_s
-from foreshard.comm.fabric import Fabric, fabric_between, fabric_of
+from foreshard.comm.fabric import fabric_between, fabric_of
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, Link, Network, NodeGroup
 from foreshard.spec.device import Device
@@ -128,15 +127,6 @@ def test_constants_can_leave_a_measured_family_out():
     assert h100.launch_s > fabric_of(nodes()).launch_s  # that server is the quickest seen
     assert fabric_of(nodes(), exclude="a100_sxm") == fabric_of(nodes())
     assert fabric_of(nodes(), exclude="never heard of") == fabric_of(nodes())
-
-
-def test_stack_and_take_keep_rows():
-    rows = Fabric.stack([fabric_of(nodes()), fabric_of(nodes(nic=100 * GB))])
-    assert rows.nic_bytes_per_s.tolist() == [400 * GB, 100 * GB]
-    back = rows.take(np.array([1, 1, 0]))
-    assert back.nic_bytes_per_s.tolist() == [100 * GB, 100 * GB, 400 * GB]
-    assert all(np.ndim(getattr(back, f.name)) == 1 for f in fields(Fabric))
-    assert fabric_of(nodes()).take(np.array([0, 0])).domain == 8.0
 
 
 def test_group_over_two_kinds_of_nodes_runs_at_the_slower():

@@ -8,6 +8,7 @@ import pytest
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel, kernel_model
 from foreshard.cost.gemm import gemm_s
+from foreshard.predict.run_setup import stacked
 
 H100 = resolve_device("h100-sxm")
 IDEAL = kernel_model(H100, "bf16", fidelity="datasheet")
@@ -77,7 +78,7 @@ def test_batch_shares_the_processors():
 
 
 def test_shapes_broadcast_over_rows_of_devices():
-    models = KernelModel.stack([FITTED, kernel_model(resolve_device("a100-sxm-80gb"), "bf16")])
+    models = stacked([FITTED, kernel_model(resolve_device("a100-sxm-80gb"), "bf16")], KernelModel)
     m = np.array([[128.0], [4096.0], [0.0]])
     times = gemm_s(m, 4096, [4096, 8192], models)
     assert times.shape == (3, 2) and times.dtype == np.float64

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile, memory_profile_names
-from foreshard.cost.memory import StageLoad, communicator_bytes, optimizer_state_bytes, stage_memory
+from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
+from foreshard.catalog.shipped import shipped
+from foreshard.cost.memory import StageLoad, communicators_bytes, optimizer_state_bytes, stage_memory
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
@@ -263,7 +264,7 @@ def test_nothing_is_lost_between_parts_and_peak():
 
 
 def test_every_profile_loads_with_a_source():
-    for name in memory_profile_names():
+    for name in shipped("memory_profiles.toml"):
         profile = memory_profile(name)
         assert isinstance(profile, MemoryProfile)
         assert profile.name == name and profile.source
@@ -272,7 +273,7 @@ def test_every_profile_loads_with_a_source():
 def test_every_framework_names_a_profile():
     frameworks = pytest.importorskip("foreshard.catalog.frameworks")
     for framework in frameworks.frameworks():
-        assert framework.memory in memory_profile_names()
+        assert framework.memory in shipped("memory_profiles.toml")
 
 
 def test_an_unknown_profile_is_an_error_with_a_suggestion():
@@ -282,9 +283,9 @@ def test_an_unknown_profile_is_an_error_with_a_suggestion():
 
 def test_communicators_are_what_was_measured():
     """nccl#964, four A100: 544 MiB for two ranks, 688 for more; half the channels on six links."""
-    found = communicator_bytes(np.array([1, 2, 3, 8])) / 2**20
+    found = communicators_bytes([(1, np.array([1, 2, 3, 8]))]) / 2**20
     assert found.tolist() == [0.0, 544.0, 688.0, 688.0]
-    assert communicator_bytes(2, 12) / 2**20 == 12 * 12 + 16 * 8
+    assert communicators_bytes([(1, 2)], 12) / 2**20 == 12 * 12 + 16 * 8
 
 
 def test_communicators_by_degree():

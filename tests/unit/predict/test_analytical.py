@@ -56,7 +56,7 @@ def test_zero_bubble_fills_with_weight_gradients():
     bubble = {
         s: parts_of(case_of(pp=4, tp=4, schedule=s, global_batch=16))["bubble"] for s in ("1f1b", "zb-h1")
     }
-    assert 0.0 < bubble["zb-h1"] < 0.6 * bubble["1f1b"]
+    assert 0.0 < bubble["zb-h1"] < 0.5 * bubble["1f1b"]
 
 
 def test_full_recompute_repeats_the_forward():

@@ -16,7 +16,7 @@ def test_an_unknown_cost_source_leads_to_the_file_of_calibrate():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{}", "no key 'kind'"), ("", "the file is empty"), ("[]", "calibrate")]
+    ("text", "said"), [("{}", "missing key 'kind'"), ("", "the file is empty"), ("[]", "calibrate")]
 )
 def test_what_are_no_measured_costs_names_file_and_way_out(tmp_path, text, said):
     path = tmp_path / "costs.json"

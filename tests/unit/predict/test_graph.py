@@ -119,7 +119,7 @@ def test_gradients_of_uneven_groups_meet_bucket_by_bucket():
     case = case_of("1x8xh100-sxm", tp=2, zero=0, global_batch=8, comm={"grad_overlap": True})
     case = with_groups(case, [1, 1, 3, 1])
     batch = build_batch([case], CONSTANTS)
-    step = lower(group_prices(case, batch), case.framework, 0.3)
+    step = lower(group_prices(case, batch), 0.3)
     from foreshard.sim import critical_path
 
     times = critical_path.run(step.program)
@@ -258,7 +258,7 @@ def test_large_pipelines_are_quick_to_price():
     case = case_of(
         "256x8xh100-sxm", "llama3.1-405b", "megatron-bridge@26.06", tp=8, pp=16, vpp=7, global_batch=2048
     )
-    step = lower(prices_of(case), case.framework, 0.3)
+    step = lower(prices_of(case), 0.3)
     ops = 2 * 16 * 7 * 128
     assert ops < step.program.num_tasks < 2.1 * ops
     assert np.all(step.data_s >= 0.0)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from foreshard.errors import SpecError
-from foreshard.profile.calibration import calibrate, load_profile
+from foreshard.profile.calibration import calibrate
 from foreshard.profile.layer_times import profile_layers
 from foreshard.profile.link_fit import fitted_links, floor_and_rate
 from foreshard.profile.link_times import counts_of, pairs_of
+from foreshard.profile.profile_file import load_profile
 from foreshard.runtime.engine.executor import through
 
 CPU = torch.device("cpu")
@@ -214,7 +215,7 @@ def set_at(data, key, value):
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("passes", None, "passes: is missing"),
+        ("passes", None, "passes: missing key"),
         ("passes", {}, "passes"),
         ("passes", {"many": {}}, "passes"),
         ("passes/1/forward", [[[0.1, 0.1]]], "passes.1.forward"),
@@ -224,7 +225,7 @@ def set_at(data, key, value):
         ("bytes/0/parameter_bytes", float("inf"), "bytes[0].parameter_bytes"),
         ("bytes/0/frozen_bytes", "7", "bytes[0].frozen_bytes"),
         ("optimizer/0/seconds", [], "optimizer[0].seconds"),
-        ("optimizer/0/state_bytes", None, "optimizer[0].state_bytes: is missing"),
+        ("optimizer/0/state_bytes", None, "optimizer[0].state_bytes: missing key"),
         ("tokens_per_sample", -3, "tokens_per_sample"),
         ("fingerprint/layers", 3, "passes.1.saved_bytes"),
         ("fingerprint/job", None, "fingerprint.job"),

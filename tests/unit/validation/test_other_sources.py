@@ -5,7 +5,8 @@ import pytest
 from foreshard.errors import SpecError
 from foreshard.predict import predict
 from foreshard.validation.cells import COLUMNS, cleaned, truth
-from foreshard.validation.rows import read_row, read_training_rows
+from foreshard.validation.rows import read_row, table_rows
+from foreshard.validation.tables import read_table
 
 RUN = {
     "id": "elsewhere-1",
@@ -163,11 +164,11 @@ def test_tables_that_leave_columns_or_ids_out(tmp_path):
     columns = [name for name in RUN if name != "id"]
     line = ",".join(f'"{RUN[name]}"' for name in columns)
     path.write_text(",".join(columns) + f"\n{line}\n{line}\n", encoding="utf-8")
-    rows, skipped = read_training_rows([path])
+    rows, skipped = table_rows(read_table(path))
     assert [row.id for row in rows] == ["other-1", "other-2"]
     assert not skipped
     path.write_text("id," + ",".join(columns) + f"\na-1,{line}\na-1,{line}\n", encoding="utf-8")
-    assert [row.id for row in read_training_rows([path])[0]] == ["a-1", "a-1#2"]
+    assert [row.id for row in table_rows(read_table(path))[0]] == ["a-1", "a-1#2"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from foreshard.validation.facts import precision_of, recompute_of, sharding_of, 
 from foreshard.validation.families import Family, family_of, framework_of
 from foreshard.validation.row_cluster import nic_rate
 from foreshard.validation.row_cuts import cost_cuts
-from foreshard.validation.rows import measured_memory, measured_step_s, read_row, read_training_rows
+from foreshard.validation.rows import measured_memory, measured_step_s, read_row, table_rows
+from foreshard.validation.tables import read_table
 
 
 @pytest.fixture
@@ -273,7 +274,7 @@ def test_files_are_read_and_skips_explained(tmp_path, cells):
         writer = csv.DictWriter(stream, list(cells))
         writer.writeheader()
         writer.writerows([cells, cells | {"id": "megatronbridge-2", "gpu": "abacus"}])
-    rows, skipped = read_training_rows([path])
+    rows, skipped = table_rows(read_table(path))
     assert [case.id for case in rows] == ["megatronbridge-0001"]
     assert skipped[0].measured_s == 10.5
     assert "abacus" in skipped[0].reason

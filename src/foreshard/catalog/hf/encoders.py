@@ -18,7 +18,7 @@ def _model(reader: Reader, blocks: tuple[Block, ...], *assumptions: str, **count
 def _encoder(reader: Reader, **more: Any) -> tuple[Block, ...]:
     """Return the blocks of an encoder whose attention sees the whole sequence."""
     ffn = reader.size("intermediate_size")
-    block = plain_block(reader, ("hidden_size",), ("num_attention_heads",), ffn=ffn, causal=False, **more)
+    block = plain_block(reader, ffn=ffn, causal=False, **more)
     return (Block(**block),) * reader.layers("num_hidden_layers")
 
 

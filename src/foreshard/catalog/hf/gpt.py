@@ -12,7 +12,7 @@ _HIDDEN, _HEADS = "hidden_size", "num_attention_heads"
 
 
 def plain_block(
-    reader: Reader, hidden: tuple[str, ...], heads: tuple[str, ...], **more: Any
+    reader: Reader, hidden: tuple[str, ...] = (_HIDDEN,), heads: tuple[str, ...] = (_HEADS,), **more: Any
 ) -> dict[str, Any]:
     """Return the sizes of a block with layer norms, a plain MLP and biases everywhere.
 
@@ -50,7 +50,7 @@ def gpt_neo(reader: Reader) -> Model:
     """GPT-Neo: windows of 256 in every other layer, no biases on query, key and value."""
     layers = reader.layers("num_layers", "num_hidden_layers")
     positions = reader.positions("max_position_embeddings")
-    block = plain_block(reader, (_HIDDEN,), ("num_heads", _HEADS), qkv_bias=False)
+    block = plain_block(reader, heads=("num_heads", _HEADS), qkv_bias=False)
     block["ffn"] = reader.size("intermediate_size", default=block["ffn"])
     block["dropout"] = reader.fraction("resid_dropout", default=0.0)
     window = reader.size("window_size", default=256)
@@ -78,16 +78,10 @@ def _attention_kinds(reader: Reader, layers: int) -> list[str]:
 
 def gpt_neox(reader: Reader) -> Model:
     """GPT-NeoX and Pythia: rotary positions, parallel attention and MLP."""
-    block = plain_block(
-        reader,
-        (_HIDDEN,),
-        (_HEADS,),
-        ffn=reader.size("intermediate_size"),
-        **biases(reader, True),
-        parallel=reader.flag("use_parallel_residual", True),
-        dropout=reader.fraction("hidden_dropout"),
-    )
-    return uniform(reader, block)
+    ffn, dropout = reader.size("intermediate_size"), reader.fraction("hidden_dropout")
+    parallel = reader.flag("use_parallel_residual", True)
+    block = plain_block(reader, ffn=ffn, parallel=parallel, dropout=dropout)
+    return uniform(reader, block | biases(reader, True))
 
 
 def opt(reader: Reader) -> Model:
@@ -96,8 +90,6 @@ def opt(reader: Reader) -> Model:
     before = reader.flag("do_layer_norm_before", True)
     block = plain_block(
         reader,
-        (_HIDDEN,),
-        (_HEADS,),
         ffn=reader.size("ffn_dim"),
         bias=reader.flag("enable_bias", True),
         dropout=reader.fraction("dropout", default=0.1),
@@ -128,8 +120,7 @@ def falcon(reader: Reader) -> Model:
     norms = reader.size("num_ln_in_parallel_attn", default=2, maximum=2) if grouped else 1
     block = plain_block(
         reader,
-        (_HIDDEN,),
-        (_HEADS, "n_head"),
+        heads=(_HEADS, "n_head"),
         bias=reader.flag("bias", False),
         parallel=parallel or grouped,
         num_norms=norms if parallel else 2,

@@ -58,21 +58,12 @@ NOT_MODELLED = {
     "nemotron_h": "a hybrid of Mamba and attention",
     "qwen3_next": "a hybrid of linear and full attention",
 }
-MAX_CONFIG_BYTES = 4 * 2**20
+MAX_CONFIG_BYTES = 4 * 2**20  # published files have some kilobytes; more is another file
 _HINT = "Fetch the file again, or see 'foreshard models' for those that need none"
 
 
 def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None = None) -> Model:
     """Return the model of a Hugging Face configuration.
-
-    Parameters
-    ----------
-    config : mapping
-        What ``config.json`` holds.
-    name : str
-        Name of the model.
-    file : str, optional
-        Path for error messages.
 
     Raises
     ------

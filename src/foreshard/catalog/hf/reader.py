@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreshard.errors import SpecError
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 4096  # the deepest models of the catalog have some hundred
 MAX_SIZE = 2**24  # widths, vocabularies, experts: above every published model by a wide margin
-MAX_POSITIONS = 2**31
+MAX_POSITIONS = 2**31  # a 32-bit index; published contexts end at 10 million
 
 _ABSENT = object()
 
@@ -40,17 +39,17 @@ class Reader:
             raise self.error(keys[0], None, f"missing key {keys[0]!r}", rule, f"Add {keys[0]}")
         return keys[0], default
 
+    def _checked(self, key: str, value: Any, good: bool, what: str, rule: str) -> None:
+        if not good:
+            raise self.error(key, _short(value), f"{_short(value)} {what}", rule)
+
     def size(self, *keys: str, default: Any = _ABSENT, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         """Return a whole number under the first of these keys that is present."""
         key, value = self._find(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(
-                key, _short(value), f"{_short(value)} is not a whole number", "Sizes are integers"
-            )
-        if not minimum <= value <= maximum:
-            rule = f"{key} is between {minimum} and {maximum}"
-            raise self.error(key, _short(value), f"{_short(value)} is out of range", rule)
-        return value
+        self._checked(key, value, type(value) is int, "is not a whole number", "Sizes are integers")
+        rule = f"{key} is between {minimum} and {maximum}"
+        self._checked(key, value, minimum <= value <= maximum, "is out of range", rule)
+        return int(value)
 
     def layers(self, *keys: str, **kwargs: Any) -> int:
         """Return a number of layers."""
@@ -69,42 +68,34 @@ class Reader:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        key, value = self._find((key,), default)
-        if not isinstance(value, bool):
-            raise self.error(
-                key, _short(value), f"{_short(value)} is not true or false", "A switch is a boolean"
-            )
-        return value
+        _, value = self._find((key,), default)
+        self._checked(key, value, isinstance(value, bool), "is not true or false", "A switch is a boolean")
+        return bool(value)
 
     def fraction(self, *keys: str, default: float = 0.0) -> float:
         """Return a number in [0, 1)."""
         key, value = self._find(keys, default)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not 0 <= value < 1:
-            raise self.error(key, _short(value), f"{_short(value)} is not a rate", f"{key} is in [0, 1)")
+        good = type(value) in (int, float) and 0 <= value < 1
+        self._checked(key, value, good, "is not a rate", f"{key} is in [0, 1)")
         return float(value)
 
     def text(self, key: str, default: Any = _ABSENT) -> str:
         """Return a string."""
-        key, value = self._find((key,), default)
-        if not isinstance(value, str):
-            raise self.error(key, _short(value), f"{_short(value)} is not a string", f"{key} is a name")
-        return value
+        _, value = self._find((key,), default)
+        self._checked(key, value, isinstance(value, str), "is not a string", f"{key} is a name")
+        return str(value)
 
     def list(self, key: str) -> list[Any] | None:
         """Return a list, or None when absent."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, list):
-            raise self.error(key, _short(value), f"{_short(value)} is not a list", f"{key} is a list")
+        value: list[Any] | None = self.config.get(key)
+        good = value is None or isinstance(value, list)
+        self._checked(key, value, good, "is not a list", f"{key} is a list")
         return value
 
     def nested(self, key: str) -> Reader:
         """Return a reader of an object under `key` (an empty one when absent)."""
-        value = self.config.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise self.error(key, _short(value), f"{_short(value)} is not an object", f"{key} is an object")
+        _, value = self._find((key,), {})
+        self._checked(key, value, isinstance(value, Mapping), "is not an object", f"{key} is an object")
         return Reader(value, self.name, self.file)
 
     def with_defaults(self, **defaults: int) -> Reader:
@@ -139,10 +130,9 @@ class Reader:
         if len(types) != num_layers or any(not isinstance(entry, str) for entry in types):
             rule = f"layer_types names the attention of each of the {num_layers} layers"
             raise self.error("layer_types", _short(types), f"{len(types)} entries", rule)
-        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-        if unknown:
+        for entry in sorted(set(types) - {"full_attention", "sliding_attention"}):
             rule = "Modelled are full_attention and sliding_attention"
-            raise self.error("layer_types", _short(unknown[0]), f"{_short(unknown[0])} is not modelled", rule)
+            self._checked("layer_types", entry, False, "is not modelled", rule)
         return [window * (entry == "sliding_attention") for entry in types]
 
 

@@ -23,7 +23,6 @@ _PLANS = {
     "engine",
     "objective",
 }
-_RULE = "Measured costs price the plan as the runtime runs it"
 
 
 def is_file(costs: str | None) -> bool:
@@ -39,9 +38,7 @@ def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) 
     _reject_unknown({**values, **others}, _PREDICTS)
     _same_model(values["model"], values["costs"])
     if not values.get("plan"):
-        raise SpecError(
-            "no plan", key="--plan", rule=_RULE, fix="Give --plan FILE, or find one with foreshard plan"
-        )
+        raise _refused("no plan", "--plan", None, "Give --plan FILE, or find one with foreshard plan")
     prediction = api.predict_measured(
         values["costs"], values["cluster"], api.load_plan(values["plan"]), tokens=values.get("tokens")
     )
@@ -57,13 +54,11 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
     _reject_unknown({**asked, **others}, _PLANS)
     _same_model(model, asked["costs"])
     if asked.get("objective", ("time",)) != ("time",):
-        what = "another objective than time"
-        fix = "Leave --objective out"
-        raise SpecError(what, key="--objective", value=",".join(asked["objective"]), rule=_RULE, fix=fix)
+        value, fix = ",".join(asked["objective"]), "Leave --objective out"
+        raise _refused("another objective than time", "--objective", value, fix)
     if isinstance(asked.get("precision"), tuple):
-        what = "several precisions"
-        fix = "Give the one that was measured"
-        raise SpecError(what, key="--dtype", value=",".join(asked["precision"]), rule=_RULE, fix=fix)
+        value, fix = ",".join(asked["precision"]), "Give the one that was measured"
+        raise _refused("several precisions", "--dtype", value, fix)
     chosen = {
         name: asked[name] for name in ("precision", "optimizer", "top", "budget_s", "tokens") if name in asked
     }
@@ -101,5 +96,10 @@ def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, (), "none"):
             flag = f"--{name.replace('_', '-')}"
-            what = f"{flag} is not taken with measured costs"
-            raise SpecError(what, key=flag, value=str(value), rule=_RULE, fix="Leave it out")
+            raise _refused(f"{flag} is not taken with measured costs", flag, str(value), "Leave it out")
+
+
+def _refused(what: str, flag: str, value: str | None, fix: str) -> SpecError:
+    return SpecError(
+        what, key=flag, value=value, rule="Measured costs price the plan as the runtime runs it", fix=fix
+    )

@@ -12,22 +12,15 @@ from types import FrameType
 
 _QUIET_S = 1.0  # shorter searches show nothing
 _TICK_S = 0.5  # between two drawings of the line
-_DEFAULT_BUDGET_S = 60.0
+_DEFAULT_BUDGET_S = 60.0  # of a search that was given none
 
 
 @contextmanager
 def watched(budget_s: float | None = None) -> Iterator[list[float]]:
     """Run a search that answers KeyboardInterrupt with what it has.
 
-    Parameters
-    ----------
-    budget_s : float, optional
-        What the search may take, to be shown.
-
-    Yields
-    ------
-    list of float
-        When Ctrl-C was pressed; empty if it was not.
+    The body gets a list that is empty until Ctrl-C is pressed; `budget_s` is what the search may take, to be
+    shown.
     """
     pressed: list[float] = []
 

@@ -103,13 +103,7 @@ def describing_a_run(command: click.Command, *, with_engine: bool = True) -> Non
 
 
 def to_request(values: Mapping[str, Any]) -> Request:
-    """Return the request a verb's parsed options make; catalog names and files are read here.
-
-    Raises
-    ------
-    SpecError
-        For an unknown name, an unreadable file, or a plan together with degrees.
-    """
+    """Return the request a verb's parsed options make; catalog names and files are read here."""
     from foreshard import api
 
     return api.request(

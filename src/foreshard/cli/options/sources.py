@@ -30,13 +30,7 @@ def verb_command(
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return the decorator that makes a function a verb: with --json, -o, --config and FORESHARD_ variables.
 
-    Parameters
-    ----------
-    name : str
-    *options : callable
-        Add further options to the command, that other verbs have too.
-    output : str
-        What -o writes.
+    `options` add what other verbs have too; `output` is what -o writes.
     """
 
     def made(function: Callable[..., Any]) -> click.Command:

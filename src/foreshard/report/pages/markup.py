@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,15 @@ def filled(template: str, **parts: str) -> str:
 def embedded_json(data: Any) -> str:
     """Return data as JSON that cannot end the script element it is written into."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a list of words, each beside the colour of its name."""
+    items = "".join(
+        f'<li><span class="swatch" style="background-color:var(--{colour})"></span>{html.escape(words)}</li>'
+        for colour, words in entries
+    )
+    return f'<ul class="legend">{items}</ul>'
 
 
 def section(title: str, lead: str, *body: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from foreshard.report.pages.markup import legend
 from foreshard.report.screen import spans
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
@@ -21,7 +22,7 @@ COLOURS = (
     "expert_comm",
     "host",
 )
-_MAX_ROWS = 48
+_MAX_ROWS = 48  # kinds of groups drawn: three screens
 _LABEL, _PIPE, _SHARE, _ROW, _GAP, _TOP = 150, 780, 190, 64, 10, 24
 _WIDTH = _LABEL + _PIPE + _SHARE
 _CHAR = 6.6  # of 12 px text
@@ -133,21 +134,15 @@ def _box(
         (degrees + recompute, degrees),
     )
     for i, choices in enumerate(lines):
-        words = next((one for one in choices if len(one) * _CHAR <= width - 10), "")
+        words = next((choice for choice in choices if len(choice) * _CHAR <= width - 10), "")
         if words:
             out.append(_text(x + 7, y + 19 + 18 * i, words, "" if i == 0 else "soft"))
     return "".join([*out, "</g>"])
 
 
 def _legend(plan: Plan, cluster: Cluster) -> str:
-    shades = colours(cluster)
-    used = cluster.device_counts(plan.ranks)
-    items = "".join(
-        f'<li><span class="swatch" style="background-color:var(--{shades[name]})"></span>'
-        f"{html.escape(name)}: {count} used</li>"
-        for name, count in used.items()
-    )
-    return f'<ul class="legend">{items}</ul>'
+    shades, used = colours(cluster), cluster.device_counts(plan.ranks)
+    return legend((shades[name], f"{name}: {count} used") for name, count in used.items())
 
 
 def _text(x: float, y: float, words: str, style: str = "") -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
-from foreshard.report.pages.markup import embedded_json, filled, html_table, section, static
+from foreshard.report.pages.markup import embedded_json, filled, html_table, legend, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_table import drawn, front_table, gains_table, others_table, ranked_table
 from foreshard.report.plan_words import degrees
@@ -95,20 +95,20 @@ def _time(prediction: Prediction) -> str:
         f'title="{html.escape(TIME_LABELS[part])}: {quantity.seconds(value)}"></span>'
         for part, value in parts
     )
-    items = "".join(
-        f'<li><span class="swatch" style="background-color:var(--{part})"></span>'
-        f"{html.escape(TIME_LABELS[part])} {quantity.seconds(value)}, "
-        f"{quantity.percent(value / whole)}</li>"
+    words = (
+        (part, f"{TIME_LABELS[part]} {quantity.seconds(value)}, {quantity.percent(value / whole)}")
         for part, value in parts
     )
-    bar = f'<div class="stack" role="img" aria-label="Parts of the step">{stack}</div>'
-    return f'{bar}<ul class="legend">{items}</ul>'
+    return f'<div class="stack" role="img" aria-label="Parts of the step">{stack}</div>{legend(words)}'
 
 
 def _proof_words(result: PlanResult) -> str:
-    if result.gap <= 1e-9:
-        return "No plan of the space is faster: every other one was timed, or excluded by a bound."
-    above = quantity.percent(result.gap)
+    gap = result.gap_to_bound
+    if gap is None:
+        return "No bound is known in this objective."
+    if gap <= 1e-9:
+        return "No plan of the space is better: every other one was timed, or excluded by a bound."
+    above = quantity.percent(gap)
     return f"The chosen plan is at most {above} above what any plan of the space can reach."
 
 
@@ -135,9 +135,9 @@ def _ladder(result: PlanResult) -> str:
 
 def _front(plans: Sequence[Ranked]) -> str:
     points = [
-        (one.prediction.step_time_s, one.prediction.cost.usd_per_1b_tokens, degrees(one.plan))
-        for one in plans
-        if one.prediction.cost.usd_per_1b_tokens is not None
+        (ranked.prediction.step_time_s, ranked.prediction.cost.usd_per_1b_tokens, degrees(ranked.plan))
+        for ranked in plans
+        if ranked.prediction.cost.usd_per_1b_tokens is not None
     ]
     known = [(seconds, usd, words) for seconds, usd, words in points if usd is not None]
     picture = scatter(known, "step time, s (fastest in red)", "$ per 1B tokens") if len(known) > 1 else ""

@@ -71,7 +71,7 @@ def page_data(
         "groups": _folded(prediction.plan),
         "groupTimes": asdict(groups_table(groups)) if uneven(groups) else None,
         "timeline": _drawn(timeline) if timeline else None,
-        "advice": [_advice(one) for one in advice],
+        "advice": [_advice(effect) for effect in advice],
         "verdict": verdict(prediction, fit) if fit else None,
     }
 
@@ -92,9 +92,7 @@ def _stages(request: Request, prediction: Prediction) -> list[dict[str, Any]]:
     rows, seen = [], set()
     for g, (group, parts) in enumerate(zip(prediction.plan.groups, request.stage_memory(), strict=True)):
         for s, (stage, peak) in enumerate(zip(group.stages, memory.per_stage_peak_bytes[g], strict=True)):
-            device = min(
-                (cluster.device_of(rank) for rank in stage.ranks), key=lambda one: one.capacity_bytes
-            )
+            device = min(map(cluster.device_of, stage.ranks), key=lambda device: device.capacity_bytes)
             row = {
                 "stage": s,
                 "peak": peak,

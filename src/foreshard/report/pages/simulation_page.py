@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from foreshard.report.pages.line_chart import Line, chart
-from foreshard.report.pages.markup import embedded_json, html_table, section, static
+from foreshard.report.pages.markup import embedded_json, filled, html_table, section, static
 from foreshard.report.screen import Table
 from foreshard.report.simulation_table import online_screen
 
@@ -25,8 +25,8 @@ def online_page(found: Evaluation, swept: Sweeps) -> str:
         f"<h1>{title}</h1>" + "".join(f"<p>{html.escape(line)}</p>" for line in screen.header),
         f"<p>{html.escape(' '.join(found.scenario.doc.split()))}</p>",
         *(
-            section("Policies, those that keep the budgets first", "", html_table(one))
-            for one in screen.tables
+            section("Policies, those that keep the budgets first", "", html_table(table))
+            for table in screen.tables
         ),
         "".join(f"<p>{html.escape(note)}</p>" for note in screen.notes),
         section("Gain against heterogeneity", "", _uneven(swept)),
@@ -35,20 +35,12 @@ def online_page(found: Evaluation, swept: Sweeps) -> str:
         section("Over the run, first path", "", _series(found)),
         section("Regret to the bound, first path", "", _regret(found)),
     ]
-    style = _style()
-    data = embedded_json(found.to_dict() | {"sweeps": _data(swept)})
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        '<meta http-equiv="Content-Security-Policy" content="'
-        "default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{title} · foreshard simulate</title>\n"
-        f"<style>\n{style}\nsvg {{ width: 100%; max-width: 900px; }}\n"
-        "@media (max-width: 820px) { section { overflow-x: auto; } svg { width: 720px; } }\n"
-        f"</style>\n</head>\n<body>\n<main>\n{chr(10).join(sections)}\n</main>\n"
-        f'<script type="application/json" id="data">{data}</script>\n'
-        "</body>\n</html>\n"
+    return filled(
+        "simulation.html",
+        title=title,
+        style=_style(),
+        body="\n".join(sections),
+        data=embedded_json(found.to_dict() | {"sweeps": _data(swept)}),
     )
 
 
@@ -162,7 +154,7 @@ def _series(found: Evaluation) -> str:
         ("devices", "devices in use"),
     ):
         lines = []
-        for name in (one for one in _SHOWN if one in policies):
+        for name in (known for known in _SHOWN if known in policies):
             values = policies[name]["series"][key]
             step = found.slots / len(values)
             points = [(int((i + 0.5) * step) + 1, value) for i, value in enumerate(values)]
@@ -174,7 +166,7 @@ def _series(found: Evaluation) -> str:
 def _regret(found: Evaluation) -> str:
     first = found.rounds[0]
     lines = []
-    for name in (one for one in ("lyapunov", "greedy-banked", "static-best") if one in first.runs):
+    for name in (known for known in ("lyapunov", "greedy-banked", "static-best") if known in first.runs):
         over = first.runs[name].time_s - first.bound.mean_step_time_s
         at = [round((i + 1) * len(over) / 100) for i in range(100)] if len(over) >= 100 else [len(over)]
         total = over.cumsum()
