@@ -7,10 +7,13 @@ messages too. The schedule itself is lowered by `graph.pipeline`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+
+_ROUNDING = 1e-9
+"""Part of a micro-batch that counts as none."""
 
 
 class PipelinePace(NamedTuple):
@@ -140,6 +143,29 @@ class PipelineSpan(NamedTuple):
 
 def pipeline_span(rows: PipelineRows) -> PipelineSpan:
     """Return the longest path through pipelines, over all stages that may set the pace.
+
+    Where the last micro-batch is short, the one before it may come up last: its backwards take longer, and
+    the first stage still has the short one to do after it.
+    """
+    span = _longest_path(rows)
+    first = rows.last_share[0]
+    is_short = (first < 1.0 - _ROUNDING) & (rows.rounds > rows.chunks)
+    if not is_short.any():
+        return span
+    fewer = _longest_path(
+        replace(rows, rounds=rows.rounds - rows.chunks, last_share=np.ones_like(rows.last_share))
+    )
+    before_s = np.where(is_short, fewer.seconds + first * rows.backward_s[0], -np.inf)
+    later = before_s > span.seconds
+    return PipelineSpan(
+        seconds=np.where(later, before_s, span.seconds),
+        run=np.where(later, fewer.run, span.run),
+        data_s=np.where(later, fewer.data_s, span.data_s),
+    )
+
+
+def _longest_path(rows: PipelineRows) -> PipelineSpan:
+    """Return the longest path whose last micro-batch is the last one.
 
     A path goes down the stages, stays on one for the steady state and comes up again. Each of the two ways is
     the longest of: the ops of that stage alone, and a passage of the stages behind it. What lies inside a run

@@ -245,4 +245,9 @@ def pipeline_program(
         overlap_p2p=overlap_p2p,
         overlap_warm_up=overlap_warm_up,
     )
-    return replace(_template(shape), duration_s=pipeline_durations(shape, forward_s=forward_s, **durations_s))
+    return program_of(shape, pipeline_durations(shape, forward_s=forward_s, **durations_s))
+
+
+def program_of(shape: PipelineShape, durations_s: np.ndarray) -> Program:
+    """Return the program of one lowered pipeline; another call for the same shape only sets durations."""
+    return replace(_template(shape), duration_s=durations_s)

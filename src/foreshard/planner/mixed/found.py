@@ -6,17 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from foreshard.planner.mixed.chunk_layout import laid_out
 from foreshard.planner.mixed.node_sets import capped
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes, predicted
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.work_bounds import work_bound
+from foreshard.predict.step import graph_takes
 from foreshard.spec.plan import Plan
-
-WORTH = 0.01
-"""Part of the step that chunks of layers have to save: below it, the formula of interleaved schedules may err
-on which plan is faster."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +25,7 @@ class MixedFound:
     ----------
     request : PlanRequest
     timed : list of (seconds, Plan)
-        Plans that fit, with their step times by the analytical engine.
+        Plans that fit, with their step times by the closed form, or by the graph where they are interleaved.
     missing_bytes : float
         Least memory that a plan that does not fit lacks on its fullest rank.
     problems : dict
@@ -41,7 +39,6 @@ class MixedFound:
     missing_bytes: float = np.inf
     problems: dict[tuple[int, ...], Problem] = field(default_factory=dict)
     even: list[Plan] = field(default_factory=list)
-    _exact: list[tuple[Plan, float]] = field(default_factory=list)
 
     def problem(self, use: tuple[int, ...]) -> Problem:
         """Return the problem of some node groups, priced once."""
@@ -100,28 +97,19 @@ class MixedFound:
             self.even.append(plan)
 
     def take_interleaved(self, plan: Plan) -> float:
-        """Keep an interleaved plan if it fits and is the fastest, by its exact schedule too.
+        """Keep an interleaved plan, its chunks laid out anew, if it fits and is the fastest.
 
-        The analytical engine knows nothing of chunks of unequal lengths, so the graph engine has to agree.
+        The closed form knows nothing of chunks of unequal lengths: where it promises more, the graph decides.
         """
-        if missing_bytes(self.request, plan):
+        if not graph_takes(plan) or missing_bytes(self.request, plan):
             return np.inf
-        seconds = engine_seconds(self.request, [plan])[0]
-        best_s, best = self.best
-        worth = 0.0 if best is None or is_interleaved(best) else WORTH
-        if seconds < best_s * (1.0 - worth) and self._exact_s(plan) < self._exact_s(best):
-            self.timed.append((seconds, plan))
+        if engine_seconds(self.request, [plan])[0] >= self.best_s:
+            return np.inf
+        laid = laid_out(self.request, plan)
+        laid = plan if missing_bytes(self.request, laid) else laid
+        seconds = predicted(replace(self.request, engine="graph"), laid).step_time_s
+        self.timed.append((seconds, laid))
         return seconds
-
-    def _exact_s(self, plan: Plan | None) -> float:
-        """Return the step time of a plan by the graph engine, infinite of none; the last ones are known."""
-        if plan is None:
-            return np.inf
-        known = next((seconds for one, seconds in self._exact if one is plan), None)
-        if known is None:
-            known = predicted(replace(self.request, engine="graph"), plan).step_time_s
-            self._exact = [*self._exact[-1:], (plan, known)]
-        return known
 
 
 def is_interleaved(plan: Plan) -> bool:

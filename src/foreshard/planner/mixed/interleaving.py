@@ -15,7 +15,6 @@ from dataclasses import replace
 import numpy as np
 
 from foreshard.catalog.offers import offers_of
-from foreshard.planner.pricing.engine_times import engine_tails
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate, tail_seconds
@@ -38,21 +37,13 @@ def depths(request: PlanRequest, plan: Plan) -> Iterator[tuple[int, int]]:
             yield chunks, stages
 
 
-def plans_in_chunks(
+def plan_in_chunks(
     request: PlanRequest, problem: Problem, arrangement: Arrangement, chunks: int
-) -> Iterator[Plan]:
-    """Yield the interleaved plan of an arrangement of a scaled problem, then with new shares."""
-    templates, batch = arrangement.templates, request.global_batch
-    tails: list[float] | None = None
-    for _ in range(2):
-        real = in_rounds(problem, templates, chunks, batch, tails)
-        plain = None if real is None else plan_of(request, problem, real)
-        plan = None if plain is None else interleaved(plain, chunks)
-        if real is None or plan is None:
-            return
-        yield plan
-        counted = replace(real, shares=tuple(share * chunks for share in real.shares))
-        tails = engine_tails(request, problem, counted, plan)
+) -> Plan | None:
+    """Return the interleaved plan of an arrangement of a scaled problem, None where there is none."""
+    real = in_rounds(problem, arrangement.templates, chunks, request.global_batch)
+    plain = None if real is None else plan_of(request, problem, real)
+    return None if plain is None else interleaved(plain, chunks)
 
 
 def chunk_counts(request: PlanRequest) -> tuple[int, ...]:
@@ -86,7 +77,6 @@ def in_rounds(
     templates: Sequence[Template],
     chunks: int,
     batch: int,
-    tails: Sequence[float] | None = None,
 ) -> Arrangement | None:
     """Return pipelines of a scaled problem with samples that interleaving can take, None where it cannot.
 
@@ -94,7 +84,7 @@ def in_rounds(
     one pipeline, which then stays at 1f1b.
     """
     rates = [pipeline_rate(problem, template) for template in templates]
-    tails = tails or [tail_seconds(problem, template, len(templates)) for template in templates]
+    tails = [tail_seconds(problem, template, len(templates)) for template in templates]
     units = [
         len(one) * rate.micro_batch if len(one) > 1 else 1 for one, rate in zip(templates, rates, strict=True)
     ]

@@ -18,13 +18,13 @@ from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
 from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
-from foreshard.planner.mixed.found import WORTH, MixedFound, is_interleaved
+from foreshard.planner.mixed.found import MixedFound, is_interleaved
 from foreshard.planner.mixed.infeasible import nothing_fits
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,
     depths,
     interleaved,
-    plans_in_chunks,
+    plan_in_chunks,
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
@@ -302,7 +302,6 @@ class MixedSearch:
                         time_plans=partial(self._time_interleaved, chunks),
                         floor_s=self.by_set[0].floor_s,
                         weight=_WEIGHT ** (place + 1),
-                        margin=WORTH if not found.is_interleaved else 0.0,
                     )
                 )
         if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
@@ -338,8 +337,8 @@ class MixedSearch:
         return seconds if other is None else min(seconds, self.found.take(other))
 
     def _time_interleaved(self, chunks: int, problem: Problem, arrangement: Arrangement) -> float:
-        plans = plans_in_chunks(self.request, problem, arrangement, chunks)
-        return min((self.found.take_interleaved(plan) for plan in plans), default=np.inf)
+        plan = plan_in_chunks(self.request, problem, arrangement, chunks)
+        return np.inf if plan is None else self.found.take_interleaved(plan)
 
     def _offer_published(self, planners: Sequence[Callable[..., object]]) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""

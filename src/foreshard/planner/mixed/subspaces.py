@@ -44,8 +44,6 @@ class Subspace:
         Returns a step time that no plan of the subspace is expected to beat, before it was searched.
     weight : float
         Of its promise beside that of others.
-    margin : float
-        Part of the best step that a plan of the subspace has to save.
     is_wanted : callable
         Whether its search matters at present.
     alone : bool
@@ -62,7 +60,6 @@ class Subspace:
     time_plans: Callable[[Problem, Arrangement], float]
     floor_s: Callable[[], float]
     weight: float = 1.0
-    margin: float = 0.0
     is_wanted: Callable[[], bool] = lambda: True
     alone: bool = False
     proves: bool = False
@@ -85,7 +82,7 @@ class Subspace:
         """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
         if self.is_closed or not self.is_wanted():
             return 0.0
-        best_s = self.best_s if self.alone else best_s * (1.0 - self.margin)
+        best_s = self.best_s if self.alone else best_s
         if not np.isfinite(best_s):
             return np.inf
         return self.weight * max(0.0, best_s - self.bound_s * (1.0 + AIM))
@@ -104,7 +101,7 @@ class Subspace:
                 self.search.reopen()
         self.is_closed = not self.search.is_open
         if not self.is_closed:
-            state.beat_s = np.inf if self.alone else found.best_s * (1.0 - self.margin)
+            state.beat_s = np.inf if self.alone else found.best_s
             before_s = self.search.lower_bound_s
             self.search.advance(budget)
             if budget.is_over and self.search.lower_bound_s <= before_s:
@@ -124,7 +121,7 @@ class Subspace:
             if budget.is_over and found.timed:
                 return
             least_s = least_step_seconds(self.problem, arrangement)
-            hopeless = not self.alone and least_s >= found.best_s * (1.0 - self.margin)
+            hopeless = not self.alone and least_s >= found.best_s
             if arrangement not in self._timed and not hopeless:
                 self._timed.add(arrangement)
                 seconds = self.time_plans(self.problem, arrangement)

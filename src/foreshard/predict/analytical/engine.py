@@ -42,6 +42,8 @@ class Messages:
     ----------
     near, far
         One message inside a link domain, and one that leaves it.
+    after
+        From the last stage of the run to the stage after it.
     each
         To or from all neighbours of a stage, one after another.
     port
@@ -50,6 +52,7 @@ class Messages:
 
     near: Any
     far: Any
+    after: Any
     each: Any
     port: Any
 
@@ -223,9 +226,37 @@ def _messages(batch: Batch) -> Messages:
     ends = np.minimum(batch.has_embedding + batch.has_head, 1.0) / p.num_chunks
     neighbours = np.where(p.num_stages > 1, 2.0 - ends, 0.0)
     near, far = (message_s(p.hidden, leaves, machine) for leaves in (0.0, 1.0))
+    after = np.where(places.far_last > 0, far, near)
     outside = np.minimum(places.far_each, neighbours)
     by_link, by_network = (neighbours - outside) * near, outside * far
-    return Messages(near=near, far=far, each=by_link + by_network, port=np.maximum(by_link, by_network))
+    if len(batch.multiplicity) > 1:
+        after, waited = _by_slower_end(batch, after, near, far)
+        by_network = by_network + waited * (places.far_each > 0)
+        by_link = by_link + waited * (places.far_each <= 0)
+    return Messages(
+        near=near, far=far, after=after, each=by_link + by_network, port=np.maximum(by_link, by_network)
+    )
+
+
+def _by_slower_end(batch: Batch, own: Any, near: Any, far: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of the message after each run of stages, and what its stages wait for slower neighbours.
+
+    A message takes as long as the slower of its ends needs; those of a stage of more than one are inside its
+    run, where both ends are equal.
+    """
+    count, leaves = (
+        batch.multiplicity,
+        np.broadcast_to(batch.boundaries.far_last, batch.multiplicity.shape) > 0,
+    )
+    own, near, far = (np.broadcast_to(seconds, count.shape) for seconds in (own, near, far))
+    joined = (count[1:] > 0) & (count[:-1] > 0)
+    behind = np.where(leaves[:-1], far[1:], near[1:])
+    after = np.array(own)
+    after[:-1] = np.where(joined, np.maximum(own[:-1], behind), own[:-1])
+    waited_after, waited_before = after - own, np.zeros(count.shape)
+    waited_before[1:] = np.where(joined, after[:-1] - behind, 0.0)
+    both = waited_after + waited_before
+    return after, np.where(count > 1, np.maximum(waited_after, waited_before), both)
 
 
 def _steady(batch: Batch, work: np.ndarray, messages: Messages) -> Any:
@@ -286,8 +317,9 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     tail = tail + across_groups_s(stage.params, stage.expert_params, machine)
     if np.count_nonzero(p.tied):
         tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
-        tied = tied * np.maximum(batch.has_embedding, batch.has_head)
-        tail = tail + np.where(p.num_stages > 1, tied, 0.0)
+        ends = np.maximum(batch.has_embedding, batch.has_head)
+        # Each end waits for the other, and the sum takes as long as the slower one needs.
+        tail = tail + np.where(p.num_stages > 1, ends * (ends * tied).max(0), 0.0)
     optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine)
     beside = traits.param_gather_overlap > 0
     return EndOfStep(
@@ -329,9 +361,8 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
     is_cut = chunks > 1
     is_beside = is_cut | (p.zero_bubble > 0)
     warm_up = np.where(is_cut, 2.0 * behind + (chunks - 1.0) * p.num_stages, behind)
-    after_first, after_last = (
-        np.where(leaves > 0, messages.far, messages.near) for leaves in (places.far_first, places.far_last)
-    )
+    after_last = messages.after
+    after_first = np.where(count > 1, np.where(places.far_first > 0, messages.far, messages.near), after_last)
     is_last = places.first + count >= p.num_stages
     after = np.where(is_last | (p.num_stages <= 1) | (count <= 0), 0.0, after_last)
     wrap = np.where(is_last & is_cut & (count > 0), after_last, 0.0).max(0)
@@ -399,6 +430,9 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     extra = np.ceil(m - 1e-9) - 1.0 + stage.last_share - m
     parts["host"] = parts["host"] + pace(extra * (stage.forward + stage.backward))
     parts["data_comm"] = parts["data_comm"] + span.data_s
+    # Collectives of another stage run beside the last work of the one that sets the pace.
+    beside_s = np.maximum(sum(parts.values()) - span.seconds, 0.0)
+    parts["data_comm"] = np.maximum(parts["data_comm"] - beside_s, 0.0)
     busy = sum(parts.values())
     parts["bubble"] = np.maximum(span.seconds - busy, 0.0) + waits
     parts["optimizer"] = np.where(batch.multiplicity > 0, end.update, 0.0).max(0)

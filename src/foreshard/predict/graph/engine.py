@@ -150,7 +150,7 @@ def _messages(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
     shape, count = lowered.shape, lowered.prices.num_stages
     to = np.where(shape.kind == Kind.SEND_FORWARD, shape.stage + 1, shape.stage - 1) % count
     is_send = (shape.kind == Kind.SEND_FORWARD) | (shape.kind == Kind.SEND_BACKWARD)
-    mine = (to == stage) | ((shape.stage == stage) & (not lowered.overlap_p2p))
+    mine = (to == stage) | ((shape.stage == stage) & (not lowered.prices.overlap_p2p))
     return lowered.first[is_send & mine]
 
 

@@ -33,7 +33,6 @@ class LoweredGroup:
 
     prices: GroupPrices
     shape: PipelineShape
-    overlap_p2p: bool
     first: np.ndarray
     last: np.ndarray
     data: list[list[int]] = field(default_factory=list)
@@ -157,7 +156,6 @@ class _GroupLowering:
                 if key not in known:
                     known[key] = chunk_buckets(units, machine, first=key[2])
                 self.buckets[s].append(known[key])
-        self.in_turn = float(self.traits[0].p2p_in_turn) > 0
         self.first_task = 0
         self.data_s = np.zeros(0)
 
@@ -168,17 +166,8 @@ class _GroupLowering:
     def add_pipeline(self) -> None:
         """Append ops, cut where needed, and transfers."""
         price = self.prices
-        overlap = price.schedule == "zb-h1" or (
-            price.schedule == "interleaved" and float(self.traits[0].p2p_overlap) > 0
-        )
-        shape = pipeline_shape(
-            price.schedule,
-            num_stages=price.num_stages,
-            num_micro_batches=price.num_micro_batches,
-            num_chunks=price.num_chunks,
-            overlap_p2p=overlap,
-        )
-        seconds = _durations(shape, price, in_turn=self.in_turn)
+        shape = shape_of(price)
+        seconds = durations_of(shape, price)
         cuts = self._cuts(shape)
         pieces = np.ones(len(seconds), dtype=np.int64)
         for cut in cuts:
@@ -204,7 +193,7 @@ class _GroupLowering:
         self.first_task = int(tasks[0])
         first, last = first + self.first_task, last + self.first_task
         self.builder.depend(first[shape.edge_task], last[shape.edge_before])
-        self.lowered = LoweredGroup(prices=price, shape=shape, overlap_p2p=overlap, first=first, last=last)
+        self.lowered = LoweredGroup(prices=price, shape=shape, first=first, last=last)
         self.lowered.data = [[] for _ in range(price.num_stages)]
 
     def _resources(self, shape: PipelineShape) -> list[str]:
@@ -436,8 +425,19 @@ def _moves(op: int, units: Units) -> np.ndarray:
     )
 
 
-def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np.ndarray:
-    """Seconds of every task of the shape; the last micro-batch may be short.
+def shape_of(price: GroupPrices) -> PipelineShape:
+    """Return the schedule of a group as tasks without durations."""
+    return pipeline_shape(
+        price.schedule,
+        num_stages=price.num_stages,
+        num_micro_batches=price.num_micro_batches,
+        num_chunks=price.num_chunks,
+        overlap_p2p=price.overlap_p2p,
+    )
+
+
+def durations_of(shape: PipelineShape, price: GroupPrices) -> np.ndarray:
+    """Return the seconds of every task of the schedule; the last micro-batch may be short.
 
     In turn, a forward and a backward message that meet between two stages take the time of both.
     """
@@ -454,7 +454,7 @@ def _durations(shape: PipelineShape, price: GroupPrices, *, in_turn: bool) -> np
         send_forward_s=price.send_forward_s[:boundaries],
         send_backward_s=price.send_backward_s[:boundaries],
     )
-    if in_turn and price.schedule == "1f1b":
+    if float(price.machines[0].traits.p2p_in_turn) > 0 and price.schedule == "1f1b":
         forward, backward = shape.kind == Kind.SEND_FORWARD, shape.kind == Kind.SEND_BACKWARD
         warm_up = price.num_stages - 1 - shape.stage + backward  # of the stage before the boundary
         meets = (forward & (shape.micro_batch >= warm_up)) | (

@@ -103,6 +103,12 @@ class GroupPrices:
         )
         return self.num_micro_batches * pieces
 
+    @property
+    def overlap_p2p(self) -> bool:
+        """Whether messages run beside the work."""
+        beside = float(self.machines[0].traits.p2p_overlap) > 0
+        return self.schedule == "zb-h1" or (self.schedule == "interleaved" and beside)
+
     def without(self, rounds: int) -> GroupPrices:
         """Return the group with fewer micro-batches: so many times its stages less."""
         group = self.group
@@ -125,11 +131,15 @@ def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
         name: np.stack([np.broadcast_to(getattr(times, name), shape) for times in layers], axis=-1)
         for name in _LAYER_FIELDS
     }
+    distinct = dict.fromkeys(first_of_equals(case))
+    return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct]
+
+
+def first_of_equals(case: Case) -> list[int]:
+    """Return for each group of the plan the first one that is the same but for the numbers of its ranks."""
     domains = link_domains(case.cluster)
-    distinct: dict[Any, int] = {}
-    for g, group in enumerate(case.plan.groups):
-        distinct.setdefault(_identity(case, group, domains), g)
-    return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct.values()]
+    first: dict[Any, int] = {}
+    return [first.setdefault(_identity(case, group, domains), g) for g, group in enumerate(case.plan.groups)]
 
 
 def _rows_of_stages(case: Case) -> list[list[int]]:

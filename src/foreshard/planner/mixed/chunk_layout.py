@@ -1,0 +1,171 @@
+"""How the layers of an interleaved stage are divided among its chunks, by the exact schedule.
+
+With chunks of unequal lengths stages wait for each other within a round even where each of them has as much
+to do in all: a stage on a long chunk holds up one on a short chunk. The closed form knows the layers of a
+stage and not those of its chunks, so the schedule is executed for every layout that is tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+
+from foreshard.graph.pipeline import program_of
+from foreshard.planner.request import PlanRequest
+from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.graph.lowering import durations_of, shape_of
+from foreshard.predict.graph.prices import GroupPrices, first_of_equals, group_prices
+from foreshard.sim import critical_path
+from foreshard.spec.plan import Group, Plan
+
+_GAIN = 1e-6
+"""Part of a step that a change has to save: less is rounding."""
+_ROUNDS = 12
+"""Rounds of as many micro-batches as there are stages that tell which layout is faster: those after the
+first few are alike."""
+
+
+def laid_out(request: PlanRequest, plan: Plan) -> Plan:
+    """Return an interleaved plan with the layers of each stage in the chunks that make it fastest.
+
+    Every stage keeps its layers. From each of three layouts (the longer chunks first, last or in the middle)
+    single layers go from chunk to chunk of a stage as long as that saves time; then whole rounds of
+    micro-batches go to the pipeline that ends first.
+
+    Parameters
+    ----------
+    request : PlanRequest
+    plan : Plan
+        Returned as it is without numba: hundreds of schedules are executed.
+    """
+    if find_spec("numba") is None:
+        return plan
+    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
+    first = first_of_equals(case)
+    priced = {one.index: one for one in group_prices(case, build_batch([case], request.constants))}
+    pipelines = {index: _Pipeline(price) for index, price in priced.items()}
+    sizes = {index: _best_sizes(pipeline) for index, pipeline in pipelines.items()}
+    shares = _balanced(plan.groups, first, pipelines, sizes)
+    groups = [
+        replace(_with_sizes(group, sizes[index]), share=share)
+        for group, index, share in zip(plan.groups, first, shares, strict=True)
+    ]
+    return replace(plan, groups=tuple(groups))
+
+
+class _Pipeline:
+    """The schedule of one group, executed for any layers of its chunks and any share.
+
+    An op takes the time of its layers, in proportion, and what the ends of the model add.
+    """
+
+    def __init__(self, price: GroupPrices):
+        self.price = price
+        self.sizes = np.array([[stop - start for start, stop in spans] for spans in price.spans])
+        # The first chunk of the first stage and the last one of the last hold the ends of the model.
+        inner = np.append(np.full(price.num_stages - 1, price.num_chunks - 1), 0)
+        stages = np.arange(price.num_stages)
+        self.layer_s = (price.op_s[:, stages, inner] / self.sizes[stages, inner, None])[:, :, None]
+        beside_s = price.op_s - self.layer_s * self.sizes[:, :, None]
+        self.end_s = np.zeros_like(beside_s)
+        for end in ((0, 0), (-1, -1)):
+            self.end_s[:, *end] = beside_s[:, *end]
+
+    def seconds(self, sizes: np.ndarray, share: int) -> float:
+        """Return when the last op ends, with chunks of so many layers, shape (stages, chunks)."""
+        op_s = self.layer_s * sizes[:, :, None] + self.end_s
+        price = replace(self.price, parts={"all": op_s}, group=replace(self.price.group, share=share))
+        shape = shape_of(price)
+        return critical_path.run(program_of(shape, durations_of(shape, price)), compiled=True).makespan_s
+
+
+def _best_sizes(pipeline: _Pipeline) -> np.ndarray:
+    """Return the layers of each chunk, shape (stages, chunks), that end the pipeline first."""
+    group = pipeline.price.group
+    share = min(group.share, _ROUNDS * len(group.stages) * group.micro_batch)
+    best_s, best = pipeline.seconds(pipeline.sizes, share), pipeline.sizes
+    for sizes in _layouts(pipeline.sizes):
+        seconds, again = pipeline.seconds(sizes, share), True
+        while again:
+            again = False
+            for changed in _changes(sizes):
+                changed_s = pipeline.seconds(changed, share)
+                if changed_s < seconds * (1.0 - _GAIN):
+                    seconds, sizes, again = changed_s, changed, True
+                    break
+        if seconds < best_s * (1.0 - _GAIN):
+            best_s, best = seconds, sizes
+    return best
+
+
+def _layouts(sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the chunks of each stage as equal as they go, the longer ones first, last and in the middle."""
+    chunks = sizes.shape[1]
+    if chunks == 1:
+        return
+    few, more = np.divmod(sizes.sum(1, keepdims=True), chunks)
+    place = np.arange(chunks)
+    from_middle = np.argsort(np.argsort(np.abs(place - (chunks - 1) / 2.0), kind="stable"))
+    for order in (place, place[::-1], from_middle):
+        yield few + (order < more)
+
+
+def _changes(sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the layouts in which one layer is in another chunk of its stage."""
+    stages, chunks = sizes.shape
+    for s, longer, shorter in np.ndindex(stages, chunks, chunks):
+        if longer != shorter and sizes[s, longer] > 1:
+            changed = sizes.copy()
+            changed[s, longer] -= 1
+            changed[s, shorter] += 1
+            yield changed
+
+
+def _with_sizes(group: Group, sizes: np.ndarray) -> Group:
+    """Return a group whose chunks have so many layers."""
+    if sizes.shape[1] != group.num_chunks:
+        return group
+    stops = np.cumsum(sizes.T).reshape(sizes.T.shape).T
+    stages = [
+        replace(stage, layers=tuple(zip((stop - size).tolist(), stop.tolist(), strict=True)))
+        for stage, stop, size in zip(group.stages, stops, sizes, strict=True)
+    ]
+    return replace(group, stages=tuple(stages))
+
+
+def _balanced(
+    groups: Sequence[Group],
+    first: Sequence[int],
+    pipelines: Mapping[int, _Pipeline],
+    sizes: Mapping[int, np.ndarray],
+) -> list[int]:
+    """Return the samples of each group, moved in whole rounds to where they end first."""
+    shares = [group.share for group in groups]
+    rounds = [g.micro_batch * (len(g.stages) if g.schedule == "interleaved" else 1) for g in groups]
+    known: dict[tuple[int, int], float] = {}
+
+    def seconds(g: int, share: int) -> float:
+        place = first[g], share
+        if place not in known:
+            known[place] = pipelines[first[g]].seconds(sizes[first[g]], share) if share > 0 else math.inf
+        return known[place]
+
+    while True:
+        slow = max(range(len(groups)), key=lambda g: seconds(g, shares[g]))
+        slow_s = seconds(slow, shares[slow])
+        best_s, best = slow_s * (1.0 - _GAIN), None
+        for other in range(len(groups)):
+            moved = math.lcm(rounds[slow], rounds[other])
+            if other != slow and shares[slow] > moved:
+                after_s = max(seconds(slow, shares[slow] - moved), seconds(other, shares[other] + moved))
+                if after_s < best_s:
+                    best_s, best = after_s, (other, moved)
+        if best is None:
+            return shares
+        other, moved = best
+        shares[slow] -= moved
+        shares[other] += moved
