@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -11,10 +12,11 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import training_constants
 from foreshard.planner.grid.space import GridRequest, cells_of, passes_of, rows_of
-from foreshard.predict.analytical.engine import step_times
+from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.placement import crosses_node, link_domains
+from foreshard.spec.plan import Group, Plan, Stage
 
 MODELS = ("gpt2-large", "llama3-8b", "llama2-13b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 DEVICES = ("h100-sxm", "a100-sxm-80gb", "a100-sxm-40gb", "rtx-4090", "h200-sxm", "b200-sxm", "l40s")
@@ -101,6 +103,57 @@ def test_the_closed_form_is_within_three_percent_of_the_graph(part):
     assert len(plain) > 50 and len(cut) > 50
     assert np.mean(np.array(plain) < 0.03) > 0.98 and max(plain) < 0.15
     assert np.mean(np.array(cut) < 0.03) > 0.88 and max(cut) < 0.1
+
+
+def unequal(seed, num_groups):
+    """Return 1f1b pipelines of unequal stages on two kinds of devices, side by side, with any shares."""
+    rng = random.Random(seed)
+    model = api.load_model(rng.choice(("gpt2-large", "llama3-8b", "llama2-13b")))
+    kinds = rng.sample(("h100-sxm", "a100-sxm-80gb", "a100-sxm-40gb", "rtx-4090", "l40s"), 2)
+    cluster = api.load_cluster(f"2x4x{kinds[0]}+2x4x{kinds[1]}{rng.choice(NETWORKS[:4])}")
+    per_group, last = 16 // num_groups, model.num_layers + 2
+    groups = []
+    for at in range(0, 16, per_group):
+        count, size = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 2, 4])
+        cuts = [0, *sorted(rng.sample(range(2, last - 1), count - 1)), last]
+        if rng.random() < 0.6:
+            cuts = [round(i * last / count) for i in range(count + 1)]
+        stages, first = [], at
+        for i in range(count):
+            left = at + per_group - first - (count - 1 - i)
+            ranks = min(rng.choice([n for n in (1, 2, 4) if n <= left]), 4 - first % 4)
+            ranks = ranks if ranks != 3 else 2
+            tp = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
+            stages.append(
+                Stage(
+                    ranks=tuple(range(first, first + ranks)), layers=((cuts[i], cuts[i + 1]),), tp=tp, zero=1
+                )
+            )
+            first += ranks
+        inner = math.lcm(*(stage.inner_dp for stage in stages))
+        share = inner * rng.randint(size, 40 * size)
+        groups.append(
+            Group(share=share, micro_batch=size * inner, schedule="1f1b", sp=True, stages=tuple(stages))
+        )
+    plan = Plan(
+        global_batch=sum(group.share for group in groups),
+        seq_len=rng.choice([1024, 4096]),
+        framework="megatron-core",
+        groups=tuple(groups),
+    )
+    return Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+
+
+@pytest.mark.parametrize("num_groups", (1, 2, 4))
+def test_unequal_pipelines_take_as_long_as_by_the_graph(num_groups):
+    """With short last micro-batches, messages between unlike stages, and gradients of unlike cuts."""
+    off = []
+    for seed in range(120):
+        case = unequal(seed, num_groups)
+        times = step_times(build_batch([case], training_constants()), joined=True)
+        off.append(sum(slowest_parts(times).values()) / graph_s(case) - 1.0)
+    assert np.mean(np.abs(off) < 0.005) > 0.95
+    assert min(off) > -0.035 and max(off) < 0.015
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -16,6 +16,7 @@ from foreshard.planner.mixed import search as search_module
 from foreshard.planner.mixed.even_plans import EvenPlans
 from foreshard.planner.mixed.found import MixedFound
 from foreshard.planner.mixed.infeasible import least_devices
+from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.mixed.node_sets import capped, node_sets
 from foreshard.planner.mixed.search import MixedSearch
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -24,7 +25,9 @@ from foreshard.planner.result import PlanResult
 from foreshard.planner.search import plan
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
+from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
+from foreshard.spec.layout import plan_from_degrees
 
 pytest.importorskip("scipy", reason="planning mixed devices needs the extra `plan`")
 
@@ -241,27 +244,18 @@ def test_an_interrupt_outside_a_solver_keeps_the_plans_found(monkeypatch):
     assert found.plans and found.stopped
 
 
-def test_an_interleaved_plan_is_chosen_as_soon_as_it_is_faster(monkeypatch):
+def test_an_interleaved_plan_is_chosen_as_soon_as_it_is_faster_by_the_graph(monkeypatch):
     """A gap may be wider for it: what is faster is never set aside for a better proof."""
-    plans = {1: SimpleNamespace(groups=(SimpleNamespace(num_chunks=1),))}
-    plans[2] = SimpleNamespace(groups=(SimpleNamespace(num_chunks=2),))
-    seconds, exact = {1: 10.0, 2: 9.8}, {1: 11.0, 2: 10.9}
-    monkeypatch.setattr(found_module, "missing_bytes", lambda *_: 0.0)
-    monkeypatch.setattr(found_module, "engine_seconds", lambda _, one: [seconds[one[0].groups[0].num_chunks]])
-    monkeypatch.setattr(
-        found_module,
-        "predicted",
-        lambda request, one: SimpleNamespace(step_time_s=exact[one.groups[0].num_chunks]),
-    )
-    request = checked_request(load_model("gpt2-xl"), load_cluster(NEAR), global_batch=16)
-    found = MixedFound(request=request, timed=[(10.0, plans[1])])
-    found.take_interleaved(plans[2])
-    assert found.is_interleaved and found.best_s == 9.8
-    for worse in ({"seconds": 9.95, "exact": 10.9}, {"seconds": 9.8, "exact": 11.1}):
-        seconds[2], exact[2] = worse["seconds"], worse["exact"]
-        found = MixedFound(request=request, timed=[(10.0, plans[1])])
-        found.take_interleaved(plans[2])
-        assert not found.is_interleaved
+    model, cluster = load_model("gpt2-xl"), load_cluster(NEAR)
+    request = checked_request(model, cluster, global_batch=16, seq_len=1024)
+    plain = plan_from_degrees(model.num_layers, 4, pp=4, global_batch=16, seq_len=1024)
+    cut = interleaved(plain, 2)
+    graph_s = predict(model, cluster, cut).step_time_s
+    monkeypatch.setattr(found_module, "engine_seconds", lambda *_: [0.0])
+    for best_s in (graph_s * 1.01, graph_s * 0.99):
+        found = MixedFound(request=request, timed=[(best_s, plain)])
+        assert found.take_interleaved(cut) <= graph_s * (1.0 + 1e-9)
+        assert found.is_interleaved == (best_s > graph_s)
 
 
 def test_plans_a_little_over_the_memory_are_looked_for_with_more_room(monkeypatch):

@@ -77,7 +77,7 @@ class _Pipeline:
 
     def seconds(self, sizes: np.ndarray, share: int) -> float:
         """Return when the last op ends, with chunks of so many layers, shape (stages, chunks)."""
-        op_s = self.layer_s * sizes[:, :, None] + self.end_s
+        op_s = np.maximum(self.layer_s * sizes[:, :, None] + self.end_s, 0.0)
         price = replace(self.price, parts={"all": op_s}, group=replace(self.price.group, share=share))
         shape = shape_of(price)
         return critical_path.run(program_of(shape, durations_of(shape, price)), compiled=True).makespan_s
@@ -115,10 +115,13 @@ def _layouts(sizes: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _changes(sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the layouts in which one layer is in another chunk of its stage."""
+    """Yield the layouts in which one layer is in another chunk of its stage; each keeps a block."""
     stages, chunks = sizes.shape
+    least = np.ones_like(sizes)
+    least[0, 0] += 1
+    least[-1, -1] += 1
     for s, longer, shorter in np.ndindex(stages, chunks, chunks):
-        if longer != shorter and sizes[s, longer] > 1:
+        if longer != shorter and sizes[s, longer] > least[s, longer]:
             changed = sizes.copy()
             changed[s, longer] -= 1
             changed[s, shorter] += 1

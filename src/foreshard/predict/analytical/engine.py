@@ -421,7 +421,7 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     end = end_of_step(batch, stage)
     rows = _rows(batch, stage, end)
     span = pipeline_span(rows)
-    waits = _waits(rows, span) if joined and span.seconds.size > 1 else 0.0
+    waits = _waits(batch, rows, span) if joined and span.seconds.size > 1 else 0.0
     pace = _of_run(span.run)
     num_devices, m = (
         np.asarray(values)[0] for values in (batch.pipeline.num_devices, batch.pipeline.num_micro_batches)
@@ -442,13 +442,55 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     return StepTimes(total=busy + parts["straggler"], parts=parts, stage=span.run)
 
 
-def _waits(rows: PipelineRows, span: PipelineSpan) -> np.ndarray:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LastGradients:
+    """The stages of one group, each with the layers whose gradients it has last; shape (stages,)."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    ready_s: np.ndarray
+    tail_s: np.ndarray
+
+
+def _last_gradients(batch: Batch, rows: PipelineRows) -> list[_LastGradients]:
+    """Return of each pipeline when its stages have their last gradients, the first stage last of all."""
+    ends_s = pipeline_span(replace(rows, tail_s=np.zeros_like(rows.tail_s))).seconds
+    layers = np.broadcast_to(sum(batch.counts) / batch.pipeline.num_chunks, rows.count.shape)
+    found = []
+    for g, end_s in enumerate(ends_s.tolist()):
+        count = rows.count[:, g].astype(int)
+        run = np.repeat(np.arange(len(count)), count)
+        stop = layers[run, g].cumsum()
+        start = stop - layers[run, g]
+        start[0], stop[-1] = start[0] - 1.0, stop[-1] + 1.0  # the tables of both ends
+        message_s = rows.inside_s[run, g] / np.maximum(count[run] - 1, 1)
+        message_s[count.cumsum()[count > 0] - 1] = rows.after_s[count > 0, g]
+        passed_s = rows.last_share[run, g] * rows.backward_s[run, g] + message_s
+        found.append(
+            _LastGradients(
+                start=start,
+                stop=stop,
+                ready_s=end_s - (passed_s.cumsum() - passed_s),
+                tail_s=rows.tail_s[run, g],
+            )
+        )
+    return found
+
+
+def _waits(batch: Batch, rows: PipelineRows, span: PipelineSpan) -> np.ndarray:
     """Return how long each pipeline has to wait for gradients of the others, seconds.
 
-    The first stages have theirs last, when the slowest pipeline ends its backwards.
+    The gradients of a stage are summed when every pipeline has those of its layers.
     """
-    last_s = pipeline_span(replace(rows, tail_s=np.zeros_like(rows.tail_s))).seconds.max()
-    return np.maximum(0.0, last_s + rows.tail_s[0] - span.seconds)
+    groups = _last_gradients(batch, rows)
+    ends_s = []
+    for own in groups:
+        ready_s = np.full(len(own.start), -np.inf)
+        for other in groups:
+            shared = (own.start[:, None] < other.stop) & (other.start < own.stop[:, None])
+            ready_s = np.maximum(ready_s, np.where(shared, other.ready_s, -np.inf).max(1))
+        ends_s.append((ready_s + own.tail_s).max())
+    return np.maximum(0.0, np.array(ends_s) - span.seconds)
 
 
 def slowest_parts(step: StepTimes) -> dict[str, float]:
