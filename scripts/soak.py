@@ -5,13 +5,14 @@
 
 Four ranks train a small GPT in float64 under seeded faults. Afterwards every sample must have counted once,
 and the final parameters must equal those of the same run without faults. Exit code 0 if all holds, else 1.
-With --search many short runs draw their plan and their faults from seeds that are printed.
+With --search many short runs draw plan, readers, evaluation, asynchronous saves and faults from printed seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
@@ -22,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,53 @@ from foreshard.runtime.checkpoint import format
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.secret import make_secret
 from foreshard.runtime.membership.supervisor_state import write_json
+from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.records.outcome import RunOutcome, kept_steps, outcome_of
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import parse_plan
 
 ROOT = Path(__file__).resolve().parent.parent
-PHASES = ("forward", "backward", "all-reduce", "vote", "update", "migration", "checkpoint", "rebuild")
+PHASES = (
+    "forward",
+    "backward",
+    "all-reduce",
+    "vote",
+    "update",
+    "migration",
+    "checkpoint",
+    "rebuild",
+    "evaluation",
+)
 OFTEN = ("forward", "backward", "all-reduce", "vote", "update")
-KINDS = ("kill", "two kills", "phase", "phase", "phase", "stop", "slow", "supervisor", "disk", "hang")
+KINDS = (
+    "kill",
+    "two kills",
+    "phase",
+    "phase",
+    "phase",
+    "stop",
+    "slow",
+    "supervisor",
+    "disk",
+    "hang",
+    "hang in evaluation",
+    "reader",
+)
 PROGRESS_S = 4.0
 DETECT_S = 4.0
 SAVE_EVERY = 10
 SEARCH_STEPS = 80
+EVAL_EVERY = 5
 CALM_STEPS = 40  # without faults at the end, so that the last checkpoint is complete
 FILE_BYTES = 400_000
 """Bound of files on the emulated full disk: above a ledger, below a rank's part of a checkpoint."""
+CHECKS = ("samples", "parameters", "loss", "evaluation", "reports")
 LIMIT = 1e-9
 """Of relative differences of float64 parameters and losses; sums in another order differ by 1e-13."""
 
 JOB = '''
-"""The example's GPT in float64, small, each sample as slow as SOAK_PACE_S says."""
+"""The example's GPT in float64, small, each sample as slow as SOAK_PACE_S says, evaluated on three samples."""
 import os, sys, time
 os.environ["GPT_DTYPE"], os.environ["GPT_WIDTH"] = "float64", "32"
 sys.path.insert(0, {examples!r})
@@ -61,15 +88,37 @@ PACE_S = float(os.environ.get("SOAK_PACE_S", "0"))
 class Paced(gpt_job.Text):
     def __getitem__(self, index):
         time.sleep(PACE_S)
-        mark = os.path.join(os.path.dirname(__file__), "hang-" + os.environ.get("FORESHARD_RANK", ""))
-        if os.path.exists(mark):
-            os.unlink(mark)
-            while True: time.sleep(0.001)
+        hang_if_asked("hang-")
         return super().__getitem__(index)
+
+def hang_if_asked(mark):
+    mark = os.path.join(os.path.dirname(__file__), mark + os.environ.get("FORESHARD_RANK", ""))
+    if os.path.exists(mark):
+        os.unlink(mark)
+        while True: time.sleep(0.001)
 
 def dataset():
     return Paced()
+
+def evaluate(model, step):
+    hang_if_asked("hang-evaluation-")
+    batch = torch.stack([gpt_job.Text()[index] for index in range(step, step + 3)])
+    total, count = loss(model(inputs(batch)), batch)
+    return {{"loss": total / count, "drawn": torch.rand(())}}
+
+def on_step(step, metrics):
+    with open(os.path.join(os.path.dirname(__file__), "hooked.txt"), "a") as file:
+        print(step, file=file)
 '''
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run does besides training."""
+
+    eval_every: int = 0
+    readers: int = 0
+    save_async: bool = False
 
 
 def stage(ranks: list[int], lo: int, hi: int, zero: int = 0) -> dict[str, Any]:
@@ -85,6 +134,12 @@ def soak_plan() -> Plan:
             {"share": 3, "stages": [stage([2], 0, 6), stage([3], 6, 8)]},
         ]
     )
+
+
+def drawn_extras(draw: random.Random) -> Extras:
+    """Return what a run does besides; evaluations are among those of the run without faults."""
+    every = draw.choice([0, EVAL_EVERY, 2 * EVAL_EVERY])
+    return Extras(eval_every=every, readers=draw.choice([0, 0, 2, 3]), save_async=draw.random() < 0.5)
 
 
 def plan_of(groups: list[dict[str, Any]]) -> Plan:
@@ -211,6 +266,15 @@ class Chaos:
             self._slow(self.agent.pid_of(rank))
         elif kind == "hang":
             (self.agent.out / f"hang-{rank}").touch()  # in the dataset, when the rank reads next
+        elif kind == "hang in evaluation":
+            if not self.agent.work.eval_every:
+                return
+            (self.agent.out / f"hang-evaluation-{rank}").touch()
+        elif kind == "reader":
+            readers = children_of(self.agent.pid_of(rank))
+            if not readers:
+                return
+            self._signal(self.random.choice(readers), signal.SIGKILL)
         elif kind == "disk":
             self._fill_disk(self.agent.pid_of(rank))
         self._note(kind, rank)
@@ -249,7 +313,8 @@ class Chaos:
     def _arm(self, rank: int) -> None:
         """Kill a rank, and its next process when it reaches the phase that was hit least."""
         under_way = Counter(armed.phase for armed in self._armed.values())
-        phase = min(PHASES, key=lambda name: (self.phases[name] + under_way[name], self.random.random()))
+        phases = [name for name in PHASES if name != "evaluation" or self.agent.work.eval_every]
+        phase = min(phases, key=lambda name: (self.phases[name] + under_way[name], self.random.random()))
         nth = self.random.randint(1, 8) if phase in OFTEN else 1
         self._armed[rank] = Armed(phase, nth, self.agent.pid_of(rank))
         self._write_armed()
@@ -272,10 +337,18 @@ class Chaos:
         write_json(self.fault_file, faults)  # at once: a rank may read it now
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a rank has started: its readers."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
 def trained(
     out: Path,
     *,
     steps: int,
+    extras: Extras = Extras(),
     pace_s: float = 0.0,
     chaos: Callable[[Agent], Chaos] | None = None,
     plan: Plan | None = None,
@@ -295,6 +368,7 @@ def trained(
         detect_s=DETECT_S,
         progress_s=PROGRESS_S,
         interface="127.0.0.1",
+        **asdict(extras),
     )
     ranks = range(max(plan.ranks) + 1)
     agent = Agent(
@@ -329,6 +403,26 @@ def worst_loss(one: Path, other: Path) -> float:
     return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
+def unreported(out: Path, steps: int) -> list[int]:
+    """Return the steps that metrics, or the job's own hook, lack."""
+    lines = {line["step"] for line in kept_steps(out / "metrics.jsonl")}
+    hooked = set(map(int, (out / "hooked.txt").read_text().split()))
+    return [step for step in range(steps) if step not in lines & hooked]
+
+
+def worst_evaluation(one: Path, other: Path, every: int, steps: int) -> float:
+    """Return the largest relative difference of what evaluations gave; infinite where one is missing."""
+    mine, theirs = (
+        {line["step"]: line for line in whole_lines(place / "evaluations.jsonl")} for place in (one, other)
+    )
+    worst = 0.0
+    for step in range(every, steps + 1, every) if every else ():
+        for name in ("eval/loss", "eval/drawn"):
+            wanted = theirs[step][name]
+            worst = max(worst, abs(mine.get(step, {}).get(name, math.inf) - wanted) / abs(wanted))
+    return worst
+
+
 def compared(
     out: Path,
     *,
@@ -340,15 +434,20 @@ def compared(
     calm: int = CALM_STEPS,
     plan: Plan | None = None,
     peace: tuple[Path, RunOutcome] | None = None,
+    extras: Extras = Extras(eval_every=2 * EVAL_EVERY),
 ) -> dict[str, Any]:
     """Run with faults, and without if no such run is given; return what both gave."""
-    calmly, expected = peace or (out / "peace", trained(out / "peace", steps=steps, plan=plan)[0])
+    calmly, expected = peace or (
+        out / "peace",
+        trained(out / "peace", steps=steps, plan=plan, extras=Extras(eval_every=extras.eval_every))[0],
+    )
     began_s = time.monotonic()
     hurt, chaos = trained(
         out / "chaos",
         steps=steps,
         pace_s=pace_s,
         plan=plan,
+        extras=extras,
         chaos=lambda agent: Chaos(agent, seed, faults, gap_s, steps - calm),
     )
     assert chaos is not None
@@ -367,6 +466,8 @@ def compared(
         "peace_samples": expected.samples,
         "parameters_max_rel_difference": worst_difference(out / "chaos", calmly, steps),
         "loss_max_rel_difference": worst_loss(out / "chaos", calmly),
+        "evaluation_max_rel_difference": worst_evaluation(out / "chaos", calmly, extras.eval_every, steps),
+        "unreported": unreported(out / "chaos", steps),
     }
 
 
@@ -376,6 +477,8 @@ def violations(found: dict[str, Any]) -> list[str]:
         "samples": found["lost"] or found["repeated"] or found["samples"] != found["peace_samples"],
         "parameters": found["parameters_max_rel_difference"] > LIMIT,
         "loss": found["loss_max_rel_difference"] > LIMIT,
+        "evaluation": found["evaluation_max_rel_difference"] > LIMIT,
+        "reports": found["unreported"],
     }
     return [name for name, is_wrong in wrong.items() if is_wrong]
 
@@ -387,12 +490,15 @@ def search_faults(out: Path, *, seed: int, faults: int) -> int:
     """
     total, runs, wrong, kinds, began_s = 0, 0, 0, Counter[str](), time.monotonic()
     alone = plan_of([{"share": 8, "stages": [stage([0], 0, 8)]}])
-    peace = out / "peace", trained(out / "peace", steps=SEARCH_STEPS, plan=alone)[0]
+    peace = (
+        out / "peace",
+        trained(out / "peace", steps=SEARCH_STEPS, plan=alone, extras=Extras(eval_every=EVAL_EVERY))[0],
+    )
     while total < faults:
         number = seed + runs
         draw = random.Random(number)
         plan, pace_s = drawn_plan(draw), draw.uniform(0.02, 0.1)
-        gap_s = draw.uniform(0.2, 1.0)
+        gap_s, extras = draw.uniform(0.2, 1.0), drawn_extras(draw)
         run = out / f"seed-{number}"
         try:
             found = compared(
@@ -405,6 +511,7 @@ def search_faults(out: Path, *, seed: int, faults: int) -> int:
                 calm=15,
                 plan=plan,
                 peace=peace,
+                extras=extras,
             )
             broken, caused = violations(found), found["kinds"]
         except Exception as error:
@@ -413,7 +520,8 @@ def search_faults(out: Path, *, seed: int, faults: int) -> int:
         total, runs, wrong = sum(kinds.values()), runs + 1, wrong + bool(broken)
         stages = [[list(s.ranks) for s in group.stages] for group in plan.groups]
         at_s = time.monotonic() - began_s
-        text = f"seed {number}: {stages}, faults {caused}: {', '.join(broken) or 'holds'}"
+        also = ", ".join(f"{name} {value}" for name, value in asdict(extras).items() if value) or "no extras"
+        text = f"seed {number}: {stages}, {also}, faults {caused}: {', '.join(broken) or 'holds'}"
         print(f"{text} ({total} faults after {at_s:.0f} s)", flush=True)
         if not broken:
             shutil.rmtree(run)
@@ -447,7 +555,7 @@ def main() -> int:
     wanted = {
         "faults": found["faults"] >= asked.faults,
         "minutes": found["wall_s"] >= asked.minutes * 60,
-        **{name: name not in violations(found) for name in ("samples", "parameters", "loss")},
+        **{name: name not in violations(found) for name in CHECKS},
     }
     print(json.dumps({"schema_version": 1, **found, "holds": wanted}, indent=2))
     return 0 if all(wanted.values()) else 1

@@ -61,13 +61,7 @@ class StageRuntime:
         return self._executor is None
 
     def train(self, step: int, loss_scale: float) -> StepSums:
-        """Run this rank's part of a step, and sum its gradients over all ranks that share them.
-
-        Raises
-        ------
-        RuntimeError
-            From torch.distributed, when a peer is gone.
-        """
+        """Run this rank's part of a step, and sum its gradients over all ranks that share them."""
         self._state.zero_gradients()
         self._sync.begin()
         sums = StepSums()
@@ -138,7 +132,7 @@ class StageRuntime:
         )
 
     def _make_executor(self, world: WorldGroup) -> Executor:
-        context, state = self.context, self._state
+        context = self.context
         exchange = Exchange(
             world.group,
             self._make_channels(world.rank) if context.membership.owns_devices() else None,
@@ -148,21 +142,13 @@ class StageRuntime:
             fixed_shapes=context.job.fixed_shapes,
         )
         return Executor(
-            context.job,
-            self.feed,
+            context,
             self.layout,
-            world.rank,
-            state.modules,
+            self._state,
+            self.feed,
             exchange,
-            context.clock,
-            device=context.device,
-            seed=context.options.seed,
-            on_action=context.on_action,
-            on_gradients=self._sync.layers_done,
-            phase=context.phase,
             zero=self._zero,
-            tensor=state.ranks,
-            windows=state.draws.windows,
+            on_gradients=self._sync.layers_done,
         )
 
     def _make_channels(self, rank: int) -> dict[Channel, PeerGroup]:

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-
-import torch
+from typing import Any
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.adaptive.idle_probe import Probe
 from foreshard.runtime.checkpoint.saving import Checkpoints
 from foreshard.runtime.committed_step import StepDone, TrainingProgress
-from foreshard.runtime.engine.clock import Clock
-from foreshard.runtime.engine.executor import OnAction, StepSums
+from foreshard.runtime.engine.executor import StepSums
 from foreshard.runtime.engine.update import Update
 from foreshard.runtime.engine.vote import Vote, cast
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job
-from foreshard.runtime.job.readers import Readers
 from foreshard.runtime.membership.fixed_membership import FixedMembership, Generation, GroupMembership
 from foreshard.runtime.membership.member import BOUNDARY
 from foreshard.runtime.membership.recovery import Recovery
 from foreshard.runtime.membership.world_group import WorldGroup
-from foreshard.runtime.records.durable_jsonl import OnEvent
-from foreshard.runtime.records.ledger import Ledger
 from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
 from foreshard.runtime.state.migration import Moved, migrate, moves_of
@@ -56,31 +50,10 @@ class Trainer:
     job : Job
     plan : Plan, optional
         Needed without a membership: this process then is the plan's only rank.
-    membership : FixedMembership or Membership, optional
+    membership : GroupMembership, optional
         The other ranks, and how they find each other.
-    options : Options, optional
-    clock : Clock, optional
-        The machine's if not given.
-    device : torch.device, optional
-        The CPU if not given.
-    checkpoints : Path, optional
-        Folder that all ranks reach.
-    phase : callable of name, optional
-        Called when the rank turns to another part of a step or of a change.
-    on_action : callable of (name, chunk, micro_batch, start_s, end_s), optional
-    on_event : callable of (kind, text, **facts), optional
-        Writes the operator's log.
-    ledger : Ledger, optional
-        Records which samples were trained.
-    memory_bytes : float, optional
-        Of this rank's device: ZeRO divides a stage's parameters in proportion to it.
-    readers : Readers, optional
-        Processes that read samples.
-    before_step : callable of step, optional
-    on_step : callable of StepDone, optional
-        Called on the leader after every step.
-    on_evaluation : callable of (step, numbers by name), optional
-        Called on one rank after every evaluation.
+    surroundings
+        Further fields of `TrainerContext`.
     """
 
     def __init__(
@@ -89,37 +62,10 @@ class Trainer:
         plan: Plan | None = None,
         *,
         membership: GroupMembership | None = None,
-        options: Options | None = None,
-        clock: Clock | None = None,
-        device: torch.device | None = None,
-        checkpoints: Path | None = None,
-        phase: Callable[[str], None] = lambda name: None,
-        on_action: OnAction | None = None,
-        on_event: OnEvent = lambda kind, text, **facts: None,
-        ledger: Ledger | None = None,
-        memory_bytes: float | None = None,
-        readers: Readers | None = None,
-        before_step: Callable[[int], None] = lambda step: None,
-        on_step: Callable[[StepDone], None] = lambda done: None,
-        on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
+        **surroundings: Any,
     ):
-        context = self.context = TrainerContext(
-            job=job,
-            membership=membership or _single_rank(plan),
-            options=options or Options(),
-            clock=clock or Clock(),
-            device=device or torch.device("cpu"),
-            checkpoints=checkpoints,
-            phase=phase,
-            on_action=on_action,
-            on_event=on_event,
-            ledger=ledger,
-            memory_bytes=memory_bytes,
-            readers=readers,
-            before_step=before_step,
-            on_step=on_step,
-            on_evaluation=on_evaluation,
-        )
+        membership = membership or _single_rank(plan)
+        context = self.context = TrainerContext(job=job, membership=membership, **surroundings)
         self.rank: int = context.membership.rank
         self.parameters = parameters_of(job)
         self.state = RankState(job, self.rank, context.device, self.parameters)

@@ -7,7 +7,7 @@ samples are summed, so that nothing depends on how samples were cut into micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.schedules import Op, stage_order
 from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
-from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.engine.exchange import Exchange, Peer, Span, check_sendable
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
 from foreshard.runtime.engine.split_backward import Delayed, input_half, weight_half
 from foreshard.runtime.job.data import Feed
-from foreshard.runtime.job.job import Job
 from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
+from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.zero import ZeroExchange
-from foreshard.runtime.tensor.ranks import TensorRanks, peers_of, ranks_of
+from foreshard.runtime.tensor.ranks import peers_of, ranks_of
+from foreshard.runtime.trainer_context import TrainerContext
 from foreshard.spec.plan import Stage
-
-OnAction = Callable[[str, int, int, float, float], None]
-"""Called after each action with (name, chunk, micro_batch, start_s, end_s)."""
 
 
 @dataclass(slots=True)
@@ -73,55 +70,36 @@ class Executor:
 
     Parameters
     ----------
-    job : Job
-    feed : Feed
+    context : TrainerContext
     layout : RankLayout
-    rank : int
-    modules : mapping of layer to module
+    state : RankState
+        Arranged for the layout.
+    feed : Feed
     exchange : Exchange
-    clock : Clock
-    device : torch.device
-    seed : int
-        Of dropout.
-    on_action : callable of (name, chunk, micro_batch, start_s, end_s), optional
-    on_gradients : callable of frozenset of layers, optional
-        Called when layers have passed their last backward of the step.
-    phase : callable of name
-        Called when the rank turns to a forward or backward.
     zero : ZeroExchange, optional
         Gathers the parameters of a chunk where each rank of the stage keeps a part.
-    tensor : TensorRanks, optional
-        The ranks that compute the same samples together with this one.
-    windows : callable of (layer, its inputs), optional
-        Which part of the whole layer's random numbers a rank of a tensor-parallel layer draws.
+    on_gradients : callable of frozenset of layers
+        Called when layers have passed their last backward of the step.
     """
 
     def __init__(
         self,
-        job: Job,
-        feed: Feed,
+        context: TrainerContext,
         layout: RankLayout,
-        rank: int,
-        modules: Mapping[int, nn.Module],
+        state: RankState,
+        feed: Feed,
         exchange: Exchange,
-        clock: Clock,
         *,
-        device: torch.device,
-        seed: int = 0,
-        on_action: OnAction | None = None,
-        on_gradients: Callable[[frozenset[int]], None] | None = None,
-        phase: Callable[[str], None] = lambda name: None,
-        zero: ZeroExchange | None = None,
-        tensor: TensorRanks | None = None,
-        windows: Callable[[int, tuple[Any, ...]], Windows | None] = lambda layer, inputs: None,
+        zero: ZeroExchange | None,
+        on_gradients: Callable[[frozenset[int]], None],
     ):
-        self.job, self.feed, self.layout, self.rank = job, feed, layout, rank
-        self.modules, self.exchange, self.clock = modules, exchange, clock
-        self.device, self.seed, self.zero = device, seed, zero
-        self.on_action, self.on_gradients, self.phase = on_action, on_gradients, phase
+        self.job, self.clock, self.device = context.job, context.clock, context.device
+        self.on_action, self.phase, self.seed = context.on_action, context.phase, context.options.seed
+        self.layout, self.rank, self.modules = layout, state.rank, state.modules
+        self.feed, self.exchange, self.zero, self.on_gradients = feed, exchange, zero, on_gradients
+        self.tensor, self.windows, rank = state.ranks, state.draws.windows, state.rank
         self.loss_scale = 1.0
-        self.tensor, self.windows = tensor or TensorRanks(), windows
-        self.tensor.bytes_summed = [] if clock.virtual else None
+        self.tensor.bytes_summed = [] if context.clock.virtual else None
         self.group, self.stage = layout.group_of(rank), layout.stage_of(rank)
         self.seat = layout.seats[rank]
         self.batches = micro_batches(self.group)
@@ -195,7 +173,7 @@ class Executor:
                     self._backward(chunk, batch, sums, inputs_only=op == Op.BACKWARD_INPUT)
             if self.zero is not None:
                 self.zero.after(chunk, summed=op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
-            if self.on_gradients is not None and self._last_action.get(chunk) == number:
+            if self._last_action.get(chunk) == number:
                 self.on_gradients(frozenset(self._layers(chunk)))
         self.exchange.wait_for_sends()
         self._read_clock(sums)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foreshard.runtime.membership.fixed_membership import Generation
-from foreshard.runtime.membership.peer_group import PeerGroup, communicating
+from foreshard.runtime.membership.fixed_membership import Generation, GroupMembership
+from foreshard.runtime.membership.peer_group import communicating
 from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.rank_store import RankStore
 from foreshard.runtime.membership.store import Client
@@ -36,7 +36,7 @@ DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
 """Groups that carry tensors of the device; votes, clocks, shapes and migrations use host memory."""
 
 
-class Membership:
+class Membership(GroupMembership):
     """A rank among others under a supervisor.
 
     Parameters
@@ -61,6 +61,8 @@ class Membership:
         Returns the present address of the rendezvous; called when it does not answer.
     """
 
+    store: dist.Store
+
     def __init__(
         self,
         address: tuple[str, int],
@@ -75,13 +77,11 @@ class Membership:
         beat_s: float = 0.5,
         locate: Callable[[], tuple[str, int] | None] = lambda: None,
     ):
-        self.rank, self.client = rank, Client(address, secret, patience_s=_PATIENCE_S, locate=locate)
-        self.store: dist.Store = RankStore(self.client, abandoned=self._abandoned)
-        self._watched = progress is not None
-        self.progress, self._job = progress or Progress(), job
+        self.client = Client(address, secret, patience_s=_PATIENCE_S, locate=locate)
+        super().__init__(rank, RankStore(self.client, abandoned=self._abandoned), progress)
+        self._watched, self._job = progress is not None, job
         self._interface, self._device = interface, device
         self._owns_devices: tuple[int, bool] | None = None
-        self._groups: dict[tuple[tuple[int, ...], str], PeerGroup] = {}
         self._me = {"rank": rank, "pid": os.getpid()}
         self._number, self._broken_number, self._unconnected = -1, -1, False
         self._wanted = threading.Event()
@@ -93,38 +93,18 @@ class Membership:
         threading.Thread(target=self._beat, args=(beat_s,), daemon=True, name="heartbeat").start()
         self.generation = self._next(-1, "", resume=resume)
 
-    def group(self, ranks: tuple[int, ...], name: str) -> PeerGroup:
-        """Return the process group of some ranks in this generation.
-
-        All of them must ask, and in one order if they ask for several.
-
-        Raises
-        ------
-        PeerLost
-            When one of them leaves instead.
-        """
-        key = (tuple(ranks), name)
-        if key not in self._groups:
-            prefix = f"g{self.generation.number}/{name}/{'-'.join(map(str, ranks))}"
-            store, on_device = dist.PrefixStore(prefix, self.store), name.partition("-")[0] in DEVICE_GROUPS
-            on_device = on_device and self.owns_devices()  # here: only this thread notes that it waits
-            try:
-                with self.progress.waiting(ranks):
-                    made = self._unless_abandoned(lambda: self._make(store, list(ranks), on_device))
-            except PeerLost:
-                self._unconnected = not self._abandoned()
-                raise
-            self._groups[key] = PeerGroup(made, ranks, ranks.index(self.rank), self.progress)
-        return self._groups[key]
+    def _connect(self, store: dist.Store, ranks: tuple[int, ...], name: str) -> Any:
+        # here: only this thread notes that it waits
+        on_device = name.partition("-")[0] in DEVICE_GROUPS and self.owns_devices()
+        try:
+            with self.progress.waiting(ranks):
+                return self._unless_abandoned(lambda: self._make(store, ranks, on_device))
+        except PeerLost:
+            self._unconnected = not self._abandoned()
+            raise
 
     def owns_devices(self) -> bool:
-        """Return whether every rank of the generation has an accelerator to itself.
-
-        Raises
-        ------
-        PeerLost
-            When one of them leaves instead.
-        """
+        """Return whether every rank of the generation has an accelerator to itself."""
         number, ranks = self.generation.number, self.generation.ranks
         if self._owns_devices is None or self._owns_devices[0] != number:
             store = dist.PrefixStore(f"g{number}/own-device", self.store)
@@ -155,7 +135,7 @@ class Membership:
             raise faults.pop()
         return made.pop()
 
-    def _make(self, store: dist.Store, ranks: list[int], on_device: bool) -> Any:
+    def _make(self, store: dist.Store, ranks: tuple[int, ...], on_device: bool) -> Any:
         place = ranks.index(self.rank)
         if on_device:
             return _nccl(store, place, len(ranks), self._device)
