@@ -1,4 +1,4 @@
-"""What the HTML reports share: files of the page, tables, sections, and the data inside a page."""
+"""What the HTML reports share: the frame of a page with its data, tables and sections."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ def static(name: str) -> str:
     return files("foreshard.report.pages").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def filled(template: str, **parts: str) -> str:
-    """Return a template with the text of each ``{{slot}}`` in its place."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], static(template))
+def document(title: str, body: str, data: Any, *, style: str, script: str = "") -> str:
+    """Return a report as one HTML text that loads nothing, with its data as JSON inside.
 
-
-def embedded_json(data: Any) -> str:
-    """Return data as JSON that cannot end the script element it is written into."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    Without a script the page is not allowed to run any.
+    """
+    parts = {
+        "title": html.escape(title),
+        "body": body,
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # cannot end its element
+        "style": style,
+        "script": f"\n<script>\n{script}</script>" if script else "",
+        "scripts": "; script-src 'unsafe-inline'; img-src data:" if script else "",
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], static("page.html"))
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:

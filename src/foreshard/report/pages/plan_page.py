@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
-from foreshard.report.pages.markup import embedded_json, filled, html_table, legend, section, static
+from foreshard.report.pages.markup import document, html_table, legend, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_table import drawn, front_table, gains_table, others_table, ranked_table
 from foreshard.report.plan_words import degrees
@@ -62,12 +62,12 @@ def plan_page(
         lead = "The search again on a cluster changed in one thing, with the same engine."
         sections.append(section("What other hardware would gain", lead, html_table(gains_table(gains))))
     sections.append(_rests(chosen))
-    return filled(
-        "plan.html",
-        title=html.escape(screen.header[0]),
-        style=static("report.css"),
-        body="\n".join(sections),
-        data=embedded_json(result.to_dict()),
+    return document(
+        f"{screen.header[0]} · foreshard plan",
+        "<main>\n{}\n</main>".format("\n".join(sections)),
+        result.to_dict(),
+        style=static("report.css") + static("plan.css"),
+        script=static("plan.js"),
     )
 
 

@@ -17,7 +17,7 @@ from foreshard.advise.fit import Fit, verdict
 from foreshard.advise.group_times import group_times, uneven
 from foreshard.advise.request import Request
 from foreshard.report.explain import explanations
-from foreshard.report.pages.markup import embedded_json, filled, static
+from foreshard.report.pages.markup import document, static
 from foreshard.report.plain import render
 from foreshard.report.plan_words import plan_line
 from foreshard.report.screen import spans
@@ -32,13 +32,12 @@ MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
 
 def page(data: dict[str, Any]) -> str:
     """Return the report as one HTML text."""
-    return filled(
-        "report.html",
-        title=html.escape(f"{data['title']} on {data['cluster']}"),
+    return document(
+        f"{data['title']} on {data['cluster']} · foreshard",
+        f'<noscript><pre>{html.escape(data["text"])}</pre></noscript>\n<div id="app"></div>',
+        {key: value for key, value in data.items() if key != "text"},
         style=static("report.css"),
         script=static("report.js"),
-        data=embedded_json({key: value for key, value in data.items() if key != "text"}),
-        text=html.escape(data["text"]),
     )
 
 

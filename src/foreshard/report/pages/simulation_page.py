@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from foreshard.report.pages.line_chart import Line, chart
-from foreshard.report.pages.markup import embedded_json, filled, html_table, section, static
+from foreshard.report.pages.markup import document, html_table, section, static
 from foreshard.report.screen import Table
 from foreshard.report.simulation_table import online_screen
 
@@ -20,9 +20,9 @@ _SHOWN = ("lyapunov", "static-best", "lb-bsp", "equal-share", "greedy-fastest")
 def online_page(found: Evaluation, swept: Sweeps) -> str:
     """Return the report as one HTML text; it loads nothing and has no script."""
     screen = online_screen(found)
-    title = html.escape(f"{found.scenario.name}: policies on a changing cluster")
+    title = f"{found.scenario.name}: policies on a changing cluster"
     sections = [
-        f"<h1>{title}</h1>" + "".join(f"<p>{html.escape(line)}</p>" for line in screen.header),
+        f"<h1>{html.escape(title)}</h1>" + "".join(f"<p>{html.escape(line)}</p>" for line in screen.header),
         f"<p>{html.escape(' '.join(found.scenario.doc.split()))}</p>",
         *(
             section("Policies, those that keep the budgets first", "", html_table(table))
@@ -35,12 +35,11 @@ def online_page(found: Evaluation, swept: Sweeps) -> str:
         section("Over the run, first path", "", _series(found)),
         section("Regret to the bound, first path", "", _regret(found)),
     ]
-    return filled(
-        "simulation.html",
-        title=title,
+    return document(
+        f"{title} · foreshard simulate",
+        "<main>\n{}\n</main>".format("\n".join(sections)),
+        found.to_dict() | {"sweeps": _data(swept)},
         style=_style(),
-        body="\n".join(sections),
-        data=embedded_json(found.to_dict() | {"sweeps": _data(swept)}),
     )
 
 
@@ -49,7 +48,7 @@ def _style() -> str:
     style = static("report.css")
     _, _, rest = style.partition(':root[data-theme="dark"] {')
     dark, _, _ = rest.partition("}")
-    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
+    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n{static('simulation.css')}"
 
 
 def _data(swept: Sweeps) -> dict[str, object]:
