@@ -31,7 +31,7 @@ LAB = Lab(
     bandwidth_bytes_per_s=FAST,
     latency_s=1e-4,
     table_s={"forward": 1e-3, "backward": 2e-3, "optimizer": 1e-4},
-    changes=(Change(at_step=5, bandwidth_bytes_per_s=SLOW),),
+    changes=(Change(at_step=5, bandwidth=SLOW),),
 )
 
 

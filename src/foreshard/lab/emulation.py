@@ -11,21 +11,7 @@ from foreshard.runtime.hardware import Emulation, no_words
 
 
 def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) -> Emulation:
-    """Return how ranks of a lab are started.
-
-    Parameters
-    ----------
-    file : str
-        The lab's TOML.
-    ranks : int
-    network : LabNetwork, optional
-        What enforces the wall clock.
-
-    Raises
-    ------
-    SpecError
-        For a lab of too few ranks, or one in the wall clock that nothing enforces.
-    """
+    """Return how so many ranks of a lab are started; `network` enforces the wall clock."""
     lab = load_lab(file)
     if len(lab.slow) < ranks:
         what = f"the lab has {len(lab.slow)} ranks, {ranks} start"

@@ -21,10 +21,7 @@ _TAIL_BYTES = 65536
 def await_turn(lab: Lab | None, rank: int, metrics: Path, steps: int) -> None:
     """Stay away while the lab says so; come to the door during the step before this rank is there.
 
-    Raises
-    ------
-    SystemExit
-        When all steps are done without it.
+    The process ends when all steps are done without it.
     """
     while lab is not None and lab.has_absences:
         step = steps_told(metrics)
@@ -38,10 +35,7 @@ def await_turn(lab: Lab | None, rank: int, metrics: Path, steps: int) -> None:
 def come_and_go(lab: Lab, rank: int, step: int, membership: Membership, *, waits: bool) -> bool:
     """Die where the lab says so; if asked, wait until who is due at the next step is at the door.
 
-    Returns
-    -------
-    bool
-        Whether everybody who is due has come.
+    Returns whether everybody who is due has come.
     """
     if not lab.there_at(step, rank):
         os.kill(os.getpid(), signal.SIGKILL)

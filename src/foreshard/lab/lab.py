@@ -29,43 +29,41 @@ _MEMORY_BYTES = 8.0 * 2**30
 """Of a rank that states none."""
 
 
+Slow = Annotated[float, Range(1e-3, 1e9)]
+Amount = Annotated[float, Range(0.0, 1e9)]
+Power = Annotated[float, Unit("w")]
+Rate = Annotated[float, Unit("bytes_per_s"), Range(_LEAST_BYTES_PER_S)]
+Delay = Annotated[float, Unit("s")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From a step on, a rank is slower or faster, or the links are (of one rank, or of all).
+    """One ``[[change]]``: from a step on a rank is slower or faster, or links are (of one rank, or of all).
 
     Or a rank is killed as the step begins (`there` false), or back at it; one away from step 0 joins later.
     """
 
-    at_step: int
-    rank: int | None = None
-    slow: float | None = None
-    bandwidth_bytes_per_s: float | None = None
-    latency_s: float | None = None
+    at_step: Annotated[int, Range(0, 10**9)]
+    rank: Annotated[int, Range(0, MAX_RANKS)] | None = None
+    slow: Slow | None = None
+    bandwidth: Rate | None = None
+    latency: Delay | None = None
     there: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as `lab --json` prints it."""
+        found = asdict(self)
+        return found | {"bandwidth_bytes_per_s": found.pop("bandwidth"), "latency_s": found.pop("latency")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lab:
     """A test bed.
 
-    Attributes
-    ----------
-    clock : {'wall', 'cpu', 'table'}
-    slow : tuple of float
-        By rank: how many times as long its work takes as here.
-    devices : tuple of str
-        By rank: what its device is called.
-    bandwidth_bytes_per_s, latency_s : float
-        Of every link.
-    changes : tuple of Change
-        By step.
-    table_s : dict
-        Clock 'table': seconds per sample and layer of a forward and a backward, per layer of the optimizer.
-    memory_bytes, usd_per_h : tuple
-        By rank; None where not stated.
-    busy_w, idle_w, kg_per_kwh : tuple
-        By rank: power while it computes and while it waits, and the carbon of its electricity; None where
-        not stated.
+    By rank: `slow` is how many times as long its work takes as here, devices are names, power is that while
+    it computes and while it waits, with the carbon of its electricity; None where not stated. Bandwidth and
+    latency are of every link; changes are by step. `table_s` has seconds per sample and layer of a forward
+    and a backward, per layer of the optimizer, for the clock 'table'.
     """
 
     clock: str
@@ -94,7 +92,7 @@ class Lab:
                 for rank in range(len(self.slow))
             ],
             "network": {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, "latency_s": self.latency_s},
-            "changes": [asdict(change) for change in self.changes],
+            "changes": [change.to_dict() for change in self.changes],
             "table_s": dict(self.table_s),
         }
 
@@ -130,10 +128,10 @@ class Lab:
             if change.at_step > step:
                 continue
             for end in (source, target):
-                if change.bandwidth_bytes_per_s is not None and change.rank in (None, end):
-                    rate[end] = change.bandwidth_bytes_per_s
-            if change.latency_s is not None and change.rank in (None, source, target):
-                latency = change.latency_s
+                if change.bandwidth is not None and change.rank in (None, end):
+                    rate[end] = change.bandwidth
+            if change.latency is not None and change.rank in (None, source, target):
+                latency = change.latency
         return min(rate.values()), latency
 
     def make_clock(self, step: list[int]) -> Clock:
@@ -188,13 +186,6 @@ def _device(name: str, memory_bytes: float | None) -> Device:
     )
 
 
-Slow = Annotated[float, Range(1e-3, 1e9)]
-Amount = Annotated[float, Range(0.0, 1e9)]
-Power = Annotated[float, Unit("w")]
-Rate = Annotated[float, Unit("bytes_per_s"), Range(_LEAST_BYTES_PER_S)]
-Delay = Annotated[float, Unit("s")]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabRanks:
     """One ``[[ranks]]`` table: equal ranks in a row."""
@@ -218,18 +209,6 @@ class LabLinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabChange:
-    """One ``[[change]]`` table."""
-
-    at_step: Annotated[int, Range(0, 10**9)]
-    rank: Annotated[int, Range(0, MAX_RANKS)] | None = None
-    slow: Slow | None = None
-    bandwidth: Rate | None = None
-    latency: Delay | None = None
-    there: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LabFile:
     """The file of a lab; `foreshard schema lab` documents its keys."""
 
@@ -237,18 +216,12 @@ class LabFile:
     clock: Literal["wall", "cpu", "table"] = "cpu"
     ranks: Annotated[tuple[LabRanks, ...], Size(1)]
     network: LabLinks = LabLinks()
-    change: tuple[LabChange, ...] = ()
+    change: tuple[Change, ...] = ()
     table: Mapping[Literal["forward", "backward", "optimizer"], Delay] = field(default_factory=dict)
 
 
 def load_lab(path: str) -> Lab:
-    """Return the lab of a TOML file.
-
-    Raises
-    ------
-    SpecError
-        Naming file, key, value, rule and fix.
-    """
+    """Return the lab of a TOML file."""
     file = decode(LabFile, parse_toml(read_text(path), file=path), file=path)
     ranks = [one for one in file.ranks for _ in range(one.count)]
     _check_ranks(file, len(ranks), path)
@@ -265,17 +238,7 @@ def load_lab(path: str) -> Lab:
         kg_per_kwh=tuple(one.carbon_kg_per_kwh for one in ranks),
         bandwidth_bytes_per_s=file.network.bandwidth,
         latency_s=file.network.latency,
-        changes=tuple(
-            Change(
-                at_step=one.at_step,
-                rank=one.rank,
-                slow=one.slow,
-                bandwidth_bytes_per_s=one.bandwidth,
-                latency_s=one.latency,
-                there=one.there,
-            )
-            for one in sorted(file.change, key=lambda change: change.at_step)
-        ),
+        changes=tuple(sorted(file.change, key=lambda change: change.at_step)),
         table_s={name: seconds for name, seconds in file.table.items()},
     )
     for step in sorted({change.at_step for change in made.changes}):

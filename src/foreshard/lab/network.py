@@ -40,19 +40,9 @@ _count = itertools.count()
 
 
 class LabNetwork:
-    """The namespaces and control groups of a lab, from `with` to its end.
+    """The namespaces and control groups of a lab of the wall clock, from `with` to its end.
 
-    Parameters
-    ----------
-    lab : Lab
-        Of the wall clock.
-
-    Attributes
-    ----------
-    address : str
-        Where the rendezvous listens.
-    unit_cores : float
-        What a rank of slow factor 1 has of a core.
+    The rendezvous listens at `address`; a rank of slow factor 1 has `unit_cores` of a core.
     """
 
     def __init__(self, lab: Lab):
@@ -219,7 +209,7 @@ def _check(lab: Lab) -> None:
     if len(lab.slow) > _MAX_RANKS:
         rule = f"A lab in the wall clock has up to {_MAX_RANKS}"
         raise SpecError(f"{len(lab.slow)} ranks", key="ranks", value=len(lab.slow), rule=rule)
-    latencies = [lab.latency_s, *(c.latency_s for c in lab.changes if c.latency_s is not None)]
+    latencies = [lab.latency_s, *(c.latency for c in lab.changes if c.latency is not None)]
     if max(latencies) > _MAX_LATENCY_S:
         what = f"a latency of {max(latencies):g} s"
         rule = "Links in the wall clock have a rate and a latency of about 0.1 ms; delays are not made"
@@ -300,13 +290,7 @@ def _enter_namespace(handle: int, *, close: bool) -> None:
 
 
 def _call(*words: str) -> None:
-    """Run a program of iproute2.
-
-    Raises
-    ------
-    ForeshardError
-        With what it says.
-    """
+    """Run a program of iproute2, or raise with what it says."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode != 0:
         raise ForeshardError(f"{' '.join(words)}: {done.stderr.strip()}", key=words[0])

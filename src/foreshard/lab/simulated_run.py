@@ -25,7 +25,7 @@ from foreshard.predict.measured.engine import RankTimes, rank_times
 from foreshard.runtime.adaptive.budgets import budget_of, spent
 from foreshard.runtime.adaptive.controller_config import POLICIES, ControllerConfig
 from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun, own_samples
-from foreshard.runtime.membership.plan_repair import repaired, taken_over
+from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -37,20 +37,10 @@ _DELAY = 2
 class SimulatedRun:
     """A policy's run.
 
-    Attributes
-    ----------
-    time_s : ndarray, shape (steps,)
-        With the change before each.
-    change_s : ndarray, shape (steps,)
-        What changes have taken of it: layers on the move, work on a step that a loss has cut off.
-    spent : mapping of budget name to ndarray, shape (steps,)
-    budgets : tuple of Budget
-    reconfigurations, reshares : int
-        Changes of layers or groups, and of shares alone; a lost rank's are among the first.
-    refused : int
-        Orders that did not fit in the memory of some rank: the plan before ran on.
-    plans : sequence of (step, Plan)
-        Each plan with the first step that runs it.
+    Times of steps are with the change before each; `change_s` is what changes have taken of them: layers on
+    the move, work on a step that a loss has cut off. Reconfigurations change layers or groups, a lost rank's
+    too; reshares change shares alone. Orders that did not fit in the memory of some rank are `refused`: the
+    plan before ran on. Plans are with the first step that runs each.
     """
 
     time_s: np.ndarray
@@ -96,20 +86,8 @@ def simulate_lab(
 ) -> dict[str, SimulatedRun]:
     """Return how policies fare in a lab, by name.
 
-    Parameters
-    ----------
-    lab, costs, plan : str
-        Files: the lab's TOML, measured costs of the job on it, the plan that the run starts with.
-    steps : int
-    policies : sequence of str
-        Of `steering.POLICIES`.
-    budgets : sequence of str
-        As ``foreshard run --budget`` takes them.
-
-    Raises
-    ------
-    SpecError
-        For what cannot be steered or priced.
+    The files are the lab's TOML, measured costs of the job on it, and the plan that the run starts with;
+    budgets are as ``foreshard run --budget`` takes them.
     """
     if steps < 1:
         raise SpecError(f"{steps} steps", key="--steps", value=steps, rule="A run has a step at least")
@@ -206,7 +184,7 @@ class _Play:
             # A new generation: what was announced is forgotten, the last plan adopted is repaired.
             self._there, self._number = there, self._number + 1
             self._due.clear()
-            running = repaired(taken_over(self._decided, there), there)
+            running = repaired(self._decided, there)
         return running
 
     def _tell(

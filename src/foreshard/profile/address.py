@@ -8,12 +8,7 @@ import socket
 def own_address(towards: str) -> str:
     """Return the address by which hosts on the way to another one reach this one; nothing is sent.
 
-    The host's own name would not do: it often stands for the loopback.
-
-    Raises
-    ------
-    OSError
-        When there is no way.
+    The host's own name would not do: it often stands for the loopback. That there is no way is an OSError.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))

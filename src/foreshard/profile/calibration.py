@@ -25,20 +25,9 @@ def calibrate(
 ) -> dict[str, Any]:
     """Return the object of a costs file: `profile` and `slow` are as the api's, of the measured device.
 
-    Parameters
-    ----------
-    others : mapping of device name to profile, optional
-        The same job on other devices.
-    links : bool
-        Whether to take links that were timed.
-    table_s : mapping, optional
-        Seconds stated instead of measured, as a lab's table: forward and backward of a sample, optimizer of a
-        layer.
-
-    Raises
-    ------
-    SpecError
-        When profiles are not of one job, or the clock says nothing about the device.
+    `others` are profiles of the same job on other devices. `links` takes links that were timed. `table_s` has
+    seconds that are stated instead of measured, as a lab's table: forward and backward of a sample, optimizer
+    of a layer.
     """
     profiles = {"": profile, **(others or {})}
     for name, other in profiles.items():

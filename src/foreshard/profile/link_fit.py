@@ -42,13 +42,9 @@ def _fitted(links: Mapping[str, Any], apart: bool) -> dict[str, float] | None:
 def floor_and_rate(timed: Sequence[tuple[float, float, Sequence[float]]]) -> tuple[float, float, float]:
     """Return (floor, bytes/s, median relative error) of max(hops * floor, bytes / rate).
 
-    Every split of the points into those at the floor and those at the rate is tried; each side's line goes
-    through the median of its ratios, and the split with the least mean of |log(formula / measured)| is kept:
-    half and twice as long are equally wrong.
-
-    Parameters
-    ----------
-    timed : sequence of (hops, bytes, seconds of repeats)
+    It is fitted to (hops, bytes, seconds of repeats). Every split of the points into those at the floor and
+    those at the rate is tried; each side's line goes through the median of its ratios, and the split with the
+    least mean of |log(formula / measured)| is kept: half and twice as long are equally wrong.
     """
     points = sorted(timed, key=lambda point: point[1] / point[0])
     hops, size, seconds = (

@@ -109,13 +109,7 @@ class ProfileFile:
 
 
 def load_profile(path: str) -> dict[str, Any]:
-    """Return a profile that is complete, as its file holds it.
-
-    Raises
-    ------
-    SpecError
-        For what is no such file, naming file and key.
-    """
+    """Return a profile that is complete, as its file holds it."""
     file, data = load_written(ProfileFile, path, key="--profile", fix=_FIX)
     count = file.fingerprint.layers
     timed_layers: dict[str, ProfileFile | TimedParts] = {"": file}

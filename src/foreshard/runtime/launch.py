@@ -7,13 +7,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.profile.address import own_address
-from foreshard.runtime.adaptive.controller_config import PolicyOptions
+from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.hardware import Emulation, no_words
 from foreshard.runtime.membership.agent import WORKER, Agent
@@ -87,7 +87,7 @@ def launch(
     options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, emulation=emulation)
     if options is not None:
         emulated = None if emulation is None else emulation.cluster
-        config = options.config(plan, emulated, steps=steps, out=folder)
+        config = config_of(options, plan, emulated, steps=steps, out=folder)
         _check_ranks(plan, config.cluster.num_devices, "--cluster")
         config.check()
     # a torchrun that restarts all agents means the run to continue
@@ -111,7 +111,7 @@ def launch(
         trace=trace is not None,
         double=dtype == "fp64",
         **settings,
-        policy=None if options is None else asdict(options),
+        policy=options,
     )
     agent = (
         _local(plan, work, local, interface, port, emulation)
@@ -154,7 +154,7 @@ def _policy_options(
     costs: str | None,
     model: str | None,
     emulation: Emulation | None,
-) -> PolicyOptions | None:
+) -> dict[str, Any] | None:
     """Return the options from which ranks build the policy, or None for a plan that stays."""
     if policy == "static":
         if budgets:
@@ -174,13 +174,10 @@ def _policy_options(
             rule="A policy starts from the devices, links and prices of the ranks",
             fix="Add --cluster CLUSTER, or --lab LAB.toml",
         )
-    return PolicyOptions(
-        policy=policy,
-        cluster=_absolute(cluster),
-        costs=_absolute(costs),
-        model=_absolute(model),
-        budgets=tuple(budgets),
-    )
+    named = {"cluster": cluster, "costs": costs, "model": model}
+    return {"policy": policy, "budgets": list(budgets)} | {
+        key: _absolute(name) for key, name in named.items()
+    }
 
 
 def _absolute(name: str | None) -> str | None:

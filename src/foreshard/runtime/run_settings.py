@@ -23,7 +23,7 @@ REPORT_FD = "FORESHARD_REPORT_FD"
 class RunSettings:
     """What a worker receives, as JSON in FORESHARD_JOB.
 
-    `policy` holds `PolicyOptions`; `emulated` is what the worker of a test bed reads.
+    `policy` holds what `config_of` takes; `emulated` is what the worker of a test bed reads.
     """
 
     job: str

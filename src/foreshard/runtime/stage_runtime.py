@@ -23,20 +23,10 @@ from foreshard.spec.plan import Plan
 
 
 class StageRuntime:
-    """A rank at its place in a layout, connected to its peers.
+    """A rank at its place in a layout, connected to its peers, with its state arranged for the layout.
 
-    All ranks make theirs at the same time: they ask for process groups in one order.
-
-    Parameters
-    ----------
-    context : TrainerContext
-    world : WorldGroup
-    layout : RankLayout
-    sharding : OptimizerSharding
-    state : RankState
-        Arranged for the layout.
-    feed : Feed, optional
-        Of the plan before: its samples that were read ahead stay useful.
+    All ranks make theirs at the same time: they ask for process groups in one order. The samples that the
+    feed of the plan before has read ahead stay useful.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ class Trainer:
             written=self._checkpoints.is_written,
             work_s=sums.work_s,
             samples=float(sums.samples),
-            traffic=self._link_traffic() if self.context.clock.virtual else None,
+            traffic=self.context.clock.traffic_from(self.rank),
         )
 
     def _measure_idle(self, sums: StepSums) -> None:
@@ -163,11 +163,6 @@ class Trainer:
             positions = range(self.step * batch, self.step * batch + size)
             sums.work_s = self._probe.sample_s(self._stage.feed, positions)
         self._probe.links(self._world.group, self._world.ranks)
-
-    def _link_traffic(self) -> dict[int, tuple[float, float, float]]:
-        """Return what this rank has sent since the last vote, by target."""
-        traffic = self.context.clock.link_traffic().items()
-        return {target: amounts for (source, target), amounts in traffic if source == self.rank}
 
     def _commit(self, vote: Vote) -> None:
         """Update with the sums of the vote: the step is done."""
@@ -274,6 +269,7 @@ class Trainer:
         """Write a checkpoint; every shard by the lowest rank that holds it."""
         shards = self._sharding(self._layout).shards_by_rank(self._world.ranks)
         mine = shards[self.rank].difference(*(held for rank, held in shards.items() if rank < self.rank))
+        options = self.context.options
         self._checkpoints.save(
             self._world,
             self.state,
@@ -281,13 +277,8 @@ class Trainer:
             plan=self.plan,
             step=self.step,
             scale=self.update.scale,
-            behind=self._saves_behind(),
+            behind=options.save_async and not self._stopped and self.step != options.save_at,
         )
-
-    def _saves_behind(self) -> bool:
-        """Return whether training goes on while a checkpoint is written: not behind the last step."""
-        options = self.context.options
-        return options.save_async and not self._stopped and self.step != options.save_at
 
     # -- membership -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import torch
 
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.heap import keep_heap
-from foreshard.runtime.adaptive.controller_config import PolicyOptions
+from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun
 from foreshard.runtime.adaptive.straggler_detector import StragglerDetector, slow_in
 from foreshard.runtime.committed_step import StepDone
@@ -32,8 +32,9 @@ from foreshard.runtime.job.job import load_job
 from foreshard.runtime.job.readers import ReaderLost, Readers
 from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.runtime.membership.progress import Progress
-from foreshard.runtime.membership.replanning import Requests, plan_for
+from foreshard.runtime.membership.replanning import Requests
 from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
 from foreshard.runtime.records.ledger import Ledger
@@ -79,7 +80,11 @@ class RankWorker:
                 fix="Define it, or leave out --eval-every; see docs/runtime_jobs.md",
             )
         # before there are threads and connections: they are forked
-        self.readers = self._make_readers() if work.readers else None
+        self.readers = (
+            Readers(self.job.dataset, work.readers, seed=work.seed, path=self.job.path)
+            if work.readers
+            else None
+        )
         with self.progress.waiting():
             hardware.await_turn(self.out / "metrics.jsonl", work.steps)
         self._stragglers, self._stragglers_of = StragglerDetector(), -1
@@ -105,15 +110,12 @@ class RankWorker:
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
 
-    def _make_readers(self) -> Readers:
-        work, job = self.work, self.job
-        return Readers(job.dataset, work.readers, seed=work.seed, path=job.path)
-
     def _make_steering(self) -> Steering | None:
         work = self.work
         if work.policy is None:
             return None
-        config = PolicyOptions(**{**work.policy, "budgets": tuple(work.policy["budgets"])}).config(
+        config = config_of(
+            work.policy,
             load_plan(str(self.out / "plan.json")),
             self.hardware.cluster,
             steps=work.steps,
@@ -195,14 +197,11 @@ class RankWorker:
             self._rebuild("a peer has to finish its step")
 
     def _train(self) -> None:
-        while not self._is_done():
+        while not self._saved_last or (self.trainer.step < self.work.steps and not self.trainer.is_stopped):
             reason = _peer_error(self._train_once)
             if reason is not None:
                 self.metrics.event("peer gone", reason, step=self.trainer.step)
                 self._rebuild(reason)
-
-    def _is_done(self) -> bool:
-        return self._saved_last and (self.trainer.step >= self.work.steps or self.trainer.is_stopped)
 
     def _train_once(self) -> None:
         """Train a step, or make sure that the last checkpoint is written."""
@@ -248,7 +247,7 @@ class RankWorker:
             return
         number, plan = found
         try:
-            running = plan_for(plan, set(self.membership.generation.ranks))
+            running = repaired(plan, self.membership.generation.ranks)
             self.trainer.propose(Command(kind="regroup", plan=running, reason="asked for by the operator"))
             self._asked = (number, plan, running)
         except ForeshardError as error:

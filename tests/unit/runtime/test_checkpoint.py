@@ -15,7 +15,13 @@ import torch.distributed as dist
 from foreshard.errors import SpecError
 from foreshard.runtime.checkpoint import format
 from foreshard.runtime.checkpoint.folders import latest, prune
-from foreshard.runtime.checkpoint.format import CheckpointFault, damage_of, load, read_meta, save
+from foreshard.runtime.checkpoint.format import Attempt, CheckpointFault, damage_of, load, read_meta
+
+
+def save(folder, *, before=lambda: None, rank=0, group=None, lead=True, **given):
+    attempt = Attempt(folder, rank=rank, group=group, lead=lead, **given)
+    attempt.write(before)
+    attempt.finish()
 
 
 def items(*layers, seed=0):

@@ -76,9 +76,9 @@ def test_links_take_the_slower_of_their_ends_and_the_latest_change():
         bandwidth_bytes_per_s=100.0,
         latency_s=1.0,
         changes=(
-            Change(at_step=1, rank=0, bandwidth_bytes_per_s=10.0),
-            Change(at_step=2, latency_s=5.0, bandwidth_bytes_per_s=50.0),
-            Change(at_step=3, rank=2, latency_s=7.0),
+            Change(at_step=1, rank=0, bandwidth=10.0),
+            Change(at_step=2, latency=5.0, bandwidth=50.0),
+            Change(at_step=3, rank=2, latency=7.0),
         ),
     )
     assert lab.link_at(0, 0, 1) == (100.0, 1.0)

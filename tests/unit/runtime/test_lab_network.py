@@ -99,7 +99,7 @@ def test_what_the_machine_cannot_enforce_is_refused():
     with pytest.raises(SpecError, match="delays are not made"):
         LabNetwork(lab_of(1, latency=5e-3))
     with pytest.raises(SpecError, match="delays are not made"):
-        LabNetwork(lab_of(1, changes=(Change(at_step=1, latency_s=0.01),)))
+        LabNetwork(lab_of(1, changes=(Change(at_step=1, latency=0.01),)))
 
 
 def test_who_is_not_root_is_told(monkeypatch):
@@ -121,7 +121,7 @@ def test_a_link_has_its_rate(rate, blocks):
 @enforced
 def test_a_link_changes_while_it_lives(tmp_path):
     """The metrics tell of step 4, so the links become what they are from step 5 on."""
-    slower = (Change(at_step=5, bandwidth_bytes_per_s=6.25e6),)
+    slower = (Change(at_step=5, bandwidth=6.25e6),)
     metrics = tmp_path / "metrics.jsonl"
     with LabNetwork(lab_of(1, 1, rate=50e6, changes=slower)) as bed:
         metrics.write_text('{"step": 3}\n')

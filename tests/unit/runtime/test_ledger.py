@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,19 +47,18 @@ FATES = st.lists(st.one_of(st.just("done"), st.tuples(st.just("died"), SOME), st
 
 def run(paths: list[Path], fates: list, committers: list[int]) -> None:
     """Steps that go well, ranks that die before the vote, falls back to an earlier step."""
-    with ExitStack() as stack:
-        ledgers = [stack.enter_context(Ledger(path, rank, index)) for rank, path in enumerate(paths)]
-        step = generation = 0
-        for fate in [*fates, *["done"] * STEPS * 9]:
-            if isinstance(fate, tuple):
-                train(ledgers, step, generation, fate[1], [])
-                generation += 1
-            elif isinstance(fate, int):
-                step, generation = max(0, step - fate), generation + 1
-                ledgers[generation % RANKS].rollback(step, generation)
-            elif step < STEPS:
-                train(ledgers, step, generation, ALL, committers)
-                step += 1
+    ledgers = [Ledger(path, rank, index) for rank, path in enumerate(paths)]
+    step = generation = 0
+    for fate in [*fates, *["done"] * STEPS * 9]:
+        if isinstance(fate, tuple):
+            train(ledgers, step, generation, fate[1], [])
+            generation += 1
+        elif isinstance(fate, int):
+            step, generation = max(0, step - fate), generation + 1
+            ledgers[generation % RANKS].rollback(step, generation)
+        elif step < STEPS:
+            train(ledgers, step, generation, ALL, committers)
+            step += 1
 
 
 def check(paths: list[Path], size: int | None = 10):
@@ -114,8 +113,7 @@ def test_a_repeated_sample_is_found(fates: list, committers: list[int], victim: 
         run(paths, fates, committers)
         step = victim // BATCH
         generation = next(line["generation"] for line in counting_lines(paths) if line["step"] == step)
-        with Ledger(paths[rank], rank, index) as ledger:
-            ledger.trained(step, generation, [range(victim, victim + 1)])
+        Ledger(paths[rank], rank, index).trained(step, generation, [range(victim, victim + 1)])
         found = check(paths)
         assert (found.lost, found.repeated) == ((), (victim,))
 
@@ -160,9 +158,9 @@ def test_a_line_torn_by_a_kill_takes_no_other_with_it() -> None:
         run(paths, [], ALL)
         whole = paths[1].read_bytes()
         paths[1].write_bytes(whole + b'{"step": 5, "gener')
-        with Ledger(paths[1], 1, index) as again:
-            again.trained(5, 1, [range(30, 36)])
-            again.commit(5, 1)
+        again = Ledger(paths[1], 1, index)
+        again.trained(5, 1, [range(30, 36)])
+        again.commit(5, 1)
         assert audit(paths, global_batch=BATCH, steps=6, size=10).lost == ()
         paths[1].write_bytes(b"\xff\xfe" + whole)
         assert check(paths).lost == tuple(range(1, 4)), "a line that cannot be read proves nothing"
@@ -180,8 +178,7 @@ def test_the_merged_file_has_every_sample_once_in_order() -> None:
 
 def test_empty_spans_leave_no_line() -> None:
     with folder() as paths:
-        with Ledger(paths[0], 0) as ledger:
-            ledger.trained(0, 0, [range(3, 3)])
+        Ledger(paths[0], 0).trained(0, 0, [range(3, 3)])
         assert not paths[0].exists()
 
 
@@ -259,8 +256,8 @@ def test_too_many_waiting_lines_stop_the_run_and_say_which(tmp_path, disk) -> No
 def test_a_dataset_of_another_length_on_a_rank_is_found(tmp_path) -> None:
     paths = [tmp_path / "rank-0.jsonl", tmp_path / "rank-1.jsonl"]
     for rank, (path, size) in enumerate(zip(paths, (10, 11), strict=True)):
-        with Ledger(path, rank, index, size=size) as ledger:
-            ledger.trained(0, 0, [range(rank * 3, rank * 3 + 3)])
-            ledger.commit(0, 0)
+        ledger = Ledger(path, rank, index, size=size)
+        ledger.trained(0, 0, [range(rank * 3, rank * 3 + 3)])
+        ledger.commit(0, 0)
     found = audit(paths, global_batch=6, steps=1)
     assert (found.lost, found.repeated, found.misread) == ((), (), (3, 4, 5))

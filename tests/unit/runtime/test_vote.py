@@ -59,17 +59,17 @@ def test_the_links_that_carried_most_are_told():
 def test_nothing_is_told_where_nothing_is_timed():
     kept = Kept()
     vote = cast(kept, (0, 1), 0, **SAID)
-    assert vote.links == {} and len(kept.ballot) == 12 and Clock().link_traffic() == {}
+    assert vote.links == {} and len(kept.ballot) == 12 and Clock().traffic_from(0) is None
 
 
 def test_a_clock_tells_what_links_carried_once():
     clock = VirtualClock(lambda a, b: (100.0 if (a, b) == (0, 1) else 1000.0, 0.5))
     clock.sent(200, 0, 1)
     clock.sent(100, 0, 1)  # waits for the one before: that is not the link's
-    assert clock.link_traffic() == {(0, 1): (2, 300, 4.0)}
-    assert clock.link_traffic() == {}
-    clock.all_reduce_s(800, (0, 1))
-    told = clock.link_traffic()
-    assert told == {(0, 1): (2, 800.0, 2 * (0.5 + 4.0)), (1, 0): (2, 800.0, 2 * (0.5 + 0.4))}
+    assert clock.traffic_from(0) == {1: (2, 300, 4.0)}
+    assert clock.traffic_from(0) == {}
+    for source, target, size_s in [(0, 1, 4.0), (1, 0, 0.4)]:
+        clock.all_reduce_s(800, (0, 1))
+        assert clock.traffic_from(source) == {target: (2, 800.0, 2 * (0.5 + size_s))}
     clock.all_reduce_s(0, (0, 1))
-    assert clock.link_traffic() == {}
+    assert clock.traffic_from(0) == {}

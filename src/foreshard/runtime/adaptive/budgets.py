@@ -64,16 +64,7 @@ def check_budgets(budgets: Sequence[Budget], cluster: Cluster) -> None:
 def spent(budget: Budget, cluster: State, plan: Plan, time_s: float, work_s: Mapping[int, float]) -> float:
     """Return what a step has cost: of the ranks that the plan uses, those that wait included.
 
-    Parameters
-    ----------
-    budget : Budget
-    cluster : State
-        Prices and powers.
-    plan : Plan
-    time_s : float
-        Of the step.
-    work_s : mapping of rank to seconds
-        In which it computed.
+    `cluster` has prices and powers; the ranks computed for `work_s` of the step.
     """
     if budget.kind == "duty":
         return work_s.get(budget.worker or 0, 0.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
@@ -62,22 +62,9 @@ class RunPolicy(Protocol):
 class ControllerConfig:
     """What a policy is built from, the same on every rank.
 
-    Attributes
-    ----------
-    plan : Plan
-        The run's first.
-    cluster : Cluster
-    steps : int
-        Of the run: the horizon over which budgets are to be kept.
-    log : Path
-    policy : str
-        Of `POLICIES`, but static.
-    costs, model : str or None
-        File of measured costs; what the job trains, as `predict` takes it.
-    budgets : tuple of str
-        As ``--budget`` gives them.
-    parameter_bytes : tuple of float or None
-        By layer; of use where there are neither costs nor a model.
+    `plan` is the run's first, `steps` the horizon over which budgets are to be kept. `costs` is a file of
+    measured costs, `model` what the job trains, as `predict` takes it; the bytes of each layer's parameters
+    are of use where there is neither. Budgets are as ``--budget`` gives them.
     """
 
     plan: Plan
@@ -195,44 +182,27 @@ class ControllerConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
-    """The options of a run that its policy follows from, as its ranks receive them.
+def config_of(
+    options: Mapping[str, Any],
+    plan: Plan,
+    cluster: Cluster | None,
+    *,
+    steps: int,
+    out: Path,
+    parameter_bytes: Sequence[float] | None = None,
+) -> ControllerConfig:
+    """Return the configuration that the options of a run describe, as its ranks receive them.
 
-    Attributes
-    ----------
-    policy : str
-    cluster : str or None
-        As `load_cluster` takes it; None where the test bed says it.
-    costs, model : str or None
-    budgets : tuple of str
+    They are policy, costs, model and budgets, and the cluster by name where the test bed does not give it.
     """
-
-    policy: str
-    cluster: str | None = None
-    costs: str | None = None
-    model: str | None = None
-    budgets: tuple[str, ...] = ()
-
-    def config(
-        self,
-        plan: Plan,
-        cluster: Cluster | None,
-        *,
-        steps: int,
-        out: Path,
-        parameter_bytes: Sequence[float] | None = None,
-    ) -> ControllerConfig:
-        """Return the configuration on a cluster, by default the one that the options name."""
-        assert cluster is not None or self.cluster is not None
-        return ControllerConfig(
-            plan=plan,
-            cluster=cluster or load_cluster(str(self.cluster)),
-            steps=steps,
-            log=out / "controller.jsonl",
-            policy=self.policy,
-            costs=self.costs,
-            model=self.model,
-            budgets=self.budgets,
-            parameter_bytes=None if parameter_bytes is None else tuple(parameter_bytes),
-        )
+    return ControllerConfig(
+        plan=plan,
+        cluster=cluster or load_cluster(options["cluster"]),
+        steps=steps,
+        log=out / "controller.jsonl",
+        policy=options["policy"],
+        costs=options["costs"],
+        model=options["model"],
+        budgets=tuple(options["budgets"]),
+        parameter_bytes=None if parameter_bytes is None else tuple(parameter_bytes),
+    )

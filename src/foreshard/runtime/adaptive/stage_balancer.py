@@ -26,15 +26,7 @@ _DEAD_ZONE = 0.02
 
 
 class StageBalancer:
-    """Splits micro-batches over the ranks of each stage.
-
-    Parameters
-    ----------
-    chain : Chain
-        Ranks as workers.
-    stated : State
-    plan : Plan
-    """
+    """Splits micro-batches over the ranks of each stage; ranks are the workers of the chain."""
 
     def __init__(self, chain: Chain, stated: State, plan: Plan):
         self.chain, self.plan, self._first = chain, plan, plan

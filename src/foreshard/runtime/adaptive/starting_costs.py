@@ -32,17 +32,9 @@ _STATES_PER_PARAMETER = 4.0
 class StartingCosts:
     """Layers and ranks as they are known before the first step.
 
-    Attributes
-    ----------
-    passes : PassTimes
-    sizes : Chain
-        For its bytes; seconds are those of `passes`.
-    cluster : State
-        Links, prices and power as stated.
-    unmeasured : frozenset of int
-        Ranks whose speed is to be learned from the first steps.
-    knows_layers : bool
-        Whether layers are told apart; otherwise all count alike.
+    Seconds are those of `passes`; `sizes` is there for its bytes. `cluster` has links, prices and power as
+    stated. The speed of `unmeasured` ranks is to be learned from the first steps. All layers count alike
+    unless it `knows_layers`.
     """
 
     passes: PassTimes
@@ -65,15 +57,10 @@ class StartingCosts:
         return self.passes.sample_s(rank, span, share, size) / seconds
 
     def learned(self, measured: Mapping[int, float]) -> StartingCosts:
-        """Return the costs with unmeasured ranks at the speeds of the first steps.
+        """Return the costs with unmeasured ranks at the speeds of the first steps, of the ranks that worked.
 
         Where no rank had measured costs, the seconds of layers are scaled too, so that the fastest rank has
         speed 1. Ranks that were idle are taken to be off their stated speed by as much as the median rank.
-
-        Parameters
-        ----------
-        measured : mapping of rank to relative speed
-            Of the ranks that worked.
         """
         speed = self.passes.speed.copy()
         usual = float(np.median([seen / speed[rank] for rank, seen in measured.items()] or [1.0]))
@@ -96,24 +83,10 @@ def starting_costs(
     model: Model | None = None,
     parameter_bytes: Sequence[float] | None = None,
 ) -> StartingCosts:
-    """Return what is known of a job on a cluster.
+    """Return what is known of a job on a cluster; costs and model have as many layers as the plan.
 
-    Parameters
-    ----------
-    plan : Plan
-        For batch, sequence, precision and the number of layers.
-    cluster : Cluster
-    costs : MeasuredCosts, optional
-        Of devices of the cluster, all or some.
-    model : Model, optional
-        Of the catalog; its prediction stands in for what was not measured.
-    parameter_bytes : sequence of float, optional
-        By layer, for a job without costs that is no model of the catalog.
-
-    Raises
-    ------
-    SpecError
-        For costs or a model with other layers than the plan.
+    Costs are of all devices of the cluster, or of some. The prediction of a model of the catalog stands in
+    for what was not measured. A job with neither is known by the bytes of each layer's parameters.
     """
     layers = plan.groups[0].num_layers
     ranks = range(cluster.num_devices)

@@ -38,22 +38,10 @@ _KEPT_BYTES = 16 << 20
 class SteppedRun:
     """A step as the ranks measured it.
 
-    Attributes
-    ----------
-    step : int
-    time_s : float or None
-        None for a step that a change of ranks cut in two: it measures nothing.
-    running : Plan
-    ranks : sequence of int
-        That are there, idle ones too.
-    stage_s : mapping of rank to seconds per sample
-    generation : int
-    link_s : mapping of (source, target) to (bytes, seconds)
-        The mean message of links that were timed.
-    idle_s : mapping of rank to seconds per sample
-        Of the first layers, on ranks without samples.
-    clock_s : float or None
-        When the step ended: the change before it is paid for too.
+    A step that a change of ranks cut in two has no time: it measures nothing. `ranks` are all that are there.
+    `stage_s` are seconds per sample by rank, `idle_s` those of the first layers on ranks without samples;
+    `link_s` is the mean message (bytes, seconds) of links that were timed. `clock_s` is when the step ended:
+    the change before it is paid for too.
     """
 
     step: int
@@ -87,13 +75,8 @@ class _Log:
 class Steering:
     """Feeds a policy and proposes what it orders; one a rank, at work on the rank that conducts.
 
-    Parameters
-    ----------
-    config : ControllerConfig
-    propose : callable of Command
-        `Trainer.propose`.
-    tell : callable of (kind, text, **facts), optional
-        The operator's log, informed when writing the policy's log is blocked.
+    `propose` is `Trainer.propose`; `tell` writes the operator's log, when writing the policy's log is
+    blocked.
     """
 
     def __init__(

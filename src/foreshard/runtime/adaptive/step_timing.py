@@ -15,14 +15,8 @@ from foreshard.runtime.adaptive.layer_times import PassTimes
 class StepTiming:
     """Times structures by measured passes; what searches has one micro-batch size for all of them.
 
-    Parameters
-    ----------
-    passes : PassTimes
-    chain : Chain
-        For messages and rings.
-    most : int, samples
-        Of the largest micro-batch; of all where stages split them.
-    batch : int, samples
+    The chain is there for messages and rings. `most` are the samples of the largest micro-batch; of all where
+    stages split them.
     """
 
     def __init__(self, passes: PassTimes, chain: Chain, most: int, batch: int):

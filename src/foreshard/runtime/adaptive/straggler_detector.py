@@ -21,16 +21,9 @@ SLOW, RECOVERED = 1.5, 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceChange:
-    """A rank that has become slow, or has recovered.
+    """A rank that has become slow, or has recovered, since a step.
 
-    Attributes
-    ----------
-    rank : int
-    slow : bool
-    factor : float
-        Times as long as before for a sample, beside what the others take longer.
-    since_step : int
-        First step of it.
+    Beside what the others take longer, it takes `factor` times as long as before for a sample.
     """
 
     rank: int
@@ -64,10 +57,7 @@ class _Known:
 class StragglerDetector:
     """Finds ranks that become slow, from the work of every step.
 
-    Parameters
-    ----------
-    slow_by : mapping of rank to factor, optional
-        Ranks that were slow already when this began.
+    `slow_by` has the factors of ranks that were slow already when this began.
     """
 
     def __init__(self, slow_by: Mapping[int, float] | None = None):
@@ -79,14 +69,9 @@ class StragglerDetector:
     ) -> list[PaceChange]:
         """Take in a step and return what has changed.
 
-        Parameters
-        ----------
-        step : int
-        under : hashable
-            The plan and whatever else decides how long a rank works for a sample; after a change of it ranks
-            are learned anew, those that are slow as slow.
-        work_s, samples : mapping of rank
-            Own work of a rank, and what it was done for.
+        `work_s` is the own work of each rank, `samples` what it was done for. `under` is the plan and
+        whatever else decides how long a rank works for a sample; after a change of it ranks are learned anew,
+        those that are slow as slow.
         """
         if under != self._under:
             self._under = under
@@ -131,12 +116,7 @@ class StragglerDetector:
 def slow_in(events: Iterable[Mapping[str, Any]], pids: Mapping[int, int]) -> dict[int, float]:
     """Return the ranks that are slow by the operator's log: who begins to conduct goes on from it.
 
-    Parameters
-    ----------
-    events : iterable of mapping
-        Lines of the log.
-    pids : mapping of rank
-        Processes: a rank that was started again since is not the one that was slow.
+    A rank whose process (`pids`) was started again since is not the one that was slow.
     """
     found: dict[int, float] = {}
     for event in events:

@@ -19,23 +19,10 @@ from foreshard.runtime.checkpoint.saving import tensor_key
 def export_run(run: Path, target: str, out: Path, step: int | None = None) -> int:
     """Write the newest checkpoint of a run, or that of a step, for other programs; return its step.
 
-    Names are those of the model of transformers that the job trains, else ``{layer}.{name}`` as in an
-    `nn.Sequential` of the job's layers.
-
-    Parameters
-    ----------
-    run : Path
-        Folder of the run.
-    target : {'safetensors', 'dcp'}
-        `model.safetensors`, with `config.json` where transformers knows the model; or parameters (``model``)
-        and optimizer (``optimizer``) with torch's `.metadata`.
-    out : Path
-    step : int, optional
-
-    Raises
-    ------
-    SpecError
-        Without a checkpoint that is as it was written.
+    Target `safetensors` is `model.safetensors`, with `config.json` where transformers knows the model; `dcp`
+    is parameters (``model``) and optimizer (``optimizer``) with torch's `.metadata`. Names are those of the
+    model of transformers that the job trains, else ``{layer}.{name}`` as in an `nn.Sequential` of the job's
+    layers. A checkpoint has to be as it was written.
     """
     folder = run / "ckpt"
     steps = [each for each in steps_in(folder) if step in (None, each)]

@@ -50,65 +50,20 @@ FILE, SUM = "{part}.safetensors", "{part}.sha256"
 
 
 class CheckpointFault(RuntimeError):
-    """A checkpoint could not be written; training goes on.
-
-    Attributes
-    ----------
-    needed_bytes : int
-        Of all ranks.
-    """
+    """A checkpoint of all ranks, of so many bytes, could not be written; training goes on."""
 
     def __init__(self, what: str, needed_bytes: int):
         super().__init__(what)
         self.needed_bytes = needed_bytes
 
 
-def save(
-    folder: Path,
-    *,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    rank: int = 0,
-    group: Any = None,
-    lead: bool = True,
-    before: Callable[[], None] = lambda: None,
-) -> None:
-    """Write a rank's tensors of a step; returns when the checkpoint is complete. See `Attempt`.
-
-    Raises
-    ------
-    CheckpointFault
-    PeerLost
-    """
-    attempt = Attempt(folder, step=step, tensors=tensors, meta=meta, rank=rank, group=group, lead=lead)
-    attempt.write(before)
-    attempt.finish()
-
-
 class Attempt:
     """An attempt of all ranks to write a checkpoint: made, written and finished by all of them.
 
-    Parameters
-    ----------
-    folder : Path
-        Of all checkpoints, reached by all ranks.
-    step : int
-        Number of steps trained.
-    tensors : mapping of name to Tensor
-        ``layers.{layer}.{name}``, ``buffers.{layer}.{name}`` or ``optimizer.{layer}.{name}.{state}``; the
-        name of a parameter, or of a slice of one.
-    meta : mapping
-        JSON, written by the lead; ``cuts`` has the cut of each parameter in slices, by ``{layer}.{name}``.
-    rank : int
-    group : PeerGroup, optional
-        All ranks that write.
-    lead : bool
-        Whether this rank names the folder; exactly one does.
-
-    Raises
-    ------
-    PeerLost
+    All ranks reach `folder`, which holds all checkpoints; `step` is the number of steps trained. Tensors are
+    named ``layers.{layer}.{name}``, ``buffers.{layer}.{name}`` or ``optimizer.{layer}.{name}.{state}``, by a
+    parameter or a slice of one. `meta` is JSON; its ``cuts`` has the cut of each parameter in slices, by
+    ``{layer}.{name}``. Exactly one rank is the `lead`, which writes it and names the folder.
     """
 
     def __init__(
@@ -133,13 +88,7 @@ class Attempt:
         _sums(group, 0.0)
 
     def write(self, before: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's tensors.
-
-        Parameters
-        ----------
-        before : callable
-            Called before anything is written; its OSError fails the checkpoint.
-        """
+        """Write this rank's tensors, after `before`, whose OSError fails the checkpoint."""
         self._faults.append(_fault_of(before) or self._fault_of_write())
 
     def write_behind(self, before: Callable[[], None] = lambda: None) -> None:
@@ -166,11 +115,7 @@ class Attempt:
     def finish(self) -> None:
         """Name the folder when all ranks have written: then the checkpoint is complete.
 
-        Raises
-        ------
-        CheckpointFault
-            On every rank, when one rank could not write; nothing is left behind.
-        PeerLost
+        When one rank could not write, `CheckpointFault` is raised on every rank, and nothing is left behind.
         """
         self.wait()
         failed, all_bytes = _sums(self._group, float(any(self._faults)), float(self._num_bytes))
@@ -208,11 +153,7 @@ def _write_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> str:
     """Write a safetensors file to the disk, and return its SHA-256.
 
-    Raises
-    ------
-    OSError
-    ValueError
-        For a type of number that the format does not know.
+    A type of number that the format does not know is a ValueError.
     """
     header: dict[str, Any] = {"__metadata__": dict(facts)} if facts else {}
     end = 0
@@ -269,15 +210,7 @@ def _shortage(folder: Path, needed: int) -> str:
 
 
 def damage_of(folder: Path, step: int, *, place: int = 0, size: int = 1) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None; of several ranks each reads some of them.
-
-    Parameters
-    ----------
-    folder : Path
-    step : int
-    place, size : int
-        Of the reader among those that share the work.
-    """
+    """Return what is wrong with the files of a checkpoint, or None; several ranks share the reading."""
     try:
         for part, wanted in sorted(_parts(folder, step).items())[place::size]:
             path = folder / step_name(step) / FILE.format(part=part)
@@ -292,13 +225,7 @@ def damage_of(folder: Path, step: int, *, place: int = 0, size: int = 1) -> str 
 
 
 def load(folder: Path, step: int, chosen: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint whose names are chosen, whole, whichever ranks wrote them.
-
-    Raises
-    ------
-    SpecError
-        When the checkpoint is damaged.
-    """
+    """Return the tensors of a checkpoint whose names are chosen, whole, whichever ranks wrote them."""
     found: dict[str, Tensor] = {}
     for part in _parts(folder, step):
         path = folder / step_name(step) / FILE.format(part=part)
@@ -368,13 +295,7 @@ def _parts(folder: Path, step: int) -> dict[str, str]:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """Return the meta data of a checkpoint.
-
-    Raises
-    ------
-    SpecError
-        When there is none, or it is damaged.
-    """
+    """Return the meta data of a checkpoint, if it is not damaged."""
     path = folder / step_name(step) / META
     try:
         return dict(json.loads(path.read_text()))

@@ -66,10 +66,7 @@ class Checkpoints:
     def sound_step(self, world: WorldGroup) -> int | None:
         """Return the step of the newest checkpoint whose files are as they were written, or None.
 
-        Raises
-        ------
-        SpecError
-            When there are checkpoints, and all of them are damaged.
+        That all of several are damaged is an error.
         """
         damaged = ""
         while True:
@@ -105,20 +102,9 @@ class Checkpoints:
         scale: LossScale | None,
         behind: bool = False,
     ) -> None:
-        """Write a checkpoint together with all ranks.
+        """Write a checkpoint before a step together with all ranks; this one writes the shards `mine`.
 
-        Parameters
-        ----------
-        world : WorldGroup
-        state : RankState
-        mine : frozenset of shards
-            That this rank writes; every shard is written by one rank.
-        plan : Plan
-        step : int
-            That is trained next.
-        scale : LossScale or None
-        behind : bool
-            Whether training goes on while it is written, from a copy; `complete` ends it.
+        Training goes on `behind` it from a copy; `complete` ends it then.
         """
         context = self._context
         context.phase("checkpoint")
@@ -167,12 +153,7 @@ class Checkpoints:
         self._is_open = False
 
     def complete(self, world: WorldGroup) -> None:
-        """Complete a checkpoint that is under way, together with all ranks.
-
-        Raises
-        ------
-        PeerLost
-        """
+        """Complete a checkpoint that is under way, together with all ranks."""
         context, attempt = self._context, self._attempt
         if attempt is None or not self._is_open or self._folder is None:
             return
@@ -197,13 +178,7 @@ class Checkpoints:
                 context.on_event("checkpoint saved at last", text, step=step)
 
     def save_last(self, world: WorldGroup, step: int, save: Callable[[], None]) -> None:
-        """Save until the last checkpoint is written, for a while.
-
-        Raises
-        ------
-        ForeshardError
-            When the disk does not accept it.
-        """
+        """Save until the last checkpoint is written; that it cannot be for a while is an error."""
         self.complete(world)
         until_s = time.monotonic() + _LAST_S
         while self._folder is not None and self._fault is not None and self._saved != step:
@@ -220,10 +195,7 @@ class Checkpoints:
     def restore(self, step: int, state: RankState, shards: Shards, plan: Plan) -> LossScale | None:
         """Fill the shards of a rank from the checkpoint of a step; return its factor on the loss.
 
-        Raises
-        ------
-        SpecError
-            When the checkpoint is of other samples.
+        It has to be of the same samples.
         """
         assert self._folder is not None
         context, meta = self._context, read_meta(self._folder, step)

@@ -24,8 +24,8 @@ factor on the median, so it takes effect at once.
 """
 LinkRate = Callable[[int, int], tuple[float, float]]
 """(source, target) -> (bytes/s, latency in seconds)."""
-LinkTraffic = dict[tuple[int, int], tuple[float, float, float]]
-"""(source, target) -> messages, their bytes and the seconds that they were on the link."""
+LinkTraffic = dict[int, tuple[float, float, float]]
+"""Target -> messages, their bytes and the seconds that they were on the link."""
 
 
 class Clock:
@@ -66,9 +66,9 @@ class Clock:
         """Return the seconds of an all-reduce among the owners after the last of them has come."""
         return 0.0
 
-    def link_traffic(self) -> LinkTraffic:
-        """Return the timed traffic of each link since the last call; a wall clock cannot time links."""
-        return {}
+    def traffic_from(self, source: int) -> LinkTraffic | None:
+        """Return what a rank has sent since the last call; None, since a wall clock cannot time links."""
+        return None
 
 
 class CudaClock(Clock):
@@ -125,7 +125,7 @@ class VirtualClock(Clock):
         self._began_s = 0.0
         self._recent: dict[tuple[str, int, int], deque[tuple[float, float]]] = {}
         self._link_free_s: dict[tuple[int, int], float] = {}
-        self._traffic: LinkTraffic = {}
+        self._traffic: dict[tuple[int, int], tuple[float, float, float]] = {}
 
     def now(self) -> float:
         """Return the virtual time."""
@@ -179,10 +179,10 @@ class VirtualClock(Clock):
             before = self._traffic.get((source, target), (0.0, 0.0, 0.0))
             self._traffic[source, target] = (before[0] + messages, before[1] + num_bytes, before[2] + seconds)
 
-    def link_traffic(self) -> LinkTraffic:
-        """Return the traffic of each link since the last call.
+    def traffic_from(self, source: int) -> LinkTraffic:
+        """Return what a rank has sent since the last call.
 
         A part of a ring counts for the time on its own link, not for that of the ring's slowest link.
         """
         traffic, self._traffic = self._traffic, {}
-        return traffic
+        return {target: amounts for (start, target), amounts in traffic.items() if start == source}

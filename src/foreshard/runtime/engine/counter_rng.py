@@ -44,17 +44,9 @@ def bits(
     device: torch.device | str = "cpu",
     window: Window | None = None,
 ) -> Tensor:
-    """Return 64 random bits as int64 for every element of the rows.
+    """Return 64 random bits as int64 for every element of rows of a shape; every row has a key.
 
-    Parameters
-    ----------
-    keys : sequence of int
-        One per row.
-    shape : sequence of int
-        Of a row.
-    device : torch.device
-    window : (shape, dimension, first), optional
-        Where rows are parts of larger ones, and get the bits that these would get there.
+    With a window rows are parts of larger ones, and get the bits that these would get there.
     """
     count = math.prod(shape)
     if len(keys) > 1 and len(keys) * count > _BATCHED:

@@ -51,20 +51,11 @@ class Peer:
 class Exchange:
     """Sends and receives rows of micro-batches inside one pipeline.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        Of all ranks that train, place i being ``ranks[i]``; carries shapes, and what no channel carries.
-    channels : mapping of (source, target, whether backward) to ProcessGroup
-        Of two ranks in rising order, which carry tensors of the device. NCCL keeps the order of all that a
-        group carries, so messages of one direction have a group of their own: they are sent and received
-        in the order of the schedule. None where messages pass through host memory (gloo).
-    ranks : sequence of int
-    rank : int
-        This rank.
-    clock : Clock
-    fixed_shapes : bool
-        Whether rows have the same shape in every step.
+    `group` is of all ranks that train, place i being ``ranks[i]``; it carries shapes, and what no channel
+    carries. Channels are of two ranks in rising order, and carry tensors of the device. NCCL keeps the order
+    of all that a group carries, so messages of one direction have a group of their own: they are sent and
+    received in the order of the schedule. Without channels messages pass through host memory (gloo). With
+    `fixed_shapes` rows have the same shape in every step.
     """
 
     def __init__(
@@ -87,18 +78,10 @@ class Exchange:
     def send(
         self, tensors: Sequence[Tensor], mine: Span, peers: Sequence[Peer], *, route: int, tag: int
     ) -> None:
-        """Send each peer the rows that it holds.
+        """Send each peer the rows that it holds, of tensors whose rows are the samples `mine`.
 
-        Parameters
-        ----------
-        tensors : sequence of Tensor, shape (samples of mine, ...)
-        mine : (first, past the last)
-            Samples that the rows of the tensors are.
-        peers : sequence of Peer
-        route : int
-            Names the boundary and direction; equal routes carry equal shapes per row.
-        tag : int
-            Distinguishes messages under way.
+        A route names the boundary and direction: equal routes carry equal shapes per row. Tags tell messages
+        under way apart.
         """
         for peer, lo, hi in _overlaps(mine, peers):
             rows = [t.detach()[lo - mine[0] : hi - mine[0]].contiguous() for t in tensors]
@@ -203,11 +186,6 @@ def check_sendable(outputs: Sequence[Any], layer: int, *, samples: int, is_last:
     """Check that the outputs of a layer can go to other ranks: a plan may cut behind any layer.
 
     The outputs of the last layer go to the loss only, which may take anything but None.
-
-    Raises
-    ------
-    SpecError
-        Naming the layer.
     """
     kinds = ", ".join(_named(value) for value in outputs) or "nothing"
     if is_last and (not outputs or any(value is None for value in outputs)):

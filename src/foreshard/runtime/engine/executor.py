@@ -66,20 +66,10 @@ class _InFlight:
 
 
 class Executor:
-    """Runs a rank's part of a step.
+    """Runs a rank's part of a step, with the rank's state arranged for the layout.
 
-    Parameters
-    ----------
-    context : TrainerContext
-    layout : RankLayout
-    state : RankState
-        Arranged for the layout.
-    feed : Feed
-    exchange : Exchange
-    zero : ZeroExchange, optional
-        Gathers the parameters of a chunk where each rank of the stage keeps a part.
-    on_gradients : callable of frozenset of layers
-        Called when layers have passed their last backward of the step.
+    Where each rank of the stage keeps a part of the parameters, `zero` gathers those of a chunk.
+    `on_gradients` is called with layers that have passed their last backward of the step.
     """
 
     def __init__(
@@ -146,13 +136,7 @@ class Executor:
         self._in_flight.clear()
 
     def run(self, step: int) -> StepSums:
-        """Run all actions of a step and return the sums.
-
-        Raises
-        ------
-        RuntimeError
-            From torch.distributed, when a peer is gone.
-        """
+        """Run all actions of a step and return the sums."""
         sums = StepSums()
         self._in_flight.clear()
         self._done.clear()

@@ -22,12 +22,7 @@ GroupOf = Callable[[tuple[int, ...], str], Any]
 class GradientSync:
     """An all-reduce per bucket, in place, started as soon as the bucket is complete.
 
-    Parameters
-    ----------
-    buckets : sequence of Bucket
-    group_of : callable of (ranks, name)
-        Makes process groups; all ranks ask for them in one order, or they would wait for each other.
-    clock : Clock
+    All ranks ask `group_of` for process groups in one order, or they would wait for each other.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group_of: GroupOf, clock: Clock):
@@ -87,6 +82,4 @@ class GradientSync:
 
 def latest(group: Any, times: torch.Tensor) -> None:
     """Replace times by the latest in the group, in place."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    group.allreduce([times], options).wait()
+    group.allreduce([times], dist.ReduceOp.MAX).wait()

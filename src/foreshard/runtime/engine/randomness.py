@@ -201,18 +201,9 @@ def sample_randomness(
 ) -> Iterator[None]:
     """Make the draws of the body a function of the samples, not of the batch.
 
-    Parameters
-    ----------
-    seed, step, layer : int
-    positions : sequence of int
-        Of the samples in the first dimension, in order.
-    windows : callable of (number of the draw, shape), optional
-        Where ranks compute the layer together: which part of the whole layer's draw this is.
-
-    Raises
-    ------
-    SpecError
-        When the body fails, or draws in a way that cannot be done by sample.
+    Positions are those of the samples in the first dimension, in order. Where ranks compute the layer
+    together, `windows` says which part of the whole layer's draw each of theirs is. A body that fails, or
+    draws in a way that cannot be done by sample, is an error.
     """
     with user_code(f"layer {layer}", rule=_LAYER_RULE), SampleDraws((seed, step, layer), positions, windows):
         yield

@@ -22,16 +22,9 @@ Edges = tuple[list[GradientEdge], list[Tensor]]
 class Delayed:
     """What the second half needs.
 
-    Attributes
-    ----------
-    groups : list of dict
-        As torch makes them: weights, the nodes to continue from, their gradients.
-    joint : bool
-        Whether a group has several nodes: its gradients then pass through those of others.
-    apart : list of Parameter
-        Weights on no path to an input.
-    edges : (edges, gradients) of the outputs, or None
-        From which the weights apart get their gradients.
+    Groups are as torch makes them: weights, the nodes to continue from, their gradients. `joint` says that a
+    group has several nodes: its gradients then pass through those of others. Weights `apart` are on no path
+    to an input; they get their gradients from the `edges` of the outputs.
     """
 
     groups: list[dict[str, Any]]
@@ -48,13 +41,7 @@ def input_half(
 ) -> Delayed:
     """Add the gradients of the inputs to their `grad`, and return what is left to do; outputs are detached.
 
-    Parameters
-    ----------
-    outputs : sequence of Tensor
-    grads : sequence of Tensor, optional
-        Of the outputs; not given for a loss.
-    inputs : sequence of Tensor
-    weights : sequence of Parameter
+    A loss has no gradients of the outputs.
     """
     # loads dynamo, which takes seconds: only where a schedule splits the backward
     from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_input

@@ -29,10 +29,7 @@ _SUMMED = 2**18
 class Update:
     """Updates the parameters that a rank is responsible for.
 
-    Attributes
-    ----------
-    scale : LossScale or None
-        The factor on the loss, where half precision needs one.
+    `scale` is the factor on the loss, where half precision needs one.
     """
 
     def __init__(self, job: Job, options: Options, clock: Clock):
@@ -62,16 +59,9 @@ class Update:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     def apply(self, state: RankState, vote: Vote, step: int, on_skip: Callable[[str], None]) -> float | None:
-        """Update, and return the norm of the mean gradient if it was asked for.
+        """Update by the vote of a step, and return the norm of the mean gradient if it was asked for.
 
-        Parameters
-        ----------
-        state : RankState
-        vote : Vote
-            Of the step.
-        step : int
-        on_skip : callable of text
-            Called with the reason when the step updates nothing.
+        `on_skip` is called with the reason when the step updates nothing.
         """
         if not vote.count:
             on_skip("the loss counted nothing in this step: nothing updated")

@@ -23,23 +23,12 @@ Links = dict[tuple[int, int], tuple[float, float]]
 class Vote:
     """Sums over all ranks.
 
-    Attributes
-    ----------
-    loss, count : float
-        Sum of losses and what it is divided by (tokens).
-    square_norm : float
-        Of the summed gradient, not yet divided.
-    boundary : bool
-        Whether a rank wants the membership to change before the next step.
-    plan_number : int
-        Of the plan to adopt before the next step; 0 for none.
-    saves, stops, written : bool
-        Whether a checkpoint follows the step; whether training ends with it; whether all ranks have written
-        the checkpoint that is under way.
-    work_s, samples : dict of rank
-        Own work in the step and the samples it was done for.
-    links : dict of (source, target) to (bytes, seconds)
-        The mean message of each link that was reported.
+    The loss is divided by the count (tokens); `square_norm` is that of the summed gradient, not yet divided.
+    `boundary` says that a rank wants the membership to change before the next step, `plan_number` is that of
+    the plan to adopt before it, 0 for none. A checkpoint follows the step if it `saves`, training ends with
+    it if it `stops`; `written` says that all ranks have written the checkpoint that is under way. `work_s` is
+    the own work of each rank, done for its `samples`; links have the mean message of each link that was
+    reported.
     """
 
     loss: float
@@ -85,15 +74,7 @@ def cast(
 ) -> Vote:
     """Return the sums over all ranks; `group` is None for a single rank.
 
-    Parameters
-    ----------
-    traffic : mapping of target to (messages, bytes, seconds), optional
-        Of this rank's links; all ranks give it or none does.
-
-    Raises
-    ------
-    RuntimeError
-        From torch.distributed, when a peer is gone.
+    Traffic is that of this rank's links: all ranks give it or none does.
     """
     place, size = list(ranks).index(rank), len(ranks)
     width = MAX_LINKS * _LINK_FIELDS if traffic is not None else 0

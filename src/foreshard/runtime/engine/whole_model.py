@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from foreshard.profile.batches import as_tuple, loss_input, moved
@@ -17,30 +16,15 @@ class WholeModel:
     """Gives outputs of the last layer for inputs of the first, in evaluation mode and without gradients.
 
     All ranks of the pipeline call it with the same inputs, in one order. Each computes its own layers. What a
-    stage gives goes to all ranks through host memory: evaluation is rare, and each of them needs the outputs.
-
-    Parameters
-    ----------
-    executor : Executor
-    group : PeerGroup or None
-        Of all ranks of the pipeline, on host memory; None for a single rank.
+    stage gives goes to all ranks through host memory (`group`): evaluation is rare, and each of them needs
+    the outputs.
     """
 
     def __init__(self, executor: Executor, group: Any):
         self._executor, self._group = executor, group
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return what `loss` takes as its output.
-
-        Parameters
-        ----------
-        inputs
-            As `inputs(batch)` gives them.
-
-        Raises
-        ------
-        PeerLost
-        """
+        """Return what `loss` takes as its output, for what `inputs(batch)` gives."""
         executor = self._executor
         given = as_tuple(inputs[0] if len(inputs) == 1 else inputs)
         values = [moved(value, executor.device) for value in given]
@@ -58,15 +42,12 @@ class WholeModel:
         mine = source == self._executor.rank
         shapes = tuple((value.dtype, tuple(value.shape)) for value in values) if mine else ()
         header = header_of(shapes, 0.0)
-        self._broadcast(header, source)
+        place = self._group.ranks.index(source)
+        self._group.broadcast(header, place).wait()
         found = []
         for number, (dtype, shape) in enumerate(parse_header(header)[0]):
             whole = values[number].cpu().contiguous() if mine else torch.empty(shape, dtype=dtype)
-            self._broadcast(whole.view(torch.uint8) if dtype is torch.bool else whole, source)
+            sent = whole.view(torch.uint8) if dtype is torch.bool else whole
+            self._group.broadcast(sent, place).wait()
             found.append(whole.to(self._executor.device))
         return found
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = self._group.ranks.index(source)
-        self._group.broadcast([tensor], options).wait()

@@ -54,26 +54,10 @@ def shuffled(index: int, size: int, seed: int) -> int:
 
 
 class Feed:
-    """Batches of a dataset by position.
+    """Batches of a dataset by position; the dataset is not empty, and can be read more than once.
 
-    Parameters
-    ----------
-    dataset : map or iterable dataset
-        The p-th sample of an iterable is the p-th that it yields; every epoch restarts it.
-    collate : callable of a list of samples
-    global_batch : int
-    seed : int
-    prefetch : int
-        Batches to read ahead in another thread; 0 for none.
-    path : str, optional
-        File of the job, for errors.
-    readers : Readers, optional
-        Processes that read the samples.
-
-    Raises
-    ------
-    SpecError
-        When the dataset is empty or can be read only once.
+    The p-th sample of an iterable is the p-th that it yields; every epoch restarts it. So many batches are
+    read ahead in another thread (`prefetch`, 0 for none); samples are read by `readers` if there are any.
     """
 
     def __init__(
@@ -112,13 +96,7 @@ class Feed:
         return shuffled(place, self._size, key_of(self.seed) ^ epoch)
 
     def batch(self, positions: range) -> Any:
-        """Return the samples at the positions, collated.
-
-        Raises
-        ------
-        SpecError
-            When the dataset or the collation fails.
-        """
+        """Return the samples at the positions, collated."""
         ahead = self._ahead.pop(positions, None)
         if ahead is None and positions in self._coming:
             self._coming.remove(positions)

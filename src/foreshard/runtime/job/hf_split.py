@@ -23,17 +23,8 @@ from foreshard.runtime.tensor.split import TensorPlan
 class _Family:
     """Attribute names of the parts in models of one kind.
 
-    Attributes
-    ----------
-    inner : str
-        The model without its head.
-    words, blocks, norm : str
-        Parts of the inner model; `words` is the token embedding.
-    places : str or None
-        Position embedding, added to the token embedding.
-    drop : str or None
-        Dropout after the embeddings.
-    rotary : str or None
+    `inner` is the model without its head. In it `words` is the token embedding, to which that of positions
+    (`places`) is added, and `drop` the dropout after both.
     """
 
     inner: str
@@ -82,12 +73,8 @@ def split(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a causal language model of transformers: embedding, one per block, head.
 
     The first layer takes token ids, or ids and an attention mask of shape (samples, tokens); a mask passes
-    through all layers. The last layer gives logits. Parameters are the model's own, tied ones too.
-
-    Raises
-    ------
-    SpecError
-        When the type of the model is unknown, or its parts are not those of its type.
+    through all layers. The last layer gives logits. Parameters are the model's own, tied ones too. Models of
+    unknown types, or with parts that are not those of their type, are refused.
     """
     family = _family(model)
     inner = getattr(model, family.inner)

@@ -22,13 +22,7 @@ SEEDING = threading.Lock()
 
 
 def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[list[Builder], Tied]:
-    """Return a builder for each layer of a model, and the groups of tied names.
-
-    Raises
-    ------
-    SpecError
-        When the model has no layers.
-    """
+    """Return a builder for each layer of a model, and the groups of tied names."""
     layers = layers_of(model, path)
     if not layers:
         raise SpecError(

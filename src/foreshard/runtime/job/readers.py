@@ -29,21 +29,7 @@ class ReaderLost(ForeshardError):
 
 
 class Readers:
-    """Reader processes.
-
-    Parameters
-    ----------
-    dataset : map dataset
-    count : int
-    seed : int
-    path : str, optional
-        File of the job, for errors.
-
-    Raises
-    ------
-    SpecError
-        For an iterable, which is read in its own order.
-    """
+    """So many reader processes; an iterable is refused, since it is read in its own order."""
 
     def __init__(self, dataset: Any, count: int, *, seed: int, path: str | None = None):
         if not hasattr(dataset, "__getitem__"):
@@ -68,12 +54,7 @@ class Readers:
     def samples(self, places: Sequence[Place]) -> list[Any]:
         """Return the samples at some places, read by all processes at the same time.
 
-        Raises
-        ------
-        ReaderLost
-            Naming the process that has ended.
-        SpecError
-            When the dataset fails.
+        Raises `ReaderLost`, naming the process that has ended.
         """
         each = -(-len(places) // len(self._readers))
         parts = [places[at : at + each] for at in range(0, len(places), each)]

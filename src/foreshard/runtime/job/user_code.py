@@ -25,19 +25,8 @@ _RUNTIME = str(Path(__file__).parent.parent)
 def user_code(part: str, path: str | None = None, *, rule: str = USER_RULE) -> Iterator[None]:
     """Turn exceptions of the body into errors that name the user's file and line.
 
-    Parameters
-    ----------
-    part : str
-        Part of the job that the body runs, as 'loss' or 'layer 3'.
-    path : str, optional
-        File of the job.
-    rule : str
-        That the part has to keep.
-
-    Raises
-    ------
-    SpecError
-        With the line of the job's file, or of the file where the error came from.
+    `part` is the part of the job that the body runs, as 'loss' or 'layer 3', `rule` what it has to keep. An
+    error that did not come from the job's file has the file and the line where it came from.
     """
     try:
         with in_file(path):

@@ -69,38 +69,15 @@ class RankProcess:
 class Agent:
     """Runs ranks of one host to the end.
 
-    Attributes
-    ----------
-    out : Path
-    plan : Plan
-    work : RunSettings
-    ranks : sequence of int
-        Of this host.
-    expected : sequence of int
-        Of all hosts.
-    address : str
-        Of the rendezvous.
-    port : int
-        0 for any free one; the same after a restart of the supervisor.
-    supervises : bool
-        Whether the supervisor is this agent's.
-    own : str, optional
-        Address of this host, where it would host the rendezvous if its host is lost; found out if not given.
-    takeover_s : float
-        Silence of the rendezvous after which another host takes it over.
-    secret_file : Path
-    max_starts : int
-        Of one rank; beyond it the rank stays away.
-    max_starts_per_hour : int, optional
-        Of one rank; beyond it the rank stays away for the rest of the hour.
-    restart_s : float
-        Before a dead rank is started again; negative for never.
-    command : callable of rank, optional
-        Words put before a rank's command line, such as a network namespace.
-    worker : str
-        Module that ranks are started from.
-    local_rank, local_ranks : int
-        Number of the first of its ranks on the host, and of all ranks there: they choose devices by it.
+    `ranks` are those of this host, `expected` those of all. The rendezvous is at `address` and `port` (0 for
+    any free one); its supervisor is this agent's where it `supervises`. After a silence of `takeover_s`
+    another host takes the rendezvous over, at its `own` address (found out if not given).
+
+    A rank is started `max_starts` times, and as often as `max_starts_per_hour` within an hour, `restart_s`
+    after it died (negative for never); beyond that it stays away. `worker` is the module that ranks are
+    started from, `command` gives words that are put before a rank's command line, such as a network
+    namespace. Ranks choose devices by `local_rank`, the number of the first of them on the host, and
+    `local_ranks`, that of all there.
     """
 
     out: Path
@@ -137,10 +114,7 @@ class Agent:
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Run until every rank is done; return how often a rank was started again.
 
-        Raises
-        ------
-        ForeshardError
-            With the fault of the job that a rank reports.
+        A fault of the job that a rank reports is raised.
         """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         with self._ending_on_sigterm():

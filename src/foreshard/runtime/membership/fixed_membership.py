@@ -19,17 +19,9 @@ from foreshard.spec.plan import Plan
 class Generation:
     """Who trains, under which plan.
 
-    Attributes
-    ----------
-    number : int
-        Rises with every change of membership.
-    plan : Plan
-    ranks : tuple of int
-        All that are there, also those the plan leaves idle.
-    resume : bool
-        Whether to continue from the latest checkpoint.
-    pids : dict of rank
-        Their processes, where a supervisor knows them.
+    The number rises with every change of membership. `ranks` are all that are there, also those the plan
+    leaves idle, `pids` their processes, where a supervisor knows them. With `resume` they continue from the
+    latest checkpoint.
     """
 
     number: int
@@ -42,12 +34,7 @@ class Generation:
 class GroupMembership(ABC):
     """The ranks that train together, as one of them sees them; as it stands they never change.
 
-    Attributes
-    ----------
-    rank : int
-    generation : Generation
-    store : torch.distributed.Store or None
-        Keys and values that all ranks share; None for a single rank.
+    `store` has keys and values that all ranks share; None for a single rank.
     """
 
     generation: Generation

@@ -22,15 +22,9 @@ _FILE = "rendezvous.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The address where ranks meet.
+    """The address where ranks meet, and how many hosts have had the rendezvous (`term`).
 
-    Attributes
-    ----------
-    address : str
-    port : int
-        0 when the run was ended: no host takes it over.
-    term : int
-        How many hosts have had the rendezvous.
+    Port 0 means that the run was ended: no host takes it over.
     """
 
     address: str
@@ -62,10 +56,7 @@ def current_term(folder: Path) -> int:
 def running_rendezvous(folder: Path, secret: bytes) -> Rendezvous | None:
     """Return the rendezvous of a run under way; None if it does not answer, or all steps are done.
 
-    Raises
-    ------
-    SpecError
-        When the server that answers has another secret.
+    A server that has another secret is an error.
     """
     rendezvous = read_rendezvous(folder)
     if rendezvous is None or not rendezvous.port:

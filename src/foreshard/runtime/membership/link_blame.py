@@ -18,10 +18,7 @@ _SHORT_S = 60.0
 class LinkBlame:
     """Counts how often ranks were stuck in generations that failed soon after they began.
 
-    Parameters
-    ----------
-    detect_s : float
-        An excluded rank stays away for multiples of it.
+    An excluded rank stays away for multiples of `detect_s`.
     """
 
     def __init__(self, detect_s: float):

@@ -39,26 +39,11 @@ DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")
 class Membership(GroupMembership):
     """A rank among others under a supervisor.
 
-    Parameters
-    ----------
-    address : (host, port)
-        Of the rendezvous.
-    rank : int
-    secret : bytes
-    progress : Progress, optional
-        What this process does; if given and it hangs, its stack is written to stderr and the process ends.
-    job : str, optional
-        File of the job, to name the line that hangs.
-    interface : str, optional
-        Address of this host that peers connect to.
-    device : torch.device, optional
-        Accelerator that this rank has to itself: NCCL connects it where every rank has one.
-    resume : bool
-        Continue from the latest checkpoint in the first generation.
-    beat_s : float
-        Between heartbeats.
-    locate : callable, optional
-        Returns the present address of the rendezvous; called when it does not answer.
+    If `progress` is given and shows that the process hangs, its stack is written to stderr, the line of `job`
+    that hangs is named, and the process ends. Peers connect to `interface`, an address of this host; to
+    `device` by NCCL where every rank has an accelerator to itself. `resume` continues from the latest
+    checkpoint in the first generation. `locate` gives the present address of a rendezvous that does not
+    answer.
     """
 
     store: dist.Store
@@ -151,12 +136,8 @@ class Membership(GroupMembership):
     def next_generation(self, reason: str) -> Generation:
         """Leave all groups, wait for the next generation that has this rank, and return it.
 
-        Raises
-        ------
-        PeerLost
-            When the supervisor does not come back.
-        SystemExit
-            When the others have done all steps without this rank.
+        Raises `PeerLost` when the supervisor does not come back, `SystemExit` when the others have done all
+        steps.
         """
         if reason != BOUNDARY:
             self._drop_groups()  # closed connections show peers that this rank has left

@@ -51,15 +51,7 @@ class Pending:
 class PeerGroup:
     """A process group of some ranks; every call raises `PeerLost` when one of them is gone.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        Of one backend; place i is ``ranks[i]``.
-    ranks : sequence of int
-    place : int
-        Of this rank.
-    progress : Progress, optional
-        Where waiting is noted.
+    Place i of the backend is ``ranks[i]``; `place` is this rank's. Waiting is noted in `progress`.
     """
 
     def __init__(self, group: Any, ranks: Sequence[int], place: int, progress: Progress | None = None):
@@ -72,18 +64,23 @@ class PeerGroup:
         """Whether it carries tensors of accelerators."""
         return str(self.backend.name()) == "nccl"
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Pending:
+    def allreduce(self, tensors: list[torch.Tensor], operation: Any = dist.ReduceOp.SUM) -> Pending:
         """Sum tensors over all ranks, in place."""
-        given = () if options is None else (options,)
-        return self.start(self.backend.allreduce, tensors, *given)
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        return self.start(self.backend.allreduce, tensors, options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Pending:
-        """Copy tensors from one rank to all."""
-        return self.start(self.backend.broadcast, tensors, options)
+    def broadcast(self, tensor: torch.Tensor, place: int) -> Pending:
+        """Copy a tensor from the rank at a place to all."""
+        options = dist.BroadcastOptions()
+        options.rootRank = place
+        return self.start(self.backend.broadcast, [tensor], options)
 
-    def reduce(self, tensors: list[torch.Tensor], options: Any) -> Pending:
-        """Sum tensors on one rank."""
-        return self.start(self.backend.reduce, tensors, options)
+    def reduce(self, tensor: torch.Tensor, place: int) -> Pending:
+        """Sum tensors on the rank at a place."""
+        options = dist.ReduceOptions()
+        options.rootRank = place
+        return self.start(self.backend.reduce, [tensor], options)
 
     def send(self, tensors: list[torch.Tensor], place: int, tag: int) -> Pending:
         """Send tensors to a place."""

@@ -15,14 +15,11 @@ from foreshard.spec.plan import Group, Plan, Stage
 
 
 def repaired(plan: Plan, alive: Collection[int]) -> Plan:
-    """Return the plan on the ranks of it that are alive; the plan itself if all are.
+    """Return the plan on the ranks of it that are alive, else on idle ones; the plan itself if all are.
 
-    Raises
-    ------
-    InfeasibleError
-        When no rank of the plan is left.
+    It is infeasible when no rank of the plan is left, and too few others are.
     """
-    there = frozenset(alive)
+    there, plan = frozenset(alive), taken_over(plan, alive)
     if there.issuperset(plan.ranks):
         return plan
     groups, weights = [], []

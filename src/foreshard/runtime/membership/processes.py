@@ -27,13 +27,7 @@ _SUPERVISOR_S = 60.0
 def start(
     words: Sequence[str], log: Path, settings: dict[str, str] | None = None, *, blocking: bool = True
 ) -> tuple[Process, int]:
-    """Start a process whose output goes to a log; return it, and the end of the pipe on which it reports.
-
-    Raises
-    ------
-    ForeshardError
-        When the folder of the log is gone.
-    """
+    """Start a process whose output goes to a log; return it, and the end of the pipe on which it reports."""
     with _open_log(log) as file, _pipe() as (reading, writing):
         os.set_blocking(reading, blocking)
         process = subprocess.Popen(

@@ -27,22 +27,9 @@ _SENT_BYTES = 65536
 class Progress:
     """The activity of a rank's main thread, read by the thread of its heartbeat.
 
-    Parameters
-    ----------
-    limit_s : float
-        Least time after which an activity counts as hanging.
-    now : callable
-        Seconds; another clock in tests.
-
-    Attributes
-    ----------
-    count : int
-        Rises whenever the rank turns to another activity, begins to wait or has waited.
-    doing : str
-    waits_for : tuple of int or None
-        Ranks that it waits for; None while it is busy itself.
-    step : int
-        That it trains.
+    An activity of less than `limit_s` never counts as hanging. `count` rises whenever the rank turns to
+    another activity, begins to wait or has waited; `waits_for` are the ranks that it waits for, None while it
+    is busy itself; `step` is the one that it trains.
     """
 
     def __init__(self, limit_s: float = 60.0, *, now: Callable[[], float] = time.monotonic):

@@ -17,15 +17,8 @@ from foreshard.runtime.membership.wire import PeerLost
 class RankStore(dist.Store):
     """A store of torch.distributed, over which the members of a process group exchange addresses.
 
-    Keep a reference while a group is being made: torch does not keep a Python store alive.
-
-    Parameters
-    ----------
-    client : Client
-    timeout_s : float, optional
-        How long to wait for a key; without it, until it is set or given up.
-    abandoned : callable, optional
-        Returns whether to stop waiting: the rank that should set the key is gone.
+    Keep a reference while a group is being made: torch does not keep a Python store alive. A key is waited
+    for until it is set, for `timeout_s`, or until it is `abandoned`: the rank that should set it is gone.
     """
 
     def __init__(
@@ -40,16 +33,11 @@ class RankStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._client.ask({"ask": "set", "key": key, "value": _encoded(value)})
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._client.ask({"ask": "set", "key": key, "value": base64.b64encode(raw).decode()})
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it.
-
-        Raises
-        ------
-        PeerLost
-            When it is not set in time.
-        """
+        """Return a key's value, waiting for it as `wait` does."""
         value = None
         while value is None:  # a rendezvous that is restarted in between gets its keys again
             self.wait([key])
@@ -61,29 +49,12 @@ class RankStore(dist.Store):
         question = {"ask": "add", "key": key, "value": amount, "once": self._client.once()}
         return int(self._client.ask(question)["value"])
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has a value; return what it has now."""
-        question = {
-            "ask": "swap",
-            "key": key,
-            "old": _encoded(expected),
-            "value": _encoded(desired),
-            "once": self._client.once(),
-        }
-        return base64.b64decode(self._client.ask(question)["value"])
-
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
         return bool(self._client.ask({"ask": "check", "keys": list(keys)})["value"])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys.
-
-        Raises
-        ------
-        PeerLost
-            When they are not set in time, or will not be: a peer has left.
-        """
+        """Wait for keys; raise `PeerLost` when they are not set in time, or a peer has left."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         until = time.monotonic() + seconds
         while True:
@@ -107,8 +78,3 @@ class RankStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long to wait for keys."""
         self._timeout_s = timeout.total_seconds()
-
-
-def _encoded(value: str | bytes) -> str:
-    raw = value.encode() if isinstance(value, str) else bytes(value)
-    return base64.b64encode(raw).decode()

@@ -10,31 +10,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-from foreshard.runtime.engine.loss_scale import LossScale, parse_scale
+from foreshard.runtime.engine.loss_scale import LossScale
 from foreshard.runtime.engine.vote import Vote
-from foreshard.runtime.state.shard_keys import Shards, parse_shards, shards_to_json
+from foreshard.runtime.state.shard_keys import Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """The state of a rank as it joins a generation.
 
-    Attributes
-    ----------
-    step : int
-        That it would train next.
-    reduced : bool
-        Whether its gradients of that step are summed, and only the vote is missing.
-    vote : Vote or None
-        Of the last step; only the sums are passed on.
-    reported, last : int
-        The last step that it wrote to the run's metrics, and the last that it could write; -1 for none.
-    held, kept : frozenset of shards
-        What it has at `step`, and the part of that which the end of the step does not overwrite.
-    memory_bytes : float or None
-    loss_scale : LossScale or None
+    It would train `step` next; `reduced` says that its gradients of that step are summed, and only the vote
+    is missing. `vote` is that of the last step, of which only the sums are passed on. `reported` and `last`
+    are the last step that it wrote to the run's metrics, and the last that it could write; -1 for none. It
+    holds `held` at `step`, of which the end of the step does not overwrite `kept`.
     """
 
     step: int
@@ -49,33 +39,18 @@ class Status:
 
     def to_json(self) -> str:
         """Return it as text."""
-        vote, scale = self.vote, self.loss_scale
-        return json.dumps(
-            {
-                "step": self.step,
-                "reduced": self.reduced,
-                "reported": self.reported,
-                "last": self.last,
-                "vote": None if vote is None else [vote.loss, vote.count, vote.square_norm],
-                "held": shards_to_json(self.held),
-                "kept": shards_to_json(self.kept),
-                "memory_bytes": self.memory_bytes,
-                "loss_scale": None if scale is None else scale.to_json(),
-            }
-        )
+        vote = self.vote
+        sums = None if vote is None else Vote(loss=vote.loss, count=vote.count, square_norm=vote.square_norm)
+        return json.dumps(asdict(replace(self, vote=sums)), default=sorted)
 
 
 def parse_status(text: str | bytes) -> Status:
     """Return a status from its text."""
     data = json.loads(text)
-    vote = data.pop("vote")
-    return Status(
-        vote=None if vote is None else Vote(loss=vote[0], count=vote[1], square_norm=vote[2]),
-        held=parse_shards(data.pop("held")),
-        kept=parse_shards(data.pop("kept")),
-        loss_scale=parse_scale(data.pop("loss_scale")),
-        **data,
-    )
+    held, kept = (frozenset(map(tuple, data.pop(name))) for name in ("held", "kept"))
+    vote, scale = data.pop("vote"), data.pop("loss_scale")
+    vote, scale = vote and Vote(**vote), scale and LossScale(**scale)
+    return Status(held=held, kept=kept, vote=vote, loss_scale=scale, **data)
 
 
 class Recovery:

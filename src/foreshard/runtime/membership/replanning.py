@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from foreshard.errors import SpecError
-from foreshard.runtime.membership.plan_repair import repaired, taken_over
 from foreshard.runtime.membership.supervisor_state import load_state, write_json
 from foreshard.runtime.state.layout import check_runnable
 from foreshard.spec.plan import Plan
@@ -18,10 +17,7 @@ _FILE = "replan.json"
 def request_plan(run: Path, plan_file: str) -> int:
     """Ask a run to adopt a plan, and return the number of the request.
 
-    Raises
-    ------
-    SpecError
-        When nothing runs there, or the plan is not one of this run.
+    The plan has to be one of this run, which is under way.
     """
     plan, state = load_plan(plan_file), load_state(run)
     check_runnable(plan, file=plan_file)
@@ -73,11 +69,6 @@ class Requests:
             return None
         self._done = found[0]
         return found
-
-
-def plan_for(plan: Plan, ranks: set[int]) -> Plan:
-    """Return a plan on the ranks that are there."""
-    return repaired(taken_over(plan, ranks), ranks)
 
 
 def _read(run: Path) -> tuple[int, Plan] | None:

@@ -16,10 +16,7 @@ _LEAST_BYTES = 16
 def make_secret(path: Path) -> Path:
     """Return the path of a secret that only this user can read; it is made if it does not exist.
 
-    Raises
-    ------
-    SpecError
-        For a secret that others may read, and a short one in the environment.
+    A secret that others may read is refused, and a short one in the environment.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     given = os.environ.get(VARIABLE)

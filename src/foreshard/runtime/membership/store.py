@@ -40,17 +40,9 @@ _LOCATE_S = 0.5
 
 
 class StoreServer:
-    """Keys and values, and other questions that its owner answers.
+    """Keys and values, and other questions that its owner answers, in the asker's thread.
 
-    Parameters
-    ----------
-    address : str
-        Of the interface to listen on.
-    port : int
-        0 for any free one.
-    secret : bytes
-    answer : callable of a message, optional
-        Answers questions other than those about keys, in the asker's thread.
+    Port 0 is any free one.
     """
 
     def __init__(
@@ -150,8 +142,6 @@ class StoreServer:
             return self._set(key, base64.b64decode(message["value"]))
         if ask == "add":
             return self._add(key, int(message["value"]))
-        if ask == "swap":
-            return self._swap(key, base64.b64decode(message["old"]), base64.b64decode(message["value"]))
         if ask == "get":
             return {"value": None if (v := self._values.get(key)) is None else base64.b64encode(v).decode()}
         if ask == "check":
@@ -178,12 +168,6 @@ class StoreServer:
             total = int(self._values.get(key, b"0")) + amount
             self._set(key, str(total).encode())
         return {"value": total}
-
-    def _swap(self, key: str, old: bytes, new: bytes) -> dict[str, Any]:
-        with self._changed:
-            if self._values.get(key, b"") == old:
-                self._set(key, new)
-            return {"value": base64.b64encode(self._values.get(key, old)).decode()}
 
     def _wait(self, keys: list[str], timeout_s: float) -> dict[str, Any]:
         with self._changed:
@@ -223,16 +207,8 @@ class Client:
     """Asks a StoreServer questions; each thread has its own connection, which is made again when it breaks.
 
     A server that was restarted has lost its keys: the next answer to any thread shows it, and the client sets
-    again what it had set.
-
-    Parameters
-    ----------
-    address : (host, port)
-    secret : bytes
-    patience_s : float
-        How long to try to connect: the server may be restarting.
-    locate : callable, optional
-        Returns the present address of the server; called when it does not answer.
+    again what it had set. It tries for `patience_s` to connect, since the server may be restarting; `locate`
+    gives the present address of one that does not answer.
     """
 
     def __init__(
@@ -259,14 +235,8 @@ class Client:
     def ask(self, message: Mapping[str, Any], *, patience_s: float | None = None) -> dict[str, Any]:
         """Return the answer.
 
-        Raises
-        ------
-        Refused
-            When the secret is wrong.
-        PeerLost
-            When the server does not answer.
-        RuntimeError
-            When it answers with an error.
+        Raises `Refused` when the secret is wrong, `PeerLost` when the server does not answer, `RuntimeError`
+        when it answers with an error.
         """
         if message["ask"] not in ("set", "delete"):
             return self._asked_until_answered(message, patience_s)

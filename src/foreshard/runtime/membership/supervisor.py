@@ -23,7 +23,7 @@ from typing import Any
 from foreshard.errors import InfeasibleError
 from foreshard.runtime.membership.leader_failover import current_term
 from foreshard.runtime.membership.link_blame import LinkBlame
-from foreshard.runtime.membership.plan_repair import repaired, taken_over
+from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.runtime.membership.store import StoreServer
 from foreshard.runtime.membership.supervisor_state import SupervisorState, load_state, save_state
 from foreshard.runtime.records.durable_jsonl import DurableJsonl
@@ -45,21 +45,10 @@ _FAILURES_IN_A_ROW = 8
 
 @dataclass(slots=True)
 class LiveRank:
-    """A rank that is alive.
+    """A rank that is alive: last heard or seen to run at `beat_s`, in `step`.
 
-    Attributes
-    ----------
-    pid : int
-    beat_s : float
-        When it was last heard or seen to run.
-    waits, done : bool
-        Whether it asks for the next generation; whether it has done all steps.
-    count : int
-        Of its activities, see `Progress`.
-    waits_for : list of int or None
-        Peers, since `still_s`.
-    step : int or None
-        That it trained when it was last heard.
+    It `waits` for the next generation, or is `done` with all steps. `count` is that of its activities, see
+    `Progress`; it waits for the peers `waits_for` since `still_s`.
     """
 
     pid: int
@@ -75,17 +64,7 @@ class LiveRank:
 class Supervisor:
     """Forms generations; everything it learns comes through `answer`.
 
-    Parameters
-    ----------
-    folder : Path
-        Of the run.
-    plan : Plan
-    expected : sequence of int
-        Ranks that the first generation waits for.
-    detect_s : float
-        Silence after which a rank counts as dead.
-    now : callable
-        Seconds; another clock in tests.
+    The first generation waits for the `expected` ranks. A rank counts as dead after a silence of `detect_s`.
     """
 
     def __init__(
@@ -122,48 +101,40 @@ class Supervisor:
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer a rank or an agent."""
         ask = message.get("ask")
-        if ask == "beat":
-            return self._beat(message)
-        if ask == "hangs":
-            return self._hangs(int(message["rank"]), int(message["pid"]), str(message["where"])[:300])
-        if ask == "join":
-            return self._join(
-                int(message["rank"]),
-                int(message["pid"]),
-                int(message["after"]),
-                reason=str(message.get("reason", ""))[:300],
-                unconnected=bool(message.get("unconnected", False)),
-                timeout_s=min(float(message["timeout_s"]), _ASK_S),
-            )
-        if ask == "finished":
-            return self._finished(int(message["rank"]), int(message["pid"]))
-        if ask == "agent":
-            return self._agent(message)
-        if ask == "plan":
-            return self._set_plan(message["plan"])
-        if ask == "state":
-            with self._changed:
-                return {**self.state.to_dict(), "alive": sorted(self._live)}
-        return {"error": f"unknown question {ask!r}"}
+        answers = {
+            "beat": self._beat,
+            "hangs": self._hangs,
+            "join": self._join,
+            "finished": self._finished,
+            "agent": self._agent,
+            "plan": self._set_plan,
+            "state": self._state,
+        }
+        if ask not in answers:
+            return {"error": f"unknown question {ask!r}"}
+        with self._changed:
+            return answers[ask](message)
+
+    def _state(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {**self.state.to_dict(), "alive": sorted(self._live)}
 
     def _beat(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note a heartbeat; answer whether a rank waits to join, and whether the generation is of any use."""
-        with self._changed:
-            live = self._heard(int(message["rank"]), int(message["pid"]), int(message.get("number", -1)))
-            if live is not None:
-                self._note_progress(live, message)
-            joins = any(
-                other.waits and r not in self.state.ranks and not self._is_excluded(r)
-                for r, other in self._live.items()
-            )
-            return {
-                "wanted": live is not None and joins,
-                "broken": live is not None and self._is_broken(),
-                "stuck": live is not None and self._is_stuck(),
-                "number": self.state.number,
-                "longest_s": self._longest_s,
-                "stop": self._stop,
-            }
+        live = self._heard(int(message["rank"]), int(message["pid"]), int(message.get("number", -1)))
+        if live is not None:
+            self._note_progress(live, message)
+        joins = any(
+            other.waits and r not in self.state.ranks and not self._is_excluded(r)
+            for r, other in self._live.items()
+        )
+        return {
+            "wanted": live is not None and joins,
+            "broken": live is not None and self._is_broken(),
+            "stuck": live is not None and self._is_stuck(),
+            "number": self.state.number,
+            "longest_s": dict(self._longest_s),
+            "stop": self._stop,
+        }
 
     def _heard(self, rank: int, pid: int, number: int) -> LiveRank | None:
         """Note that a rank lives; None if it has been replaced by another process."""
@@ -209,20 +180,20 @@ class Supervisor:
         self.log("stuck", number=self.state.number, waits={r: sorted(w) for r, w in waits.items()})
         return True
 
-    def _hangs(self, rank: int, pid: int, where: str) -> dict[str, Any]:
+    def _hangs(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note that a rank ends itself because it hangs; the run ends if that does not help."""
-        with self._changed:
-            live = self._live.get(rank)
-            if live is not None and live.pid == pid:
-                self._lose(rank)
-            self.log("rank hangs", rank=rank, pid=pid, step=self._step, where=where)
-            self._news.append(f"rank {rank} hangs in {where}, its stack is in logs/rank-{rank}.log")
-            self._hung_in.add(self.state.number)
-            if len(self._hung_in) >= _HANGS_IN_A_ROW:
-                rule = f"A run ends when ranks hang {_HANGS_IN_A_ROW} times without a step between"
-                fix = "Correct what the stack shows, or give --progress-s if it only takes long"
-                self._end(f"rank {rank} hangs in {where}", rule, fix, f"logs/rank-{rank}.log")
-            self._decide()
+        rank, pid, where = int(message["rank"]), int(message["pid"]), str(message["where"])[:300]
+        live = self._live.get(rank)
+        if live is not None and live.pid == pid:
+            self._lose(rank)
+        self.log("rank hangs", rank=rank, pid=pid, step=self._step, where=where)
+        self._news.append(f"rank {rank} hangs in {where}, its stack is in logs/rank-{rank}.log")
+        self._hung_in.add(self.state.number)
+        if len(self._hung_in) >= _HANGS_IN_A_ROW:
+            rule = f"A run ends when ranks hang {_HANGS_IN_A_ROW} times without a step between"
+            fix = "Correct what the stack shows, or give --progress-s if it only takes long"
+            self._end(f"rank {rank} hangs in {where}", rule, fix, f"logs/rank-{rank}.log")
+        self._decide()
         return {}
 
     def _end(self, what: str, rule: str, fix: str, file: str) -> None:
@@ -247,25 +218,24 @@ class Supervisor:
         self.state.pids[rank] = pid
         self.log("rank heard again", rank=rank)
 
-    def _join(
-        self, rank: int, pid: int, after: int, *, reason: str, unconnected: bool, timeout_s: float
-    ) -> dict[str, Any]:
+    def _join(self, message: dict[str, Any]) -> dict[str, Any]:
         """Add a rank to those that wait for a generation after `after`; return it if it forms in time."""
-        with self._changed:
-            if self.state.over:
-                return {"generation": None, "over": True}
-            self.state.number = max(self.state.number, after)
-            if not self._covers(rank, pid, after):
-                if unconnected:
-                    self._link_blame.stuck(after, [rank])
-                self._add_waiting(rank, pid, after, reason)
-                self._decide()
-                self._changed.wait_for(lambda: self._covers(rank, pid, after) or self.state.over, timeout_s)
-            if not self._covers(rank, pid, after):
-                return {"generation": None, "over": self.state.over}
-            s = self.state
-            generation = {"number": s.number, "ranks": s.ranks, "plan": s.running, "pids": dict(s.pids)}
-            return {"generation": generation, "over": False}
+        rank, pid, after = (int(message[key]) for key in ("rank", "pid", "after"))
+        timeout_s = min(float(message["timeout_s"]), _ASK_S)
+        if self.state.over:
+            return {"generation": None, "over": True}
+        self.state.number = max(self.state.number, after)
+        if not self._covers(rank, pid, after):
+            if message.get("unconnected"):
+                self._link_blame.stuck(after, [rank])
+            self._add_waiting(rank, pid, after, str(message.get("reason", ""))[:300])
+            self._decide()
+            self._changed.wait_for(lambda: self._covers(rank, pid, after) or self.state.over, timeout_s)
+        if not self._covers(rank, pid, after):
+            return {"generation": None, "over": self.state.over}
+        s = self.state
+        generation = {"number": s.number, "ranks": s.ranks, "plan": s.running, "pids": dict(s.pids)}
+        return {"generation": generation, "over": False}
 
     def _add_waiting(self, rank: int, pid: int, after: int, reason: str) -> None:
         live = self._live.get(rank)
@@ -287,25 +257,24 @@ class Supervisor:
 
     def _agent(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note ranks of an agent that died or will not be started again; answer which it has to kill."""
-        with self._changed:
-            for rank, pid, reason in message.get("died", []):
-                live = self._live.get(int(rank))
-                if live is not None and live.pid in (0, int(pid)):
-                    self._lose(int(rank))
-                    self.log("rank lost", rank=rank, pid=pid, reason=reason)
-                    self._news.append(f"rank {rank} died ({reason}) at step {self._step}")
-            for rank, pid in message.get("running", []):
-                live = self._live.get(int(rank))
-                if live is not None and live.pid == int(pid):
-                    live.beat_s = self._now()  # alive, though its interpreter may be too busy to say so
-            self.state.fault = self.state.fault or message.get("fault")
-            self._stop = self._stop or bool(message.get("stop"))
-            self._expect_no_more(int(rank) for rank in message.get("gone", []))
-            self._decide()
-            mine = {int(rank) for rank in message.get("ranks", [])}
-            kill = {rank: self._to_kill.pop(rank) for rank in mine & self._to_kill.keys()}
-            s = self.state
-            return {"kill": kill, "finished": s.finished, "over": s.over, "fault": s.fault}
+        for rank, pid, reason in message.get("died", []):
+            live = self._live.get(int(rank))
+            if live is not None and live.pid in (0, int(pid)):
+                self._lose(int(rank))
+                self.log("rank lost", rank=rank, pid=pid, reason=reason)
+                self._news.append(f"rank {rank} died ({reason}) at step {self._step}")
+        for rank, pid in message.get("running", []):
+            live = self._live.get(int(rank))
+            if live is not None and live.pid == int(pid):
+                live.beat_s = self._now()  # alive, though its interpreter may be too busy to say so
+        self.state.fault = self.state.fault or message.get("fault")
+        self._stop = self._stop or bool(message.get("stop"))
+        self._expect_no_more(int(rank) for rank in message.get("gone", []))
+        self._decide()
+        mine = {int(rank) for rank in message.get("ranks", [])}
+        kill = {rank: self._to_kill.pop(rank) for rank in mine & self._to_kill.keys()}
+        s = self.state
+        return {"kill": kill, "finished": s.finished, "over": s.over, "fault": s.fault}
 
     def _lose(self, rank: int) -> None:
         del self._live[rank]
@@ -319,24 +288,24 @@ class Supervisor:
             self._save()
             self.log("not expected any more", ranks=sorted(gone))
 
-    def _finished(self, rank: int, pid: int) -> dict[str, Any]:
+    def _finished(self, message: dict[str, Any]) -> dict[str, Any]:
         """Let a rank end when all are done; send it back while another needs it to finish its last step."""
-        with self._changed:
-            self._heard(rank, pid, self.state.number)
-            if rank in self._live:
-                self._live[rank].done = True
+        rank, pid = int(message["rank"]), int(message["pid"])
+        self._heard(rank, pid, self.state.number)
+        if rank in self._live:
+            self._live[rank].done = True
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._all_done() or self._is_needed(), _ASK_S)
+        if self._all_done():
+            self.state.finished = sorted({*self.state.finished, rank})
+            self.state.over = True
+            self._save()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._all_done() or self._is_needed(), _ASK_S)
-            if self._all_done():
-                self.state.finished = sorted({*self.state.finished, rank})
-                self.state.over = True
-                self._save()
-                self._changed.notify_all()
-                return {"end": True, "back": False}
-            back = self._is_needed()
-            if back and rank in self._live:
-                self._live[rank].done = False
-            return {"end": False, "back": back}
+            return {"end": True, "back": False}
+        back = self._is_needed()
+        if back and rank in self._live:
+            self._live[rank].done = False
+        return {"end": False, "back": back}
 
     def _is_needed(self) -> bool:
         """Return whether a rank of the generation asks for the next one: it has steps to do."""
@@ -347,10 +316,9 @@ class Supervisor:
         members = [live for rank, live in self._live.items() if rank in self.state.ranks]
         return self.state.over or (bool(members) and all(live.done for live in members))
 
-    def _set_plan(self, plan: dict[str, Any]) -> dict[str, Any]:
-        with self._changed:
-            self.state.plan = parse_plan(plan).to_dict()
-            self._save()
+    def _set_plan(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.state.plan = parse_plan(message["plan"]).to_dict()
+        self._save()
         return {}
 
     # -- decisions ------------------------------------------------------------------------------------------
@@ -384,7 +352,7 @@ class Supervisor:
             self._news.append(f"rank {out} cannot be reached by others and stays out for a while")
             waiting.discard(out)
         try:
-            plan = repaired(taken_over(parse_plan(self.state.plan), waiting), waiting)
+            plan = repaired(parse_plan(self.state.plan), waiting)
         except InfeasibleError as error:
             self._log_once("waiting", text=str(error), ranks=sorted(waiting))
             if waiting.issuperset(self.state.expected):

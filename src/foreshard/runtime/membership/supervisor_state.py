@@ -17,26 +17,10 @@ _FILE = "supervisor.json"
 class SupervisorState:
     """The state of a run's membership.
 
-    Attributes
-    ----------
-    plan : dict
-        Of the run, as its file stores it; plans of generations are made from it.
-    expected : list of int
-        Ranks that the first generation waits for.
-    number : int
-        Of the generation; it never falls.
-    ranks : list of int
-        Of the generation.
-    pids : dict of rank
-        Which process of a rank is in the generation.
-    running : dict
-        The plan of the generation: `plan` on the ranks that are there.
-    finished : list of int
-        Ranks that have ended after all steps.
-    over : bool
-        Whether all steps are done.
-    fault : dict or None
-        Why the run has to end, as `ForeshardError.to_dict` gives it.
+    `plan` is that of the run, as its file stores it, `running` that of the generation: `plan` on the ranks
+    that are there. The generation's `number` never falls; `ranks` and their `pids` are in it, and the first
+    one waits for the `expected` ranks. `finished` ranks have ended after all steps; the run is `over` when
+    all steps are done. `fault` is why it has to end, as `ForeshardError.to_dict` gives it.
     """
 
     plan: dict[str, Any]

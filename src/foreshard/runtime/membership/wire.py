@@ -65,13 +65,7 @@ def authenticate_client(link: socket.socket, secret: bytes) -> None:
 
 
 def authenticate_to_server(link: socket.socket, secret: bytes) -> None:
-    """Do the client's side of the handshake.
-
-    Raises
-    ------
-    Refused
-        When either side does not know the other's secret.
-    """
+    """Do the client's side of the handshake; raise `Refused` when a side does not know the other's secret."""
     nonce = _receive(link, _NONCE_BYTES)
     mine = os.urandom(_NONCE_BYTES)
     link.sendall(mine + _proof(secret, b"rank", nonce, mine))

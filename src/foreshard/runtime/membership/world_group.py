@@ -16,21 +16,9 @@ from foreshard.spec.plan_file import parse_plan
 
 
 class WorldGroup:
-    """The process group of all ranks of a generation.
+    """The process group of all ranks of a generation, in rising order; None for a single rank.
 
-    Attributes
-    ----------
-    ranks : tuple of int
-        In rising order.
-    leads : bool
-        Whether this rank is the lowest: the leader speaks for all.
-    group : ProcessGroup or None
-        None for a single rank.
-
-    Raises
-    ------
-    PeerLost
-        When another rank is gone again.
+    The lowest rank leads: it speaks for all. Every call raises `PeerLost` when another rank is gone again.
     """
 
     def __init__(self, membership: GroupMembership, generation: Generation):

@@ -28,13 +28,7 @@ _LONGEST_LINE_BYTES = 16 * 2**20
 class DurableJsonl:
     """Appends lines to a file that other processes may append to as well.
 
-    Parameters
-    ----------
-    path : Path
-    on_event : callable of (kind, text, **facts), optional
-        Called when writing is blocked, and when all lines are on disk again.
-    now : callable
-        Seconds; another clock in tests.
+    `on_event` is called when writing is blocked, and when all lines are on disk again.
     """
 
     def __init__(
@@ -136,13 +130,7 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 
 def flush_all(files: list[DurableJsonl], patience_s: float) -> None:
-    """Wait until all lines are written.
-
-    Raises
-    ------
-    ForeshardError
-        When the disk does not accept them in time.
-    """
+    """Wait until all lines are written; that the disk does not accept them in time is an error."""
     until = time.monotonic() + patience_s
     while not all([file.flush() for file in files]) and time.monotonic() < until:
         time.sleep(_RETRY_S)

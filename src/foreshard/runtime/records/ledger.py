@@ -12,54 +12,24 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
 from foreshard.errors import ForeshardError
 from foreshard.runtime.records.durable_jsonl import DurableJsonl, OnEvent, not_written, whole_lines
+from foreshard.runtime.records.ledger_backup import LedgerBackup
 
 KEPT_BYTES = 64 * 2**20
 """Of lines that wait for a disk, in a rank's memory; beyond it the run stops."""
 
 
-class Backup(Protocol):
-    """Keeps lines that a rank cannot write, for the next process of the rank (`LedgerBackup`)."""
-
-    def keep(self, data: bytes) -> None:
-        """Keep a line."""
-        ...
-
-    def clear(self) -> None:
-        """Delete all lines."""
-        ...
-
-    def left(self) -> list[bytes]:
-        """Return the lines that were kept."""
-        ...
-
-
 class Ledger:
     """The ledger of a rank.
 
-    Parameters
-    ----------
-    path : Path
-    rank : int
-    index : callable of position, optional
-        Which sample of the dataset is at a position.
-    size : int, optional
-        Samples of the dataset, if it has a length.
-    on_event : callable of (kind, text, **facts), optional
-        Called when writing is blocked and when it resumes.
-    backup : Backup, optional
-    kept_bytes : int
-        Most bytes of lines that wait.
-
-    Raises
-    ------
-    ForeshardError
-        From every call, when more lines wait than may be kept.
+    `index` says which sample of the dataset is at a position, `size` how many the dataset has, if it has a
+    length. `on_event` is called when writing is blocked and when it resumes. At most `kept_bytes` of lines
+    wait: every call raises when there are more.
     """
 
     def __init__(
@@ -70,7 +40,7 @@ class Ledger:
         *,
         size: int | None = None,
         on_event: OnEvent = lambda kind, text, **facts: None,
-        backup: Backup | None = None,
+        backup: LedgerBackup | None = None,
         kept_bytes: int = KEPT_BYTES,
     ):
         self.file = DurableJsonl(path, on_event)
@@ -80,7 +50,7 @@ class Ledger:
         if backup is not None:
             self._take_over(backup)
 
-    def _take_over(self, backup: Backup) -> None:
+    def _take_over(self, backup: LedgerBackup) -> None:
         """Write the lines that an earlier process of this rank could not write."""
         left = [json.loads(data) for data in backup.left()]
         there = whole_lines(self.file.path) if left else []
@@ -115,27 +85,11 @@ class Ledger:
         self._write({"rollback": step, "generation": generation})
 
     def flush(self) -> None:
-        """Write all waiting lines, so that they survive a loss of power too.
-
-        Raises
-        ------
-        OSError
-            When the disk does not accept them.
-        """
+        """Write all waiting lines, so that they survive a loss of power too, or raise OSError."""
         if not self.file.flush():
             raise OSError(f"{self.file.waiting} lines of {self.file.path.name} wait: {self.file.blocked_by}")
         self.file.sync()
         self._clear_backup()
-
-    def close(self) -> None:
-        """Write the waiting lines that the disk accepts."""
-        self.file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.file.add(line):
@@ -161,19 +115,11 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The samples of a run, checked by its ledgers.
+    """The samples of the steps that count, checked by a run's ledgers.
 
-    Attributes
-    ----------
-    steps : int
-        That count.
-    samples : int
-        Trained exactly once in them.
-    lost, repeated : tuple of int
-        Positions that are missing or trained more than once.
-    misread : tuple of int
-        Positions where ranks read different samples, a sample that the same epoch has at another position,
-        or a dataset of another length than the first rank's.
+    `samples` were trained exactly once; positions are `lost`, or `repeated`, or `misread`: there ranks read
+    different samples, a sample that the same epoch has at another position, or a dataset of another length
+    than the first rank's.
     """
 
     steps: int
@@ -184,15 +130,9 @@ class Audit:
 
 
 def audit(paths: Iterable[Path], *, global_batch: int, steps: int, size: int | None = None) -> Audit:
-    """Check that every sample of every step was trained once.
+    """Check that every sample of every step was trained once, by the ledgers of all ranks.
 
-    Parameters
-    ----------
-    paths : iterable of Path
-        Ledgers of all ranks.
-    global_batch, steps : int
-    size : int, optional
-        Samples of the dataset, where ranks have not written it: no sample may come twice in an epoch.
+    No sample may come twice in an epoch of `size`, which is given where ranks have not written it.
     """
     lines = [line for path in paths for line in whole_lines(path)]
     counted = _counting(lines)

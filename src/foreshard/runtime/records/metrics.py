@@ -24,13 +24,7 @@ KEPT_BYTES = 16 * 2**20
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, `evaluations.jsonl` and `events.jsonl` of a run, and the files of trackers.
-
-    Raises
-    ------
-    ExtraMissingError
-        When a tracker is asked for and not installed.
-    """
+    """Writes `metrics.jsonl`, `evaluations.jsonl` and `events.jsonl` of a run, and the files of trackers."""
 
     def __init__(self, out: Path, rank: int, *, trackers: Sequence[str] = ()):
         out.mkdir(parents=True, exist_ok=True)
@@ -58,22 +52,9 @@ class Metrics:
     ) -> dict[str, Any]:
         """Write a step's line, and return it.
 
-        Parameters
-        ----------
-        step : int
-        loss : float
-            Mean over what is counted; null in the line, and an event, where it is not finite.
-        count : float
-            What is counted, tokens mostly.
-        gradient_norm : float or None
-        time_s : float or None
-            On the run's clock; None for a step that a change of ranks cut in two.
-        clock : str
-        devices : int
-            That the plan uses.
-        samples : int
-        more
-            Further numbers, written as they are.
+        `loss` is the mean over what is counted (tokens mostly): null in the line, and an event, where it is
+        not finite. `time_s` is on the run's clock; None for a step that a change of ranks cut in two.
+        `devices` are those that the plan uses. Further numbers are written as they are.
         """
         line: dict[str, Any] = {
             "step": step,

@@ -65,13 +65,7 @@ class RunOutcome:
 
 
 def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> RunOutcome:
-    """Read a run's files, join its ledgers into samples.jsonl, and check them.
-
-    Raises
-    ------
-    ForeshardError
-        When samples.jsonl cannot be written.
-    """
+    """Read a run's files, join its ledgers into samples.jsonl, and check them."""
     ledgers = sorted((out / "ledger").glob("rank-*.jsonl"))
     try:
         merge(ledgers, out / "samples.jsonl")

@@ -27,17 +27,10 @@ Span = tuple[int, str, int, int, float, float, int, int]
 
 
 class TraceRecorder:
-    """The latest spans of a rank.
+    """The latest spans of a rank, up to `capacity`; newer ones replace older ones.
 
-    Parameters
-    ----------
-    rank : int
-    clock : str
-        Name of the clock of all times.
-    epoch_s : float
-        Added to times gives seconds since 1970; 0 for a virtual clock.
-    capacity : int
-        Spans that are kept; newer ones replace older ones.
+    All times are of one clock, which has a name; with `epoch_s` added they are seconds since 1970 (0 for a
+    virtual clock).
     """
 
     def __init__(self, rank: int, *, clock: str = "wall", epoch_s: float = 0.0, capacity: int = CAPACITY):
@@ -139,12 +132,7 @@ def wall_epoch_s() -> float:
 def merge(paths: Iterable[str | Path], out: str | Path) -> int:
     """Join the traces of ranks into one, with arrows from stage to stage, and return its bytes.
 
-    Times are counted from the earliest span of all ranks.
-
-    Raises
-    ------
-    SpecError
-        When there is no trace, a trace cannot be read, or clocks differ.
+    Times are counted from the earliest span of all ranks. Traces are whole, and of one clock.
     """
     found = [_read(Path(path)) for path in paths]
     if not found:

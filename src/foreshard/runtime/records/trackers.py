@@ -6,6 +6,7 @@ Both are the user's own installations. They are opened at the first number: rank
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,19 +16,13 @@ from typing import Any, ClassVar
 from foreshard.errors import ExtraMissingError
 
 
-class TensorBoard:
-    """Scalars in OUT/tensorboard.
+class Tracker(ABC):
+    """Takes a run's numbers; it is opened at the first of them, and has to be installed."""
 
-    Raises
-    ------
-    ExtraMissingError
-        When it is not installed.
-    """
-
-    name: ClassVar[str] = "tensorboard"
+    name: ClassVar[str]
 
     def __init__(self, out: Path):
-        self._out, self._open = out, None
+        self._out, self._board = out, None
         if find_spec(self.name) is None:
             raise ExtraMissingError(
                 f"{self.name} is not installed", key=f"--{self.name}", fix=f"pip install {self.name}"
@@ -35,13 +30,31 @@ class TensorBoard:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
-        self._open = self._open or self._opened()
-        self._write(self._open, step, values)
+        self._board = self._board or self._opened()
+        self._write(self._board, step, values)
 
     def close(self) -> None:
         """Write what is held."""
-        if self._open is not None:
-            self._finish(self._open)
+        if self._board is not None:
+            self._finish(self._board)
+
+    @abstractmethod
+    def _opened(self) -> Any:
+        """Return what numbers are written to."""
+
+    @abstractmethod
+    def _write(self, board: Any, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers."""
+
+    @abstractmethod
+    def _finish(self, board: Any) -> None:
+        """Close it."""
+
+
+class TensorBoard(Tracker):
+    """Scalars in OUT/tensorboard."""
+
+    name = "tensorboard"
 
     def _opened(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,10 +70,10 @@ class TensorBoard:
         board.close()
 
 
-class WeightsAndBiases(TensorBoard):
+class WeightsAndBiases(Tracker):
     """A run in OUT/wandb that `wandb sync` uploads; nothing goes over the network here."""
 
-    name: ClassVar[str] = "wandb"
+    name = "wandb"
 
     def _opened(self) -> Any:
         number = hashlib.sha256(str(self._out).encode()).hexdigest()[:12]  # one run, whichever rank writes
@@ -80,4 +93,4 @@ class WeightsAndBiases(TensorBoard):
         board.finish()
 
 
-TRACKERS = {kind.name: kind for kind in (TensorBoard, WeightsAndBiases)}
+TRACKERS: dict[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WeightsAndBiases)}

@@ -17,17 +17,8 @@ from foreshard.runtime.state.slices import WHOLE, Interval, SliceCut
 class Gradient:
     """The place of a parameter's gradient in a bucket: all that the rank has of it, or some slices.
 
-    Attributes
-    ----------
-    parameter : Parameter
-    flat : Tensor
-        View of the bucket.
-    cut : SliceCut or None
-        None where the parameter's gradient is itself a view of the bucket.
-    part : (first, past the last, of)
-        Which slices of the gradient that the rank computes.
-    adds : bool
-        Whether it counts: of ranks that compute the same gradient only one adds it.
+    `flat` is a view of the bucket. The gradient is that view where there is no cut; else `part` says which
+    slices of it the rank computes. Of ranks that compute the same gradient only one `adds` it.
     """
 
     parameter: nn.Parameter
@@ -48,16 +39,9 @@ class Gradient:
 
 @dataclass(slots=True)
 class Bucket:
-    """The gradients of a segment, one after another in one tensor.
+    """The gradients of a segment, one after another in one tensor, in the order of its names.
 
-    Attributes
-    ----------
-    segment : Segment
-    flat : Tensor, shape (elements,)
-    gradients : list of Gradient
-        In the order of `segment.names`.
-    layers : frozenset of int
-        That must have passed their last backward before the bucket is complete.
+    It is complete when its layers have passed their last backward.
     """
 
     segment: Segment

@@ -22,13 +22,8 @@ RUN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 class Seat:
     """A rank's place in a plan.
 
-    Attributes
-    ----------
-    rank : int
-    group, stage, inner : int
-        Which pipeline, which of its stages, which data-parallel part of the stage.
-    tensor : int
-        Which of the ranks that compute the samples of that part together.
+    `inner` is its data-parallel part of the stage, `tensor` its place among the ranks that compute the
+    samples of that part together.
     """
 
     rank: int
@@ -75,13 +70,7 @@ class RankLayout:
 
 
 def layout_of(plan: Plan) -> RankLayout:
-    """Return the layout of a plan that the runtime can run.
-
-    Raises
-    ------
-    SpecError
-        For a feature of the plan that the runtime does not run.
-    """
+    """Return the layout of a plan, if the runtime can run every feature of it."""
     _check_supported(plan)
     seats = {
         rank: Seat(rank=rank, group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
@@ -93,14 +82,7 @@ def layout_of(plan: Plan) -> RankLayout:
 
 
 def check_runnable(plan: Plan, *, file: str | None = None) -> None:
-    """Raise at the first rule that keeps the runtime from running a plan, whatever the model is.
-
-    Parameters
-    ----------
-    plan : Plan
-    file : str, optional
-        From which it was read.
-    """
+    """Raise at the first rule that keeps the runtime from running a plan, whatever the model is."""
     try:
         layout_of(plan)
         check_structure(plan, file=file)
@@ -153,12 +135,7 @@ def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
 class Segment:
     """Parameters whose gradients the same ranks sum: one bucket.
 
-    Attributes
-    ----------
-    owners : tuple of int
-        Ranks in rising order.
-    names : tuple of (layer, parameter name)
-        In layer order; of tied parameters the first.
+    Owners are in rising order, names in layer order; of tied parameters the first.
     """
 
     owners: tuple[int, ...]

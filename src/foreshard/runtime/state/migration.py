@@ -51,15 +51,7 @@ def moves_of(
     """Return the moves that give every rank what it should hold, and the layers of which a shard is lost.
 
     The shards of a layer come from one rank as far as one has them; a shard is the finest slice that either
-    side distinguishes.
-
-    Parameters
-    ----------
-    held, wanted : mapping of rank to Shards
-    weight : callable of shard
-        Bytes, or anything in proportion.
-    link_cost : callable of (source, target)
-        Seconds a byte, or anything in proportion.
+    side distinguishes. Weights are in proportion to bytes, costs of links to seconds a byte.
     """
     held, wanted = _in_common_slices(held, wanted)
     found, missing = moves_between(
@@ -89,10 +81,7 @@ def migrate(
 ) -> Moved:
     """Send and receive the shards of the moves; the layers received must have been built.
 
-    Raises
-    ------
-    RuntimeError
-        From torch.distributed, when a peer is gone; what was held before is untouched.
+    What was held before is untouched when a peer is lost.
     """
     place, began_s = {rank: i for i, rank in enumerate(ranks)}, clock.now()
     state.keep_optimizer_state()

@@ -50,12 +50,7 @@ def assign_updaters(
 class OptimizerSharding:
     """Which rank updates which parameter under a layout, and which shards each rank keeps.
 
-    Parameters
-    ----------
-    layout : RankLayout
-    parameters : Parameters
-    memory_bytes : mapping of rank to bytes, optional
-        The parameters of a stage are divided in proportion to it, if it is known of all its ranks.
+    The parameters of a stage are divided in proportion to the memory of its ranks, if it is known of all.
     """
 
     def __init__(

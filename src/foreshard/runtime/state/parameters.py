@@ -18,17 +18,8 @@ from foreshard.runtime.tensor.split import LayerSplit, split_of
 class Parameters:
     """The trainable parameters of a model; tied ones are one, under the first of their names.
 
-    Attributes
-    ----------
-    sizes : dict of (layer, name) to elements
-    users : dict of (layer, name) to layers
-    splits : dict of layer to LayerSplit
-        Of the layers that tensor-parallel ranks can cut.
-    cuts : dict of (layer, name) to SliceCut
-    shared : frozenset of (layer, name)
-        Whole on every tensor-parallel rank, where each rank computes a part of the gradient.
-    sequential : frozenset of layers
-        That can run on a part of the sequence.
+    Tensor-parallel ranks can cut the layers of `splits`. `shared` parameters are whole on each of these
+    ranks, which computes a part of the gradient; `sequential` layers can run on a part of the sequence.
     """
 
     sizes: dict[ParameterKey, int]

@@ -32,11 +32,8 @@ Part = tuple[int, int]
 class RankState:
     """The layers of one rank with all their state.
 
-    Attributes
-    ----------
-    held, kept : frozenset of shards
-        `held` is there at the step that is trained next. `kept` is the part of it that survives an update
-        that is cut off half way: what other ranks update is lost until they have sent it.
+    `held` is there at the step that is trained next. `kept` is the part of it that survives an update that is
+    cut off half way: what other ranks update is lost until they have sent it.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device, parameters: Parameters):
@@ -129,11 +126,7 @@ class RankState:
     def arrange(self, layout: RankLayout, sharding: OptimizerSharding) -> None:
         """Adopt a layout whose shards have arrived: drop other layers, tie, make buckets and the optimizer.
 
-        Parameters
-        ----------
-        layout : RankLayout
-        sharding : OptimizerSharding
-            Who updates what, and which ranks keep the sum of a gradient.
+        `sharding` says who updates what, and which ranks keep the sum of a gradient.
         """
         self.held = sharding.shards(self.rank)
         updated = {shard[1:] for shard in self.held if shard[0] == "state"}

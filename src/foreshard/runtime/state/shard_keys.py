@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 ParameterKey = tuple[int, str]
 """(layer, name) of a parameter, or of a slice of one (see `slices`)."""
 TensorKey = tuple[str, int, str]
@@ -21,13 +18,3 @@ trained parameter or a slice of one, ('state', layer, name) for its optimizer st
 """
 Shards = frozenset[ShardKey]
 """What a rank holds, or should hold, at the step that training continues from."""
-
-
-def shards_to_json(shards: Shards) -> list[list[Any]]:
-    """Return shards as JSON holds them."""
-    return sorted(map(list, shards))
-
-
-def parse_shards(data: Sequence[Sequence[Any]]) -> Shards:
-    """Return shards from JSON."""
-    return frozenset((str(kind), int(layer), str(name)) for kind, layer, name in data)

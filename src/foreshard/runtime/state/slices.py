@@ -24,13 +24,9 @@ WHOLE: Interval = (0, 1, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceCut:
-    """Where a parameter is cut.
+    """Where a parameter is cut: along a dimension.
 
-    Attributes
-    ----------
-    dim : int
-    blocks : tuple of int
-        Relative sizes of what lies fused along the dimension (queries, keys, values); each is cut by itself.
+    What lies fused along it (queries, keys, values) are blocks of relative sizes; each is cut by itself.
     """
 
     dim: int
@@ -83,13 +79,7 @@ class SliceCut:
 
 
 def parse_cut(data: Mapping[str, Any]) -> SliceCut:
-    """Return a cut from JSON.
-
-    Raises
-    ------
-    ValueError
-        When it is not a cut.
-    """
+    """Return a cut from JSON, or raise ValueError."""
     dim, blocks = data["dim"], data["blocks"]
     are_ints = all(isinstance(n, int) and not isinstance(n, bool) for n in (dim, *blocks))
     if not blocks or not are_ints or dim < 0 or min(blocks) < 1:

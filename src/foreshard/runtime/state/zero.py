@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from foreshard.runtime.state.shard_keys import ParameterKey
@@ -20,19 +19,8 @@ class ZeroExchange:
     """Brings values and gradients to the ranks that need them.
 
     Level 1: after the update, new values to all. Level 2: after each backward, gradients to the rank that
-    keeps them. Level 3: before each use, values to all, whose storage is freed after it.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        Of the ranks of the stage that hold the same parts, in order.
-    stage : Stage
-    ranks : sequence of int
-        Those of the group.
-    rank : int
-    updaters : mapping of (layer, name) to rank
-    parameters : mapping of (layer, name) to Parameter
-    users : mapping of (layer, name) to layers
+    keeps them. Level 3: before each use, values to all, whose storage is freed after it. `ranks`, those of
+    the group in order, are those of the stage that hold the same parts.
     """
 
     def __init__(
@@ -78,9 +66,7 @@ class ZeroExchange:
             else:
                 size, first = sum(p.numel() for p in parameters), parameters[0]
                 flat = torch.empty(size, dtype=first.dtype, device=first.device)
-            options = dist.BroadcastOptions()
-            options.rootRank = place
-            self._group.broadcast([flat], options).wait()
+            self._group.broadcast(flat, place).wait()
             if place != self._place:
                 for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
                     storage = parameter.untyped_storage()
@@ -99,9 +85,7 @@ class ZeroExchange:
                 for p in parameters
             ]
             flat = torch.cat(parts)
-            options = dist.ReduceOptions()
-            options.rootRank = place
-            self._group.reduce([flat], options).wait()
+            self._group.reduce(flat, place).wait()
             for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
                 if mine:
                     assert parameter.grad is not None

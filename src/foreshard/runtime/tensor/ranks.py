@@ -136,13 +136,7 @@ class TensorRanks:
     # -- sequence parallelism -------------------------------------------------------------------------------
 
     def sequence_span(self, length: int) -> tuple[int, int]:
-        """Return (first, past the last) token of this rank's part of a sequence.
-
-        Raises
-        ------
-        SpecError
-            When the degree does not divide the length.
-        """
+        """Return (first, past the last) token of this rank's part of a sequence, which the degree divides."""
         if length % self.degree:
             raise SpecError(
                 f"a sequence of {length} cannot be cut over {self.degree} ranks",
@@ -212,17 +206,9 @@ def peers_of(
 ) -> Sequence[int]:
     """Return the tensor-parallel ranks on the other side of a boundary that a rank sends to or receives from.
 
-    All ranks of a side have the same tensor: every receiver gets it once.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        Of the other side, that compute together.
-    index, degree : int
-        Place of this rank on its side, and how many there are.
-    sends : bool
-    parts : bool
-        Whether the ranks of both sides have as many parts instead: each goes to its counterpart.
+    All ranks of a side have the same tensor: every receiver gets it once. If they have as many `parts`
+    instead, each goes to its counterpart. `ranks` are those of the other side that compute together; `index`
+    and `degree` are the place of this rank on its side, and how many there are.
 
     Examples
     --------

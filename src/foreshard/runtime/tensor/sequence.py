@@ -34,23 +34,12 @@ class SequenceLayer(nn.Module):
 def on_part(
     block: nn.Module, products: Iterable[nn.Module], own: Tensor, ranks: TensorRanks
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Run a block on a part of the sequence while the code around it sees the whole length.
+    """Run a block on its own part of the sequence while the code around it sees the whole length.
 
     Positions and masks are of the whole sequence. The code around gets a tensor of that length without data,
-    which enters and leaves the block in the place of the part.
-
-    Parameters
-    ----------
-    block : nn.Module
-    products : iterable of nn.Module
-        Modules of the block that begin with cut products: they get the whole sequence.
-    own : Tensor, shape (samples, part of the sequence, channels)
-    ranks : TensorRanks
-
-    Yields
-    ------
-    (Tensor, list of Tensor)
-        The tensor without data, and the outputs of the block for the part.
+    which enters and leaves the block in the place of the part. It is yielded, with the outputs of the block
+    for the part. `products` are the modules of the block that begin with cut products: they get the whole
+    sequence.
     """
     samples, length, channels = own.shape
     placeholder = own.detach().new_zeros(()).expand(samples, length * ranks.degree, channels)

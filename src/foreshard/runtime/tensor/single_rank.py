@@ -22,13 +22,7 @@ from foreshard.runtime.tensor.split import cut_module
 
 
 class TensorPart:
-    """The layers of a job as the first of `degree` ranks holds them.
-
-    Raises
-    ------
-    SpecError
-        When the layers cannot be cut so.
-    """
+    """The layers of a job as the first of `degree` ranks holds them, if they can be cut so."""
 
     def __init__(self, job: Job, degree: int, device: torch.device | str):
         from torch._C._distributed_c10d import FakeProcessGroup

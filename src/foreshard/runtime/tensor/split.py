@@ -73,15 +73,8 @@ class TensorPlan:
 class LayerSplit:
     """A layer's plan, resolved to the modules and parameters of the layer.
 
-    Attributes
-    ----------
-    plan : TensorPlan
-    roles : mapping of module name to (kind, blocks)
-    cuts : mapping of parameter name to SliceCut
-    shared : frozenset of parameter names
-        Whole on every rank, where each computes a part of the gradient.
-    shapes : mapping of parameter name to shape
-        Of those that are cut.
+    `roles` has kind and blocks by module name, `cuts` and `shapes` are of the parameters that are cut; those
+    that are `shared` are whole on every rank, where each computes a part of the gradient.
     """
 
     plan: TensorPlan
@@ -103,21 +96,8 @@ def split_of(
 ) -> LayerSplit | None:
     """Return how a layer is cut, or None where no plan names its modules.
 
-    Parameters
-    ----------
-    module : nn.Module
-        May be without storage.
-    declared : mapping of module name to role
-        Of the job, for layers without a plan of their own.
-    path : str, optional
-        File of the job.
-    tied : collection of str
-        Parameters of the layer that other layers use too.
-
-    Raises
-    ------
-    SpecError
-        When a role is unknown, or names a module that cannot be cut.
+    The module may be without storage. `declared` are the job's roles, for layers without a plan of their own;
+    `tied` are the parameters of the layer that other layers use too.
     """
     own = getattr(module, "tensor_plan", None)
     plan = own if isinstance(own, TensorPlan) else TensorPlan(roles=own if own is not None else declared)
