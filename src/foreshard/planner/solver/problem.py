@@ -277,8 +277,8 @@ def least_step_seconds(problem: Problem, arrangement: Arrangement) -> float:
     """Return the seconds that no plan of an arrangement goes below, whichever stage sets the pace.
 
     `step_seconds` lets all stages but the slowest fill the pipeline once, and the longest tail follow. Behind
-    a slow first stage the others fill it while that one works, and tails of late stages run beside the
-    backwards of those before them (docs/derivations/step.md).
+    a slow first stage the others fill it while that one works, and tails of late stages run beside the last
+    work of those before them: they only follow what their own stage has to do (docs/derivations/step.md).
     """
     copies = len(arrangement.templates)
     slowest = 0.0
@@ -287,9 +287,10 @@ def least_step_seconds(problem: Problem, arrangement: Arrangement) -> float:
         hidden = min(rate.fill_s, max(0.0, len(template) * rate.bottleneck_s - float(times.sum())))
         last = share / rate.micro_batch % 1.0 or 1.0  # a short last micro-batch passes the others faster
         hidden += (1.0 - last) * (rate.fill_s - hidden)
-        before = np.cumsum(times) - times
-        tail = max(t - hides for t, hides in zip(_tails(problem, template, copies), before, strict=True))
-        slowest = max(slowest, rate.seconds(share) - hidden + tail)
+        tails = np.array(_tails(problem, template, copies))
+        passes = (rate.seconds(share) - rate.fill_s) / rate.bottleneck_s
+        own = float((passes * times + tails).max())
+        slowest = max(slowest, rate.seconds(share) - hidden + tails[0], own)
     return slowest * spread_factor(problem, _num_used(problem, arrangement))
 
 

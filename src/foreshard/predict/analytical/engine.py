@@ -229,7 +229,7 @@ def _messages(batch: Batch) -> Messages:
     after = np.where(places.far_last > 0, far, near)
     outside = np.minimum(places.far_each, neighbours)
     by_link, by_network = (neighbours - outside) * near, outside * far
-    if len(batch.multiplicity) > 1:
+    if len(near) > 1:
         after, waited = _by_slower_end(batch, after, near, far)
         by_network = by_network + waited * (places.far_each > 0)
         by_link = by_link + waited * (places.far_each <= 0)
