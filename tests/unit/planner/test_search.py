@@ -1,5 +1,6 @@
 """Objectives, limits, fewer devices, and what is said when nothing fits."""
 
+import re
 from dataclasses import replace
 
 import pytest
