@@ -264,3 +264,27 @@ def test_engines_agree_where_nothing_overlaps(run):
     passages = 1.0 + (choices["pp"] - 1.0) / plan.groups[0].num_micro_batches
     assume(analytical["pipeline_comm"] * passages < 0.015 * expected)
     assert sum(graph.values()) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("zero", "overlaps"), [(0, False), (1, False), (2, False), (3, True)])
+def test_deepspeed_hides_gradients_at_stage_three_only(engine, zero, overlaps):
+    model, cluster = model_of("llama3-8b"), cluster_of("2x8xh100-sxm")
+    plan = api.make_plan(model, cluster, zero=zero, framework="deepspeed", global_batch=32)
+    stated = replace(plan, comm={"grad_overlap": overlaps, "param_gather_overlap": overlaps})
+    assert seconds(engine, model, cluster, stated) == seconds(engine, model, cluster, plan)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_deepspeed_sums_gradients_on_every_rank(engine, zero):
+    """Its ZeRO 1 and 2 all-reduce, twice the bytes of a scatter; weights are gathered as everywhere."""
+    model, cluster = model_of("llama3-8b"), cluster_of("2x8xh100-sxm@100Gb/s")
+    options = {"zero": zero, "global_batch": 16, "grad_overlap": False, "param_gather_overlap": False}
+    colossal, deepspeed = (
+        parts_of(engine, model, cluster, api.make_plan(model, cluster, framework=name, **options))
+        for name in ("colossalai", "deepspeed")
+    )
+    # By ZeRO 1 the graph counts the gather, as long as a scatter, as optimizer; both are 16 bits an element.
+    moved = [parts["data_comm"] + parts["optimizer"] for parts in (colossal, deepspeed)]
+    assert moved[1] == pytest.approx(1.5 * moved[0], rel=0.1)

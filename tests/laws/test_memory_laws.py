@@ -169,3 +169,11 @@ def test_a_batch_prices_each_row_alone(rows, framework):
     together = price(*(np.array(column, dtype=float) for column in zip(*rows, strict=True)))
     for row, value in zip(rows, together, strict=True):
         assert value == pytest.approx(float(price(*row)), rel=1e-12)
+
+
+@given(loads(), frameworks)
+def test_one_rank_alone_gathers_nothing(load, framework):
+    """A gathered copy of weights that are whole on the rank."""
+    alone = replace(load, dp=1, shard_size=1, expert_dp=1)
+    peaks = [float(stage_memory(replace(alone, zero=zero), framework).peak) for zero in (2, 3)]
+    assert peaks[1] <= peaks[0]

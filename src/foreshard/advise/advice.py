@@ -94,7 +94,9 @@ def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
         "context_gather": stage.cp > 1,
     }
     off = [
-        name for name in offers.overlaps if useful[name] and not plan.comm.get(name, getattr(framework, name))
+        name
+        for name in offers.overlaps
+        if useful[name] and not plan.comm.get(name, framework.hides(name, stage.zero))
     ]
     if "grad_overlap" in off and "param_gather_overlap" in off:  # gathering early needs early gradients
         off.remove("param_gather_overlap")

@@ -110,7 +110,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     """Return weights, gradients, optimizer states and their buffers on one rank."""
     have = _elements(load)
     zero = np.asarray(load.zero)
-    shard = load.shard_size
+    shard = np.asarray(load.shard_size)
     expert_shard = np.maximum(np.asarray(load.expert_dp) * shard / load.dp, 1)
 
     def over(level: int) -> tuple[Any, Any]:
@@ -149,7 +149,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         backward_gradients=half * trained,
         optimizer=optimizer,
         buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
-        working=(zero >= 3) * np.maximum(unit, live) + cached,
+        working=(zero >= 3) * (shard > 1) * np.maximum(unit, live) + cached,
         step=_step_bytes(have, dense1, expert1, framework, profile),
     )
 

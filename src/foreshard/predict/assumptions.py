@@ -18,8 +18,9 @@ _ROUTING = {
 def assumptions(case: Case) -> tuple[str, ...]:
     """Return what was assumed to answer, in plain sentences."""
     plan, framework = case.plan, case.framework
+    zero = max(stage.zero for group in plan.groups for stage in group.stages)
     overlap = {
-        name: "on" if plan.comm.get(name, getattr(framework, name)) else "off"
+        name: "on" if plan.comm.get(name, framework.hides(name, zero)) else "off"
         for name in ("tp_overlap", "grad_overlap")
     }
     said = [

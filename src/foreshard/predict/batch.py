@@ -273,7 +273,7 @@ def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
                 rank=rank,
                 kernels=setup.kernels(device),
                 **_fabrics(case, setup, (g, s), joined),
-                traits=setup.traits(device),
+                traits=setup.traits(device, stage.zero),
                 recompute=stage_recompute(stage, sum(counts)),
                 has_embedding=ends[0],
                 has_head=ends[1],

@@ -78,10 +78,15 @@ class RunSetup:
         attention = self.framework.attention if self.framework.attention != "unfused" else "fa2"
         return _kernel_model(device, self.precision, attention, self.fidelity)
 
-    def traits(self, device: Device) -> Traits:
-        """Return what the framework does on a device."""
+    def traits(self, device: Device, zero: Any) -> Traits:
+        """Return what the framework does on a device at a ZeRO level, or at each of several."""
         return traits_of(
-            self.framework, device, optimizer=self.optimizer, comm=self.comm, precision=self.precision
+            self.framework,
+            device,
+            zero=zero,
+            optimizer=self.optimizer,
+            comm=self.comm,
+            precision=self.precision,
         )
 
     def rank(

@@ -48,6 +48,7 @@ class Traits:
     p2p_overlap: Any
     p2p_scatter: Any
     p2p_in_turn: Any  # 1 where a stage exchanges with a neighbour by one blocking call after another
+    reduce_whole: Any  # 1 where ZeRO 1 and 2 sum gradients on every rank, which keeps its shard of the sum
     bucket_elements: Any  # of a gradient bucket; 0 where only the first chunk of a pipeline has several
     tensor_async: Any
     grads_fused: Any
@@ -95,12 +96,13 @@ def traits_of(
     framework: Framework,
     device: Device,
     *,
+    zero: Any,
     optimizer: str = "adamw",
     comm: Mapping[str, bool] | None = None,
     precision: str = "bf16",
 ) -> Traits:
-    """Return the numbers of a framework; `comm` overrides what overlaps."""
-    options = {name: float((comm or {}).get(name, getattr(framework, name))) for name in COMM_OPTIONS}
+    """Return the numbers of a framework at a ZeRO level or several; `comm` overrides what overlaps."""
+    options = {name: 1.0 * (comm or {}).get(name, framework.hides(name, zero)) for name in COMM_OPTIONS}
     if framework.host not in HOST_CLASSES:
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)
     moments = 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes
@@ -121,6 +123,7 @@ def traits_of(
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
         p2p_in_turn=float(framework.name in _IN_TURN),
+        reduce_whole=float(framework.name == "deepspeed"),
         bucket_elements=_bucket_elements(framework),
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +68,13 @@ class Framework:
     def label(self) -> str:
         """Name and release, as `--framework` takes it."""
         return f"{self.name}@{self.release}" if self.release else self.name
+
+    def hides(self, name: str, zero: Any) -> Any:
+        """Return whether an option of communication is on by default at a ZeRO level, or at each of several.
+
+        Source
+        ------
+        DeepSpeed edaa722 runtime/zero/config.py: overlap_comm is on at stage 3 only.
+        """
+        by_level = self.fsdp == "zero3" and name in ("grad_overlap", "param_gather_overlap")
+        return getattr(self, name) & (zero >= 3) if by_level else getattr(self, name)

@@ -223,7 +223,9 @@ def _batch(
     fabric = row(_fabrics(request, kinds), Fabric)
     joined = _fabric(request, {g: nodes[g].num_devices for g in use})
     kernels = [_kernels(setup, group.device) for group in nodes]
-    traits = [setup.traits(group.device) for group in nodes]
+    traits = {
+        (kind.node_group, kind.zero): setup.traits(nodes[kind.node_group].device, kind.zero) for kind in kinds
+    }
     alone = types.has_embedding * types.has_head
     leaves, ends = (
         np.array([[_leaves(kind, blocks, apart=far) for kind in kinds]]) for far in (apart, crosses or apart)
@@ -236,7 +238,7 @@ def _batch(
             fabric=fabric,
             sync=row([joined for _ in kinds], Fabric),
             link=fabric,
-            traits=row([traits[kind.node_group] for kind in kinds], Traits),
+            traits=row([traits[kind.node_group, kind.zero] for kind in kinds], Traits),
             rank=rank_row(request, kinds),
             constants=request.constants,
         ),

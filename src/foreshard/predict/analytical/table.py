@@ -157,7 +157,7 @@ class TableStages:
                 fabric=fabric,
                 sync=fabric,
                 link=fabric,
-                traits=setup.traits(node.device),
+                traits=setup.traits(node.device, table.zero[None]),
                 rank=self._rank,
                 constants=constants,
             ),

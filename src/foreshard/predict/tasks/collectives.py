@@ -290,7 +290,8 @@ def sync_times(
     Source
     ------
     ZeRO 1 scatters inside the shard group and reduces the shards across groups; ZeRO 0 all-reduces, as with
-    shards of one rank; ZeRO 2 has reduced already, after every micro-batch.
+    shards of one rank; ZeRO 2 has reduced already, after every micro-batch. DeepSpeed all-reduces buckets,
+    twice the bytes (use_multi_rank_bucket_allreduce, runtime/zero/config.py edaa722).
     """
     rank, traits = machine.rank, machine.traits
     factor = machine.constants.data_comm
@@ -299,7 +300,7 @@ def sync_times(
     across = all_reduce_s(grads / shard, ranks / shard, stride * shard, machine.sync)
     near = stride if own_stride is None else own_stride
     cut = all_gather(shard, near, machine.fabric)
-    reduce = (cut.time_s(grads) + across) * factor
+    reduce = (cut.time_s(grads) * (1.0 + traits.reduce_whole) + across) * factor
     return np.where(rank.zero == 2, 0.0, reduce), cut.time_s(traits.param_bytes * params) * factor
 
 
@@ -343,4 +344,5 @@ def every_reduce_s(
     moved = (dense or sharing_of(machine)).scatter_s(params, machine)
     if np.count_nonzero(experts):
         moved = moved + sharing_of(machine, experts=True).scatter_s(experts, machine)
+    moved = moved * (1.0 + machine.traits.reduce_whole)
     return np.where(each, beside_s(moved, busy, machine), 0.0)
