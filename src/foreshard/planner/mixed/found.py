@@ -103,7 +103,7 @@ class MixedFound:
         """
         if not graph_takes(plan) or missing_bytes(self.request, plan):
             return np.inf
-        if engine_seconds(self.request, [plan])[0] >= self.best_s:
+        if engine_seconds(self.request, [plan])[0] > self.best_s:
             return np.inf
         laid = laid_out(self.request, plan)
         laid = plan if missing_bytes(self.request, laid) else laid

@@ -292,6 +292,12 @@ class MixedSearch:
                 made = interleaved(plan, chunks)
                 if made is not None:
                     found.take_interleaved(made)
+        for plan in found.even:
+            if is_interleaved(plan) and plan.groups[0].num_chunks in chunk_counts(request):
+                if any(plan is tried for tried in self._tried) or self.budget.is_over:
+                    continue
+                self._tried.append(plan)
+                found.take_interleaved(plan)
         plain = found.plain(1) or found.timed[:1]
         for place, (chunks, stages) in enumerate(depths(request, plain[0][1])):
             if (chunks, stages) not in self._depths:
@@ -417,7 +423,7 @@ class MixedSearch:
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
         if any(is_interleaved(one.plan) and one.plan not in found.even for one in plans):
             space = f"{space}; {INTERLEAVED}"
-            bound = self._with_interleaved(bound, best.step_time_s)
+            bound = self._with_interleaved(self._plain_bound_s, even_s, best.step_time_s)
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -490,15 +496,17 @@ class MixedSearch:
                 break
         return made
 
-    def _with_interleaved(self, bound: float, best_s: float) -> float:
-        """Return the bound on interleaved plans as well, and note both where they leave a gap."""
+    def _with_interleaved(self, plain_s: float, even_s: float, best_s: float) -> float:
+        """Return the bound on all plans, and note that of each kind where they leave a gap."""
         interleaved_s = self._interleaved_bound_s
-        if best_s > min(bound, interleaved_s) * (1.0 + _PROVEN):
+        bound = min(plain_s, even_s, interleaved_s)
+        if best_s > bound * (1.0 + _PROVEN):
             self.notes.append(
-                f"The chosen plan is interleaved: no 1f1b plan takes less than {bound:.3g} s, and none"
-                f" interleaved throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s"
+                f"The chosen plan is interleaved: no 1f1b plan takes less than {plain_s:.3g} s, no plan of"
+                f" equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
+                f" throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s"
             )
-        return min(bound, interleaved_s)
+        return bound
 
 
 def _notes(request: PlanRequest) -> list[str]:
