@@ -16,9 +16,11 @@ from typing import NamedTuple
 from foreshard.errors import SpecError
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_MILLI = {"m": 1e-3}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}
 _TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_TIME |= {"d": 86400.0}
+_TIME |= {"sec": 1.0} | dict.fromkeys(("d", "day", "days"), 86400.0)
+_TIME |= dict.fromkeys(("hr", "hour", "hours"), 3600.0)
 _QUANTITY = re.compile(
     r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL
 )
@@ -43,27 +45,28 @@ def _dimensions() -> Mapping[str, _Dimension]:
     rates = {unit + "/s": scale for unit, scale in sizes.items()}
     rates |= {unit + "/s": scale / 8 for unit, scale in bits.items()}
     rates |= {unit: scale / 8 for unit, scale in _scaled(_DECIMAL, "bps").items()}
-    joules = _scaled(_DECIMAL, "J") | {"Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9}
-    flop_rates = _scaled(_DECIMAL, "FLOP/s", "FLOPS")
+    joules = _scaled(_DECIMAL | _MILLI, "J") | {"Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9}
+    prices = {f"{coin}/{hour}": 1.0 for coin in ("USD", "$") for hour in ("h", "hr", "hour")}
+    flop_rates = _scaled(_DECIMAL, "FLOP/s", "FLOPS", "FLOPs", "FLOPs/s")
     return {
         "bytes": _Dimension("A size", "80 GiB", sizes),
         "bytes_per_s": _Dimension("A rate", "400 Gb/s", rates),
         "s": _Dimension("A time", "5 us", _TIME),
-        "flops": _Dimension("A number of operations", "6 TFLOP", _scaled(_DECIMAL, "FLOP")),
+        "flops": _Dimension("A number of operations", "6 TFLOP", _scaled(_DECIMAL, "FLOP", "FLOPs")),
         "flops_per_s": _Dimension("A rate of operations", "312 TFLOP/s", flop_rates),
-        "w": _Dimension("A power", "700 W", _scaled(_DECIMAL, "W")),
+        "w": _Dimension("A power", "700 W", _scaled(_DECIMAL | _MILLI, "W")),
         "j": _Dimension("An energy", "3.6 MJ", joules),
         "hz": _Dimension("A frequency", "1980 MHz", _scaled(_DECIMAL, "Hz")),
         "usd": _Dimension("A price", "20 USD", {"USD": 1.0, "$": 1.0}),
-        "usd_per_h": _Dimension("A price per hour", "98.32 USD/h", {"USD/h": 1.0, "$/h": 1.0}),
+        "usd_per_h": _Dimension("A price per hour", "98.32 USD/h", prices),
     }
 
 
 def parse(text: object, dimension: str) -> float:
     """Return a quantity written with its unit as a float in SI units.
 
-    Units are case sensitive where case carries meaning: ``Gb/s`` is bits, ``GB/s`` bytes; ``GB`` is 1e9
-    bytes, ``GiB`` 2**30.
+    Case carries meaning: ``Gb/s`` is bits, ``GB/s`` bytes. Written in one case throughout, a unit is read
+    where it can be one only: ``gbps`` and ``gb`` are, ``gb/s`` is not. ``GB`` is 1e9 bytes, ``GiB`` 2**30.
 
     Parameters
     ----------
@@ -101,6 +104,9 @@ def parse(text: object, dimension: str) -> float:
     if unit is None:
         raise SpecError(f"'{text.strip()}' has no unit", value=text, rule=rule, fix=fix)
     scale = kind.units.get(unit)
+    near = {kind.units[name] for name in _in_any_case(unit, kind)}
+    if scale is None and len(near) == 1 and (unit.islower() or unit.isupper()):
+        (scale,) = near
     if scale is None:
         raise SpecError(f"unknown unit '{unit}'", value=text, rule=rule, fix=_unit_fix(unit, kind))
     value = float(number) * scale
@@ -109,8 +115,12 @@ def parse(text: object, dimension: str) -> float:
     return value
 
 
+def _in_any_case(unit: str, kind: _Dimension) -> list[str]:
+    return [name for name in kind.units if name.lower() == unit.lower()]
+
+
 def _unit_fix(unit: str, kind: _Dimension) -> str:
-    near = [name for name in kind.units if name.lower() == unit.lower()]
+    near = _in_any_case(unit, kind)
     near = near or get_close_matches(unit, kind.units, n=2)
     meant = " or ".join(f"'{name}'" for name in near[:2])
     return f"Did you mean {meant}?" if near else f"Write it like '{kind.example}'"

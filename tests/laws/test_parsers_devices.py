@@ -153,6 +153,34 @@ def test_any_text_is_a_finite_quantity_or_an_error(text, dimension):
         assert error.rule and error.fix
 
 
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("case", [str.lower, str.upper])
+def test_a_unit_in_one_case_is_itself_or_refused(dimension, case):
+    """Bits are never read as bytes, nor a millionth as a million."""
+    known = units._dimensions()[dimension].units
+    for name, scale in known.items():
+        written, meant = case(name), {known[other] for other in known if other.lower() == name.lower()}
+        if written in known or len(meant) == 1:
+            assert units.parse(f"1 {written}", dimension) == known.get(written, scale)
+        else:
+            with pytest.raises(SpecError, match="Did you mean"):
+                units.parse(f"1 {written}", dimension)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("2X8xH100-SXM", "2x8xh100-sxm"),
+        ("2 x 8 x h100-sxm @ 400gbps", "2x8xh100-sxm@400Gb/s"),
+        ("2×8×h100-sxm", "2x8xh100-sxm"),
+        ("p5.48xlarge", "aws-p5.48xlarge"),
+        ("4xa3-highgpu-8g+1x8xh100-sxm", "4xgcp-a3-highgpu-8g+1x8xh100-sxm"),
+    ],
+)
+def test_other_spellings_of_a_cluster_are_the_same_cluster(written, meant):
+    assert load_cluster(written).nodes == load_cluster(meant).nodes
+
+
 @given(st.floats(1e-9, 1e17))
 @QUIET
 def test_what_is_formatted_parses_back_to_three_digits(value):

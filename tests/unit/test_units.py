@@ -28,6 +28,17 @@ from foreshard.errors import SpecError
         ("98.32 USD/h", "usd_per_h", 98.32),
         ("1 kWh", "j", 3.6e6),
         ("1980 MHz", "hz", 1.98e9),
+        ("400gbps", "bytes_per_s", 50e9),
+        ("400 gbit/s", "bytes_per_s", 50e9),
+        ("80 gb", "bytes", 80e9),
+        ("80gib", "bytes", 80 * 2**30),
+        ("312 TFLOPs", "flops_per_s", 312e12),
+        ("312 tflops", "flops_per_s", 312e12),
+        ("700 w", "w", 700.0),
+        ("1980mhz", "hz", 1.98e9),
+        ("10 sec", "s", 10.0),
+        ("2 days", "s", 172_800.0),
+        ("2 usd/hr", "usd_per_h", 2.0),
     ],
 )
 def test_parse_reads_a_quantity(text, dimension, value):
@@ -55,6 +66,8 @@ def test_parse_reads_a_quantity(text, dimension, value):
         ("٣ GiB", "bytes"),
         ("9" * 100 + " B", "bytes"),
         ("5 m", "s"),
+        ("50 GBps", "bytes_per_s"),
+        ("700 mw", "w"),
     ],
 )
 def test_parse_refuses_what_is_no_quantity(text, dimension):

@@ -22,6 +22,7 @@ from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, Network, NodeGroup
 from foreshard.spec.device import Device
 
+_BY = r"\s*[xX×]\s*"  # between the numbers of a term
 _MAX_SHORTHAND_CHARS = 4096  # about 200 terms; more nodes than that differ in a file
 
 # Chips that share one ICI network at most: a pod (Google Cloud TPU documentation, recalled).
@@ -90,21 +91,28 @@ def _shorthand_rate(text: str, rate: str) -> float:
 
 def _term(text: str, term: str, nic: float | None, assumptions: list[str]) -> NodeGroup:
     """Build the nodes of one term, NODESxPER_NODExDEVICE or [NODESx]INSTANCE."""
-    sized = re.fullmatch(r"([0-9]{1,7})x([0-9]{1,7})x(.+)", term)
+    sized = re.fullmatch(rf"([0-9]{{1,7}}){_BY}([0-9]{{1,7}}){_BY}(.+)", term)
     if sized:
         table = NodesTable(count=int(sized[1]), per_node=int(sized[2]), device=sized[3], nic=nic)
         if table.count < 1 or table.per_node < 1:
             raise _bad_shorthand(text, f"'{term}' has no devices")
         return _nodes(table, resolve_device(table.device), None, assumptions)
-    counted = re.fullmatch(r"(?:([0-9]{1,7})x)?(.+)", term)
-    instance = instances().get(counted[2].lower().replace("_", "-").strip()) if counted else None
+    counted = re.fullmatch(rf"(?:([0-9]{{1,7}}){_BY})?(.+)", term)
+    instance = _instance(counted[2].lower().replace("_", "-").strip()) if counted else None
     count = int(counted[1] or 1) if counted else 0
-    if re.fullmatch(r"[0-9]+x[0-9]+x.+", term):
+    if re.fullmatch(rf"[0-9]+{_BY}[0-9]+{_BY}.+", term):
         raise _bad_shorthand(text, f"'{term[:80]}' has more than {MAX_DEVICES} devices")
     if instance is None or count < 1:
         raise _bad_shorthand(text, f"cannot read '{term[:80]}'")
     table = NodesTable(count=count, per_node=instance.per_node, device=instance.device, nic=nic)
     return _nodes(table, resolve_device(instance.device), instance, assumptions)
+
+
+def _instance(name: str) -> Instance | None:
+    """Return the instance of a name, which may leave out a vendor that no other has."""
+    known = instances()
+    ours = [name] if name in known else [whole for whole in known if whole.partition("-")[2] == name]
+    return known[ours[0]] if len(ours) == 1 else None
 
 
 def _bad_shorthand(text: str, what: str) -> SpecError:

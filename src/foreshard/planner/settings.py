@@ -50,7 +50,7 @@ def checked_precisions(asked: Sequence[str] | str) -> tuple[str, ...]:
     """Return the precisions that may be chosen from, or raise SpecError."""
     names = (asked,) if isinstance(asked, str) else tuple(asked)
     for name in names or ("",):
-        one_of(name, PRECISIONS, key="--dtype", name="dtype")
+        one_of(name, PRECISIONS, key="--dtype", name="dtype", exact=True)
     return tuple(dict.fromkeys(names))
 
 
@@ -73,7 +73,7 @@ def switches(asked: Sequence[str] | str, framework: Framework) -> tuple[str, ...
     if names in ((AS_SHIPPED,), (ALL,)):
         return shipped if names == (ALL,) else ()
     for name in names or ("",):
-        one_of(name, COMM_OPTIONS, key="--comm", name="comm")
+        one_of(name, COMM_OPTIONS, key="--comm", name="comm", exact=True)
         if name not in shipped:
             has = ", ".join(shipped) or "none"
             raise SpecError(

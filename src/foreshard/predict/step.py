@@ -101,7 +101,7 @@ def predict_timeline(
         For an invalid plan or an unknown engine, cost source or fidelity.
     """
     started = time.perf_counter()
-    one_of(engine, ENGINES, key="--engine", name="engine")
+    engine = one_of(engine, ENGINES, key="--engine", name="engine")
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -110,7 +110,7 @@ def predict_timeline(
             rule=f"A cost source is {', '.join(COSTS)}, or the file that foreshard calibrate writes",
             fix="Give the path of that file, as in ./costs.json",
         )
-    one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
+    fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     _number("--tokens", tokens)
     _number("--usd-per-device-hour", usd_per_device_hour, zero=True)
     _number("--observed-step-s", observed_step_s)

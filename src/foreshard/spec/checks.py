@@ -104,11 +104,11 @@ def _check(rules: Iterable[Rule], case: _PlanCase) -> None:
 
 def _options_known(case: _Case) -> Iterator[Broken]:
     plan, file = case.plan, case.file
-    one_of(plan.precision, PRECISIONS, key=case.key("", "precision", "dtype"), file=file)
-    one_of(plan.optimizer, OPTIMIZERS, key=case.key("", "optimizer"), file=file)
+    one_of(plan.precision, PRECISIONS, key=case.key("", "precision", "dtype"), file=file, exact=True)
+    one_of(plan.optimizer, OPTIMIZERS, key=case.key("", "optimizer"), file=file, exact=True)
     for where, group in case.groups():
         key = case.key(where, "schedule")
-        one_of(group.schedule, SCHEDULES, key=key, file=file)
+        one_of(group.schedule, SCHEDULES, key=key, file=file, exact=True)
         if group.schedule not in MODELLED_SCHEDULES:
             rule = f"Modelled are {', '.join(MODELLED_SCHEDULES)}"
             what, fix = f"schedule {group.schedule} is not modelled yet", f"Use {MODELLED_SCHEDULES[-1]}"
@@ -116,7 +116,7 @@ def _options_known(case: _Case) -> Iterator[Broken]:
         whole(group.micro_batch, key=case.key(where, "micro_batch", "micro-batch"), file=file)
     for where, _, stage in case.stages():
         whole(stage.zero, 0, 3, key=case.key(where, "zero"), file=file)
-        one_of(stage.offload, OFFLOADS, key=case.key(where, "offload"), file=file)
+        one_of(stage.offload, OFFLOADS, key=case.key(where, "offload"), file=file, exact=True)
         check_recompute(stage.recompute, key=case.key(where, "recompute"), file=file)
 
 

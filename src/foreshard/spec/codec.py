@@ -39,6 +39,7 @@ MAX_FILE_BYTES = 64 * 2**20
 _MAX_CHARS = 64
 _MAX_WHY = 80  # of what a parser says
 _SEE_SCHEMA = "See 'foreshard schema'"
+_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float8": "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,34 @@ def whole(
     raise invalid(value, rule, key=key, name=name, file=file)
 
 
-def one_of(value: Any, known: Sequence[Any], *, key: str, name: str = "", file: str | None = None) -> Any:
-    """Return the value if it is one of the known ones, most often words.
+def spelled(value: Any, known: Sequence[Any]) -> Any:
+    """Return the known word of which a value is another spelling, else the value as it is.
+
+    Examples
+    --------
+    >>> spelled("BFloat16", ("fp32", "bf16")), spelled("double", ("fp32", "bf16"))
+    ('bf16', 'double')
+    """
+    if not isinstance(value, str) or value in known:
+        return value
+    plain = value.lower().replace("_", "-")
+    return next((word for word in (plain, _SPELLINGS.get(plain)) if word in known), value)
+
+
+def one_of(
+    value: Any,
+    known: Sequence[Any],
+    *,
+    key: str,
+    name: str = "",
+    file: str | None = None,
+    exact: bool = False,
+) -> Any:
+    """Return the known value that this one is, of words in any spelling unless `exact`.
 
     The error has the nearest word as its fix.
     """
+    value = value if exact else spelled(value, known)
     if any(type(value) is type(word) and value == word for word in known):
         return value
     fix = did_you_mean(value[:_MAX_CHARS], known) if isinstance(value, str) else None
@@ -304,7 +328,7 @@ class _Decoder:
 
     def choice(self, choices: tuple[Any, ...], data: Any, key: str) -> Any:
         try:
-            return one_of(data, choices, key=key, file=self.file)
+            return one_of(data, choices, key=key, file=self.file, exact=True)
         except SpecError as error:
             error.fix = error.fix or _SEE_SCHEMA
             raise

@@ -198,7 +198,7 @@ def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
         raise SpecError(what, key="--pp", value=pp, rule=rule, fix=f"Use at most {num_blocks} virtual stages")
     if schedule is None:
         return "interleaved" if vpp > 1 else "1f1b"
-    one_of(schedule, SCHEDULES, key="--schedule", name="schedule")
+    schedule = one_of(schedule, SCHEDULES, key="--schedule", name="schedule")
     if vpp > 1 and schedule != "interleaved":
         what = f"vpp {vpp} with schedule {schedule}"
         rule = "Only the interleaved schedule has virtual stages"

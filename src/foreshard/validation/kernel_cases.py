@@ -18,11 +18,11 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
+from foreshard.spec.codec import spelled
 from foreshard.validation.collective_cases import NOT_MODELLED, TimedCase, reason_of
 from foreshard.validation.tables import MeasuredTable
 
 Rows = list[Mapping[str, str]]
-_SPELLED = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
 _STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
@@ -49,7 +49,7 @@ def _with_overhead(kernels: KernelModel, table: str, device: str, field: str) ->
 
 def _gemm(rows: Rows) -> NDArray[np.float64]:
     dtype = rows[0]["dtype"].lower()
-    precision = _SPELLED.get(dtype, dtype)
+    precision = spelled(dtype, tuple(_BYTES))
     if precision not in _BYTES:
         raise SpecError(NOT_MODELLED, key="dtype", value=dtype)
     kernels = _kernels(rows[0]["device"], precision)

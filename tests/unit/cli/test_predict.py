@@ -3,6 +3,8 @@ import os
 
 import pytest
 
+from foreshard import api
+
 pytestmark = pytest.mark.usefixtures("stand_in")
 
 RUN = ("predict", "llama3-8b", "2x8xh100-sxm", "--tp", "2", "--pp", "2")
@@ -151,7 +153,7 @@ def test_a_full_disk_is_the_systems_fault(shell):
     ("args", "words"),
     [
         (("--tokens", "1T"), "Write it like 1e12"),
-        (("--dtype", "bfloat16"), "Did you mean 'bf16'?"),
+        (("--dtype", "e4m3"), "Did you mean 'fp8'?"),
         (("--vpp", "4"), "without a pipeline"),
         (("--framework", "fsdp"), "torchtitan (FSDP2) or composer (FSDP1)?"),
         (("--schedule", "dualpipe"), "is not one of gpipe, 1f1b, interleaved, zb-h1"),
@@ -163,6 +165,17 @@ def test_mistakes_lead_somewhere(shell, args, words):
     answer = shell("predict", "llama3-8b", "1x8xh100-sxm", *args, "--json")
     assert answer.code == 2 and answer.json["error"]["key"] == args[0]
     assert words in answer.err and "?." not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("BF16", "bf16"), ("bfloat16", "bf16"), ("half", "fp16"), ("NVFP4", "nvfp4")]
+)
+def test_a_precision_in_another_spelling_is_the_same_run(shell, written, meant):
+    by_flag = shell("predict", "llama3-8b", "1x8xb200-sxm", "--json", "--dtype", written).json
+    assert by_flag["plan"]["precision"] == meant
+    model, cluster = api.load_model("llama3-8b"), api.load_cluster("1x8xb200-sxm")
+    for name in (written, meant):
+        assert api.predict(model, cluster, precision=name).step_time_s == by_flag["step_time_s"]
 
 
 @pytest.mark.parametrize(

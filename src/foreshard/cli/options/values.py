@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from foreshard.spec.codec import spelled
+
 # Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
 MAX_AMOUNT = 1e30
@@ -57,10 +59,6 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
 
 _SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
 _MEANT = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
     "float": "fp32",
     "e4m3": "fp8",
     "fp4": "nvfp4",
@@ -87,8 +85,8 @@ class Word(click.ParamType):  # type: ignore[type-arg]
         return f"[{'|'.join(self.known)}]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the word, or fail naming the known ones."""
-        text = str(value)
+        """Return the word in its own spelling, or fail naming the known ones."""
+        text = str(spelled(value, self.known))
         if text in self.known:
             return text
         meant = _MEANT.get(text.lower().replace("_", "-"))
@@ -136,8 +134,9 @@ class Words(click.ParamType):  # type: ignore[type-arg]
             return value  # type: ignore[no-any-return]
         words = tuple(word.strip() for word in str(value).split(","))
         known = (*self.known, *(self.load() if self.load else ()))
-        for word in words if known else ():
-            Word(*(self.alone if len(words) == 1 else ()), *known).convert(word, param, ctx)
+        if known:
+            one = Word(*(self.alone if len(words) == 1 else ()), *known)
+            words = tuple(one.convert(word, param, ctx) for word in words)
         if len(set(words)) < len(words):
             self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
         return words[0] if self.single and len(words) == 1 else words
