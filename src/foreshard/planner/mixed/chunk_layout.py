@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import cycle
 
 import numpy as np
 
@@ -88,18 +89,33 @@ def _best_sizes(pipeline: _Pipeline) -> np.ndarray:
     group = pipeline.price.group
     share = min(group.share, _ROUNDS * len(group.stages) * group.micro_batch)
     best_s, best = pipeline.seconds(pipeline.sizes, share), pipeline.sizes
-    for sizes in _layouts(pipeline.sizes):
-        seconds, again = pipeline.seconds(sizes, share), True
-        while again:
-            again = False
-            for changed in _changes(sizes):
-                changed_s = pipeline.seconds(changed, share)
-                if changed_s < seconds * (1.0 - _GAIN):
-                    seconds, sizes, again = changed_s, changed, True
-                    break
+    for start in _layouts(pipeline.sizes):
+        seconds, sizes = _improved(pipeline, start, share)
         if seconds < best_s * (1.0 - _GAIN):
             best_s, best = seconds, sizes
     return best
+
+
+def _improved(pipeline: _Pipeline, sizes: np.ndarray, share: int) -> tuple[float, np.ndarray]:
+    """Return seconds and layers of chunks after single layers went to other chunks as long as that helped."""
+    seconds = pipeline.seconds(sizes, share)
+    stages, chunks = sizes.shape
+    changes = [(s, a, b) for s, a, b in np.ndindex(stages, chunks, chunks) if a != b]
+    least = np.ones_like(sizes)  # every chunk keeps a block, beside an end of the model too
+    least[0, 0] += 1
+    least[-1, -1] += 1
+    in_vain = 0
+    for s, longer, shorter in cycle(changes):
+        in_vain += 1
+        if sizes[s, longer] > least[s, longer]:
+            changed = sizes.copy()
+            changed[s, [longer, shorter]] += [-1, 1]
+            changed_s = pipeline.seconds(changed, share)
+            if changed_s < seconds * (1.0 - _GAIN):
+                seconds, sizes, in_vain = changed_s, changed, 0
+        if in_vain == len(changes):
+            break
+    return seconds, sizes
 
 
 def _layouts(sizes: np.ndarray) -> Iterator[np.ndarray]:
@@ -112,20 +128,6 @@ def _layouts(sizes: np.ndarray) -> Iterator[np.ndarray]:
     from_middle = np.argsort(np.argsort(np.abs(place - (chunks - 1) / 2.0), kind="stable"))
     for order in (place, place[::-1], from_middle):
         yield few + (order < more)
-
-
-def _changes(sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the layouts in which one layer is in another chunk of its stage; each keeps a block."""
-    stages, chunks = sizes.shape
-    least = np.ones_like(sizes)
-    least[0, 0] += 1
-    least[-1, -1] += 1
-    for s, longer, shorter in np.ndindex(stages, chunks, chunks):
-        if longer != shorter and sizes[s, longer] > least[s, longer]:
-            changed = sizes.copy()
-            changed[s, longer] -= 1
-            changed[s, shorter] += 1
-            yield changed
 
 
 def _with_sizes(group: Group, sizes: np.ndarray) -> Group:
