@@ -53,15 +53,9 @@ def comm_constants() -> dict[str, Any]:
 def link_generation(arch: str, link: str | None, *, name: str = "") -> str:
     """Return the row of ``links`` that describes a device: architecture and kind of link.
 
-    Parameters
-    ----------
-    arch
-        Device architecture as the catalog spells it (``Hopper``, ``Ampere``, ``CDNA3``).
-    link
-        Scale-up link (``NVLink4``, ``xGMI``); None or a PCIe name for devices without one.
-    name
-        Device name: what PCIe gives depends on the server, so a row measured on one device serves only
-        that device; others get the pooled row.
+    Architectures are spelled as in the catalog (``Hopper``, ``CDNA3``). The link (``NVLink4``, ``xGMI``) is
+    None or a PCIe name for devices without one. What PCIe gives depends on the server, so a row measured on
+    one device serves only the device of that `name`; others get the pooled row.
     """
     family, link = (arch.lower().split() or [""])[0], (link or "").lower()
     if not link or "pci" in link:

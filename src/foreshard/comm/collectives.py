@@ -153,14 +153,7 @@ def all_reduce(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> AllRe
 def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
     """Return the time of an all-reduce: the faster of ring and tree (in-switch inside a domain).
 
-    Parameters
-    ----------
-    num_bytes
-        Bytes of the buffer.
-    num_ranks, stride
-        Ranks of the group, and their distance in cluster order.
-    fabric
-        What the group runs on; fields may be arrays of the same rows.
+    The ranks of the group are `stride` apart in cluster order.
     """
     return all_reduce(num_ranks, stride, fabric).time_s(np.asarray(num_bytes, dtype=float))
 

@@ -39,13 +39,7 @@ class Fabric(LinkConstants):
 def fabric_from(constants: LinkConstants, *, ideal: bool = False, **nodes: float) -> Fabric:
     """Join datasheet values of nodes with the constants of their link generation and of the network.
 
-    Parameters
-    ----------
-    constants : LinkConstants
-    ideal : bool
-        Set every efficiency to 1 and every ramp and copy to 0 (fidelity ``datasheet``).
-    **nodes
-        intra_bytes_per_s, domain, per_node, nic_bytes_per_s, nic_latency_s and in_network of `Fabric`.
+    An `ideal` one has every efficiency 1 and every ramp and copy 0 (fidelity ``datasheet``).
     """
     network = comm_constants()["network"]
     values = asdict(constants) | {f"nic_{name}": value for name, value in network.items()}
@@ -66,19 +60,9 @@ def fabric_of(
 ) -> Fabric:
     """Return the fabric of one group of equal nodes.
 
-    Parameters
-    ----------
-    group
-        Nodes of one kind.
-    nccl
-        Era of the collective library: ``2.2x`` (2.23 and later) or ``old`` (2.10 and before).
-    fidelity
-        ``datasheet`` uses NCCL's own latency table and full link rate; ``zero-shot`` and ``calibrated``
-        the fitted constants.
-    oversubscription
-        Edge over core bandwidth of the network; divides the NIC rate.
-    exclude
-        Family of measured rows that the constants must not have seen (validation).
+    `nccl` is the era of the library: ``2.2x`` (2.23 and later) or ``old`` (2.10 and before). The fidelity
+    ``datasheet`` uses NCCL's own latency table and full link rate, others the fitted constants, without the
+    family of measured rows to `exclude`. Oversubscription (edge over core bandwidth) divides the NIC rate.
 
     Raises
     ------
@@ -149,18 +133,9 @@ def fabric_between(
 ) -> Fabric:
     """Return the fabric that a group of ranks sees: its slowest shared path.
 
-    Parameters
-    ----------
-    cluster, ranks
-        Where the group lives; ranks are device indices in cluster order.
-    concurrent
-        Groups that cross the same inter-rack link at once; each gets an equal share of it.
-
-    Returns
-    -------
-    Fabric
-        Links between racks (``[[links]]``) bound the NIC rate and add their latency when the group has
-        ranks in both racks; ``oversubscription`` divides the NIC rate.
+    Links between racks (``[[links]]``) bound the NIC rate and add their latency when the group has ranks in
+    both racks; `concurrent` groups that cross one at once share it equally. ``oversubscription`` divides the
+    NIC rate.
     """
     wanted = sorted({int(rank) for rank in ranks})
     touched, start = [], 0

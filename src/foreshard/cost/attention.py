@@ -20,17 +20,8 @@ _SOFTMAX_FORWARD_BYTES, _SOFTMAX_BACKWARD_BYTES, _DROPOUT_BYTES = 4.0, 6.0, 5.0
 def attended_pairs(q_len: Any, kv_len: Any, *, causal: Any, window: Any = 0) -> np.ndarray:
     """Query-key pairs of one head that are not masked, the queries being the last of the keys.
 
-    Parameters
-    ----------
-    q_len, kv_len : array_like
-    causal : array_like of bool
-        A query sees keys up to its own position.
-    window : array_like
-        Keys a query sees on each masked side, 0 or None for all.
-
-    Returns
-    -------
-    ndarray of float64; a causal square counts half its area, as FLOP conventions do.
+    A causal query sees keys up to its own position, `window` of them on each masked side (0 or None: all). A
+    causal square counts half its area, as FLOP conventions do.
 
     Source
     ------
@@ -66,17 +57,9 @@ def flash_attention_forward_s(
 ) -> np.ndarray:
     """Seconds of one fused attention forward: two products over the pairs that are not masked.
 
-    Each query row costs its pairs plus half of `attn_s0`; the exponential of a score costs `attn_d0`
-    head dimensions; the last `attn_tail` query tiles of full length find the other processors idle.
-    Never less than moving q, k, v and the output.
-
-    Parameters
-    ----------
-    batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_head_dim : array_like
-        On this rank; any zero gives 0 seconds.
-    kernels : KernelModel
-    causal, window
-        As in :func:`attended_pairs`.
+    Each query row costs its pairs plus half of `attn_s0`; the exponential of a score costs `attn_d0` head
+    dimensions; the last `attn_tail` query tiles of full length find the other processors idle. Never less
+    than moving q, k, v and the output. Sizes are those on this rank; any zero gives 0 seconds.
 
     Source
     ------
@@ -121,17 +104,8 @@ def unfused_attention_s(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of attention as separate kernels, forward and backward: products, one softmax kernel, dropout.
 
-    The scores are computed in full, mask or not. Backward does four products, forward two.
-
-    Parameters
-    ----------
-    batch, num_heads, q_len, kv_len, head_dim : array_like
-        On this rank; any zero gives 0 seconds.
-    kernels : KernelModel
-    dropout : array_like of bool
-        Whether the probabilities pass a dropout kernel.
-    bytes_per_element : array_like, bytes
-        Of a score.
+    The scores, of `bytes_per_element`, are computed in full, mask or not. Backward does four products,
+    forward two. Sizes are those on this rank; any zero gives 0 seconds.
 
     Source
     ------

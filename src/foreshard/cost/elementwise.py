@@ -12,13 +12,7 @@ from foreshard.cost.kernels import KernelModel
 def stream_s(num_bytes: Any, kernels: KernelModel, *, num_kernels: Any = 1) -> np.ndarray:
     """Seconds to stream bytes through elementwise kernels: bytes at the achievable bandwidth, plus launch.
 
-    Parameters
-    ----------
-    num_bytes : array_like, bytes
-        Read and written; zero gives 0 seconds.
-    kernels : KernelModel
-    num_kernels : array_like
-        Launches the bytes are spread over.
+    Bytes are those read and written, over `num_kernels` launches; zero gives 0 seconds.
 
     Source
     ------

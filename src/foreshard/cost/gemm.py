@@ -21,25 +21,14 @@ def gemm_s(
     sixteen_bit: bool = False,
     batch: Any = 1,
 ) -> np.ndarray:
-    """Seconds of `batch` products of (m, k) with (k, n): 2 m n k FLOP each.
+    """Seconds of `batch` products of (m, k) with (k, n) in one launch: 2 m n k FLOP each; any zero gives 0.
 
     The output is cut in tiles that share the processors; a tile costs k plus a fixed k0 multiply-adds per
     output, and never less than its longest unsplit run. The best of a few tile shapes is taken, as the
-    library would. Computing and moving overlap up to `gemm_exposed` of the shorter. The result never
-    falls when m, n, k or batch grows, nor when a peak or the bandwidth falls.
-
-    Parameters
-    ----------
-    m, n, k : array_like
-        Sizes; any zero gives 0 seconds.
-    kernels : KernelModel
-        Fields broadcast against the sizes.
-    bytes_per_element : array_like, bytes
-        Of operands and result, for the memory roof.
-    sixteen_bit : bool
-        Use the 16-bit rate and curve although the matrix precision is narrower.
-    batch : array_like
-        Independent products in one launch.
+    library would. Computing and moving overlap up to `gemm_exposed` of the shorter. The result never falls
+    when m, n, k or batch grows, nor when a peak or the bandwidth falls. `bytes_per_element` of operands and
+    result count for the memory roof; `sixteen_bit` takes that rate and curve although the precision is
+    narrower.
 
     Source
     ------

@@ -23,18 +23,9 @@ def grouped_gemm_s(
 ) -> np.ndarray:
     """Seconds of `num_groups` products (tokens / num_groups, k) with (k, n), one per local expert.
 
-    Parameters
-    ----------
-    tokens : array_like
-        Routed tokens on this rank over all its experts; zero gives 0 seconds.
-    num_groups : array_like
-        Local experts; experts beyond the tokens get none and cost nothing.
-    n, k : array_like
-    kernels : KernelModel
-    imbalance : array_like, >= 1
-        Tokens of the busiest rank over the mean: multiplies `tokens`.
-    looped : bool
-        One launch per expert instead of one grouped kernel: no expert fills the idle processors of another.
+    `tokens` are those routed to this rank over all its experts, times `imbalance` on the busiest one; experts
+    beyond the tokens get none and cost nothing. `looped` is one launch per expert instead of one grouped
+    kernel: no expert fills the idle processors of another.
 
     Source
     ------

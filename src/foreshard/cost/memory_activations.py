@@ -170,7 +170,7 @@ def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) 
     return saved, gradients + rule.moe * (kept + shared)
 
 
-def _op_saved(block: Block, n: _Tokens, load: StageLoad) -> Any:
+def _op_saved(block: Block, n: _Tokens) -> Any:
     """Return what torchtitan's selective checkpointing keeps: the input, attention, every second product."""
     out = block.num_heads * block.value_head_dim
     attention = n.element * (block.query_width + block.kv_width / 2 + out) + 4 * block.num_heads
@@ -196,7 +196,7 @@ def _layer(
             more, working = half(block, n, load, profile)
             saved, peak = saved + more, np.maximum(peak, working)
     if np.count_nonzero(rule.op):
-        kept = rule.op * _op_saved(block, n, load) + (1 - rule.op) * saved
+        kept = rule.op * _op_saved(block, n) + (1 - rule.op) * saved
         saved, peak = kept, peak + rule.op * saved
     return saved, peak
 

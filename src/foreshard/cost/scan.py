@@ -21,15 +21,9 @@ _BACKWARD = 3.5  # convolution and states again, as the fused kernel keeps neith
 def scan_s(
     tokens: Any, channels: Any, state: Any, groups: Any, kernels: KernelModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of one scan with its convolution and gated norm, forward and backward.
+    """Seconds of one scan with its convolution and gated norm, forward and backward; no channels give 0.
 
     The kernels run one after another: what they compute and what they move add up.
-
-    Parameters
-    ----------
-    tokens, channels, state, groups : array_like
-        On this rank; no channels give 0 seconds.
-    kernels : KernelModel
 
     Source
     ------

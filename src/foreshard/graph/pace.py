@@ -17,31 +17,20 @@ _ROUNDING = 1e-9
 
 
 class PipelinePace(NamedTuple):
-    """How pipelines go: n micro-batches take `fill_s + n * period_s`.
+    """How pipelines go: n micro-batches take `fill_s + n * period_s`."""
 
-    Attributes
-    ----------
-    fill_s
-        One passage of all stages but the slowest.
-    period_s
-        One micro-batch on the slowest stage.
-    slowest
-        Index of that stage.
-    """
-
+    # one passage of all stages but the slowest
     fill_s: Any
+    # one micro-batch on the slowest stage
     period_s: Any
+    # index of that stage
     slowest: Any
 
 
 def pipeline_pace(stage_s: np.ndarray, count: Any = None) -> PipelinePace:
     """Return how pipelines go whose stages take so long for a micro-batch, messages included.
 
-    Parameters
-    ----------
-    stage_s : ndarray, shape (stages,) or (stages, pipelines)
-    count : ndarray, optional
-        How many equal stages each entry stands for, as `stage_s`; 0 where a pipeline has none.
+    An entry stands for `count` equal stages; 0 where a pipeline has none.
 
     Source
     ------
@@ -63,54 +52,38 @@ class PipelineRows:
     """Pipelines as runs of equal stages: what `pipeline_span` goes through, shape (runs, pipelines) each.
 
     Seconds are those of one chunk of layers and one micro-batch.
-
-    Attributes
-    ----------
-    count
-        Stages of the run, 0 where a pipeline has fewer runs.
-    forward_s, backward_s
-    inside_s
-        Messages one way over all boundaries between stages of the run.
-    after_s
-        Message one way from the run's last stage to the stage after it, 0 after the last stage.
-    wrap_s
-        Message from the last stage back to the first, shape (pipelines,).
-    beside_s
-        Messages that hold a stage beside each op outside the steady state.
-    period_s
-        A forward and a backward in the steady state, with the messages that hold the stage.
-    call_first_s, call_s
-        Message that holds the run's first stage, and its last, between forward and backward.
-    late_s
-        Part of the period that stage i puts off by i micro-batches.
-    warm_up
-        Ops in one direction before the steady state on the run's first stage, and on each stage after it
-        `per_stage` fewer.
-    ready_s, tail_s
-        From the begin of the step to the first forward; from the last backward of a stage until its
-        gradients are ready.
-    last_share
-        Time of the last micro-batch over that of the others: it may have fewer samples.
-    rounds
-        Forwards of a stage in a step, shape (pipelines,), as `chunks` and `stages`.
     """
 
+    # stages of the run, 0 where a pipeline has fewer runs
     count: np.ndarray
     forward_s: np.ndarray
     backward_s: np.ndarray
+    # messages one way over all boundaries between stages of the run
     inside_s: np.ndarray
+    # message one way from the run's last stage to the stage after it, 0 after the last stage
     after_s: np.ndarray
+    # message from the last stage back to the first, shape (pipelines,)
     wrap_s: np.ndarray
+    # messages that hold a stage beside each op outside the steady state
     beside_s: np.ndarray
+    # a forward and a backward in the steady state, with the messages that hold the stage
     period_s: np.ndarray
+    # message that holds the run's first stage, and its last, between forward and backward
     call_first_s: np.ndarray
     call_s: np.ndarray
+    # part of the period that stage i puts off by i micro-batches
     late_s: np.ndarray
+    # ops in one direction before the steady state on the run's first stage, and on each stage after it
+    # `per_stage` fewer
     warm_up: np.ndarray
     per_stage: np.ndarray
+    # from the begin of the step to the first forward; from the last backward of a stage until its gradients
+    # are ready
     ready_s: np.ndarray
     tail_s: np.ndarray
+    # time of the last micro-batch over that of the others: it may have fewer samples
     last_share: np.ndarray
+    # forwards of a stage in a step, shape (pipelines,), as `chunks` and `stages`
     rounds: np.ndarray
     chunks: np.ndarray
     stages: np.ndarray
@@ -124,20 +97,13 @@ class PipelineRows:
 
 
 class PipelineSpan(NamedTuple):
-    """The longest path through each pipeline, shape (pipelines,).
+    """The longest path through each pipeline, shape (pipelines,)."""
 
-    Attributes
-    ----------
-    seconds
-        From the begin of the step until all gradients are ready.
-    run
-        Run of stages on which the path spends the steady state.
-    data_s
-        Seconds of the path before the first forward and after the last backward.
-    """
-
+    # from the begin of the step until all gradients are ready
     seconds: np.ndarray
+    # run of stages on which the path spends the steady state
     run: np.ndarray
+    # seconds of the path before the first forward and after the last backward
     data_s: np.ndarray
 
 

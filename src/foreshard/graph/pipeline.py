@@ -25,31 +25,24 @@ class PipelineShape:
 
     Tasks are the ops stage by stage, then the transfers. Resources are the compute stream of every stage,
     then its stream to the next stage, then its stream to the previous one.
-
-    Attributes
-    ----------
-    resource, kind, stage, chunk, micro_batch : ndarray, shape (T,)
-        A transfer carries the labels of the op it follows.
-    edge_task, edge_before : ndarray, shape (E,)
-        Task ``edge_task[e]`` starts after ``edge_before[e]``.
-    duration_index : ndarray, shape (T,)
-        Place of each task's duration: ops by (op, stage, chunk, micro-batch), then transfers by direction
-        and boundary.
-    ops : ndarray, shape (4, num_stages, num_chunks, num_micro_batches)
-        Task of each op, indexed by ``Op``; -1 where the schedule has no such op.
-    last : tuple of ndarray
-        Per stage the tasks after which the stage has nothing left to compute or to wait for.
     """
 
+    # a transfer carries the labels of the op it follows; shape (T,)
     resource: np.ndarray
     kind: np.ndarray
     stage: np.ndarray
     chunk: np.ndarray
     micro_batch: np.ndarray
+    # task ``edge_task[e]`` starts after ``edge_before[e]``; shape (E,)
     edge_task: np.ndarray
     edge_before: np.ndarray
+    # place of each task's duration: ops by (op, stage, chunk, micro-batch), then transfers by direction and
+    # boundary; shape (T,)
     duration_index: np.ndarray
+    # task of each op, indexed by ``Op``; -1 where the schedule has no such op; shape (4, num_stages,
+    # num_chunks, num_micro_batches)
     ops: np.ndarray
+    # per stage the tasks after which the stage has nothing left to compute or to wait for
     last: tuple[np.ndarray, ...]
     resource_names: tuple[str, ...]
 

@@ -39,29 +39,22 @@ class Program:
     """Tasks 0..T-1; a resource runs its tasks in the order of their numbers, one at a time.
 
     ``dataclasses.replace(program, duration_s=...)`` gives the same program with other durations.
-
-    Attributes
-    ----------
-    duration_s : ndarray, shape (T,), float64
-    resource : ndarray, shape (T,), int32
-    indptr, indices : ndarray, shapes (T + 1,) int64 and (E,) int32
-        Task t starts after the tasks ``indices[indptr[t]:indptr[t + 1]]``.
-    lag_s : ndarray, shape (E,) or (0,), float64
-        Delay between the end of a dependency and the start it allows; empty when all are zero.
-    resource_indptr, resource_tasks : ndarray
-        The tasks of each resource in order, derived from ``resource``.
-    kind, group, stage, chunk, micro_batch : ndarray, shape (T,), int32
-        Labels; -1 where a label has no meaning. ``kind`` holds codes of ``Kind``.
-    resource_names : tuple of str
     """
 
+    # shape (T,), float64
     duration_s: np.ndarray
+    # shape (T,), int32
     resource: np.ndarray
+    # task t starts after the tasks ``indices[indptr[t]:indptr[t + 1]]``; shapes (T + 1,) int64 and (E,) int32
     indptr: np.ndarray
     indices: np.ndarray
+    # delay between the end of a dependency and the start it allows; empty when all are zero; shape (E,) or
+    # (0,), float64
     lag_s: np.ndarray
+    # the tasks of each resource in order, derived from ``resource``
     resource_indptr: np.ndarray
     resource_tasks: np.ndarray
+    # labels; -1 where a label has no meaning. ``kind`` holds codes of ``Kind``; shape (T,), int32
     kind: np.ndarray
     group: np.ndarray
     stage: np.ndarray

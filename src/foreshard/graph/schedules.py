@@ -123,12 +123,8 @@ def in_flight(
 ) -> np.ndarray:
     """Return the most chunk activations each stage holds at once.
 
-    An activation is held from its forward to the end of its backward; with a split backward to the end of
-    the weight gradient.
-
-    Returns
-    -------
-    ndarray, shape (num_stages,), int64
+    An activation is held from its forward to the end of its backward; with a split backward to the end of the
+    weight gradient.
 
     Examples
     --------

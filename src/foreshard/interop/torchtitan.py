@@ -141,7 +141,7 @@ def _async_tp(plan: Plan, degrees: Uniform) -> bool:
     return degrees.tp > 1 and bool(plan.comm.get("tp_overlap", default))
 
 
-def _parallelism(plan: Plan, degrees: Uniform, head: str) -> dict[str, Any]:
+def _parallelism(degrees: Uniform, head: str) -> dict[str, Any]:
     replicate, shard = _data_parallel(degrees)
     made: dict[str, Any] = {
         "data_parallel_replicate_degree": replicate,
@@ -170,7 +170,7 @@ def _training(plan: Plan, degrees: Uniform) -> dict[str, Any]:
 
 
 def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict[str, dict[str, Any]]:
-    parallelism = _parallelism(plan, degrees, "output")
+    parallelism = _parallelism(degrees, "output")
     parallelism["expert_tensor_parallel_degree"] = degrees.etp
     parallelism["enable_async_tensor_parallel"] = _async_tp(plan, degrees)
     model: dict[str, Any] = {"name": family, "flavor": flavor}
@@ -196,7 +196,7 @@ def _checkpoint_02(rule: str) -> dict[str, str]:
 
 def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) -> str:
     plan = request.plan
-    parallelism = _parallelism(plan, degrees, "lm_head") | {"enable_sequence_parallel": degrees.sp}
+    parallelism = _parallelism(degrees, "lm_head") | {"enable_sequence_parallel": degrees.sp}
     training = _training(plan, degrees) | {"disable_cuda_graphs": not _graphs(plan, degrees)}
     checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
     compiled = _async_tp(plan, degrees)

@@ -90,24 +90,16 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """Where the runs of equal stages lie in their pipeline, and which messages leave a link domain.
+    """Where the runs of equal stages lie in their pipeline, and which messages leave a link domain."""
 
-    Attributes
-    ----------
-    first
-        Stages before the run.
-    far_inside
-        Of the boundaries between stages of the run those that leave a link domain.
-    far_first, far_last
-        1 where the boundary after the run's first stage does, and that after its last stage.
-    far_each
-        Most boundaries of one stage of the run that do: 0, 1 or 2.
-    """
-
+    # stages before the run
     first: Any
+    # of the boundaries between stages of the run those that leave a link domain
     far_inside: Any
+    # 1 where the boundary after the run's first stage does, and that after its last stage
     far_first: Any
     far_last: Any
+    # most boundaries of one stage of the run that do: 0, 1 or 2
     far_each: Any
 
 
@@ -209,16 +201,9 @@ def rank_shape(
     replicas: float,
     strides: dict[str, float] | None = None,
 ) -> RankShape:
-    """Return how a rank of a stage executes its layers.
+    """Return how a rank of a stage executes its layers, with so many samples of a micro-batch on it.
 
-    Parameters
-    ----------
-    samples : float
-        Of a micro-batch, on the rank.
-    replicas : float
-        Data-parallel ranks over all groups that reduce the stage's gradients.
-    strides : dict, optional
-        From `stage_strides`.
+    `replicas` are the data-parallel ranks over all groups that reduce the stage's gradients.
     """
     return setup.rank(
         tp=float(stage.tp),
@@ -333,18 +318,7 @@ def _pipeline(case: Case, setup: RunSetup, group: Group, domains: np.ndarray) ->
 
 
 def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity: str = "zero-shot") -> Batch:
-    """Return the arrays of all pipelines of all cases.
-
-    Parameters
-    ----------
-    cases : sequence of Case
-    constants : TrainingConstants
-    fidelity : {'zero-shot', 'datasheet'}
-
-    Returns
-    -------
-    Batch
-    """
+    """Return the arrays of all pipelines of all cases, priced at a fidelity."""
     pipelines, stages, places, kinds = [], [], [], []
     for case in cases:
         rows, setup = stage_rows(case, fidelity=fidelity), case.setup(fidelity)

@@ -103,14 +103,7 @@ def explanations(
 ) -> dict[str, str]:
     """Return a text for the step time and for every part that takes time.
 
-    Parameters
-    ----------
-    case : Case
-    batch : Batch
-    parts : mapping of part to seconds
-    engine : str
-    measured : bool
-        The parts were scaled to a measured step.
+    Parts that are `measured` were scaled to an observed step.
     """
     found = figures_of(case, batch)
     texts = {
@@ -212,19 +205,7 @@ def _once(found: Figures, case: Case, batch: Batch, parts: Mapping[str, float]) 
 def rate_explanations(
     case: Case, *, flops: float, again: float, peak: float, step_s: float, watts: float | None, busy_s: float
 ) -> dict[str, str]:
-    """Return texts of utilisation and energy.
-
-    Parameters
-    ----------
-    case : Case
-    flops, again : float
-        Model FLOPs of a step, and those recomputation adds.
-    peak : float, FLOP/s
-        Of all devices of the plan.
-    step_s, busy_s : float, seconds
-    watts : float or None
-        Their power limits together.
-    """
+    """Return texts of utilisation and energy, of FLOPs once and again, and peak and watts of all devices."""
     many = _many(len(case.plan.ranks), "device")
     power = "null: no power limit is known for every device"
     if watts is not None:

@@ -17,13 +17,7 @@ def model_flops(case: Case, *, causal: bool) -> float:
 
 
 def recomputed_flops(case: Case, batch: Batch) -> float:
-    """Return the FLOPs of a step that backward runs again, full attention counted.
-
-    Parameters
-    ----------
-    case : Case
-    batch : Batch
-        Of this one case: layers and recompute rule of every distinct stage.
+    """Return the FLOPs of a step that backward runs again, full attention counted; the batch is of this case.
 
     Source
     ------

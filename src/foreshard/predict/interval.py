@@ -45,16 +45,7 @@ TRAINED = frozenset(("volta", "ampere", "ada", "hopper", "blackwell", "cdna3"))
 def conformal_quantile(scores: ArrayLike, level: float) -> float:
     """Return the score that a new exchangeable score stays below with probability at least `level`.
 
-    Parameters
-    ----------
-    scores : array, shape (n,)
-        Nonconformity scores of held-out rows.
-    level : float, in (0, 1)
-
-    Returns
-    -------
-    float
-        The ceil((n + 1) level)-th smallest score; infinite when n is too small for that level.
+    The ceil((n + 1) level)-th smallest of the n scores of held-out rows; infinite when n is too small.
 
     Source
     ------
@@ -91,17 +82,7 @@ def neighbour_distance(
 ) -> NDArray[np.float64]:
     """Return the distance of each query to its nearest data row, root mean square of scaled features.
 
-    Parameters
-    ----------
-    queries : array, shape (q, k)
-    data : array, shape (n, k)
-    scale : array, shape (k,)
-    skip_self : bool
-        The queries are the data: a row is not its own neighbour.
-
-    Returns
-    -------
-    ndarray, shape (q,)
+    With `skip_self` the queries are the data, and no row is its own neighbour.
     """
     a = np.atleast_2d(np.asarray(queries, float)) / np.asarray(scale, float)
     b = np.atleast_2d(np.asarray(data, float)) / np.asarray(scale, float)
@@ -114,13 +95,7 @@ def neighbour_distance(
 def widening(distance: ArrayLike, typical: float, rate: float = 0.5) -> NDArray[np.float64]:
     """Return the factor on an interval at a distance from the data: 1 up to `typical`, then a logarithm.
 
-    Parameters
-    ----------
-    distance : array
-    typical : float, > 0
-        The 90 % quantile of the distances between the data rows themselves.
-    rate : float
-        Extra width per factor e of distance beyond `typical`.
+    `typical` is the 90 % quantile of distances between data rows, `rate` the extra width per factor e beyond.
     """
     excess = np.maximum(np.asarray(distance, float) / max(typical, 1e-12), 1.0)
     return 1.0 + rate * np.log(excess)
@@ -131,13 +106,7 @@ def spread(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return (low, high) of predictions whose class has these bounds of the log residual.
 
-    Parameters
-    ----------
-    predicted : array, shape (q,), seconds or bytes
-    bounds : (float, float)
-        From `absolute_bounds` or `signed_quantiles`.
-    factor : array, shape () or (q,)
-        From `widening`; it stretches both ends away from the prediction.
+    `factor`, of `widening`, stretches both ends away from the prediction.
     """
     low, high = bounds
     value, wide = np.asarray(predicted, float), np.asarray(factor, float)
@@ -180,16 +149,8 @@ def class_of(
 ) -> tuple[str, ...]:
     """Return the classes of a prediction, the narrowest first.
 
-    Parameters
-    ----------
-    framework : Framework
-        Attention as separate kernels rests on other constants than flash attention.
-    parts : mapping
-        Seconds of the step by part; a step whose host time shows is a class of its own.
-    evidence : str
-        What the kernel times rest on: fitted, architecture or datasheet.
-    fidelity : str
-        datasheet, zero-shot or calibrated.
+    Separate attention kernels rest on other constants than flash attention, and a step whose host time shows
+    is a class of its own. `evidence` is what kernel times rest on: fitted, architecture or datasheet.
     """
     if any(block.lora_targets for block in model.blocks):
         kind = "lora"
@@ -241,15 +202,7 @@ def step_interval(
 ) -> tuple[float, float]:
     """Return the 90 % interval (low, high) of a predicted step time from the narrowest class there is.
 
-    Parameters
-    ----------
-    case : Case
-        The model, the plan and the framework count.
-    step_time_s : float, seconds
-    parts, evidence, fidelity
-        As in `class_of`.
-    classes : mapping or None
-        None: the shipped residuals.
+    `classes` are the shipped residuals unless given.
     """
     table = residual_classes() if classes is None else classes
     names = class_of(case.model, case.plan, case.framework, parts, evidence=evidence, fidelity=fidelity)

@@ -99,12 +99,8 @@ def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:
 def spread_stride(members: np.ndarray, domain: float) -> float:
     """Return the stride at which a communicator has as many members in a link domain as it really has.
 
-    Parameters
-    ----------
-    members : ndarray of int, shape (communicators, ranks)
-        Link domain of each member; the communicator that spreads widest counts.
-    domain : float
-        Devices of a full domain.
+    `members` holds the link domain of each member, shape (communicators, ranks); the communicator that
+    spreads widest counts. A full domain has `domain` devices.
     """
     count = members.shape[1]
     if count == 1:
@@ -124,17 +120,8 @@ def stage_strides(
 ) -> dict[str, float]:
     """Return the strides of every communicator a stage takes part in, from where its ranks are.
 
-    Parameters
-    ----------
-    plan : Plan
-    stage : Stage
-    domains : ndarray, shape (ranks,)
-        As :func:`link_domains` returns it.
-    domain : float
-        Devices of a full link domain.
-    across : dict
-        Strides of communicators over several groups, by first layer and domain, kept between the stages of a
-        plan: they are the same for every stage of the same layers.
+    `domains` is of `link_domains`; a full one has `domain` devices. `across` keeps the strides of
+    communicators over several groups, by first layer and domain: stages of the same layers have the same.
     """
     places = domains[np.array(stage.ranks)]
     dense = places.reshape(-1, stage.cp, stage.tp)  # tp fastest, then cp, then inner dp

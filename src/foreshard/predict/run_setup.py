@@ -51,20 +51,14 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """The model and how it is trained, whatever the plan.
-
-    Attributes
-    ----------
-    comm : mapping of str to bool
-        What is hidden otherwise than the framework does by default.
-    fidelity : {'zero-shot', 'datasheet'}
-    """
+    """The model and how it is trained, whatever the plan."""
 
     model: Model
     framework: Framework
     precision: str
     seq_len: int
     optimizer: str = "adamw"
+    # what is hidden otherwise than the framework does by default
     comm: Mapping[str, bool] = field(default_factory=dict)
     fidelity: str = "zero-shot"
 
@@ -175,15 +169,8 @@ class RunSetup:
     ) -> StageLoad:
         """Return what ranks hold, from how they execute layers.
 
-        Parameters
-        ----------
-        rank : RankShape
-        counts : sequence of array_like
-            Layers of each kind of block of the model.
-        in_flight : array_like
-            Micro-batches whose activations each layer holds at the peak.
-        channels : array_like
-            NCCL channels, see `nccl_channels`.
+        `counts` are the layers of each kind of block, `in_flight` the micro-batches whose activations each
+        layer holds at the peak, `channels` of `nccl_channels`.
         """
         model, precision = self.model, self.precision
         blocks = [block for block, _ in model.block_kinds()]

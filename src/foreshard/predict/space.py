@@ -28,12 +28,7 @@ def divisors(number: int) -> np.ndarray:
 
 
 def valid_plans(model: Model, cluster: Cluster, table: PlanTable, *, seq_len: int) -> np.ndarray:
-    """Return which plans keep the rules of `spec.layout.plan_from_degrees` and `spec.checks`.
-
-    Returns
-    -------
-    ndarray of bool, shape (plans,)
-    """
+    """Return which plans keep the rules of `spec.layout.plan_from_degrees` and `spec.checks`, a bool each."""
     t = table
     width = t.tp * t.cp * t.dp
     ok = (width * t.pp == cluster.num_devices) & (width % (t.ep * t.etp) == 0)
@@ -62,19 +57,9 @@ def draw_plans(
 ) -> PlanTable:
     """Return valid plans drawn from the whole space; equal plans may repeat.
 
-    Every degree is drawn among the divisors it may take and every option among all of its values,
-    independently; half of the draws each leave out context parallelism, virtual stages, shard groups and
-    offload. Only pipelines of several stages get virtual ones. Invalid draws are thrown away.
-
-    Parameters
-    ----------
-    model, cluster
-    num_plans : int
-    rng : numpy.random.Generator
-    global_batch, seq_len : int
-        Of every plan.
-    rules : tuple of str
-        Recompute rules to draw from.
+    Every degree is drawn among the divisors it may take and every option among all of its values (recompute
+    among `rules`), independently; half of the draws each leave out context parallelism, virtual stages, shard
+    groups and offload. Only pipelines of several stages get virtual ones. Invalid draws are thrown away.
     """
     found: list[PlanTable] = []
     missing = num_plans

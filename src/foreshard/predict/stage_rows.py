@@ -41,17 +41,9 @@ def extra_chunks(num_blocks: int, num_chunks: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_rows_of(model: Model, pp: np.ndarray, vpp: np.ndarray) -> StageRows:
-    """Return the distinct stages of pipelines of `pp` stages and `vpp` chunks per stage.
+    """Return the distinct stages of pipelines of `pp` stages and `vpp` chunks per stage, shape (plans,) each.
 
-    Parameters
-    ----------
-    model : Model
-    pp, vpp : ndarray of int, shape (plans,)
-
-    Returns
-    -------
-    StageRows
-        At most 4 rows for a model of equal blocks; all stages when its blocks differ.
+    At most 4 rows for a model of equal blocks; all stages when its blocks differ.
     """
     kinds = model.block_kinds()
     if len(kinds) == 1:

@@ -29,17 +29,8 @@ def moves_between(
     """Return the moves that give every rank what it wants, and layers of which nobody holds an item.
 
     An item comes from the holder that has sent the least so far, the items of a layer from one rank as far as
-    one has them; what a rank has already stays.
-
-    Parameters
-    ----------
-    held, wanted : mapping of rank to set of items
-    layer_of, order : callable of item
-        Its layer; what items that a rank lacks are sorted by.
-    weight : callable of item
-        Bytes, or anything in proportion.
-    link_cost : callable of (source, target)
-        Seconds a byte, or anything in proportion.
+    one has them; what a rank has already stays. Items that a rank lacks are sorted by `order`; `weight` is in
+    bytes and `link_cost` of (source, target) in seconds a byte, or anything in proportion.
     """
     found: Moves[Item] = {}
     load = dict.fromkeys(held, 0.0)

@@ -96,18 +96,10 @@ class Word(click.ParamType):  # type: ignore[type-arg]
 
 
 class Words(click.ParamType):  # type: ignore[type-arg]
-    """Words joined by commas, as a tuple in their order.
+    """Words joined by commas, as a tuple in their order; any words when none are known.
 
-    Parameters
-    ----------
-    *known : str
-        Any words when empty and `load` is not given.
-    alone : tuple of str
-        Words that stand by themselves and are returned as they are.
-    single : bool
-        Return one word as it is, not as a tuple of one.
-    load : callable, optional
-        Returns the known words where they are costly to import.
+    Words of `alone` stand by themselves and are returned as they are, one word as it is where `single`.
+    `load` returns the known words where they are costly to import.
     """
 
     def __init__(

@@ -36,24 +36,16 @@ from foreshard.spec.prediction import TIME_PARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """Seconds of a run's messages between stages, one way, of one chunk and one micro-batch.
+    """Seconds of a run's messages between stages, one way, of one chunk and one micro-batch."""
 
-    Attributes
-    ----------
-    near, far
-        One message inside a link domain, and one that leaves it.
-    after
-        From the last stage of the run to the stage after it.
-    each
-        To or from all neighbours of a stage, one after another.
-    port
-        Through the busier of a stage's two ports, to the network and to its link domain.
-    """
-
+    # one message inside a link domain, and one that leaves it
     near: Any
     far: Any
+    # from the last stage of the run to the stage after it
     after: Any
+    # to or from all neighbours of a stage, one after another
     each: Any
+    # through the busier of a stage's two ports, to the network and to its link domain
     port: Any
 
 
@@ -275,20 +267,13 @@ def _steady(batch: Batch, work: np.ndarray, messages: Messages) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndOfStep:
-    """What gradients and weights take outside the steady state on each run of stages, seconds.
+    """What gradients and weights take outside the steady state on each run of stages, seconds."""
 
-    Attributes
-    ----------
-    ready
-        Gathering the weights that the first forward needs.
-    tail
-        From the last backward until the gradients are reduced.
-    update
-        The optimizer, and gathering updated weights that no forward hides.
-    """
-
+    # gathering the weights that the first forward needs
     ready: np.ndarray
+    # from the last backward until the gradients are reduced
     tail: np.ndarray
+    # the optimizer, and gathering updated weights that no forward hides
     update: np.ndarray
 
 
@@ -402,16 +387,7 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
 def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     """Return the step time of every pipeline and its parts on the rank that sets the pace.
 
-    Parameters
-    ----------
-    batch : Batch
-    joined : bool
-        The pipelines are the groups of one plan and sum their gradients: none has them before the slowest.
-
-    Returns
-    -------
-    StepTimes
-        Arrays of shape (pipelines,).
+    Pipelines that are `joined` are the groups of one plan: none has its gradients before the slowest.
 
     Source
     ------

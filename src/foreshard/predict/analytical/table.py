@@ -64,26 +64,9 @@ def evaluate(
     fidelity: str = "zero-shot",
     comm: Mapping[str, bool] | None = None,
 ) -> TableResult:
-    """Return time and memory of every plan of a table.
+    """Return time and memory of every plan of a table on equal nodes, or raise SpecError where nodes differ.
 
-    Parameters
-    ----------
-    model : Model
-    cluster : Cluster
-        Equal nodes.
-    table : PlanTable
-        Valid plans: the rules of `spec.checks` are not checked again here.
-    framework, constants, seq_len, precision, optimizer, fidelity, comm
-        As in :func:`foreshard.predict.step.predict_timeline` and a Plan; the same for every plan.
-
-    Returns
-    -------
-    TableResult
-
-    Raises
-    ------
-    SpecError
-        When the nodes of the cluster differ.
+    The plans are valid: the rules of `spec.checks` are not checked again here.
     """
     setup = RunSetup(
         model=model,
@@ -119,16 +102,9 @@ def _real(values: Column) -> np.ndarray:
 
 
 class TableStages:
-    """The distinct stages of every plan of a table: what batch and memory are made from.
+    """The distinct stages of every plan of a table on equal nodes: what batch and memory are made from.
 
-    Parameters
-    ----------
-    setup : RunSetup
-    cluster : Cluster
-        Equal nodes.
-    table : PlanTable
-    rows : StageRows
-        Of the table's plans, as `stage_rows_of` has them.
+    `rows` are of the table's plans, as `stage_rows_of` has them.
     """
 
     def __init__(self, setup: RunSetup, cluster: Cluster, table: PlanTable, rows: StageRows):

@@ -56,12 +56,7 @@ def bucket_sync_s(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return seconds of reducing each bucket and of gathering its updated weights.
 
-    Parameters
-    ----------
-    params, expert_params : ndarray, shape (buckets,)
-        Trained parameters of this rank in each bucket.
-    machine : Machine
-        Of one stage, every field a number.
+    `params` are the trained parameters of this rank in each bucket; the machine is of one stage.
     """
     rank = machine.rank
     reduce, gather = sync_times(

@@ -27,23 +27,9 @@ _ROUNDS = (12, 18, 24)
 def graph_times(
     case: Case, batch: Batch, *, timeline: bool, compiled: bool = False
 ) -> tuple[dict[str, float], Timeline | None]:
-    """Return the exposed seconds of a step by part on the critical rank, and its timeline.
+    """Return the exposed seconds of a step by part on the critical rank, and when each task runs if asked.
 
-    Parameters
-    ----------
-    case : Case
-    batch : Batch
-        Of this one case.
-    timeline : bool
-        Also return when each task runs.
-    compiled : bool
-        Execute with numba; the same result.
-
-    Returns
-    -------
-    parts : dict
-        Every name of `TIME_PARTS`; they sum to the step time.
-    timeline : Timeline or None
+    The parts are all of `TIME_PARTS` and sum to the step. Numba (`compiled`) gives the same result.
 
     Source
     ------
@@ -110,7 +96,7 @@ def _parts(step: Step, times: critical_path.TaskTimes) -> dict[str, float]:
     parts["data_comm"] += float(step.data_s[on_rank].sum())
     parts["optimizer"] += float(prices.optimizer_s[stage])
     gaps = _gaps(times.start_s[on_rank], times.end_s[on_rank], times.makespan_s)
-    messages = _messages(step, lowered, stage)
+    messages = _messages(lowered, stage)
     data = np.array(lowered.data[stage], dtype=np.int64)
     hidden = _covered(gaps, times, messages)
     either = _covered(gaps, times, np.concatenate([messages, data]))
@@ -145,7 +131,7 @@ def _on_rank(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
     return program.resource_tasks[program.resource_indptr[stream] : program.resource_indptr[stream + 1]]
 
 
-def _messages(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
+def _messages(lowered: LoweredGroup, stage: int) -> np.ndarray:
     """Return the transfers a stage takes part in; only those it receives where they overlap compute."""
     shape, count = lowered.shape, lowered.prices.num_stages
     to = np.where(shape.kind == Kind.SEND_FORWARD, shape.stage + 1, shape.stage - 1) % count

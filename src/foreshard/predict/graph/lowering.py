@@ -21,20 +21,14 @@ _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoweredGroup:
-    """Where the tasks of one group lie in the program.
-
-    Attributes
-    ----------
-    first, last : ndarray, shape (tasks of the shape,)
-        First and last piece of each task of `shape`.
-    data : list of list of int
-        Per stage its tasks on the data stream.
-    """
+    """Where the tasks of one group lie in the program."""
 
     prices: GroupPrices
     shape: PipelineShape
+    # first and last piece of each task of `shape`; shape (tasks of the shape,)
     first: np.ndarray
     last: np.ndarray
+    # per stage its tasks on the data stream
     data: list[list[int]] = field(default_factory=list)
     ends: list[list[int]] = field(default_factory=list)  # per stage: tasks that the optimizer waits for
     optimizer: list[int] = field(default_factory=list)
@@ -51,16 +45,12 @@ class LoweredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """The program of a step.
-
-    Attributes
-    ----------
-    data_s : ndarray, shape (tasks,)
-        What gradient and weight collectives add to each task of a compute stream: slowdown and copies.
-    """
+    """The program of a step."""
 
     program: Program
     groups: list[LoweredGroup]
+    # what gradient and weight collectives add to each task of a compute stream: slowdown and copies; shape
+    # (tasks,)
     data_s: np.ndarray
 
 
@@ -76,11 +66,7 @@ class _Cut:
 def lower(prices: list[GroupPrices], contention: float) -> Step:
     """Return the program of one step of all distinct groups.
 
-    Parameters
-    ----------
-    prices : list of GroupPrices
-    contention : float
-        Seconds that a second of overlapped collective adds to compute.
+    A second of overlapped collective adds `contention` seconds to compute.
     """
     builder = ProgramBuilder()
     lowerings = [_GroupLowering(builder, price, contention) for price in prices]

@@ -17,16 +17,9 @@ def op_parts(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return device seconds by part, shape (4, stages, chunks) each, and host seconds of every op.
 
-    Parameters
-    ----------
-    sums : dict
-        Seconds of each task of `LayerTimes` over the layers of a chunk, shape (stages, chunks).
-    ends : dict
-        Seconds of each task of `EndTimes`, and of reducing a table every micro-batch, shape (stages, 1).
-    first, last : ndarray, shape (stages, chunks)
-        1 where a chunk holds the embedding, the head.
-    between : ndarray, shape (stages, 1)
-        Host seconds of an op outside its layers.
+    `sums` holds each task of `LayerTimes` over the layers of a chunk, `ends` each of `EndTimes` and the
+    reduction of a table every micro-batch; `first` and `last` are 1 where a chunk holds the embedding, the
+    head; `between` is host time outside the layers.
     """
     device = {name: np.zeros((4, *first.shape)) for name in TIME_PARTS}
     edge = first * ends["embedding_tensor"] / 2 + last * ends["head_tensor"] / 2

@@ -54,27 +54,20 @@ class Units:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPrices:
-    """Durations of one group's tasks.
+    """Durations of one group's tasks."""
 
-    Attributes
-    ----------
-    index : int
-        The group of the plan that stands for all groups like it.
-    parts : dict of ndarray, shape (4, stages, chunks, 2)
-        Seconds of each op by part; last axis: any micro-batch, the last (perhaps short) one.
-    units : list of list of Units
-        [stage][chunk].
-    machines : list of Machine
-        Per stage, every field a number.
-    """
-
+    # the group of the plan that stands for all groups like it
     index: int
     group: Group
     schedule: str
     num_chunks: int
+    # seconds of each op by part; last axis: any micro-batch, the last (perhaps short) one; shape (4, stages,
+    # chunks, 2)
     parts: dict[str, np.ndarray]
+    # [stage][chunk]
     units: list[list[Units]]
     spans: list[list[tuple[int, int]]]
+    # per stage, every field a number
     machines: list[Machine]
     send_forward_s: np.ndarray
     send_backward_s: np.ndarray

@@ -35,13 +35,7 @@ _SENDS = (int(Kind.SEND_FORWARD), int(Kind.SEND_BACKWARD))
 def timeline_of(case: Case, step: Step, times: TaskTimes, step_time_s: float) -> Timeline:
     """Return the events of one rank per stage of every distinct group, in order of start.
 
-    Parameters
-    ----------
-    case : Case
-    step : Step
-    times : foreshard.sim.critical_path.TaskTimes
-    step_time_s : float
-        The whole step; what follows the last task is waiting for stragglers.
+    What follows the last task up to `step_time_s` is waiting for stragglers.
     """
     events: list[Event] = []
     for lowered in step.groups:
