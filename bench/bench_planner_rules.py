@@ -60,7 +60,6 @@ RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "all rules": nullcontext,
     "subspaces in turn": _off(search, "next_subspace", _in_turn),
     "no interleaved pipelines": _off(search, "chunk_counts", lambda request: ()),
-    "no shares by real tails": _off(search, "engine_shares", lambda *asked: None),
     "no chunks laid out": _off(found, "laid_out", lambda request, plan: plan),
     "no chunks on plans as they are": _off(search, "_NEAREST", 0),
     "no more room in memory": _off(search, "_ROOMIER", 0),

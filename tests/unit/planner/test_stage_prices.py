@@ -7,7 +7,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.pricing.engine_times import engine_seconds, engine_shares
+from foreshard.planner.pricing.engine_times import engine_seconds
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest, checked_request
@@ -162,26 +162,6 @@ def test_memory_of_the_problem_is_never_more_than_the_engine_finds():
         memory = predict(request.model, request.cluster, plan, engine="analytical").memory
         assert memory.peak_bytes <= memory.capacity_bytes * 1.02
         checked += 1
-
-
-def test_shares_by_the_engine_are_no_worse():
-    request, rng = asked(*CASES[1]), np.random.default_rng(4)
-    problem = price_stages(request, (0, 1))
-    changed = 0
-    for _ in range(400):
-        arrangement = some_arrangement(problem, rng)
-        if arrangement is None or len(arrangement.templates) < 2 or changed >= 10:
-            continue
-        plan = plan_of(request, problem, arrangement)
-        other = None if plan is None else engine_shares(request, problem, arrangement, plan)
-        if other is None:
-            continue
-        assert sum(other.shares) == BATCH and min(other.shares) >= 1
-        before = engine_seconds(request, [plan])[0]
-        after = engine_seconds(request, [plan_of(request, problem, other)])[0]
-        assert after <= before * 1.02
-        changed += 1
-    assert changed >= 5
 
 
 def test_compute_alone_is_less_than_all():

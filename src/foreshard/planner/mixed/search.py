@@ -30,7 +30,7 @@ from foreshard.planner.mixed.interleaving import (
 from foreshard.planner.mixed.loading import HASTE, is_hasty
 from foreshard.planner.mixed.node_sets import capped, faster_by_s, node_sets
 from foreshard.planner.mixed.subspaces import Subspace, holding_down, next_subspace
-from foreshard.planner.pricing.engine_times import engine_shares, predicted
+from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.ranking import family_of, front_of
@@ -333,14 +333,8 @@ class MixedSearch:
         return scaled(capped(priced, self.request.max_devices), chunks, stages or 0)
 
     def _time_plain(self, problem: Problem, arrangement: Arrangement) -> float:
-        """Time the plan of an arrangement, and with shares balanced by the times of its stages there."""
         plan = plan_of(self.request, problem, arrangement)
-        if plan is None:
-            return np.inf
-        seconds = self.found.take(plan)
-        again = engine_shares(self.request, problem, arrangement, plan)
-        other = None if again is None else plan_of(self.request, problem, again)
-        return seconds if other is None else min(seconds, self.found.take(other))
+        return np.inf if plan is None else self.found.take(plan)
 
     def _time_interleaved(self, chunks: int, problem: Problem, arrangement: Arrangement) -> float:
         plan = plan_in_chunks(self.request, problem, arrangement, chunks)

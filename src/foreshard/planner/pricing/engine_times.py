@@ -1,15 +1,12 @@
-"""What the engine says of plans that an abstract problem proposes, and shares by what it says."""
+"""What the engine says of plans that an abstract problem proposes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.solver.problem import Arrangement, Problem, pipeline_rate, spread_factor
-from foreshard.planner.solver.shares import balance
 from foreshard.predict.source import FormulaSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
@@ -37,31 +34,6 @@ def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> 
         engine=request.engine,
         usd_per_device_hour=usd_per_device_hour,
     )
-
-
-def engine_tails(request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan) -> list[float]:
-    """Return the tail of each pipeline of an arrangement on the ranks of its plan, seconds.
-
-    The problem takes tails at their best; on concrete ranks pipelines differ in what they lose to that.
-    """
-    step = steps_of(request).times(plan)
-    factor = spread_factor(problem, len(plan.ranks))
-    return [
-        max(0.0, float(total) / factor - pipeline_rate(problem, template).seconds(share))
-        for total, template, share in zip(step.total, arrangement.templates, arrangement.shares, strict=True)
-    ]
-
-
-def engine_shares(
-    request: PlanRequest, problem: Problem, arrangement: Arrangement, plan: Plan
-) -> Arrangement | None:
-    """Return an arrangement with shares balanced over the tails of its plan, None if unchanged."""
-    tails = engine_tails(request, problem, arrangement, plan)
-    rates = [pipeline_rate(problem, template) for template in arrangement.templates]
-    shares = balance(rates, tails, problem.global_batch)
-    if shares is None or shares == arrangement.shares:
-        return None
-    return replace(arrangement, shares=shares)
 
 
 def predicted(request: PlanRequest, plan: Plan) -> Prediction:
