@@ -57,6 +57,8 @@ def _dimensions() -> Mapping[str, _Dimension]:
         "w": _Dimension("A power", "700 W", _scaled(_DECIMAL | _MILLI, "W")),
         "j": _Dimension("An energy", "3.6 MJ", joules),
         "hz": _Dimension("A frequency", "1980 MHz", _scaled(_DECIMAL, "Hz")),
+        "kg": _Dimension("A mass", "0.5 kg", {"g": 1e-3, "kg": 1.0, "t": 1e3}),
+        "part": _Dimension("A part", "50 %", {"%": 0.01}),
         "usd": _Dimension("A price", "20 USD", {"USD": 1.0, "$": 1.0}),
         "usd_per_h": _Dimension("A price per hour", "98.32 USD/h", prices),
     }
@@ -73,8 +75,8 @@ def parse(text: object, dimension: str) -> float:
     text : str
         A non-negative number and a unit, for instance ``"80 GiB"``, ``"400 Gb/s"``, ``"5 us"``.
     dimension : str
-        ``bytes``, ``bytes_per_s``, ``s``, ``flops``, ``flops_per_s``, ``w``, ``j``, ``hz``, ``usd`` or
-        ``usd_per_h``.
+        ``bytes``, ``bytes_per_s``, ``s``, ``flops``, ``flops_per_s``, ``w``, ``j``, ``hz``, ``kg``, ``part``,
+        ``usd`` or ``usd_per_h``.
 
     Returns
     -------

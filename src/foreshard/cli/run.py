@@ -30,14 +30,17 @@ SEED = Count(-(2**63), 2**63 - 1)
 @click.argument("job", metavar="JOB.py")
 @click.option("--plan", "plan_file", metavar="FILE", required=True, help="The plan to run.")
 @click.option(
-    "--local", type=int, metavar="N", help="Start N ranks on this machine; else be a rank of torchrun."
+    "--local",
+    type=Count(1, 1024),
+    metavar="N",
+    help="Start N ranks on this machine; else be a rank of torchrun.",
 )
 @click.option("--steps", type=Count(), default=100, show_default=True, help="Steps to train.")
 @click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
 @click.option(
     "--dtype",
-    type=Word("fp32", "bf16", "fp64"),
-    help="Instead of the plan's precision; bf16 by autocast, fp64 builds the layers in it.",
+    type=Word("fp32", "tf32", "bf16", "fp16", "fp64"),
+    help="Instead of the plan's precision; bf16 and fp16 by autocast, fp64 builds the layers in it.",
 )
 @click.option(
     "--seed", type=SEED, default=0, show_default=True, help="Of first values, order of samples, dropout."
@@ -67,19 +70,21 @@ SEED = Count(-(2**63), 2**63 - 1)
 @click.option("--cluster", metavar="CLUSTER", help="What the ranks are: devices, links, prices, power.")
 @click.option(
     "--detect-s",
-    type=Amount(0.2, 86400),
+    type=Amount(0.2, 86400, dimension="s"),
     default=30.0,
     show_default=True,
     help="Silence after which a rank is lost.",
 )
 @click.option(
     "--progress-s",
-    type=Amount(1, 86400),
+    type=Amount(1, 86400, dimension="s"),
     default=60.0,
     show_default=True,
     help="Least time at one activity after which a rank hangs; ten times as long as ever before, at least.",
 )
-@click.option("--interface", metavar="ADDRESS", help="Address of this host that ranks meet on.")
+@click.option(
+    "--interface", metavar="ADDRESS", help="Address, or network interface, of this host that ranks meet on."
+)
 @click.option(
     "--port",
     type=Count(0, 65535),
@@ -183,8 +188,11 @@ def command(job: str, plan_file: str, **options: Any) -> None:
 
 def check(options: dict[str, Any]) -> None:
     """Raise for a folder that cannot be made, and for options that do not go together."""
-    if not os.path.isdir(_existing(options["out"])):
-        raise cannot_write(options["out"], OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    for place, is_file in ((options["out"], False), (options.get("trace"), True)):
+        if place is not None and (code := _obstacle(place, is_file)):
+            raise cannot_write(place, OSError(code, os.strerror(code)))
+    if options.get("policy") == "static" and options.get("costs") is None:
+        _check_unused(options)
     if options.get("secret_file") and options.get("local") is not None:
         what = "--secret-file with --local"
         rule = "Ranks of one machine get their secret from the folder of the run"
@@ -194,6 +202,28 @@ def check(options: dict[str, Any]) -> None:
         rule = "Ranks are started here or by torchrun"
         fix = "Add --local N, or start with torchrun --no-python foreshard run ..."
         raise SpecError("neither --local nor torchrun", key="--local", rule=rule, fix=fix)
+
+
+def _obstacle(path: str, is_file: bool) -> int:
+    """Return the number of the error for which a folder, or a file, could not be made; 0 where it could."""
+    if not path:
+        return errno.ENOENT
+    if is_file and os.path.isdir(path):
+        return errno.EISDIR
+    above = _existing(os.path.dirname(os.path.abspath(path)) if is_file else path)
+    if not os.path.isdir(above):
+        return errno.ENOTDIR
+    return 0 if os.access(above, os.W_OK | os.X_OK) else errno.EACCES
+
+
+def _check_unused(options: dict[str, Any]) -> None:
+    """Check what only a policy reads, and say that nothing reads it."""
+    from foreshard.api import load_cluster, load_model
+
+    for name, load in (("cluster", load_cluster), ("model", load_model)):
+        if options.get(name) is not None:
+            load(options[name])
+            say(f"--{name} is of no use without --policy" + (" or --costs" if name == "cluster" else ""))
 
 
 def _existing(path: str) -> str:

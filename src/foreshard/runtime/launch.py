@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.errors import SpecError
-from foreshard.profile.address import own_address
+from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.hardware import Emulation, no_words
@@ -77,7 +77,7 @@ def launch(
             rule="The job is a Python file",
             fix="See examples/jobs/gpt_job.py",
         )
-    plan = load_plan(plan_file)
+    plan, interface = load_plan(plan_file), interface_address(interface)
     if dtype is not None:  # in double precision the job's layers are built as such: autocast stays off
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
     check_runnable(plan, file=plan_file)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.adaptive.idle_probe import Probe
 from foreshard.runtime.checkpoint.saving import Checkpoints
@@ -386,6 +388,8 @@ class Trainer:
             self._layout = layout
             self.state.arrange(layout, sharding)
             self.update.arrange(self.state, plan)
+            if plan.precision == "tf32":
+                torch.set_float32_matmul_precision("high")  # unlike autocast it has no context
             self._stage = StageRuntime(self.context, world, layout, sharding, self.state, self._feed)
             self._feed = self._stage.feed
 

@@ -64,6 +64,7 @@ class RankWorker:
         self.progress.arm()
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, trackers=work.trackers)
+        self._log_warnings()
         hardware.use_device(
             work.device, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         )
@@ -102,7 +103,6 @@ class RankWorker:
             resume=work.resume,
             locate=lambda: rendezvous_address(self.out),
         )
-        self._log_warnings()
         self._saved_last = False
         self._requests = Requests(self.out)
         self._asked: tuple[int, Plan, Plan] | None = None
@@ -327,7 +327,8 @@ class RankWorker:
         show, logged = warnings.showwarning, set[str]()
 
         def log(message: Any, category: type[Warning], *where: Any) -> None:
-            leads = self.rank == self.membership.generation.ranks[0]
+            membership = vars(self).get("membership")  # none yet while the job is loaded
+            leads = self.rank == (0 if membership is None else membership.generation.ranks[0])
             if issubclass(category, UserWarning) and leads and str(message) not in logged:
                 logged.add(str(message))
                 self.metrics.event("warning", str(message))

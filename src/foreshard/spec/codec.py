@@ -40,6 +40,7 @@ _MAX_CHARS = 64
 _MAX_WHY = 80  # of what a parser says
 _SEE_SCHEMA = "See 'foreshard schema'"
 _SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float8": "fp8"}
+_SPELLINGS |= {"float64": "fp64", "double": "fp64", "gpu": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 from foreshard.errors import SpecError
 from foreshard.spec import codec
 from foreshard.spec.codec import Range, Size, Unit
+from foreshard.units import parse
 
 What = Literal["speed", "bandwidth", "price", "carbon", "availability"]
 How = Literal["fixed", "one-at-a-time", "markov", "diurnal", "co-located", "failures", "trace"]
@@ -171,12 +173,22 @@ _PERIODS = {"step": "step", "s": "second", "h": "hour"}
 _KINDS = {"energy_j": "joule"} | {kind: kind for kind in ("usd", "rent_usd", "egress_usd", "carbon_kg")}
 
 
-def budget_table(text: str) -> BudgetTable:
-    """Return the budget that ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5`` names."""
+def budget_words(text: str) -> tuple[str, str]:
+    """Return name and limit of a budget as written: usd/hour = 3 is usd_per_h=3."""
     name, _, value = text.partition("=")
+    name = re.sub(r"\s", "_", name.strip().lower().replace("/", "_per_"))
+    return re.sub(r"_per_(hour|hr)$", "_per_h", name), value.strip()
+
+
+def budget_table(text: str) -> BudgetTable:
+    """Return the budget that ``usd_per_h=3.5``, ``energy_j_per_step=900 kJ`` or ``duty:2=50 %`` names.
+
+    A limit without a unit is in the one of its name.
+    """
+    name, value = budget_words(text)
     kind, _, rank = name.partition(":")
     quantity, _, period = name.rpartition("_per_")
-    duty = kind == "duty" and rank.isdecimal() and len(rank) < 7
+    duty = kind == "duty" and rank.isascii() and rank.isdecimal() and len(rank) < 7
     if not duty and (quantity not in _KINDS or period not in _PERIODS):
         rule = (
             f"Budgets are QUANTITY_per_PERIOD, of {', '.join(_KINDS)} and {', '.join(_PERIODS)}, and "
@@ -184,10 +196,13 @@ def budget_table(text: str) -> BudgetTable:
         )
         fix = "Write it like usd_per_h=3.5"
         raise SpecError(f"unknown budget {name!r}", key="--budget", value=text, fix=fix, rule=rule)
-    try:
+    limit = 0.0
+    with suppress(ValueError):
         limit = float(value)
-    except ValueError:
-        limit = 0.0
+    if not limit:
+        unit = "part" if duty else next(unit for unit in ("usd", "kg", "j") if unit in quantity.split("_"))
+        with suppress(SpecError):
+            limit = parse(value, unit)
     if not 1e-12 <= limit <= (1.0 if duty else 1e15):
         rule = "A number above 0" + (", at most 1" if duty else "")
         fix = f"Write it like {name}=0.5"

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from foreshard.errors import ForeshardError
 from foreshard.profile.address import own_address
 from foreshard.runtime import launch
 from foreshard.spec.plan_file import parse_plan
@@ -183,3 +184,81 @@ def test_hosts_that_cannot_meet_are_bad_input(shell, tmp_path, job, monkeypatch,
     told = shell("run", "--plan", file, "--out", tmp_path / "run", job)
     assert told.code == 2 and said in told.err and "--interface" in told.err
     assert not (tmp_path / "run" / "supervisor.json").exists()
+
+
+@pytest.fixture
+def launched(shell, tmp_path, job, monkeypatch):
+    """Return a function of words that gives what the run is started with, or what is said instead."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(plan_dict()))
+    given = {}
+
+    def take(*names, **options):
+        given.update(options)
+        raise ForeshardError("not started here")
+
+    monkeypatch.setattr(launch, "launch", take)
+
+    def call(*words):
+        given.clear()
+        ended = shell("run", "--plan", plan, "--local", 3, "--out", tmp_path / "out", *words, job)
+        return dict(given), ended
+
+    return call
+
+
+NUMBERS = {"7": 7, " 7": 7, "+7": 7, "7.0": 7, "7e3": 7000, "1_000": 1000, "12,000": 12000}
+SECONDS = {"5": 5.0, "5s": 5.0, "5 s": 5.0, "5000 ms": 5.0, "2 min": 120.0, "1h": 3600.0, "1e1": 10.0}
+NAMES = {
+    "--dtype": {"bfloat16": "bf16", "BF16": "bf16", "float32": "fp32", "half": "fp16", "double": "fp64"},
+    "--device": {"gpu": "cuda", "GPU": "cuda", "CPU": "cpu"},
+    "--policy": {"Static": "static"},
+}
+COUNTS = ("--steps", "--seed", "--checkpoint-every", "--eval-every", "--keep", "--threads", "--max-starts")
+
+
+def test_numbers_times_and_words_are_read_as_people_write_them(launched):
+    ways = (
+        {option: NUMBERS for option in COUNTS}
+        | dict.fromkeys(("--detect-s", "--progress-s"), SECONDS)
+        | NAMES
+    )
+    for option, meanings in ways.items():
+        for text, meant in meanings.items():
+            given, ended = launched(option, text)
+            assert given.get(option[2:].replace("-", "_")) == meant, (option, text, ended.err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--steps", "10k"),
+        ("--steps", "1,00"),
+        ("--steps", "7.5"),
+        ("--steps", "1e99"),
+        ("--steps", "nan"),
+        ("--steps", "٣"),
+        ("--local", "0"),
+        ("--local", "-1"),
+        ("--local", "99999"),
+        ("--detect-s", "5 parsecs"),
+        ("--detect-s", "5 GB"),
+        ("--progress-s", "1 ms"),
+        ("--device", "xpu"),
+        ("--out", ""),
+        ("--trace", ""),
+        ("--trace", "."),
+        ("--trace", f"{__file__}/trace.json"),
+        ("--cluster", "nonsense"),
+        ("--model", "nonsense"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_meant_is_refused_before_a_rank_is_started(launched, words):
+    given, ended = launched(*words)
+    assert not given and ended.code == 2 and words[0] in ended.err + "--out --trace"
+
+
+def test_options_that_nothing_reads_are_said(launched):
+    _, ended = launched("--cluster", "1x4xa100-sxm-80gb", "--model", "gpt2")
+    assert "--cluster is of no use" in ended.err and "--model is of no use" in ended.err

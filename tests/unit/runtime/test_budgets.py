@@ -106,3 +106,22 @@ def test_a_step_costs_what_its_ranks_do():
     assert cost("energy_j_per_step=1") == pytest.approx(2 * 300 + 100 + 20)
     assert cost("carbon_kg_per_step=1") == pytest.approx((600 * 0.5 + 120 * 0.1) / 3.6e6)
     assert (cost("duty:2=1"), cost("duty:1=1")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("usd_per_hour = 3", "usd_per_h=3"),
+        ("USD/h=3 $", "usd_per_h=3"),
+        ("energy_j_per_h=1 kWh", "energy_j_per_h=3.6e6"),
+        ("carbon_kg_per_step=500 g", "carbon_kg_per_step=0.5"),
+        ("duty:2=50 %", "duty:2=0.5"),
+    ],
+)
+def test_budgets_are_read_as_people_write_them(text, same):
+    assert budget_of(text) == budget_of(same)
+
+
+def test_two_limits_of_one_budget_are_refused():
+    with pytest.raises(SpecError, match="two limits"):
+        check_budgets([budget_of("duty:1=0.5"), budget_of("duty:1=50 %")], LAB.cluster())

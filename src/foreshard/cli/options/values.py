@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any
 
 import click
 
+from foreshard.errors import SpecError
 from foreshard.spec.codec import spelled
+from foreshard.units import parse
 
 # Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
@@ -28,31 +32,39 @@ class Count(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number, or fail naming the range."""
         text = str(value)
-        digits = text.removeprefix("-")
-        if len(text) < 20 and digits.isascii() and digits.isdecimal() and self.low <= int(text) <= self.high:
-            return int(text)
+        digits = re.sub("[,_]", "", text) if _GROUPED.fullmatch(text) else text.strip()
+        number = Decimal(digits) if len(text) < 40 and _WHOLE.fullmatch(digits) else Decimal("nan")
+        if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
+            return int(number)
         self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
 
 
+_GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+")
+_WHOLE = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
+
+
 class Amount(click.ParamType):  # type: ignore[type-arg]
-    """A finite number above zero, or from `low` to `high`."""
+    """A finite number above zero, or from `low` to `high`; of a dimension also with a unit, as 5 min."""
 
     name = "X"
 
-    def __init__(self, low: float = 0.0, high: float = MAX_AMOUNT):
-        self.low, self.high = low, high
+    def __init__(self, low: float = 0.0, high: float = MAX_AMOUNT, *, dimension: str | None = None):
+        self.low, self.high, self.dimension = low, high, dimension
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail."""
-        try:
+        number = math.nan
+        with suppress(ValueError, OverflowError):
             number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
+        if math.isnan(number) and self.dimension is not None:
+            with suppress(SpecError):
+                number = parse(str(value), self.dimension)
         if number > 0 and self.low <= number <= self.high:
             return number
         text = str(value)[:40]
         suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
         hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
+        hint = "" if self.dimension is not None else hint
         limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
         self.fail(f"{text!r} is not a number {limits}{hint}", param, ctx)
 
@@ -73,7 +85,7 @@ _MEANT = {
 
 
 class Word(click.ParamType):  # type: ignore[type-arg]
-    """One of the known words; another fails with the one that was likely meant."""
+    """One of the known words, in any case; another fails with the one that was likely meant."""
 
     name = "WORD"
 

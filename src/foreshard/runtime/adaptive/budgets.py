@@ -9,7 +9,7 @@ from foreshard.control.slots import Budget, State
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
-from foreshard.spec.scenario import budget_table
+from foreshard.spec.scenario import budget_table, budget_words
 
 NAMES = tuple(
     f"{quantity}_per_{period}" for quantity in ("usd", "energy_j", "carbon_kg") for period in ("h", "step")
@@ -19,7 +19,7 @@ _RULE = f"Budgets are {', '.join(NAMES)}, and duty:RANK, the part of the time th
 
 def budget_of(text: str) -> Budget:
     """Return a budget from ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5``."""
-    name = text.partition("=")[0]
+    name, _ = budget_words(text)
     if name not in NAMES and not name.startswith("duty:"):
         raise SpecError(
             f"unknown budget {name!r}",
@@ -39,7 +39,16 @@ def check_budgets(budgets: Sequence[Budget], cluster: Cluster) -> None:
     power = {"power": [power_w(nodes)[0] if nodes.device.tdp_w else nodes.busy_w for nodes in cluster.nodes]}
     carbon = {"carbon_kg_per_kwh": [nodes.carbon_kg_per_kwh for nodes in cluster.nodes]}
     needed = {"usd": usd, "joule": power, "carbon_kg": power | carbon}
+    names = [budget.name for budget in budgets]
     for budget in budgets:
+        if names.count(budget.name) > 1:
+            raise SpecError(
+                f"{budget.name} has two limits",
+                key="--budget",
+                value=budget.name,
+                rule="A budget has one limit",
+                fix="Give it once",
+            )
         if budget.worker is not None and budget.worker >= cluster.num_devices:
             raise SpecError(
                 f"rank {budget.worker} of {cluster.num_devices}",

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
@@ -23,17 +24,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from foreshard.errors import SpecError
+from foreshard.profile.batches import as_tuple
 from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of, layers_of
 from foreshard.runtime.job.user_code import USER_RULE, user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
 OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan", "on_step", "evaluate")
+_MEANT = {
+    "collate_fn": "collate",
+    "lr_schedule": "lr",
+    "lr_lambda": "lr",
+    "scheduler": "lr",
+    "eval": "evaluate",
+    "validate": "evaluate",
+}
+"""Usual names of what a job may define."""
 _INPUT_KEYS = ("input_ids", "pixel_values", "x", "inputs")
 _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(params)"
 _LR_RULE = "It returns the factor on the learning rate, a number"
+_TIED_RULE = "tied has groups of (layer, parameter name)"
 _LOSS_RULE = "It returns the sum over what is counted, and the count"
 _BATCH_STATISTICS = (
     "BatchNorm in training takes its statistics from the samples of one micro-batch on one rank: the result "
@@ -144,8 +156,9 @@ class Job:
             For callables; modules are tied by holding the same parameter.
         """
         path, model = more.get("path"), layers
+        _check_parts(more, path)
         layers = layers_of(model, path)
-        builders, found = builders_of(layers, seed, _keys(tied), path)
+        builders, found = builders_of(layers, seed, _keys(tied, path), path)
         if hasattr(model, "config"):
             more["names"] = _whole_names(model, layers)
             more["config"] = json.loads(model.config.to_json_string(use_diff=False))
@@ -154,8 +167,7 @@ class Job:
             if more.get(name) is not None:
                 more[name] = _guarded(more[name], name, path)
         if more.get("lr") is not None:
-            given_lr = more["lr"]
-            more["lr"] = _guarded(lambda step: float(given_lr(step)), "lr", path, rule=_LR_RULE)
+            more["lr"] = _guarded_lr(more["lr"], path)
         if more.get("evaluate") is not None:
             more["evaluate"] = _guarded_evaluation(more["evaluate"], path)
         more["optimizer"] = _guarded_optimizer(optimizer, path)
@@ -178,7 +190,8 @@ def load_job(path: str, *, seed: int = 0) -> Job:
     if lacking:
         names, fix = ", ".join(f"{name}()" for name in lacking), "See examples/jobs/gpt_job.py"
         raise SpecError(f"no {names}", file=path, key=lacking[0], rule=_RULE, fix=fix)
-    more = {name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)}
+    more = {name: found for name in OPTIONAL if (found := getattr(module, name, None)) is not None}
+    _warn_of_unread(module, path)
     if callable(more.get("tensor_plan")):
         with user_code("tensor_plan", path):
             more["tensor_plan"] = more["tensor_plan"]()
@@ -234,8 +247,51 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
-    return tuple(tuple((layer, name) for layer, name in group) for group in tied)
+def _keys(tied: Iterable[Iterable[Key]], path: str | None) -> Tied:
+    try:
+        groups = tuple(tuple((layer, name) for layer, name in group) for group in tied)
+    except (TypeError, ValueError):
+        groups = (((-1, str(tied)),),)
+    for layer, name in (key for group in groups for key in group):
+        if not isinstance(layer, int) or layer < 0 or not isinstance(name, str):
+            fix = 'Write it like [((0, "words.weight"), (7, "scores.weight"))]'
+            raise SpecError(f"{name!r} is no name", file=path, key="tied", rule=_TIED_RULE, fix=fix)
+    return groups
+
+
+def _check_parts(parts: Mapping[str, Any], path: str | None) -> None:
+    """Raise for an optional part of a job that is not what it should be: it would be left out in silence."""
+    functions = ("collate", "inputs", "lr", "on_step", "evaluate")
+    kinds: dict[str, tuple[Callable[[Any], bool], str]]
+    kinds = {name: (callable, "a function") for name in functions}
+    kinds["fixed_shapes"] = (lambda value: isinstance(value, bool), "True or False")
+    kinds["tensor_plan"] = (_is_roles, "roles by name of a module")
+    for name, (is_right, what) in kinds.items():
+        value = parts.get(name)
+        if value is not None and not is_right(value):
+            raise SpecError(
+                f"{name} is of type {type(value).__name__}",
+                file=path,
+                key=name,
+                rule=f"{name} is {what}",
+                fix="Leave it out, or see docs/runtime_jobs.md",
+            )
+
+
+def _is_roles(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(each, str) for pair in value.items() for each in pair
+    )
+
+
+def _warn_of_unread(module: Any, path: str) -> None:
+    """Warn of functions whose names are nearly those that a job may define: nothing calls them."""
+    missing = [name for name in OPTIONAL if not hasattr(module, name)]
+    for name, value in vars(module).items():
+        own = callable(value) and getattr(value, "__module__", "") == module.__name__
+        near = _MEANT.get(name) or next(iter(get_close_matches(name, OPTIONAL, n=1, cutoff=0.8)), None)
+        if own and near in missing:
+            warnings.warn(f"{path} defines {name}, which is not read. Did you mean {near!r}?", stacklevel=2)
 
 
 def _guarded(function: Any, name: str, path: str | None, *, rule: str = USER_RULE) -> Any:
@@ -248,6 +304,22 @@ def _guarded(function: Any, name: str, path: str | None, *, rule: str = USER_RUL
     return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded
 
 
+def _guarded_lr(function: Any, path: str | None) -> Any:
+    """Return the factor on the learning rate with a check that it is a finite number."""
+
+    def guarded(step: int) -> float:
+        with user_code("lr", path, rule=_LR_RULE):
+            factor = float(function(step))
+        if not math.isfinite(factor):
+            what = f"lr gave {factor:g} for step {step}"
+            raise SpecError(
+                what, file=path, key="lr", value=step, rule=_LR_RULE, fix="Return 1.0 for no change"
+            )
+        return factor
+
+    return guarded
+
+
 def _guarded_optimizer(function: Any, path: str | None) -> Any:
     """Return the optimizer with a check; one of `named_parameters` gets names with the parameters."""
     make = _guarded(function, "optimizer", path)
@@ -256,7 +328,8 @@ def _guarded_optimizer(function: Any, path: str | None) -> Any:
 
     def guarded(params: list[Any]) -> torch.optim.Optimizer:
         named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(params)]
-        found = make(named if takes_names else [parameter for _, parameter in named])
+        given = [parameter for _, parameter in named]
+        found = make(named if takes_names else given)
         if not isinstance(found, torch.optim.Optimizer):
             raise SpecError(
                 f"optimizer(params) gave {type(found).__name__}",
@@ -264,6 +337,15 @@ def _guarded_optimizer(function: Any, path: str | None) -> Any:
                 key="optimizer",
                 rule="It returns a torch.optim.Optimizer over the parameters it is given",
                 fix="Return torch.optim.AdamW(params, lr=1e-3), or another",
+            )
+        taken = {id(parameter) for group in found.param_groups for parameter in group["params"]}
+        if taken - set(map(id, given)):
+            raise SpecError(
+                "optimizer(params) gave an optimizer of other parameters",
+                file=path,
+                key="optimizer",
+                rule="It returns a torch.optim.Optimizer over the parameters it is given",
+                fix="Give it params: they are those that a rank updates",
             )
         return found
 
@@ -298,6 +380,17 @@ def _guarded_loss(function: Any, path: str | None) -> Any:
                 rule=_LOSS_RULE,
                 fix="Return (sum, number of targets)",
             )
+        trains = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad for each in as_tuple(output)
+        )
+        if trains and not total.requires_grad:
+            raise SpecError(
+                "loss gave a sum without a gradient",
+                file=path,
+                key="loss",
+                rule="It returns a sum that depends on the output: nothing would be trained",
+                fix="Leave out detach() and no_grad()",
+            )
         if not 0 <= float(count) < math.inf:
             raise SpecError(
                 f"loss gave a count of {float(count):g}",
@@ -317,9 +410,7 @@ def _guarded_evaluation(function: Any, path: str | None) -> Any:
 
     def guarded(model: Any, step: int) -> dict[str, float]:
         found = evaluate(model, step)
-        if isinstance(found, Mapping) and all(
-            isinstance(v, Real) or hasattr(v, "item") for v in found.values()
-        ):
+        if isinstance(found, Mapping) and all(_is_number(value) for value in found.values()):
             return {str(name): float(value) for name, value in found.items()}
         what = f"evaluate gave {type(found).__name__}"
         rule = "It returns numbers by name"
@@ -328,15 +419,22 @@ def _guarded_evaluation(function: Any, path: str | None) -> Any:
     return guarded
 
 
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.size == 1)
+
+
 def _readable(dataset: Any, path: str | None) -> Any:
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if not is_map and not hasattr(dataset, "__iter__"):
+    has_no_samples = isinstance(dataset, str | bytes | Mapping | DataLoader)  # texts, splits by name, batches
+    if has_no_samples or (not is_map and not hasattr(dataset, "__iter__")):
         raise SpecError(
             f"dataset() gave {type(dataset).__name__}",
             file=path,
             key="dataset",
-            rule="A dataset has __len__ and __getitem__, or __iter__",
-            fix="Return one of torch.utils.data, a list or a tensor",
+            rule="A dataset has __len__ and __getitem__, or __iter__, and gives single samples",
+            fix="Return one of torch.utils.data, a list or a tensor; of a loader its dataset",
         )
     return dataset
 

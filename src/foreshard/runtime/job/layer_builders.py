@@ -45,12 +45,21 @@ def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[li
     if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
         builders = [_seeded(layer, seed, index, path) for index, layer in enumerate(layers)]
         return _with_tied(builders, tied, path), tied
+    odd = next((each for each in layers if not callable(each)), None)
+    if odd is not None:
+        raise SpecError(
+            f"model() gave a {type(odd).__name__} among its layers",
+            file=path,
+            key="model",
+            rule="A layer is a module, or a callable that gives one",
+            fix="See examples/jobs/gpt_job.py",
+        )
     raise SpecError(
         "model() gave modules and callables mixed",
         file=path,
         key="model",
         rule="The list holds modules only or callables that give modules only",
-        fix="Write lambda: before each module, or before none",
+        fix="Write lambda: before each module, or before none; a function is wrapped in a module",
     )
 
 

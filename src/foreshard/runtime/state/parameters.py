@@ -11,7 +11,7 @@ from foreshard.runtime.job.job import Job
 from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey
 from foreshard.runtime.state.slices import SliceCut, parse_name
 from foreshard.runtime.tensor.sequence import SequenceLayer
-from foreshard.runtime.tensor.split import LayerSplit, split_of
+from foreshard.runtime.tensor.split import LayerSplit, check_declared, split_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,11 @@ def parameters_of(job: Job) -> Parameters:
     sizes: dict[ParameterKey, int] = {}
     users: dict[ParameterKey, list[int]] = {}
     splits: dict[int, LayerSplit] = {}
-    sequential = []
+    sequential, names = [], set[str]()
     for layer in range(job.num_layers):
         with torch.device("meta"):
             module = job.layer(layer)
+        names.update(name for name, _ in module.named_modules() if name)
         if isinstance(module, SequenceLayer):
             sequential.append(layer)
         split = split_of(module, job.tensor_plan, job.path, [own for at, own in first if at == layer])
@@ -64,6 +65,7 @@ def parameters_of(job: Job) -> Parameters:
                 key = first.get((layer, name), (layer, name))
                 sizes[key] = parameter.numel()
                 users.setdefault(key, []).append(layer)
+    check_declared(job.tensor_plan, names, job.path)
     return Parameters(
         sizes=sizes,
         users={key: tuple(layers) for key, layers in users.items()},

@@ -109,13 +109,7 @@ def split_of(
             roles[name] = _parse_role(role, path)
     for wanted in plan.roles if own is not None else ():
         if not any(_means(wanted, name) for name in roles):
-            raise SpecError(
-                f"the layer has no module {wanted!r}",
-                file=path,
-                key="tensor_plan",
-                value=wanted,
-                rule="A plan names modules of the layer",
-            )
+            raise _no_module("the layer has no", wanted, path)
     if not roles:
         return None
     cuts, shared = _cuts(module, roles, path)
@@ -128,6 +122,19 @@ def split_of(
         cuts = {other: cut for other, cut in cuts.items() if other.rpartition(".")[0] != owner}
     shapes = {name: tuple(parameters[name].shape) for name in cuts}
     return LayerSplit(plan=plan, roles=roles, cuts=cuts, shared=shared, shapes=shapes) if roles else None
+
+
+def check_declared(declared: Mapping[str, str], names: Collection[str], path: str | None) -> None:
+    """Raise for roles of a job that are none, or that no module of a layer has: they would be left out."""
+    for wanted, role in declared.items():
+        _parse_role(role, path)
+        if not any(_means(wanted, name) for name in names):
+            raise _no_module("no layer has a", wanted, path)
+
+
+def _no_module(who: str, wanted: str, path: str | None) -> SpecError:
+    rule = "A plan names modules of the layers"
+    return SpecError(f"{who} module {wanted!r}", file=path, key="tensor_plan", value=wanted, rule=rule)
 
 
 def _uncut(
