@@ -5,6 +5,7 @@ import json
 import pytest
 
 from foreshard.runtime.membership.link_blame import LinkBlame
+from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.supervisor import START_S, Supervisor
 from foreshard.runtime.membership.supervisor_state import load_state, reopen
 from foreshard.spec.plan_file import parse_plan
@@ -342,3 +343,32 @@ def test_generations_that_fail_for_no_loss_end_the_run_with_their_reason(told):
         for rank in range(3):
             told.join(rank, number, reason="cannot be summed")
     assert "cannot be summed" in told.agent()["fault"]["what"]
+
+
+def test_a_run_that_hangs_in_one_step_after_every_restart_ends_by_name(told):
+    """What a process that has started again says first is where it is, not that it got on."""
+    told.all_join([0, 1, 2])
+    for number in range(3):
+        for step in (-1, 30, 30):
+            told.beat(1, number, step=step)
+        told.beat(0, number, step=30), told.beat(2, number, step=30)
+        fault = hang(told, 1, number)
+        assert (fault is None) == (number < 2)
+        told.all_join([0, 2], number)
+        told.join(1)
+        told.all_join([0, 1, 2], number)
+    assert "rank 1 hangs in loss, line 3" in fault["what"]
+
+
+def test_the_first_step_of_a_process_is_learned_apart_wherever_it_begins():
+    now = [0.0]
+    for first in (0, 30):
+        progress = Progress(1.0, now=lambda: now[0])
+        progress.turn_to("joining")
+        for step, seconds in ((first, 50.0), (first + 1, 2.0)):
+            progress.begin_step(step)
+            progress.turn_to("forward")
+            now[0] += seconds
+            progress.turn_to("vote")
+        assert progress.to_dict()["longest_s"]["forward"] == 2.0
+        assert progress.to_dict()["longest_s"]["forward/first"] == 50.0

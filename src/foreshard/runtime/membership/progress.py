@@ -29,12 +29,12 @@ class Progress:
 
     An activity of less than `limit_s` never counts as hanging. `count` rises whenever the rank turns to
     another activity, begins to wait or has waited; `waits_for` are the ranks that it waits for, None while it
-    is busy itself; `step` is the one that it trains.
+    is busy itself; `step` is the one that it trains, -1 before the first.
     """
 
     def __init__(self, limit_s: float = 60.0, *, now: Callable[[], float] = time.monotonic):
         self._limit_s, self._now = limit_s, now
-        self.count, self.doing, self.step = 0, START, 0
+        self.count, self.doing, self.step = 0, START, -1
         self.waits_for: tuple[int, ...] | None = None
         self._since_s = now()
         self._warm, self._longest_s = False, dict[str, float]()
@@ -49,7 +49,7 @@ class Progress:
     def begin_step(self, step: int) -> None:
         """Note a step; activities in the first one of a process or a plan are learned apart."""
         self._note()
-        self._warm, self.step = step > self.step and self.doing != START, step
+        self._warm, self.step = 0 <= self.step < step, step
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:

@@ -154,6 +154,8 @@ class Supervisor:
         for key, seconds in message.get("longest_s", {}).items():
             self._longest_s[str(key)] = max(float(seconds), self._longest_s.get(key, 0.0))
         step, before = int(message.get("step", -1)), live.step
+        if step < 0:
+            return  # it has not begun one: that the next is a later one shows no progress
         self._step, live.step = step, step
         if before is not None and step > before:  # trained, be it again after a loss of all copies
             self._failures = 0
