@@ -67,13 +67,7 @@ def _vendors() -> tuple[str, ...]:
 @click.option(
     "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
 )
-@click.option(
-    "--objective",
-    type=Words(*OBJECTIVES),
-    default="time",
-    show_default=True,
-    help="What to minimise.",
-)
+@click.option("--objective", type=Words(*OBJECTIVES), default="time", help="What to minimise.")
 @click.option("--max-usd", type=Amount(), help="Limit on the price of the run (with --tokens).")
 @click.option("--max-hours", type=Amount(), help="Limit on the time of the run (with --tokens).")
 @click.option("--tokens", type=Amount(), help="Tokens of the whole run.")

@@ -17,33 +17,22 @@ SIZES = Counts(65536)
 
 @verb_command("profile")
 @click.argument("job", metavar="JOB.py")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where.")
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
-    show_default=True,
     help="Precision of the run, by autocast.",
 )
-@click.option("--samples", type=SIZES, default="1,2,4,8", show_default=True, help="Micro-batches to time.")
+@click.option("--samples", type=SIZES, default="1,2,4,8", help="Micro-batches to time.")
 @click.option(
     "--tp", type=SIZES, default=(), help="Also a rank's part of layers that so many compute together."
 )
-@click.option("--repeats", type=Count(1, 10**7), default=15, show_default=True, help="Passes of each.")
-@click.option(
-    "--local", type=Count(1, 1024), default=1, show_default=True, help="Ranks that will share this machine."
-)
-@click.option(
-    "--links/--no-links", default=True, show_default=True, help="Time links, where ranks are several."
-)
-@click.option(
-    "--threads",
-    type=Count(1, 1024),
-    default=1,
-    show_default=True,
-    help="Threads of torch, as the run will have.",
-)
-@click.option("--seed", type=Count(0, 2**63 - 1), default=0, show_default=True, help="Of first values.")
+@click.option("--repeats", type=Count(1, 10**7), default=15, help="Passes of each.")
+@click.option("--local", type=Count(1, 1024), default=1, help="Ranks that will share this machine.")
+@click.option("--links/--no-links", default=True, help="Time links, where ranks are several.")
+@click.option("--threads", type=Count(1, 1024), default=1, help="Threads of torch, as the run will have.")
+@click.option("--seed", type=Count(0, 2**63 - 1), default=0, help="Of first values.")
 def command(job: str, **options: Any) -> None:
     """Time the layers of JOB.py here and the links between ranks; `foreshard calibrate` makes costs of it.
 

@@ -19,9 +19,7 @@ _LOOK_S = 0.2  # between two looks at the events
 @verb_command("replan")
 @click.argument("run", metavar="RUN")
 @click.argument("plan_file", metavar="PLAN")
-@click.option(
-    "--wait-s", type=Amount(), default=600.0, show_default=True, help="How long to wait until it is adopted."
-)
+@click.option("--wait-s", type=Amount(), default=600.0, help="How long to wait until it is adopted.")
 def command(run: str, plan_file: str, wait_s: float) -> None:
     """Let the job that trains in the folder RUN adopt the plan file PLAN after its present step.
 

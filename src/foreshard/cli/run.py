@@ -35,34 +35,28 @@ SEED = Count(-(2**63), 2**63 - 1)
     metavar="N",
     help="Start N ranks on this machine; else be a rank of torchrun.",
 )
-@click.option("--steps", type=Count(), default=100, show_default=True, help="Steps to train.")
-@click.option("--out", metavar="DIR", default="run", show_default=True, help="Where the run writes.")
+@click.option("--steps", type=Count(), default=100, help="Steps to train.")
+@click.option("--out", metavar="DIR", default="run", help="Where the run writes.")
 @click.option(
     "--dtype",
     type=Word("fp32", "tf32", "bf16", "fp16", "fp64"),
     help="Instead of the plan's precision; bf16 and fp16 by autocast, fp64 builds the layers in it.",
 )
-@click.option(
-    "--seed", type=SEED, default=0, show_default=True, help="Of first values, order of samples, dropout."
-)
+@click.option("--seed", type=SEED, default=0, help="Of first values, order of samples, dropout.")
 @click.option("--clip-norm", type=Amount(), help="Largest norm of the gradient.")
-@click.option(
-    "--checkpoint-every", type=Count(0), default=0, show_default=True, help="Steps between checkpoints."
-)
+@click.option("--checkpoint-every", type=Count(0), default=0, help="Steps between checkpoints.")
 @click.option(
     "--save-last/--no-save-last",
     default=True,
-    show_default=True,
     help="A checkpoint at the end, and on SIGTERM after the present step.",
 )
 @click.option(
     "--save-async", is_flag=True, help="Train on while a checkpoint is written, from a copy in host memory."
 )
-@click.option("--keep", type=Count(1), default=2, show_default=True, help="Checkpoints to keep.")
+@click.option("--keep", type=Count(1), default=2, help="Checkpoints to keep.")
 @click.option(
     "--stop-on-nan/--no-stop-on-nan",
     default=True,
-    show_default=True,
     help="End before a gradient is applied that is not finite.",
 )
 @click.option("--resume", is_flag=True, help="Go on from the latest checkpoint in DIR.")
@@ -72,26 +66,18 @@ SEED = Count(-(2**63), 2**63 - 1)
     "--detect-s",
     type=Amount(0.2, 86400, dimension="s"),
     default=30.0,
-    show_default=True,
     help="Silence after which a rank is lost.",
 )
 @click.option(
     "--progress-s",
     type=Amount(1, 86400, dimension="s"),
     default=60.0,
-    show_default=True,
     help="Least time at one activity after which a rank hangs; ten times as long as ever before, at least.",
 )
 @click.option(
     "--interface", metavar="ADDRESS", help="Address, or network interface, of this host that ranks meet on."
 )
-@click.option(
-    "--port",
-    type=Count(0, 65535),
-    default=0,
-    show_default=True,
-    help="Of the rendezvous; 0 for any free one.",
-)
+@click.option("--port", type=Count(0, 65535), default=0, help="Of the rendezvous; 0 for any free one.")
 @click.option("--secret-file", metavar="FILE", help="Secret that all hosts share; made in DIR if not given.")
 @click.option(
     "--max-starts", type=Count(), help="Times a rank that dies is started; 4 if no rate is given either."
@@ -101,19 +87,12 @@ SEED = Count(-(2**63), 2**63 - 1)
     "--device",
     type=Word("auto", "cpu", "cuda"),
     default="auto",
-    show_default=True,
     help="Where ranks compute; auto takes GPUs if there are any.",
 )
-@click.option("--threads", type=Count(), default=1, show_default=True, help="Threads of torch in a rank.")
+@click.option("--threads", type=Count(), default=1, help="Threads of torch in a rank.")
+@click.option("--eval-every", type=Count(0), default=0, help="Steps between calls of evaluate().")
 @click.option(
-    "--eval-every", type=Count(0), default=0, show_default=True, help="Steps between calls of evaluate()."
-)
-@click.option(
-    "--readers",
-    type=Count(0, 256),
-    default=0,
-    show_default=True,
-    help="Processes of a rank that read samples; 0 for a thread.",
+    "--readers", type=Count(0, 256), default=0, help="Processes of a rank that read samples; 0 for a thread."
 )
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @click.option("--wandb", is_flag=True, help="Also write a run of Weights & Biases, offline.")
@@ -127,7 +106,6 @@ SEED = Count(-(2**63), 2**63 - 1)
     "--policy",
     type=Word("static", "lyapunov", "lb-bsp", "greedy"),
     default="static",
-    show_default=True,
     help="Keep the plan, let the controller change it, or a policy to compare it with.",
 )
 @click.option(

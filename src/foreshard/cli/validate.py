@@ -31,8 +31,8 @@ _SCORES = (
 
 @verb_command("validate")
 @click.argument("files", nargs=-1, required=True)
-@click.option("--engine", type=click.Choice(["analytical", "graph"]), default="graph", help="Default graph.")
-@click.option("--costs", metavar="SOURCE", default="formula", help="Cost source (default formula).")
+@click.option("--engine", type=click.Choice(["analytical", "graph"]), default="graph", help="What predicts.")
+@click.option("--costs", metavar="SOURCE", default="formula", help="Cost source.")
 @click.option("--exclude-calibration", metavar="FAMILY", help="Use constants fitted without this family.")
 @click.option(
     "--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this."

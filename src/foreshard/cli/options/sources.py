@@ -34,7 +34,7 @@ def verb_command(
     """
 
     def made(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name)(function)
+        command = click.command(name, context_settings={"show_default": True})(function)
         for add in options:
             add(command)
         answering(command, output)
