@@ -129,16 +129,20 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense1, expert1 = over(1)
     dense_bytes = have.dense * block_weight + have.outer * weight - have.frozen * spared
     parameters = dense_bytes * dense3 + have.expert * block_weight * expert3
+    everything = have.dense + have.outer + have.expert
+    holds = framework.pipeline_holds_units * (zero >= 3) * (shard > 1) * (np.asarray(load.num_stages) > 1)
+    parameters = parameters + holds * element * everything
 
     gradient = framework.grad_bytes + profile.extra_gradient_bytes
-    gradients = gradient * (have.dense_trained * dense2 + have.expert_trained * expert2)
+    trained = have.dense_trained + have.expert_trained
+    sharded = have.dense_trained * dense2 + have.expert_trained * expert2
+    gradients = gradient * np.where(holds, trained, sharded)
 
     updated = have.dense_trained * dense1 + have.expert_trained * expert1
     master = framework.master_bytes * (np.asarray(element) < 4) * (not profile.weights_are_master)
     optimizer = (master + load.state_bytes) * updated * (1 - load.offload_optimizer)
 
-    cached = profile.autocast_bytes * (have.dense + have.outer + have.expert) * (np.asarray(element) < 4)
-    trained = have.dense_trained + have.expert_trained
+    cached = profile.autocast_bytes * everything * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
     live = element * np.minimum(have.dense + have.outer, profile.gathered_elements)
@@ -149,7 +153,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         backward_gradients=half * trained,
         optimizer=optimizer,
         buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
-        working=(zero >= 3) * (shard > 1) * np.maximum(unit, live) + cached,
+        working=(zero >= 3) * (shard > 1) * (1 - holds) * np.maximum(unit, live) + cached,
         step=_step_bytes(have, dense1, expert1, framework, profile),
     )
 

@@ -23,6 +23,8 @@ class Framework:
     norm_cast : the residual is cast to fp32 before each norm, and both run again in backward
     p2p_scatter : without sequence parallelism, each tensor rank sends its part of a stage's output
     fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
+    pipeline_holds_units : with a pipeline, sharded weights stay gathered from their first forward, and
+        gradients whole until the last micro-batch
     cuda_graphs : none | partial | full
     grouped_gemm : experts run in one launch; False = one product per local expert
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
@@ -54,6 +56,7 @@ class Framework:
     expert_overlap: bool = False
     context_gather: bool = False
     fsdp: str = "none"
+    pipeline_holds_units: bool = False
     cuda_graphs: str = "none"
     grouped_gemm: bool = True
     routing: str = "learned"

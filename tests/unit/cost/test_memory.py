@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
 from foreshard.catalog.shipped import shipped
 from foreshard.cost.memory import StageLoad, communicators_bytes, optimizer_state_bytes, stage_memory
@@ -98,6 +99,14 @@ def test_bytes_per_parameter(memory, grad_bytes, zero, expected):
     parts = stage_memory(middle(GPT, dp=8, shard_size=8, expert_dp=8, zero=zero), framework, profile)
     kept = parts.parameters + parts.gradients + parts.optimizer
     assert kept / GPT.num_params == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_stages", "expected"), [(1, 16 / 8), (2, 12 / 8 + 2 + 4)])
+def test_torchtitan_holds_weights_and_gradients_through_a_pipeline(num_stages, expected):
+    load = middle(LLAMA_70B, 10, zero=3, dp=8, shard_size=8, num_stages=num_stages)
+    parts = stage_memory(load, load_framework("torchtitan"))
+    states = parts.parameters + parts.gradients + parts.optimizer
+    assert float(states) == pytest.approx(10 * LLAMA_70B.num_params * expected)
 
 
 def test_hybrid_sharding_divides_by_the_shard():
