@@ -27,7 +27,7 @@ def test_a_lab_is_shown(shell):
 
 def test_the_schema_lists_exactly_the_keys_of_the_parser(shell):
     keys = shell("schema", "lab", "--json").json["keys"]
-    tables = {"lab": lab.LabFile, "ranks": lab.LabRanks, "change": lab.LabChange, "network": lab.LabLinks}
+    tables = {"lab": lab.LabFile, "ranks": lab.LabRanks, "change": lab.Change, "network": lab.LabLinks}
     for name, table in tables.items():
         assert set(keys[name]) == {field.name for field in fields(table)}
     assert set(keys["table"]) == {"forward", "backward", "optimizer"}
